@@ -1,0 +1,88 @@
+"""One generation of a job: who takes part, under which rank, and the links between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from phalanx.errors import PeerLostError
+from phalanx.transport.link import Link
+
+Rank = int
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One process of the job.
+
+    Attributes:
+        rank: its number, 0 to world_size - 1; rank 0 is the chief.
+        task: its name in the cluster, for example `worker/1`.
+        host: the identity of its host: equal for two members that can share memory.
+        address: `host:port` of its listening port.
+        pid: its process id on its host.
+    """
+
+    rank: Rank
+    task: str
+    host: str
+    address: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The members of one generation, seen from one of them.
+
+    Attributes:
+        generation: grows by one whenever a member leaves or joins.
+        rank: the rank of this process.
+        members: all members, in rank order.
+        links: an open link to every other rank. Owned by the membership: `close()` closes them.
+    """
+
+    generation: int
+    rank: Rank
+    members: tuple[Member, ...]
+    links: Mapping[Rank, Link] = field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        return len(self.members)
+
+    @property
+    def me(self) -> Member:
+        return self.members[self.rank]
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The distinct hosts, in the order of their lowest rank."""
+        return tuple(dict.fromkeys(member.host for member in self.members))
+
+    def ranks_on(self, host: str) -> tuple[Rank, ...]:
+        return tuple(member.rank for member in self.members if member.host == host)
+
+    @property
+    def local_ranks(self) -> tuple[Rank, ...]:
+        """The ranks on this process's host, in rank order."""
+        return self.ranks_on(self.me.host)
+
+    @property
+    def local_rank(self) -> int:
+        return self.local_ranks.index(self.rank)
+
+    def peer_lost(self, rank: Rank, during: str) -> PeerLostError:
+        """The error that names a lost member; `during` says what this process was doing."""
+        member = self.members[rank]
+        return PeerLostError(
+            f"{self.me.task} (rank {self.rank}) lost {member.task} (rank {rank}, pid {member.pid} on "
+            f"{member.host}, {member.address}) during {during}: its connection closed, so the process or its "
+            f"host died. Look at the end of that task's output for the cause.",
+            rank=rank,
+            task=member.task,
+            host=member.host,
+        )
+
+    def close(self) -> None:
+        for link in self.links.values():
+            link.close()

@@ -1,0 +1,117 @@
+"""The contract of every communicator: how the members of one generation merge values."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+
+class ReduceOp(enum.Enum):
+    """How values of several ranks become one."""
+
+    SUM = "sum"
+    MEAN = "mean"
+    MIN = "min"
+    MAX = "max"
+    PRODUCT = "product"
+
+
+class Handle(Protocol):
+    """The result of an asynchronous collective, to be waited for."""
+
+    def done(self) -> bool: ...
+
+    def wait(self, timeout_s: float | None = None) -> Any:
+        """The collective's result, or its error."""
+        ...
+
+
+class Communicator(Protocol):
+    """Collectives among the members of one generation.
+
+    Every rank must call the same methods in the same order with equal shapes, dtypes and operation.
+    If not, all ranks raise `CollectiveMismatchError`. A lost member raises `PeerLostError` on every
+    survivor, a member that does not come within the timeout `CollectiveTimeoutError`. After any of these
+    the communicator can only be closed.
+
+    Arrays may be of any float (bfloat16 and float16 included), integer or boolean dtype, contiguous or not,
+    0-d or empty; inputs are never modified. Reductions run in rank order, 16-bit floats are summed in
+    float32, and the result has the same bits on every rank and in every run.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def all_reduce(
+        self,
+        arrays: Sequence[Array],
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        scale: float | Sequence[float] = 1.0,
+        out: Sequence[Array] | None = None,
+    ) -> list[Array]:
+        """Merge each array over all ranks; all of them travel as one.
+
+        Args:
+            arrays: equal in number, shapes and dtypes on all ranks.
+            scale: factor on this rank's floating arrays before they are merged, one for all or one for
+                each. It may differ between ranks. With scale 0 an array counts as zeros, NaN included,
+                and is not read. Only for SUM.
+            out: contiguous arrays that receive the result; they must not overlap the inputs.
+
+        Returns: the merged arrays: `out` if given, else fresh ones that the caller owns.
+        """
+        ...
+
+    def broadcast(
+        self, arrays: Sequence[Array], root: int = 0, *, out: Sequence[Array] | None = None
+    ) -> list[Array]:
+        """The arrays of rank `root`, on every rank. Other ranks bring arrays of equal shape and dtype."""
+        ...
+
+    def all_gather(self, array: Array) -> list[Array]:
+        """Every rank's array, in rank order. The first dimensions may differ, all else must agree."""
+        ...
+
+    def reduce_scatter(self, array: Array, op: ReduceOp = ReduceOp.SUM) -> Array:
+        """Merge arrays of shape (world_size, ...) over all ranks and return row `rank`."""
+        ...
+
+    def all_to_all(self, arrays: Sequence[Array]) -> list[Array]:
+        """Send `arrays[r]` to rank r; returns what each rank sent here. First dimensions may differ."""
+        ...
+
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+        ...
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload, in rank order; lengths may differ."""
+        ...
+
+    def broadcast_bytes(self, payload: bytes, root: int = 0) -> bytes:
+        """Rank `root`'s payload on every rank; what the others pass is ignored."""
+        ...
+
+    def all_reduce_async(
+        self,
+        arrays: Sequence[Array],
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        scale: float | Sequence[float] = 1.0,
+        out: Sequence[Array] | None = None,
+    ) -> Handle:
+        """As `all_reduce`, in the background. The arrays must stay unchanged until the handle is done."""
+        ...
+
+    def close(self) -> None:
+        """Free what the communicator owns; safe to call twice. The membership's links stay open."""
+        ...

@@ -1,0 +1,88 @@
+"""The errors a user of Phalanx can meet, one class for each remedy.
+
+Every class carries an `exit_code`: a process that ends because of the error ends with that code, so that
+a script around the job can tell the causes apart. `docs/failures.md` lists them.
+"""
+
+from __future__ import annotations
+
+
+class PhalanxError(Exception):
+    """Base of all errors that Phalanx raises on purpose; on its own, a defect in Phalanx."""
+
+    exit_code = 70
+
+
+class ConfigurationError(PhalanxError, ValueError):
+    """The job is described wrongly (TF_CONFIG, arguments, environment). Correct it and start again."""
+
+    exit_code = 64
+
+
+class UnsupportedError(PhalanxError, NotImplementedError):
+    """What was asked cannot be done on this backend or strategy. The message names what can."""
+
+    exit_code = 65
+
+
+class RendezvousError(PhalanxError):
+    """The tasks of the job did not find each other in time. The message names who is missing."""
+
+    exit_code = 66
+
+
+class DisagreementError(PhalanxError):
+    """The tasks of the job differ in what must be equal. The message names both sides and both values."""
+
+    exit_code = 67
+
+
+class CollectiveMismatchError(PhalanxError):
+    """The ranks called different collectives, or the same one with other shapes, dtypes or operation.
+
+    Raised on every rank. The communicator cannot be used afterwards.
+    """
+
+    exit_code = 68
+
+
+class CollectiveTimeoutError(PhalanxError, TimeoutError):
+    """A rank is connected but did not come to the collective in time. The communicator is closed."""
+
+    exit_code = 69
+
+
+class PeerLostError(PhalanxError, ConnectionError):
+    """A member of the job died or left. Raised on every survivor; a new generation can be formed.
+
+    Attributes:
+        rank: the rank that was lost.
+        task: its task, for example `worker/1`.
+        host: the host it ran on.
+    """
+
+    exit_code = 71
+
+    def __init__(self, message: str, *, rank: int, task: str, host: str):
+        super().__init__(message)
+        self.rank = rank
+        self.task = task
+        self.host = host
+
+
+class LinkClosedError(PhalanxError, ConnectionError):
+    """The other end of a link is gone. The layer above says which member that was (`PeerLostError`)."""
+
+    exit_code = 71
+
+
+class LinkTimeoutError(PhalanxError, TimeoutError):
+    """The other end of a link neither sent nor read anything until the deadline."""
+
+    exit_code = 69
+
+
+class HandshakeError(PhalanxError):
+    """A connection was refused before anything was read from it: not one of ours, or the wrong secret."""
+
+    exit_code = 66

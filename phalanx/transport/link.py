@@ -1,0 +1,1 @@
+"""A link: one authenticated, ordered, framed connection between two processes."""
