@@ -86,3 +86,9 @@ class HandshakeError(PhalanxError):
     """A connection was refused before anything was read from it: not one of ours, or the wrong secret."""
 
     exit_code = 66
+
+
+class FrameError(PhalanxError):
+    """What came over a link is no message of ours, or one over the limits. The link is closed."""
+
+    exit_code = 72

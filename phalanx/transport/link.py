@@ -1,1 +1,298 @@
-"""A link: one authenticated, ordered, framed connection between two processes."""
+"""A link: one ordered connection between two processes, carrying frames or raw bytes.
+
+The link owns its socket (TCP, Unix or one half of a socket pair, plain or TLS) and keeps it non-blocking. Two
+layers use it in two ways: messages go through `send` and `receive`, which wait up to a deadline; collectives,
+which move several streams at once, use `try_send` and `try_receive_into` and do their own waiting.
+Both kinds may follow each other on one link, as long as a frame is not cut by raw bytes.
+
+How a death is noticed:
+
+- The peer's *process* dies: its kernel closes the connection, and the next call here raises
+  `LinkClosedError`.
+- The peer's *host* dies (power, cable): nobody closes anything. An idle connection is then found by TCP
+  keep-alive after `KEEPALIVE_IDLE_S + KEEPALIVE_PROBES * KEEPALIVE_INTERVAL_S` = 25 s. One with bytes in
+  flight sends no keep-alive, and the kernel gives up only after some 15 minutes; `check_alive` finds it
+  after `SILENT_HOST_S`. We do not set TCP_USER_TIMEOUT for this, because Linux applies that also to a peer
+  whose host answers, but whose process does not read for a while (it compiles, it is stopped, it holds
+  the interpreter lock): a slow peer must end in a timeout that says so, not as dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Sequence
+
+from phalanx.errors import FrameError, LinkClosedError, LinkTimeoutError
+from phalanx.transport.frames import Buffer, FrameReader, encode_frame
+
+KEEPALIVE_IDLE_S = 10
+"""Seconds of silence on an idle connection before the first keep-alive probe."""
+KEEPALIVE_INTERVAL_S = 5
+"""Seconds between probes."""
+KEEPALIVE_PROBES = 3
+"""Unanswered probes until the connection counts as dead: one or two may be lost on a bad network."""
+SILENT_HOST_S = 25.0
+"""Seconds without any acknowledgement, with bytes in flight, after which the peer's host counts as dead.
+Equal to what keep-alive takes on an idle connection; far above what loss and jitter cause."""
+UNANSWERED_TRANSMISSIONS = 3
+"""Transmissions that must have gone unanswered too. Silence alone is no sign: the probes of a full window
+are up to 120 s apart."""
+ALIVE_CHECK_INTERVAL_S = 5.0
+"""How often a waiting call looks at the health of its connection."""
+
+_MAX_PIECES = os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 1024
+"""Pieces that one sendmsg takes."""
+_TLS_JOIN_BYTES = 16 * 1024
+"""TLS has no sendmsg: small pieces are joined up to the size of one TLS record, larger ones go alone."""
+
+
+class Link:
+    """One end of a connection. One thread at a time may send and one may receive; any may close.
+
+    Args:
+        sock: a connected stream socket; the link owns it from here on.
+        peer: who is at the other end, for messages, for example `worker/1`.
+    """
+
+    def __init__(self, sock: socket.socket, peer: str):
+        self.peer = peer
+        self._sock = sock
+        self._tls = isinstance(sock, ssl.SSLSocket)
+        self._tcp = sock.family in (socket.AF_INET, socket.AF_INET6)
+        self._closed = False
+        self._reader = FrameReader()
+        # What a call that would have blocked waits for: TLS may have to read in order to write.
+        self._send_waits_for = select.POLLOUT
+        self._receive_waits_for = select.POLLIN
+        sock.setblocking(False)
+        if self._tcp:
+            _configure_tcp(sock)
+
+    def __repr__(self) -> str:
+        return f"<Link to {self.peer}{', closed' if self._closed else ''}>"
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def fileno(self) -> int:
+        """The descriptor to wait on with select or poll; -1 after `close`.
+
+        With TLS, bytes may be waiting inside the link while the descriptor is not readable: call
+        `try_receive_into` until it returns 0, and only then wait.
+        """
+        return self._sock.fileno()
+
+    # ------------------------------------------------------------------ frames
+
+    def send(self, header: bytes, buffers: Sequence[Buffer] = (), *, deadline: float) -> None:
+        """Send one frame; returns when the kernel has taken all of it.
+
+        The buffers are not copied: they must not change before this returns. Two ends that send each other
+        frames larger than the sockets' buffers at the same time wait for each other until the deadline:
+        let one receive first.
+
+        Args:
+            header: what the message is, at most 1 MiB.
+            buffers: contiguous memory to send after it.
+            deadline: a value of `time.monotonic()`.
+
+        Raises:
+            LinkClosedError: the peer is gone.
+            LinkTimeoutError: the peer did not read. If part of the frame was sent the link is closed, since
+                nothing could follow half a frame.
+            FrameError: the frame is over a limit; nothing was sent.
+        """
+        pieces = encode_frame(header, buffers)
+        total = remaining = sum(piece.nbytes for piece in pieces)
+        while True:
+            count = self.try_send(pieces)
+            if count:
+                remaining -= count
+                if not remaining:
+                    return
+                pieces = skip_bytes(pieces, count)
+            elif not self._wait(self._send_waits_for, deadline):
+                if remaining < total:
+                    self.close()
+                raise LinkTimeoutError(
+                    f"{self.peer} did not read: {total - remaining} of {total} bytes were sent before "
+                    f"the time was up. It is connected, so it is busy, stopped or waiting for something else."
+                )
+
+    def receive(self, *, deadline: float) -> tuple[bytes, list[memoryview]]:
+        """Receive one frame: its header and its buffers, which the caller owns.
+
+        Raises:
+            LinkClosedError: the peer is gone.
+            LinkTimeoutError: no whole frame came in time. What came is kept; `receive` may be called again.
+            FrameError: what came is no frame; the link is closed.
+        """
+        reader = self._reader
+        while True:
+            count = self.try_receive_into(reader.wanted())
+            if count:
+                try:
+                    frame = reader.filled(count)
+                except FrameError as error:
+                    self.close()
+                    raise FrameError(f"from {self.peer}: {error}") from error
+                if frame is not None:
+                    return frame.header, frame.buffers
+            elif not self._wait(self._receive_waits_for, deadline):
+                progress = "nothing" if reader.idle else "only part of a message"
+                raise LinkTimeoutError(
+                    f"{self.peer} sent {progress} before the time was up. It is connected, so it is "
+                    f"busy, stopped or waiting for something else."
+                )
+
+    # --------------------------------------------------------------- raw bytes
+
+    def try_send(self, buffers: Sequence[memoryview]) -> int:
+        """Send what the kernel takes at once; the number of bytes, counted over the buffers in order.
+
+        Returns: 0 if it would block. Then offer the same bytes again later (TLS insists on that).
+        Raises: LinkClosedError if the peer is gone.
+        """
+        try:
+            if not self._tls:
+                return self._sock.sendmsg(buffers[:_MAX_PIECES]) if buffers else 0
+            piece = _first_piece(buffers)
+            if not piece:
+                return 0
+            count = self._sock.send(piece)
+            self._send_waits_for = select.POLLOUT
+            return count
+        except (BlockingIOError, ssl.SSLWantWriteError):
+            self._send_waits_for = select.POLLOUT
+            return 0
+        except ssl.SSLWantReadError:
+            self._send_waits_for = select.POLLIN
+            return 0
+        except (OSError, ValueError) as error:
+            raise self._gone(error) from error
+
+    def try_receive_into(self, buffer: memoryview) -> int:
+        """Read what is there, up to the size of `buffer`; the number of bytes, 0 if it would block.
+
+        Raises: LinkClosedError if the peer has closed the connection or is dead.
+        """
+        if not buffer.nbytes:
+            return 0
+        try:
+            count = self._sock.recv_into(buffer)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            self._receive_waits_for = select.POLLIN
+            return 0
+        except ssl.SSLWantWriteError:
+            self._receive_waits_for = select.POLLOUT
+            return 0
+        except (OSError, ValueError) as error:
+            raise self._gone(error) from error
+        if not count:
+            raise LinkClosedError(f"{self.peer} closed the connection: its process ended or left the job.")
+        return count
+
+    # ------------------------------------------------------------------ health
+
+    def check_alive(self) -> None:
+        """Ask the kernel whether the peer's host still answers. Cheap; call it every few seconds of waiting.
+
+        Raises: LinkClosedError if bytes are in flight and its host has not acknowledged anything for
+            `SILENT_HOST_S` (see the top of this file). Only Linux TCP can tell; elsewhere this does nothing.
+        """
+        if not self._tcp or self._closed or not hasattr(socket, "TCP_INFO"):
+            return
+        silence_s = host_silence_s(self._sock)
+        if silence_s >= SILENT_HOST_S:
+            raise LinkClosedError(
+                f"the host of {self.peer} has not answered for {silence_s:.0f} s, with data on the way "
+                f"to it: it is down, or the network between is."
+            )
+
+    def close(self) -> None:
+        """Close the connection; safe to call twice and from any thread. Waiting calls end with an error."""
+        self._closed = True
+        # shutdown, since close alone does not wake a thread that waits for this socket.
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
+        self._sock.close()
+
+    def _wait(self, events: int, deadline: float) -> bool:
+        """Wait until the socket is ready; False if it is not by the deadline."""
+        poller = select.poll()
+        try:
+            poller.register(self._sock, events)
+        except (OSError, ValueError) as error:
+            raise self._gone(error) from error
+        while True:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                return False
+            if poller.poll(1000 * min(remaining_s, ALIVE_CHECK_INTERVAL_S) + 1):
+                return True
+            self.check_alive()
+
+    def _gone(self, error: Exception) -> LinkClosedError:
+        if self._closed:
+            return LinkClosedError(f"the link to {self.peer} was closed by this process.")
+        return LinkClosedError(f"the connection to {self.peer} is broken ({error}).")
+
+
+def skip_bytes(pieces: Sequence[memoryview], count: int) -> list[memoryview]:
+    """What is left of `pieces` after their first `count` bytes; empty pieces at the start are dropped."""
+    for index, piece in enumerate(pieces):
+        if count < piece.nbytes:
+            return [piece[count:], *pieces[index + 1 :]]
+        count -= piece.nbytes
+    return []
+
+
+def host_silence_s(sock: socket.socket) -> float:
+    """Seconds since the peer's host last acknowledged anything; 0.0 if it owes us no answer. Linux only.
+
+    Source: struct tcp_info in include/uapi/linux/tcp.h: eight bytes (the third is the number of unanswered
+    retransmissions, the fourth that of unanswered probes), then u32 fields of which the 13th is
+    tcpi_last_ack_recv, in ms.
+    """
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 60)
+    retransmits, probes = info[2], info[3]
+    if max(retransmits, probes) < UNANSWERED_TRANSMISSIONS:
+        return 0.0
+    (last_ack_ms,) = struct.unpack_from("=I", info, 56)
+    return float(last_ack_ms) / 1000
+
+
+def _first_piece(buffers: Sequence[memoryview]) -> memoryview | bytes:
+    """What one TLS write takes: the first large piece, or as many small ones as fit into a record."""
+    joined: list[memoryview] = []
+    size = 0
+    for piece in buffers:
+        if size + piece.nbytes > _TLS_JOIN_BYTES:
+            break
+        joined.append(piece)
+        size += piece.nbytes
+    if size:
+        return joined[0] if len(joined) == 1 else b"".join(joined)
+    return next((piece for piece in buffers if piece.nbytes), b"")
+
+
+def _configure_tcp(sock: socket.socket) -> None:
+    # Off with Nagle's algorithm: a message's end must not wait for the acknowledgement of its start.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # Absent on some systems, which keep their slower settings. macOS calls the first one TCP_KEEPALIVE.
+    idle = getattr(socket, "TCP_KEEPIDLE", None) or getattr(socket, "TCP_KEEPALIVE", None)
+    for option, value in (
+        (idle, KEEPALIVE_IDLE_S),
+        (getattr(socket, "TCP_KEEPINTVL", None), KEEPALIVE_INTERVAL_S),
+        (getattr(socket, "TCP_KEEPCNT", None), KEEPALIVE_PROBES),
+    ):
+        if option is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -1,0 +1,189 @@
+"""Frames: the wire format of a link, as bytes in and frames out. No socket comes near this file.
+
+A frame is a small header (what the message is; msgspec or whatever the layer above speaks) and any number of
+raw buffers (array contents), in this order, integers in network byte order:
+
+    preamble   4 bytes magic, u32 length of the header, u32 number of buffers
+    lengths    one u64 for each buffer
+    header     so many bytes
+    buffers    one after the other, nothing between them
+
+Everything that a length can make us allocate is compared with a limit first: the preamble bounds the
+lengths and the header together (at most 1.5 MiB), and the sum of the lengths is checked before the first
+buffer is allocated. So a header that claims 4 GB costs us twelve bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from phalanx.errors import FrameError
+
+Buffer = bytes | bytearray | memoryview | np.ndarray[Any, Any]
+"""Contiguous memory: anything that can be sent as raw bytes without a copy."""
+
+MAGIC = b"PXF\x01"
+"""First bytes of every frame; the last one is the version of this format."""
+
+MAX_HEADER_BYTES = 1 << 20
+"""1 MiB: headers describe, buffers carry. The structure of a model with 10,000 variables takes half of it."""
+
+MAX_BUFFERS = 1 << 16
+"""65,536 buffers: more than any model has variables, and their length table takes only 512 KiB."""
+
+MAX_PAYLOAD_BYTES = 1 << 36
+"""64 GiB over all buffers of a frame: more than one message of ours carries, less than wraps or kills a host
+by accident. Lower it (`FrameReader(max_payload_bytes=...)`) where a smaller bound is known."""
+
+_PREAMBLE = struct.Struct("!4sII")
+_LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One message: its header, and its buffers, which the receiver owns."""
+
+    header: bytes
+    buffers: list[memoryview]
+
+
+def byte_view(buffer: Buffer) -> memoryview:
+    """The bytes of a contiguous buffer as a flat view, without a copy.
+
+    Raises: ValueError if the memory is not contiguous: sending it needs a copy, which the caller makes.
+    """
+    if isinstance(buffer, np.ndarray):
+        if not buffer.flags.c_contiguous:
+            raise ValueError(
+                f"cannot send an array of shape {buffer.shape} with strides {buffer.strides} without a copy: "
+                f"it is not contiguous. Pass numpy.ascontiguousarray(array)."
+            )
+        # Through uint8, because NumPy exports no buffer of bfloat16 and memoryview cannot cast empty shapes.
+        return buffer.reshape(-1).view(np.uint8).data
+    view = memoryview(buffer)
+    if view.nbytes == 0:
+        return memoryview(b"")
+    if not view.c_contiguous:
+        raise ValueError("cannot send a memoryview that is not contiguous without a copy")
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+
+
+def encode_frame(header: bytes, buffers: Sequence[Buffer] = ()) -> list[memoryview]:
+    """The pieces of one frame in sending order; the buffers are not copied. Empty pieces are left out.
+
+    Raises: FrameError if the frame is over a limit, so that the sender hears of it and not the receiver.
+    """
+    views = [byte_view(buffer) for buffer in buffers]
+    lengths = [view.nbytes for view in views]
+    _check_limits(len(header), len(views), what="to send")
+    _check_payload(lengths, MAX_PAYLOAD_BYTES, what="to send")
+    prefix = b"".join(
+        (
+            _PREAMBLE.pack(MAGIC, len(header), len(views)),
+            struct.pack(f"!{len(lengths)}Q", *lengths),
+            header,
+        )
+    )
+    return [memoryview(prefix), *(view for view in views if view.nbytes)]
+
+
+class FrameReader:
+    """Puts one stream of bytes together into frames, without a copy.
+
+    The owner of the bytes writes into `wanted()` and says how many came with `filled(n)`, until that
+    returns a frame; then it starts over. `wanted()` never reaches beyond the end of the frame, so bytes
+    that follow a frame stay where they are, for whoever reads them next.
+
+    After a FrameError the position in the stream is lost and the reader must not be used again.
+    """
+
+    def __init__(self, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES):
+        self._max_payload_bytes = max_payload_bytes
+        self._start()
+
+    def _start(self) -> None:
+        self._header: bytes | None = None
+        self._header_length = -1
+        self._lengths: tuple[int, ...] = ()
+        self._buffers: list[memoryview] = []
+        self._target = memoryview(bytearray(_PREAMBLE.size))
+        self._position = 0
+
+    @property
+    def idle(self) -> bool:
+        """True between two frames: no byte of a frame has come yet."""
+        return self._header_length < 0 and self._position == 0
+
+    def wanted(self) -> memoryview:
+        """Where the next bytes belong; never empty."""
+        return self._target[self._position :]
+
+    def filled(self, count: int) -> Frame | None:
+        """Take note that `count` bytes were written to `wanted()`.
+
+        Returns: the frame if these bytes completed it, else None.
+        Raises: FrameError if this is no frame, or one over the limits.
+        """
+        self._position += count
+        while self._position == self._target.nbytes:
+            frame = self._advance()
+            if frame is not None:
+                self._start()
+                return frame
+        return None
+
+    def _advance(self) -> Frame | None:
+        """The piece at hand is complete: read it and open the next one."""
+        if self._header_length < 0:
+            magic, header_length, buffer_count = _PREAMBLE.unpack(self._target)
+            if magic != MAGIC:
+                raise FrameError(
+                    f"expected a frame (starting with {MAGIC!r}) but got {magic!r}: the other end speaks "
+                    f"another protocol or another version of Phalanx, or the stream is damaged."
+                )
+            _check_limits(header_length, buffer_count, what="announced")
+            self._header_length = header_length
+            self._lengths = (0,) * buffer_count
+            self._open(memoryview(bytearray(buffer_count * _LENGTH_BYTES + header_length)))
+        elif self._header is None:
+            table_bytes = len(self._lengths) * _LENGTH_BYTES
+            self._lengths = struct.unpack(f"!{len(self._lengths)}Q", self._target[:table_bytes])
+            _check_payload(self._lengths, self._max_payload_bytes, what="announced")
+            self._header = bytes(self._target[table_bytes:])
+            self._open_next_buffer()
+        else:
+            self._buffers.append(self._target)
+            self._open_next_buffer()
+        if self._header is not None and len(self._buffers) == len(self._lengths):
+            return Frame(self._header, self._buffers)
+        return None
+
+    def _open_next_buffer(self) -> None:
+        if len(self._buffers) < len(self._lengths):
+            # numpy.empty, as a bytearray would be filled with zeros first: a whole pass over the memory.
+            self._open(np.empty(self._lengths[len(self._buffers)], np.uint8).data)
+
+    def _open(self, target: memoryview) -> None:
+        self._target = target
+        self._position = 0
+
+
+def _check_limits(header_length: int, buffer_count: int, *, what: str) -> None:
+    if header_length > MAX_HEADER_BYTES:
+        raise FrameError(
+            f"frame {what} with a header of {header_length} bytes; at most {MAX_HEADER_BYTES} are allowed. "
+            f"Large contents belong into the frame's buffers."
+        )
+    if buffer_count > MAX_BUFFERS:
+        raise FrameError(f"frame {what} with {buffer_count} buffers; at most {MAX_BUFFERS} are allowed.")
+
+
+def _check_payload(lengths: Sequence[int], limit: int, *, what: str) -> None:
+    total = sum(lengths)
+    if total > limit:
+        raise FrameError(f"frame {what} with {total} bytes of payload; at most {limit} are allowed.")
