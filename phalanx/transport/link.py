@@ -26,6 +26,7 @@ import socket
 import ssl
 import struct
 import time
+import weakref
 from collections.abc import Sequence
 
 from phalanx.errors import FrameError, LinkClosedError, LinkTimeoutError
@@ -73,6 +74,7 @@ class Link:
         sock.setblocking(False)
         if self._tcp:
             _configure_tcp(sock)
+        _links.add(self)
 
     def __repr__(self) -> str:
         return f"<Link to {self.peer}{', closed' if self._closed else ''}>"
@@ -109,22 +111,7 @@ class Link:
                 nothing could follow half a frame.
             FrameError: the frame is over a limit; nothing was sent.
         """
-        pieces = encode_frame(header, buffers)
-        total = remaining = sum(piece.nbytes for piece in pieces)
-        while True:
-            count = self.try_send(pieces)
-            if count:
-                remaining -= count
-                if not remaining:
-                    return
-                pieces = skip_bytes(pieces, count)
-            elif not self._wait(self._send_waits_for, deadline):
-                if remaining < total:
-                    self.close()
-                raise LinkTimeoutError(
-                    f"{self.peer} did not read: {total - remaining} of {total} bytes were sent before "
-                    f"the time was up. It is connected, so it is busy, stopped or waiting for something else."
-                )
+        self.send_bytes(encode_frame(header, buffers), deadline=deadline)
 
     def receive(self, *, deadline: float) -> tuple[bytes, list[memoryview]]:
         """Receive one frame: its header and its buffers, which the caller owns.
@@ -153,6 +140,26 @@ class Link:
                 )
 
     # --------------------------------------------------------------- raw bytes
+
+    def send_bytes(self, pieces: Sequence[memoryview], *, deadline: float) -> None:
+        """Send all bytes of `pieces` as they are; otherwise as `send`."""
+        total = remaining = sum(piece.nbytes for piece in pieces)
+        while remaining:
+            count = self.try_send(pieces)
+            if count:
+                remaining -= count
+                pieces = skip_bytes(pieces, count)
+            elif not self._wait(self._send_waits_for, deadline):
+                if remaining < total:
+                    self.close()
+                raise LinkTimeoutError(
+                    f"{self.peer} did not read: {total - remaining} of {total} bytes were sent before the "
+                    f"time was up. It is connected, so it is busy, stopped or waiting for something else."
+                )
+
+    def wait_readable(self, *, deadline: float) -> bool:
+        """Wait until `try_receive_into`, which returned 0, may have more; False if the time is up."""
+        return self._wait(self._receive_waits_for, deadline)
 
     def try_send(self, buffers: Sequence[memoryview]) -> int:
         """Send what the kernel takes at once; the number of bytes, counted over the buffers in order.
@@ -216,6 +223,22 @@ class Link:
                 f"to it: it is down, or the network between is."
             )
 
+    def peer_closed(self) -> bool:
+        """Whether the peer is known to have closed its end; bytes that it sent before may still be there."""
+        if self._closed:
+            return True
+        poller = select.poll()
+        try:
+            poller.register(self._sock, getattr(select, "POLLRDHUP", 0))
+        except (OSError, ValueError):
+            return True
+        return bool(poller.poll(0))
+
+    def finish(self) -> None:
+        """Tell the peer that nothing more will be sent, after what was sent; receiving goes on."""
+        with contextlib.suppress(OSError):  # The peer may be gone already.
+            socket.socket.shutdown(self._sock, socket.SHUT_WR)
+
     def close(self) -> None:
         """Close the connection; safe to call twice and from any thread. Waiting calls end with an error."""
         self._closed = True
@@ -243,6 +266,24 @@ class Link:
         if self._closed:
             return LinkClosedError(f"the link to {self.peer} was closed by this process.")
         return LinkClosedError(f"the connection to {self.peer} is broken ({error}).")
+
+
+_links: weakref.WeakSet[Link] = weakref.WeakSet()
+
+
+def _close_inherited_links() -> None:
+    """In a forked child: give up the copies of the parent's sockets, without ending its connections.
+
+    Else a data loader's worker processes would keep the connections of a killed task open, and nobody would
+    notice its death. Programs started with exec do not get the sockets (PEP 446).
+    """
+    for link in list(_links):
+        link._closed = True
+        link._sock.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_inherited_links)
 
 
 def skip_bytes(pieces: Sequence[memoryview], count: int) -> list[memoryview]:

@@ -1,0 +1,21 @@
+"""Who finds out which tasks the job has: one resolver per file, and `resolve`, which picks one."""
+
+from __future__ import annotations
+
+from phalanx.cluster.resolvers.kubernetes import KubernetesClusterResolver
+from phalanx.cluster.resolvers.mpi import MPIClusterResolver
+from phalanx.cluster.resolvers.resolve import resolve
+from phalanx.cluster.resolvers.resolver import ClusterResolver
+from phalanx.cluster.resolvers.simple import SimpleClusterResolver
+from phalanx.cluster.resolvers.slurm import SlurmClusterResolver
+from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver
+
+__all__ = [
+    "ClusterResolver",
+    "KubernetesClusterResolver",
+    "MPIClusterResolver",
+    "SimpleClusterResolver",
+    "SlurmClusterResolver",
+    "TFConfigClusterResolver",
+    "resolve",
+]

@@ -1,0 +1,130 @@
+"""The cluster of an indexed Job or a StatefulSet in Kubernetes. The API server is not asked."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+
+from phalanx.cluster.resolvers.resolver import ClusterResolver, port_base, whole_number
+from phalanx.cluster.spec import WORKER, ClusterSpec
+from phalanx.errors import ConfigurationError
+
+NUM_WORKERS = "PHALANX_NUM_WORKERS"
+"""Number of pods: the Job's `completions`, the StatefulSet's `replicas`. Kubernetes does not tell its
+pods."""
+SERVICE = "PHALANX_SERVICE"
+"""Name of the headless service through which the pods find each other (`subdomain`, `serviceName`)."""
+
+_READER = "KubernetesClusterResolver"
+
+
+class KubernetesClusterResolver(ClusterResolver):
+    """One worker for each pod, numbered as Kubernetes numbers them.
+
+    The index comes from JOB_COMPLETION_INDEX (a Job with `completionMode: Indexed`), else from the end of the
+    pod's host name (StatefulSet: `train-3`). Pod `i` is reached as `<name>-<i>.<service>`, so both kinds
+    need a headless service (`clusterIP: None`, with `publishNotReadyAddresses: true`, as the pods look for
+    each other before they are ready), and the Job's pod template `subdomain: <service>`.
+    All pods listen on the same port, 8888 or PHALANX_PORT_BASE.
+
+    Set in the pod template, since Kubernetes does not tell: PHALANX_NUM_WORKERS and PHALANX_SERVICE.
+
+    Args:
+        num_workers, service, port: replace the variables.
+    """
+
+    def __init__(
+        self,
+        num_workers: int | None = None,
+        service: str | None = None,
+        port: int | None = None,
+        rpc_layer: str | None = None,
+        *,
+        environ: Mapping[str, str] | None = None,
+        hostname: str | None = None,
+    ):
+        self._num_workers = num_workers
+        self._service = service
+        self._port = port
+        self._rpc_layer = rpc_layer
+        self._environ = os.environ if environ is None else environ
+        self._hostname = hostname
+
+    def cluster_spec(self) -> ClusterSpec:
+        count = self._count()
+        index = self._index()
+        if index >= count:
+            raise ConfigurationError(
+                f"this pod has index {index}, but the job has {count} workers. Set {NUM_WORKERS} to the "
+                f"Job's `completions` or the StatefulSet's `replicas`."
+            )
+        port = port_base(self._environ, self._port)
+        if count == 1:
+            return ClusterSpec({WORKER: [f"127.0.0.1:{port}"]})
+        service = self._service or self._environ.get(SERVICE)
+        if not service:
+            raise ConfigurationError(
+                f"{_READER} does not know under which names the {count} pods find each other. Make a "
+                f"headless service (clusterIP: None) and set {SERVICE} to its name in the pod template."
+            )
+        name = self._base_name()
+        return ClusterSpec({WORKER: [f"{name}-{pod}.{service}:{port}" for pod in range(count)]})
+
+    @property
+    def task_type(self) -> str | None:
+        return self._task_type if self._task_type is not None else WORKER
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    def task_id(self) -> int | None:
+        return self._task_id if self._task_id is not None else self._index()
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+    def _count(self) -> int:
+        if self._num_workers is not None:
+            count = self._num_workers
+        elif self._environ.get(NUM_WORKERS):
+            count = whole_number(self._environ, NUM_WORKERS, reader=_READER)
+        else:
+            raise ConfigurationError(
+                f"{_READER} does not know how many pods the job has: Kubernetes tells them only their index. "
+                f"Set {NUM_WORKERS} in the pod template to the Job's `completions` or the StatefulSet's "
+                f"`replicas`."
+            )
+        if count < 1:
+            raise ConfigurationError(f"{NUM_WORKERS} is {count}; write at least 1.")
+        return count
+
+    def _index(self) -> int:
+        if "JOB_COMPLETION_INDEX" in self._environ:
+            return whole_number(self._environ, "JOB_COMPLETION_INDEX", reader=_READER)
+        return int(self._ordinal_match()[2])
+
+    def _base_name(self) -> str:
+        return str(self._ordinal_match()[1])
+
+    def _ordinal_match(self) -> re.Match[str]:
+        # The short name: a pod's own host name may be set fully qualified (setHostnameAsFQDN).
+        hostname = (self._hostname or socket.gethostname()).split(".")[0]
+        match = re.fullmatch(r"(.+)-([0-9]{1,9})", hostname)
+        if match is None:
+            raise ConfigurationError(
+                f"this pod is called {hostname!r}, which does not end in an index like 'train-0'. Use a "
+                f"StatefulSet or a Job with completionMode: Indexed, without `hostname` in the pod template."
+            )
+        return match
+
+
+def started_by_kubernetes(environ: Mapping[str, str]) -> bool:
+    """Whether this is a pod of an indexed Job, or one that was told the number of workers."""
+    return "KUBERNETES_SERVICE_HOST" in environ and (
+        "JOB_COMPLETION_INDEX" in environ or NUM_WORKERS in environ
+    )

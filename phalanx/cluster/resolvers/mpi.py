@@ -1,0 +1,209 @@
+"""The cluster of processes that an MPI launcher started: `mpirun -n 4 python train.py`. MPI itself is not
+used."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.cluster.resolvers.hosts import (
+    HostTasks,
+    expand_counts,
+    expand_host_list,
+    parse_hosts,
+    worker_cluster,
+)
+from phalanx.cluster.resolvers.resolver import PORT_BASE, ClusterResolver, port_base, whole_number
+from phalanx.cluster.spec import WORKER, ClusterSpec
+from phalanx.errors import ConfigurationError
+
+HOSTS = "PHALANX_HOSTS"
+"""Hosts of the job with their numbers of processes, `a:2,b:2`, where the launcher does not tell."""
+
+_READER = "MPIClusterResolver"
+
+
+@dataclass(frozen=True, slots=True)
+class _Launcher:
+    """The names under which a launcher tells each process its place."""
+
+    rank: str
+    size: str
+    local_rank: str | None
+    local_size: str | None
+
+
+_LAUNCHERS = (
+    # Open MPI, all versions.
+    _Launcher(
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    # MVAPICH, before PMI because it sets that too.
+    _Launcher(
+        "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"
+    ),
+    # MPICH and Intel MPI (Hydra).
+    _Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    # Launchers of PMIx that set a size beside it (PRRTE's prun does when asked to).
+    _Launcher("PMIX_RANK", "PMIX_SIZE", None, None),
+)
+
+
+class MPIClusterResolver(ClusterResolver):
+    """One worker for each process, in the order of MPI's ranks.
+
+    Rank and size come from the launcher's variables (Open MPI: OMPI_COMM_WORLD_*, MPICH and Intel MPI: PMI_*
+    and MPI_LOCAL*, MVAPICH: MV2_*, PMIx). MPI tells neither hosts nor ports, which are derived:
+
+    - Hosts: all processes are on this host if the launcher's local size equals the size. Else they come from
+      PHALANX_HOSTS (`a:2,b:2`, set with `mpirun -x` or `-genv`), or the scheduler (SLURM_JOB_NODELIST with
+      SLURM_TASKS_PER_NODE, or the file PBS_NODEFILE). Ranks must be numbered host by host (`--map-by slot`,
+      the default).
+    - Ports: `port_base` (8888, or PHALANX_PORT_BASE) + the place on its host. Two jobs that share a host
+      need different ones.
+
+    Args:
+        hosts: as PHALANX_HOSTS.
+        port_base: the first port on each host.
+    """
+
+    def __init__(
+        self,
+        hosts: str | None = None,
+        port_base: int | None = None,
+        rpc_layer: str | None = None,
+        *,
+        environ: Mapping[str, str] | None = None,
+    ):
+        self._given_hosts = hosts
+        self._port_base = port_base
+        self._rpc_layer = rpc_layer
+        self._environ = os.environ if environ is None else environ
+
+    def cluster_spec(self) -> ClusterSpec:
+        hosts = self._hosts()
+        self._check_own_place(hosts)
+        return worker_cluster(hosts, port_base(self._environ, self._port_base))
+
+    @property
+    def task_type(self) -> str | None:
+        return self._task_type if self._task_type is not None else WORKER
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    def task_id(self) -> int | None:
+        return self._task_id if self._task_id is not None else self._number(self._launcher().rank)
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+    def _launcher(self) -> _Launcher:
+        for launcher in _LAUNCHERS:
+            if launcher.rank in self._environ and launcher.size in self._environ:
+                return launcher
+        raise ConfigurationError(
+            f"{_READER} found none of {', '.join(one.rank for one in _LAUNCHERS)} together with its size: "
+            f"this process was not started by mpirun or mpiexec. Start it as `mpirun -n 2 python train.py`, "
+            f"or describe the cluster in TF_CONFIG."
+        )
+
+    def _number(self, name: str) -> int:
+        return whole_number(self._environ, name, reader=_READER)
+
+    def _optional(self, name: str | None) -> int | None:
+        return self._number(name) if name and name in self._environ else None
+
+    def _hosts(self) -> HostTasks:
+        """Hosts in rank order with their numbers of processes."""
+        launcher = self._launcher()
+        size = self._number(launcher.size)
+        if not 0 <= self._number(launcher.rank) < size:
+            raise ConfigurationError(
+                f"{launcher.rank}={self._environ[launcher.rank]} is not below "
+                f"{launcher.size}={self._environ[launcher.size]}."
+            )
+        listed = self._listed_hosts()
+        if listed is None:
+            if size == 1 or self._optional(launcher.local_size) == size:
+                return [("127.0.0.1", size)]
+            raise ConfigurationError(
+                f"the launcher started {size} processes and does not say on which hosts. Name them in rank "
+                f"order with the number of processes on each: `mpirun -x {HOSTS}=host0:2,host1:2 ...` (Open "
+                f"MPI) or `mpiexec -genv {HOSTS} host0:2,host1:2 ...` (MPICH), and {PORT_BASE} if 8888 is "
+                f"taken."
+            )
+        where, hosts = listed
+        slots = sum(count for _, count in hosts)
+        if slots < size:
+            raise ConfigurationError(
+                f"{where} names {slots} places ({_write(hosts)}), but the launcher started {size} processes. "
+                f"Correct one of them."
+            )
+        return _first(hosts, size)
+
+    def _listed_hosts(self) -> tuple[str, HostTasks] | None:
+        """Where a list of hosts stands, and what it says; None if there is none."""
+        environ = self._environ
+        if self._given_hosts:
+            return "hosts", parse_hosts(self._given_hosts, where="hosts")
+        if environ.get(HOSTS):
+            return HOSTS, parse_hosts(environ[HOSTS], where=HOSTS)
+        if environ.get("SLURM_JOB_NODELIST") and environ.get("SLURM_TASKS_PER_NODE"):
+            names = expand_host_list(environ["SLURM_JOB_NODELIST"])
+            counts = expand_counts(environ["SLURM_TASKS_PER_NODE"])
+            if len(names) == len(counts):
+                return "SLURM_JOB_NODELIST", list(zip(names, counts, strict=True))
+        if environ.get("PBS_NODEFILE"):
+            path = Path(environ["PBS_NODEFILE"])
+            try:
+                lines = path.read_text().split()
+            except OSError as error:
+                raise ConfigurationError(f"PBS_NODEFILE={str(path)!r} cannot be read: {error}.") from error
+            return "PBS_NODEFILE", [(name, lines.count(name)) for name in dict.fromkeys(lines)]
+        return None
+
+    def _check_own_place(self, hosts: HostTasks) -> None:
+        """Compare this process's place on its host with the launcher's word for it."""
+        launcher = self._launcher()
+        local_rank = self._optional(launcher.local_rank)
+        if local_rank is None:
+            return
+        rank = self._number(launcher.rank)
+        owners = [(host, place) for host, count in hosts for place in range(count)]
+        host, place = owners[rank]
+        if place != local_rank:
+            raise ConfigurationError(
+                f"rank {rank} should be number {place} on {host} according to {_write(hosts)}, but the "
+                f"launcher made it number {local_rank} on {socket.gethostname()}: it does not number ranks "
+                f"host by host, or the hosts are in another order. Start it with `--map-by slot`, or "
+                f"correct {HOSTS}."
+            )
+
+
+def started_by_mpi(environ: Mapping[str, str]) -> bool:
+    """Whether one of the launchers' variables is there."""
+    return any(launcher.rank in environ and launcher.size in environ for launcher in _LAUNCHERS)
+
+
+def _first(hosts: HostTasks, size: int) -> HostTasks:
+    """The first `size` places."""
+    result: HostTasks = []
+    for host, count in hosts:
+        taken = min(count, size - sum(number for _, number in result))
+        if taken:
+            result.append((host, taken))
+    return result
+
+
+def _write(hosts: HostTasks) -> str:
+    return ",".join(f"{host}:{count}" for host, count in hosts)

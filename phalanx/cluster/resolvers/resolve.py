@@ -1,0 +1,57 @@
+"""Picks the resolver that fits how this process was started."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+
+from phalanx.cluster.resolvers.kubernetes import KubernetesClusterResolver, started_by_kubernetes
+from phalanx.cluster.resolvers.mpi import MPIClusterResolver, started_by_mpi
+from phalanx.cluster.resolvers.resolver import ClusterResolver
+from phalanx.cluster.resolvers.simple import SimpleClusterResolver
+from phalanx.cluster.resolvers.slurm import SlurmClusterResolver
+from phalanx.cluster.resolvers.tf_config import TF_CONFIG, TFConfigClusterResolver
+from phalanx.cluster.spec import ClusterSpec
+
+logger = logging.getLogger(__name__)
+
+_Environ = Mapping[str, str]
+
+
+def _in_open_mpi(environ: _Environ) -> bool:
+    return "OMPI_COMM_WORLD_RANK" in environ
+
+
+def _in_slurm_step(environ: _Environ) -> bool:
+    return "SLURM_PROCID" in environ and "SLURM_STEP_NODELIST" in environ
+
+
+_CHOICES: tuple[tuple[Callable[[_Environ], bool], Callable[[_Environ], ClusterResolver]], ...] = (
+    # What somebody wrote on purpose comes first.
+    (lambda environ: bool(environ.get(TF_CONFIG)), lambda environ: TFConfigClusterResolver(environ=environ)),
+    # mpirun inside a Slurm job starts its daemons with srun, so that Slurm's variables describe those.
+    (_in_open_mpi, lambda environ: MPIClusterResolver(environ=environ)),
+    # srun may set PMI's variables too, but knows more: the hosts.
+    (_in_slurm_step, lambda environ: SlurmClusterResolver(environ=environ)),
+    (started_by_mpi, lambda environ: MPIClusterResolver(environ=environ)),
+    (started_by_kubernetes, lambda environ: KubernetesClusterResolver(environ=environ)),
+)
+
+
+def resolve(environ: _Environ | None = None) -> ClusterResolver:
+    """The resolver for the way this process was started.
+
+    TF_CONFIG, if set; else Open MPI, Slurm, another MPI launcher, Kubernetes, by the variables that each of
+    them sets. If there is none of these, a resolver with an empty cluster: the process is alone.
+
+    Args:
+        environ: the environment to look at, `os.environ` if not given.
+    """
+    environ = os.environ if environ is None else environ
+    for fits, make in _CHOICES:
+        if fits(environ):
+            resolver = make(environ)
+            logger.debug("the cluster is resolved by %s", type(resolver).__name__)
+            return resolver
+    return SimpleClusterResolver(ClusterSpec({}))

@@ -1,0 +1,162 @@
+"""The cluster of a Slurm job step: `srun python train.py`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from phalanx.cluster.resolvers.hosts import (
+    HostTasks,
+    cyclic,
+    expand_counts,
+    expand_host_list,
+    worker_cluster,
+)
+from phalanx.cluster.resolvers.resolver import ClusterResolver, port_base, whole_number
+from phalanx.cluster.spec import ClusterSpec, Task
+from phalanx.errors import ConfigurationError
+
+_READER = "SlurmClusterResolver"
+
+
+class SlurmClusterResolver(ClusterResolver):
+    """One task for each process of the job step, in the order of SLURM_PROCID.
+
+    Read from the environment that `srun` makes: SLURM_PROCID (which process this is),
+    SLURM_STEP_NODELIST and SLURM_STEP_TASKS_PER_NODE (hosts and their numbers of processes),
+    SLURM_DISTRIBUTION (`block`, the default, or `cyclic`: how processes are numbered over the hosts), and
+    SLURM_NODEID with SLURM_LOCALID, which must agree with what was derived.
+    Slurm gives no ports: the first process of each host has `port_base` (8888, or PHALANX_PORT_BASE), the
+    next one the next port. Two jobs that share a host need different ones.
+
+    Args:
+        jobs: how many tasks of each type, in the order of their process numbers, for example
+            {"chief": 1, "worker": 3, "evaluator": 1}. All are workers if not given.
+        port_base: the first port on each host.
+        tasks_per_node: processes on each host, a number or by host name; from the environment if not given.
+        gpus_per_node, gpus_per_task, auto_set_gpu: for TensorFlow's signature. Slurm binds GPUs to
+            processes itself (`--gpus-per-task`), so nothing is set here.
+    """
+
+    def __init__(
+        self,
+        jobs: Mapping[str, int] | None = None,
+        port_base: int | None = None,
+        gpus_per_node: int | None = None,
+        gpus_per_task: int | None = None,
+        tasks_per_node: int | Mapping[str, int] | None = None,
+        auto_set_gpu: bool = True,
+        rpc_layer: str | None = None,
+        *,
+        environ: Mapping[str, str] | None = None,
+    ):
+        del gpus_per_node, gpus_per_task, auto_set_gpu
+        self._jobs = dict(jobs) if jobs is not None else None
+        self._port_base = port_base
+        self._tasks_per_node = tasks_per_node
+        self._rpc_layer = rpc_layer
+        self._environ = os.environ if environ is None else environ
+
+    def cluster_spec(self) -> ClusterSpec:
+        hosts = self._hosts()
+        by_process = worker_cluster(self._numbered(hosts), port_base(self._environ, self._port_base))
+        addresses = [str(address) for address in by_process.job_tasks("worker")]
+        self._check_own_place(hosts, addresses)
+        cluster: dict[str, list[str]] = {}
+        for task, address in zip(self._tasks(len(addresses)), addresses, strict=True):
+            cluster.setdefault(task.type, []).append(address)
+        return ClusterSpec(cluster)
+
+    @property
+    def task_type(self) -> str | None:
+        return self._task_type if self._task_type is not None else self._own_task().type
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    def task_id(self) -> int | None:
+        return self._task_id if self._task_id is not None else self._own_task().index
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+    def get_task_info(self) -> tuple[str, int]:
+        """Type and index of this process's task."""
+        task = self._own_task()
+        return task.type, task.index
+
+    def _own_task(self) -> Task:
+        tasks = self._tasks(sum(count for _, count in self._hosts()))
+        process = whole_number(self._environ, "SLURM_PROCID", reader=_READER)
+        if process >= len(tasks):
+            raise ConfigurationError(
+                f"SLURM_PROCID={process}, but the job step has only {len(tasks)} processes according to its "
+                f"lists of hosts and of tasks per host."
+            )
+        return tasks[process]
+
+    def _tasks(self, count: int) -> list[Task]:
+        """The task of each process, by process number."""
+        jobs = self._jobs if self._jobs is not None else {"worker": count}
+        if sum(jobs.values()) != count:
+            raise ConfigurationError(
+                f"jobs={jobs} names {sum(jobs.values())} tasks, but the job step has {count} processes. "
+                f"Start it with `srun --ntasks={sum(jobs.values())}` or correct `jobs`."
+            )
+        return [Task(task_type, index) for task_type, number in jobs.items() for index in range(number)]
+
+    def _hosts(self) -> HostTasks:
+        names = expand_host_list(self._variable("NODELIST"))
+        if isinstance(self._tasks_per_node, int):
+            return [(name, self._tasks_per_node) for name in names]
+        if self._tasks_per_node is not None:
+            return list(self._tasks_per_node.items())
+        counts = expand_counts(self._variable("TASKS_PER_NODE"))
+        if len(counts) != len(names):
+            raise ConfigurationError(
+                f"Slurm names {len(names)} hosts ({', '.join(names)}), but tasks for {len(counts)} "
+                f"({counts}). Start the program with `srun`, or give tasks_per_node."
+            )
+        return list(zip(names, counts, strict=True))
+
+    def _numbered(self, hosts: HostTasks) -> HostTasks:
+        distribution = self._environ.get("SLURM_DISTRIBUTION", "block").split(":")[0].split(",")[0]
+        if distribution in ("", "block", "*"):
+            return hosts
+        if distribution == "cyclic":
+            return cyclic(hosts)
+        raise ConfigurationError(
+            f"SLURM_DISTRIBUTION={distribution!r}: only block and cyclic numbering of the processes are "
+            f"known here. Start the step with `srun --distribution=block`."
+        )
+
+    def _check_own_place(self, hosts: HostTasks, addresses: list[str]) -> None:
+        """Compare the host that Slurm says this process is on with the derived one."""
+        if "SLURM_NODEID" not in self._environ:
+            return
+        node = whole_number(self._environ, "SLURM_NODEID", reader=_READER)
+        process = whole_number(self._environ, "SLURM_PROCID", reader=_READER)
+        if node >= len(hosts) or process >= len(addresses):
+            raise ConfigurationError(
+                f"SLURM_NODEID={node} and SLURM_PROCID={process} do not fit {len(hosts)} hosts with "
+                f"{len(addresses)} processes."
+            )
+        derived = addresses[process].rpartition(":")[0]
+        if derived != hosts[node][0]:
+            raise ConfigurationError(
+                f"Slurm started process {process} on {hosts[node][0]}, where {derived} was expected: its "
+                f"processes are not numbered host by host. Start the step with `srun --distribution=block`."
+            )
+
+    def _variable(self, name: str) -> str:
+        """The step's variable, or the job's, where the step's is not set."""
+        for full in (f"SLURM_STEP_{name}", f"SLURM_{name}", f"SLURM_JOB_{name}"):
+            if self._environ.get(full):
+                return self._environ[full]
+        raise ConfigurationError(
+            f"{_READER} needs SLURM_STEP_{name}, which is not set: this process was not started by `srun`. "
+            f"Start it as `srun python train.py`, or describe the cluster in TF_CONFIG."
+        )

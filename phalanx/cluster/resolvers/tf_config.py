@@ -1,0 +1,183 @@
+"""The cluster in the environment variable TF_CONFIG, as TensorFlow has it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from phalanx.cluster.resolvers.resolver import ClusterResolver
+from phalanx.cluster.spec import ClusterSpec, Task, check_task_type
+from phalanx.errors import ConfigurationError
+
+TF_CONFIG = "TF_CONFIG"
+
+EXAMPLE = '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type": "worker", "index": 0}}'
+
+
+class TFConfigClusterResolver(ClusterResolver):
+    """Reads TF_CONFIG: `cluster` with the addresses by type, `task` with `type` and `index`.
+
+    An evaluator may stand in the cluster or outside it. If TF_CONFIG is not set, or `{}`, the cluster is
+    empty, and the process is alone.
+
+    Args:
+        task_type, task_id: replace what stands in TF_CONFIG, where `task` may then be absent.
+        rpc_layer: replaces `rpc_layer` of TF_CONFIG.
+    """
+
+    def __init__(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+        environment: str | None = None,
+        *,
+        environ: Mapping[str, str] | None = None,
+    ):
+        self._task_type = task_type
+        self._task_id = task_id
+        self._rpc_layer = rpc_layer
+        self._environment = environment or ""
+        self._environ = os.environ if environ is None else environ
+
+    def _config(self) -> dict[str, Any]:
+        return load_tf_config(self._environ.get(TF_CONFIG, ""))
+
+    def cluster_spec(self) -> ClusterSpec:
+        config = self._config()
+        spec = read_cluster(config)
+        task = self._checked_task(config)
+        if task is not None:
+            spec.check_member(task)
+        return spec
+
+    def _checked_task(self, config: Mapping[str, Any]) -> Task | None:
+        """The task; None only if there is no cluster."""
+        if not config:
+            return None
+        if self._task_type is not None and self._task_id is not None:
+            return Task(self._task_type, self._task_id)
+        task_type, index = read_task(config)
+        return Task(self._task_type or task_type, index if self._task_id is None else self._task_id)
+
+    @property
+    def task_type(self) -> str | None:
+        if self._task_type is not None:
+            return self._task_type
+        task = self._checked_task(self._config())
+        return task.type if task else None
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    def task_id(self) -> int | None:
+        if self._task_id is not None:
+            return self._task_id
+        task = self._checked_task(self._config())
+        return task.index if task else None
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+    @property
+    def rpc_layer(self) -> str | None:
+        return self._rpc_layer if self._rpc_layer is not None else self._config().get("rpc_layer")
+
+    @rpc_layer.setter
+    def rpc_layer(self, rpc_layer: str | None) -> None:
+        self._rpc_layer = rpc_layer
+
+    @property
+    def environment(self) -> str:
+        return self._environment
+
+    def master(
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+    ) -> str:
+        """As in the base class; `session_master` of TF_CONFIG comes first, as in TensorFlow."""
+        session_master = self._config().get("session_master")
+        return str(session_master) if session_master else super().master(task_type, task_id, rpc_layer)
+
+
+def load_tf_config(text: str) -> dict[str, Any]:
+    """TF_CONFIG as a dict; {} if it is empty.
+
+    Raises: ConfigurationError if it is not a JSON object.
+    """
+    if not text.strip():
+        return {}
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        hint = " JSON takes only double quotes." if "'" in text and '"' not in text else ""
+        raise ConfigurationError(
+            f"TF_CONFIG is not JSON: {error}. It is {_shorten(text)}.{hint} Write for example {EXAMPLE}"
+        ) from error
+    if not isinstance(config, dict):
+        raise ConfigurationError(
+            f"TF_CONFIG is {_shorten(text)}: JSON, but no object. Write for example {EXAMPLE}"
+        )
+    return config
+
+
+def read_cluster(config: Mapping[str, Any]) -> ClusterSpec:
+    """The cluster of a loaded TF_CONFIG.
+
+    Raises: ConfigurationError naming the entry that is absent or wrong.
+    """
+    if not config:
+        return ClusterSpec({})
+    if "cluster" not in config:
+        raise ConfigurationError(
+            f"TF_CONFIG has no 'cluster', only {sorted(config)}. Write for example {EXAMPLE}"
+        )
+    try:
+        spec = ClusterSpec(config["cluster"])
+        ranked = spec.ranked_tasks
+    except ConfigurationError as error:
+        raise ConfigurationError(f"In TF_CONFIG {error}") from error
+    if spec and not ranked:
+        raise ConfigurationError(
+            f"TF_CONFIG has neither chief nor worker in 'cluster', only {spec.jobs}. Add the workers' "
+            f"addresses: "
+            f'"worker": ["host0:2222", "host1:2222"].'
+        )
+    return spec
+
+
+def read_task(config: Mapping[str, Any]) -> tuple[str, int]:
+    """Type and index of the task of a loaded TF_CONFIG.
+
+    Raises: ConfigurationError naming the entry that is absent or wrong.
+    """
+    example = '"task": {"type": "worker", "index": 0}'
+    if "task" not in config:
+        raise ConfigurationError(
+            f"TF_CONFIG has no 'task', only {sorted(config)}: this process does not know which task of the "
+            f"cluster it is. Add {example}, with another index in each process."
+        )
+    task = config["task"]
+    if not isinstance(task, dict):
+        raise ConfigurationError(f"task in TF_CONFIG is {task!r}. Write {example}.")
+    for key in ("type", "index"):
+        if key not in task:
+            raise ConfigurationError(f"task in TF_CONFIG is {task!r}: it has no {key!r}. Write {example}.")
+    check_task_type(task["type"], where="task.type in TF_CONFIG")
+    index = task["index"]
+    # Some job controllers write the index as a string, and TensorFlow takes that too.
+    if isinstance(index, str) and index.strip().isascii() and index.strip().isdigit():
+        index = int(index)
+    if isinstance(index, bool) or not isinstance(index, int) or index < 0:
+        raise ConfigurationError(
+            f"task.index in TF_CONFIG is {index!r}. Write a whole number from 0 up, without quotes."
+        )
+    return task["type"], index
+
+
+def _shorten(text: str, limit: int = 200) -> str:
+    return repr(text if len(text) <= limit else text[:limit] + "...")

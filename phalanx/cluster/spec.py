@@ -1,0 +1,247 @@
+"""The cluster as it is described: which tasks there are, at which addresses, and which rank each has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.errors import ConfigurationError
+from phalanx.transport.address import Address
+
+CHIEF = "chief"
+WORKER = "worker"
+PS = "ps"
+EVALUATOR = "evaluator"
+
+TASK_TYPES = (CHIEF, WORKER, PS, EVALUATOR)
+RANKED_TYPES = (CHIEF, WORKER)
+"""The types whose tasks hold a replica, in rank order. Parameter servers and evaluators have no rank."""
+
+_MISTAKEN_TYPES = {"master": CHIEF, "workers": WORKER, "parameter_server": PS, "eval": EVALUATOR}
+"""Names that people write, and what they mean; `master` is what TensorFlow 1 called the chief."""
+
+Tasks = Sequence[str] | Mapping[int, str] | Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Task:
+    """One task of a cluster, written `worker/1`.
+
+    Attributes:
+        type: `chief`, `worker`, `ps` or `evaluator`.
+        index: its number among the tasks of its type, from 0.
+    """
+
+    type: str
+    index: int
+
+    def __post_init__(self) -> None:
+        check_task_type(self.type, where="the task's type")
+        if isinstance(self.index, bool) or not isinstance(self.index, int) or self.index < 0:
+            raise ConfigurationError(
+                f"the index of a {self.type} task is {self.index!r}. Write a whole number from 0 up."
+            )
+
+    def __str__(self) -> str:
+        return f"{self.type}/{self.index}"
+
+
+class ClusterSpec:
+    """The tasks of a cluster and their addresses, with the methods of `tf.train.ClusterSpec`.
+
+    Args:
+        cluster: task types with the addresses of their tasks: a list, or a mapping from index to address
+            where some indices are absent, or another ClusterSpec.
+
+    Raises: ConfigurationError if a type is unknown, an address is malformed or stands there twice.
+
+    >>> spec = ClusterSpec({"worker": ["a:2222", "b:2222"], "ps": ["c:2222"]})
+    >>> [str(task) for task in spec.ranked_tasks]
+    ['worker/0', 'worker/1']
+    """
+
+    def __init__(self, cluster: ClusterSpec | Mapping[str, Tasks]):
+        if isinstance(cluster, ClusterSpec):
+            self._tasks: dict[str, dict[int, str]] = cluster._tasks
+            return
+        if not isinstance(cluster, Mapping):
+            raise ConfigurationError(
+                f"the cluster is {cluster!r}. Write a mapping from task types to lists of addresses, "
+                f"for example {{'worker': ['host0:2222', 'host1:2222']}}."
+            )
+        self._tasks = {}
+        for job_name, tasks in cluster.items():
+            where = f"cluster.{job_name}"
+            check_task_type(job_name, where=f"the cluster's key {job_name!r}")
+            self._tasks[job_name] = {
+                index: str(Address.parse(text, where=f"{where}[{index}]"))
+                for index, text in _indexed(tasks, where)
+            }
+        self._check_addresses_differ()
+        if len(self._tasks.get(CHIEF, ())) > 1:
+            raise ConfigurationError(
+                f"cluster.chief has {len(self._tasks[CHIEF])} tasks, but a job has one chief at most. "
+                f"Move the others to cluster.worker."
+            )
+
+    def _check_addresses_differ(self) -> None:
+        first: dict[str, str] = {}
+        for job_name, tasks in self._tasks.items():
+            for index, address in tasks.items():
+                where = f"cluster.{job_name}[{index}]"
+                if address in first:
+                    raise ConfigurationError(
+                        f"{first[address]} and {where} have the same address {address!r}. Each task listens "
+                        f"on its own: give one of them another port or host."
+                    )
+                first[address] = where
+
+    def __bool__(self) -> bool:
+        return bool(self._tasks)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, ClusterSpec):
+            return self._tasks == other._tasks
+        return self.as_dict() == other if isinstance(other, Mapping) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # as tf.train.ClusterSpec
+
+    def __repr__(self) -> str:
+        return f"ClusterSpec({self.as_dict()!r})"
+
+    def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
+        """Task types to addresses: a list, or a dict by index where indices are absent."""
+        result: dict[str, list[str] | dict[int, str]] = {}
+        for job_name, tasks in self._tasks.items():
+            ordered = dict(sorted(tasks.items()))
+            dense = list(ordered) == list(range(len(ordered)))
+            result[job_name] = list(ordered.values()) if dense and ordered else ordered
+        return result
+
+    @property
+    def jobs(self) -> list[str]:
+        """The task types that occur."""
+        return list(self._tasks)
+
+    def num_tasks(self, job_name: str) -> int:
+        """How many tasks of this type there are."""
+        return len(self._job(job_name))
+
+    def task_indices(self, job_name: str) -> list[int]:
+        """The indices of this type's tasks, in order."""
+        return sorted(self._job(job_name))
+
+    def task_address(self, job_name: str, task_index: int) -> str:
+        """The `host:port` of one task."""
+        tasks = self._job(job_name)
+        if task_index not in tasks:
+            raise ConfigurationError(
+                f"there is no {job_name}/{task_index} in the cluster, which has "
+                f"{_list_tasks(job_name, tasks)}."
+            )
+        return tasks[task_index]
+
+    def job_tasks(self, job_name: str) -> list[str | None]:
+        """The addresses of this type's tasks by index; None where an index is absent."""
+        tasks = self._job(job_name)
+        return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
+
+    def _job(self, job_name: str) -> dict[int, str]:
+        if job_name not in self._tasks:
+            raise ConfigurationError(f"the cluster has no {job_name!r} tasks, only {self.jobs}.")
+        return self._tasks[job_name]
+
+    # ------------------------------------------------- what tf.train.ClusterSpec has not
+
+    def __contains__(self, task: Task) -> bool:
+        return task.index in self._tasks.get(task.type, {})
+
+    def address(self, task: Task) -> Address:
+        """The address of one task."""
+        return Address.parse(self.task_address(task.type, task.index), where=str(task))
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """All tasks: chief, workers, parameter servers, evaluators, each by index."""
+        return tuple(
+            Task(job_name, index)
+            for job_name in TASK_TYPES
+            for index in sorted(self._tasks.get(job_name, ()))
+        )
+
+    @property
+    def ranked_tasks(self) -> tuple[Task, ...]:
+        """The tasks that hold a replica, in rank order: the chief first, then the workers.
+
+        Without a `chief` worker 0 has rank 0 and is the chief. Parameter servers and evaluators have no rank.
+
+        Raises: ConfigurationError if the workers' indices have gaps.
+        """
+        tasks = tuple(task for task in self.tasks if task.type in RANKED_TYPES)
+        workers = [task.index for task in tasks if task.type == WORKER]
+        if workers != list(range(len(workers))):
+            raise ConfigurationError(
+                f"cluster.worker has the indices {workers}: one is absent in between. Number the workers "
+                f"from 0 without gaps, or write their addresses as a list."
+            )
+        return tasks
+
+    @property
+    def chief(self) -> Task:
+        """The task with rank 0."""
+        ranked = self.ranked_tasks
+        if not ranked:
+            raise ConfigurationError(
+                f"the cluster has neither chief nor worker, only {self.jobs}. Add a worker."
+            )
+        return ranked[0]
+
+    def check_member(self, task: Task) -> None:
+        """Raise ConfigurationError unless `task` is one of the cluster, or an evaluator outside it."""
+        if task in self or (task.type == EVALUATOR and EVALUATOR not in self._tasks):
+            return
+        if task.type not in self._tasks:
+            raise ConfigurationError(
+                f"this task is {task}, but the cluster has no {task.type!r} tasks, only "
+                f"{', '.join(map(repr, self.jobs)) or 'none at all'}. Correct task.type or add "
+                f"cluster.{task.type}."
+            )
+        known = _list_tasks(task.type, self._tasks[task.type])
+        raise ConfigurationError(
+            f"this task is {task}, but the cluster has only {known}. Correct task.index (the first is 0), "
+            f"or add the task's address to cluster.{task.type}."
+        )
+
+
+def check_task_type(name: object, *, where: str) -> None:
+    """Raise ConfigurationError unless `name` is one of the four task types."""
+    if name in TASK_TYPES:
+        return
+    meant = _MISTAKEN_TYPES.get(str(name).strip().lower()) or str(name).strip().lower()
+    advice = f"Write {meant!r}." if meant in TASK_TYPES else f"Write one of {', '.join(TASK_TYPES)}."
+    raise ConfigurationError(
+        f"{where}: {name!r} is no type of task. There are {', '.join(TASK_TYPES)}. {advice}"
+    )
+
+
+def _indexed(tasks: Any, where: str) -> Iterable[tuple[int, object]]:
+    if isinstance(tasks, list | tuple):
+        return list(enumerate(tasks))
+    if isinstance(tasks, Mapping):
+        return [(_index(key, where), text) for key, text in tasks.items()]
+    raise ConfigurationError(f"{where} is {tasks!r}. Write a list of addresses, for example ['host0:2222'].")
+
+
+def _index(key: object, where: str) -> int:
+    # JSON has only strings as keys, so "1" is an index too.
+    text = str(key)
+    if isinstance(key, bool) or not (text.isascii() and text.isdigit()):
+        raise ConfigurationError(
+            f"{where} has the key {key!r}. Its keys are task indices: whole numbers from 0."
+        )
+    return int(text)
+
+
+def _list_tasks(job_name: str, tasks: Mapping[int, str]) -> str:
+    return ", ".join(f"{job_name}/{index} ({address})" for index, address in sorted(tasks.items())) or "none"

@@ -1,0 +1,154 @@
+"""Connecting to another task's port."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+
+import msgspec
+
+from phalanx.errors import FrameError, HandshakeError, LinkClosedError, LinkTimeoutError
+from phalanx.transport.address import Address
+from phalanx.transport.handshake import Handshake, Hello, Role, Welcome, WrongSecretError
+from phalanx.transport.link import Link
+from phalanx.transport.tls import TLS
+
+CONNECT_TIMEOUT_S = 5.0
+"""For one attempt on one IP address. An address that drops packets must not hold up the next one for long;
+longer than the three seconds after which a lost first packet has been sent again twice."""
+
+FIRST_RETRY_S = 0.01
+LAST_RETRY_S = 1.0
+RETRY_SHARE = 0.05
+"""A retry comes after 5 % of the time waited so far: the wait is never more than 5 % longer than it must be,
+and a peer that is minutes late is asked once a second."""
+
+
+class RefusedError(HandshakeError):
+    """The other task knows us and says no.
+
+    Attributes:
+        welcome: what it said.
+    """
+
+    def __init__(self, message: str, welcome: Welcome):
+        super().__init__(message)
+        self.welcome = welcome
+
+
+def retry_delay_s(waited_s: float) -> float:
+    """How long to wait before the next attempt, after `waited_s` of attempts."""
+    return min(max(waited_s * RETRY_SHARE, FIRST_RETRY_S), LAST_RETRY_S)
+
+
+def dial(
+    address: Address,
+    hello: Hello,
+    *,
+    peer: str,
+    secret: bytes | None,
+    tls: TLS | None = None,
+    deadline: float,
+) -> tuple[Link, Welcome]:
+    """Connect once, prove the secret, say what for.
+
+    Args:
+        address: where the other task listens.
+        peer: its name, for messages.
+        deadline: a value of `time.monotonic()`.
+
+    Returns: the link, and the other end's answer.
+
+    Raises:
+        LinkClosedError: nobody listens there, the name is unknown, or it hung up. May pass: try again.
+        LinkTimeoutError: no answer. May pass as well.
+        RefusedError: the other end did not accept the Hello.
+        HandshakeError: who listens there is none of ours, or has another secret or version.
+    """
+    link = Link(_connect(address, peer, tls, deadline), peer)
+    try:
+        _shake_hands(link, secret, deadline)
+        link.send(msgspec.msgpack.encode(hello), deadline=deadline)
+        header, _ = link.receive(deadline=deadline)
+        welcome = msgspec.msgpack.decode(header, type=Welcome)
+        if welcome.refusal:
+            raise RefusedError(f"{peer} at {address} refused: {welcome.reason}", welcome)
+    except (msgspec.MsgspecError, FrameError) as error:
+        link.close()
+        raise HandshakeError(f"{peer} at {address} answered something else than expected: {error}") from error
+    except BaseException:
+        link.close()
+        raise
+    return link, welcome
+
+
+def _connect(address: Address, peer: str, tls: TLS | None, deadline: float) -> socket.socket:
+    try:
+        candidates = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise LinkClosedError(
+            f"the host name {address.host!r} of {peer} cannot be resolved here ({error.strerror})"
+        ) from error
+    failure: OSError | None = None
+    for family, kind, protocol, _, where in candidates:
+        timeout_s = min(deadline - time.monotonic(), CONNECT_TIMEOUT_S)
+        if timeout_s <= 0:
+            break
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.settimeout(timeout_s)
+            sock.connect(where)
+            # With nobody listening, a port from the range of outgoing ones can be connected to itself.
+            if sock.getsockname() == sock.getpeername():
+                raise ConnectionRefusedError("nobody listens")
+            if tls is not None:
+                # The handshake of TLS runs with the first bytes, under the link's deadlines.
+                sock.setblocking(False)
+                return tls.dialer.wrap_socket(sock, do_handshake_on_connect=False)
+            return sock
+        except OSError as error:
+            sock.close()
+            failure = error
+        except BaseException:
+            sock.close()
+            raise
+    if isinstance(failure, ConnectionRefusedError):
+        raise LinkClosedError(f"nothing listens at {address} yet (connection refused)") from failure
+    if failure is None or isinstance(failure, TimeoutError):
+        raise LinkTimeoutError(f"{address} does not answer (wrong address, host down, or a firewall)")
+    raise LinkClosedError(f"{address} cannot be reached ({failure.strerror or failure})") from failure
+
+
+def _shake_hands(link: Link, secret: bytes | None, deadline: float) -> None:
+    handshake = Handshake(Role.DIALER, secret)
+    try:
+        while True:
+            if data := handshake.outgoing():
+                link.send_bytes([memoryview(data)], deadline=deadline)
+            if handshake.done:
+                return
+            buffer = memoryview(bytearray(handshake.wanted()))
+            count = link.try_receive_into(buffer)
+            if count:
+                handshake.received(bytes(buffer[:count]))
+            elif not link.wait_readable(deadline=deadline):
+                raise LinkTimeoutError(
+                    f"{link.peer} accepted the connection but did not answer: its process is busy or "
+                    f"stopped, or another program listens there"
+                )
+    except WrongSecretError as error:
+        raise WrongSecretError(f"{link.peer}: {error}") from error
+    except HandshakeError as error:
+        raise HandshakeError(f"what listens at the address of {link.peer} is not it: {error}") from error
+    except LinkClosedError as error:
+        # It has seen our proof and hung up without a word, as we do to a stranger.
+        if handshake.waits_for_proof:
+            raise WrongSecretError(
+                f"{link.peer} hung up when it saw our proof of the secret: PHALANX_SECRET differs, or is set "
+                f"at only one of the two ends"
+            ) from error
+        with contextlib.suppress(AttributeError):
+            if "SSL" in str(error):
+                raise HandshakeError(f"TLS with {link.peer} failed: {error}") from error
+        raise

@@ -1,0 +1,182 @@
+"""The handshake: both ends of a connection prove that they know the job's secret. Bytes in, bytes out.
+
+    dialer    -> listener   8 bytes magic with the protocol's version, 32 bytes nonce
+    listener  -> dialer     8 bytes magic with the protocol's version, 32 bytes nonce
+    dialer    -> listener   32 bytes HMAC-SHA256(secret, "dialer" | magic | both nonces)
+    listener  -> dialer     32 bytes HMAC-SHA256(secret, "listener" | magic | both nonces)
+
+All messages have a fixed length, so nothing that a stranger sends is ever interpreted, and nothing is
+allocated for it. The nonces of both ends make a proof useless in any other connection; the role in it keeps
+one end's proof from being sent back to it as its own. The dialer proves first: who connects to a port of ours
+without the secret gets nothing but a random number.
+
+After it both ends send one frame each, `Hello` and `Welcome`, and the link is handed to whoever serves the
+purpose. The handshake authenticates; it does not encrypt: that is TLS (`phalanx.transport.tls`), which runs
+below it.
+
+Source: the challenge-response of RFC 2104 and RFC 4949, mutual, as in SCRAM (RFC 5802) without its salting,
+which protects passwords that people choose: ours are random.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import hmac
+import secrets
+
+import msgspec
+
+from phalanx.errors import HandshakeError
+
+PROTOCOL_VERSION = 1
+"""Changes whenever old and new tasks would misunderstand each other."""
+
+MAGIC = b"PHALANX" + bytes([PROTOCOL_VERSION])
+NONCE_BYTES = 32
+PROOF_BYTES = hashlib.sha256().digest_size
+
+_OPENING_BYTES = len(MAGIC) + NONCE_BYTES
+
+
+class Role(enum.Enum):
+    DIALER = b"phalanx dialer"
+    LISTENER = b"phalanx listener"
+
+
+class WrongSecretError(HandshakeError):
+    """The other end does not know the secret that this end has."""
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True):
+    """The first frame of a connection: who dials, and what for.
+
+    Attributes:
+        purpose: names the service that gets the link, for example `mesh`.
+        task: who dials, for example `worker/1`.
+        job: the dialer's job; tasks of another job are refused.
+        incarnation: random, one for each process, so that two processes of one task can be told apart.
+        details: what the purpose adds, in its own encoding.
+    """
+
+    purpose: str
+    task: str
+    job: str = ""
+    incarnation: str = ""
+    details: bytes = b""
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to a Hello: empty `refusal` if the link is accepted.
+
+    Attributes:
+        refusal: the kind of refusal, a word that the purpose's two ends know.
+        reason: why, for people.
+        details: what the purpose adds, in its own encoding.
+    """
+
+    refusal: str = ""
+    reason: str = ""
+    details: bytes = b""
+
+
+class Handshake:
+    """One end's part in the handshake.
+
+    The owner of the connection sends what `outgoing()` returns, reads at most `wanted()` bytes and passes
+    them to `received()`, until `done`.
+
+    Args:
+        role: which end this is.
+        secret: the job's secret; None stands for "no secret", which is proved like any other.
+    """
+
+    def __init__(self, role: Role, secret: bytes | None, *, nonce: bytes | None = None):
+        self._role = role
+        self._secret = secret or b""
+        self._nonce = nonce or secrets.token_bytes(NONCE_BYTES)
+        self._peer_nonce = b""
+        self._incoming = b""
+        self._outgoing = self._opening() if role is Role.DIALER else b""
+        self.done = False
+
+    def outgoing(self) -> bytes:
+        """What is to be sent now; each byte is returned once."""
+        data, self._outgoing = self._outgoing, b""
+        return data
+
+    def wanted(self) -> int:
+        """How many bytes are missing from the message at hand; 0 when the handshake is done."""
+        if self.done:
+            return 0
+        return (PROOF_BYTES if self._peer_nonce else _OPENING_BYTES) - len(self._incoming)
+
+    @property
+    def waits_for_proof(self) -> bool:
+        """Whether the other end has shown that it speaks our protocol, but not yet that it knows the
+        secret."""
+        return bool(self._peer_nonce) and not self.done
+
+    def received(self, data: bytes) -> None:
+        """Take in bytes of the other end, at most `wanted()`.
+
+        Raises:
+            WrongSecretError: it does not know the secret.
+            HandshakeError: it does not speak our protocol, or another version of it.
+        """
+        assert len(data) <= self.wanted()
+        self._incoming += data
+        if not self._peer_nonce:
+            check_opening(self._incoming)
+        if self.wanted():
+            return
+        message, self._incoming = self._incoming, b""
+        if not self._peer_nonce:
+            self._peer_nonce = message[len(MAGIC) :]
+            self._outgoing += self._opening() if self._role is Role.LISTENER else self._proof(self._role)
+            return
+        other = Role.DIALER if self._role is Role.LISTENER else Role.LISTENER
+        if not hmac.compare_digest(message, self._proof(other)):
+            raise WrongSecretError(
+                "it knows another secret: PHALANX_SECRET differs, or is set at only one of the two ends"
+            )
+        if self._role is Role.LISTENER:
+            self._outgoing += self._proof(self._role)
+        self.done = True
+
+    def _opening(self) -> bytes:
+        return MAGIC + self._nonce
+
+    def _proof(self, role: Role) -> bytes:
+        nonces = (self._nonce, self._peer_nonce)
+        dialer, listener = nonces if self._role is Role.DIALER else reversed(nonces)
+        return hmac.digest(self._secret, role.value + MAGIC + dialer + listener, "sha256")
+
+
+def check_opening(data: bytes) -> None:
+    """Raise HandshakeError as soon as the first bytes of a connection cannot be our protocol's."""
+    head = data[: len(MAGIC)]
+    if MAGIC.startswith(head):
+        return
+    name = MAGIC[:-1]
+    if head[: len(name)] == name:
+        raise HandshakeError(
+            f"it speaks version {head[-1]} of Phalanx's protocol and this task version {PROTOCOL_VERSION}: "
+            f"install the same version of Phalanx everywhere"
+        )
+    raise HandshakeError(describe_stranger(data))
+
+
+def describe_stranger(data: bytes) -> str:
+    """What a connection that does not speak our protocol looks like, judged by its first bytes."""
+    start = data[:8]
+    if start.split(b" ")[0] in {b"GET", b"POST", b"HEAD", b"PUT", b"OPTIONS", b"CONNECT", b"DELETE", b"PRI"}:
+        return f"it is an HTTP client (it sent {data[:24]!r}), perhaps a browser or a health check"
+    if start[:2] in (b"\x16\x03", b"\x15\x03"):
+        return (
+            "it speaks TLS and this task does not: PHALANX_TLS_CERT, _KEY and _CA must be set on all tasks "
+            "or on none"
+        )
+    if start[:4] == b"SSH-":
+        return "it speaks SSH"
+    return f"it does not speak Phalanx's protocol (it sent {bytes(start)!r}...)"
