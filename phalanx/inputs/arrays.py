@@ -1,0 +1,156 @@
+"""Arrays in memory: every rank indexes only its own rows of each global batch.
+
+This is the path of most programs and runs once in each step, so it does next to nothing: without shuffling
+a batch is a view of the arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from phalanx.errors import ConfigurationError
+from phalanx.inputs import keras_adapters
+from phalanx.inputs.policy import AutoShardPolicy
+from phalanx.inputs.split import Share, local_range
+from phalanx.inputs.structure import Array, describe, map_leaves, to_numpy
+
+
+class _Converted:
+    """Rows of something that is not an array in memory (sparse, ragged), made dense batch by batch."""
+
+    def __init__(self, sliceable: Any):
+        self._sliceable = sliceable
+        self.shape = tuple(sliceable.shape)
+        self.dtype = getattr(sliceable.array, "dtype", "unknown dtype")
+
+    def __getitem__(self, rows: Any) -> Array:
+        # np.asarray: SciPy's matrices would stay matrices.
+        return np.asarray(to_numpy(self._sliceable.convert_to_numpy(self._sliceable[rows])))
+
+    def take(self, rows: Array, axis: int = 0) -> Array:
+        return self[rows]
+
+
+def _indexable(sliceable: Any) -> Any:
+    """What the hot loop indexes: a plain array wherever the data is one, found once instead of per batch."""
+    array = sliceable.array
+    kind = type(sliceable).__name__
+    if "Sparse" in kind or "Ragged" in kind:
+        return _Converted(sliceable)
+    if kind.startswith("Pandas"):
+        return np.ascontiguousarray(sliceable.convert_to_numpy(array))
+    return np.asarray(to_numpy(array))
+
+
+class ArraySource:
+    """Arrays of equal length, cut into global batches of `batch_size`.
+
+    Args:
+        shuffle: True: all rows, by one permutation per pass that depends on `seed` and the pass alone.
+            "batch": rows within each batch only.
+    """
+
+    kind = "arrays"
+    policy = AutoShardPolicy.DATA
+    reason = "each replica indexes only its own rows"
+    uniform = True
+    checked = False
+    endless = False
+    reads_ahead = True
+
+    def __init__(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        *,
+        batch_size: int | None,
+        steps_per_epoch: int | None,
+        shuffle: bool | str,
+        class_weight: dict[int, float] | None,
+        rank: int,
+        world_size: int,
+        seed: int,
+    ):
+        if batch_size is not None and batch_size < 1:
+            raise ConfigurationError(f"batch_size must be at least 1; got {batch_size}.")
+        sliceables, self._samples, self._batch_size = keras_adapters.standardize_arrays(
+            x,
+            y,
+            sample_weight,
+            batch_size=batch_size,
+            steps_per_epoch=steps_per_epoch,
+            class_weight=class_weight,
+        )
+        if self._samples == 0:
+            raise ConfigurationError("The input is empty: x holds 0 samples. Expected at least one.")
+        self._data = map_leaves(_indexable, sliceables)
+        self._shuffle = shuffle
+        self._rank = rank
+        self._world_size = world_size
+        self._seed = seed
+        self._order: tuple[int, Array] | None = None
+        self.num_batches: int | None = -(-self._samples // self._batch_size)
+        self.signature = (
+            f"{self._samples} samples of {describe(self._data)} in global batches of {self._batch_size}, "
+            f"shuffle={shuffle}"
+        )
+
+    def read(self, key: int, start: int, stop: int | None) -> Iterator[Share]:
+        assert stop is not None, "the length of arrays is known"
+        return self._slices(self._permutation(key) if self._shuffle else None, start, stop)
+
+    def peek(self) -> Share:
+        return next(self._slices(None, 0, 1))
+
+    def _slices(self, order: Array | None, start: int, stop: int) -> Iterator[Share]:
+        data, rank, world_size = self._data, self._rank, self._world_size
+        batch_size, samples = self._batch_size, self._samples
+        for first in range(start * batch_size, stop * batch_size, batch_size):
+            global_size = min(batch_size, samples - first)
+            low, high = local_range(global_size, rank, world_size)
+            size = high - low
+            # An empty share is stood in for by the batch's first row.
+            rows = slice(first + low, first + high) if size else slice(first, first + 1)
+            if order is None:
+                part = map_leaves(lambda array, rows=rows: array[rows], data)  # type: ignore[misc]
+            else:
+                indices = order[rows]
+                part = map_leaves(lambda array, i=indices: array.take(i, axis=0), data)  # type: ignore[misc]
+            yield Share(part, size, global_size, None)
+
+    def on_epoch_begin(self) -> None:
+        pass
+
+    def on_epoch_end(self) -> None:
+        pass
+
+    def shares(self, world_size: int) -> list[str]:
+        full = min(self._batch_size, self._samples)
+        order = "in an order shuffled alike on every rank" if self._shuffle else "in order"
+        phrases = []
+        for rank in range(world_size):
+            low, high = local_range(full, rank, world_size)
+            phrases.append(
+                f"indexes samples {low} to {high - 1} of each {full} of the {self._samples}, {order}"
+                if high > low
+                else f"gets nothing: the global batch of {full} is smaller than the {world_size} replicas"
+            )
+        return phrases
+
+    def _permutation(self, key: int) -> Array:
+        """The order of a pass; kept, because a pass may last for several epochs."""
+        if self._order is None or self._order[0] != key:
+            random = np.random.default_rng([self._seed, key])
+            if self._shuffle == "batch":
+                # Sorting batch number + a fraction shuffles each batch in itself, all batches at once.
+                order = np.argsort(
+                    np.arange(self._samples) // self._batch_size + random.random(self._samples), kind="stable"
+                )
+            else:
+                order = random.permutation(self._samples)
+            self._order = (key, order)
+        return self._order[1]

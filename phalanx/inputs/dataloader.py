@@ -1,0 +1,211 @@
+"""`torch.utils.data.DataLoader`: with a map-style dataset a rank loads and collates only its own samples."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from phalanx.errors import ConfigurationError
+from phalanx.inputs.policy import AutoShardPolicy
+from phalanx.inputs.source import StreamSource, same_stream
+from phalanx.inputs.split import Share, batch_size_of, cut, local_range
+from phalanx.inputs.structure import map_leaves, to_numpy
+
+_KIND = "torch DataLoader"
+
+
+def dataloader_source(loader: Any, *, rank: int, world_size: int, seed: int) -> MapStyleSource | StreamSource:
+    """A source over a DataLoader whose batches are the global batches.
+
+    A loader with a `DistributedSampler` of this job's size reads this rank's data already; it is taken as
+    it is, with its batch size as the local one.
+
+    Raises: ConfigurationError for a DistributedSampler of another size or rank.
+    """
+    from torch.utils.data import IterableDataset
+    from torch.utils.data.distributed import DistributedSampler
+
+    sampler = loader.sampler
+    if isinstance(sampler, DistributedSampler):
+        if (sampler.num_replicas, sampler.rank) != (world_size, rank):
+            raise ConfigurationError(
+                f"The DataLoader's DistributedSampler is for rank {sampler.rank} of {sampler.num_replicas}, "
+                f"but this is rank {rank} of {world_size}. Leave the sampler out (shuffle=True is enough: "
+                "the global batches are cut for you), or make it with this job's size and rank."
+            )
+        return StreamSource(
+            lambda key: _elements(loader),
+            kind=f"{_KIND} with a DistributedSampler",
+            rank=rank,
+            world_size=world_size,
+            num_batches=len(loader),
+            uniform=True,  # it pads every rank's samples to equal number
+            per_rank=True,
+            reads_ahead=loader.num_workers > 0,
+            policy=AutoShardPolicy.OFF,
+            reason="its sampler has divided the samples already, and its batch size is that of one replica",
+            signature=f"{_KIND} of {len(loader)} batches of one rank",
+            shares=[
+                f"reads the samples of its sampler, shard {r} of {world_size}" for r in range(world_size)
+            ],
+        )
+    batches = sampler if loader.batch_sampler is None else loader.batch_sampler
+    if isinstance(loader.dataset, IterableDataset) or not hasattr(batches, "__len__"):
+        return StreamSource(
+            lambda key: _elements(loader),
+            kind=_KIND,
+            rank=rank,
+            world_size=world_size,
+            reads_ahead=loader.num_workers > 0,
+            reason="its dataset can only be read in order, so every replica reads it and keeps its part",
+        )
+    return MapStyleSource(loader, rank=rank, world_size=world_size, seed=seed)
+
+
+class MapStyleSource:
+    """A DataLoader over a dataset with `__getitem__`.
+
+    The batch sampler says which samples form each global batch; this rank's loader gets only its own part
+    of their indices. Samplers draw from torch's generator, which is seeded for this from `seed` and the pass,
+    so that all ranks get the same order; a sampler with a generator of its own uses that.
+
+    `collate_fn` sees the local batch only: one that pads to the longest sample pads to the longest local one.
+    """
+
+    kind = _KIND
+    policy = AutoShardPolicy.DATA
+    uniform = True
+    endless = False
+
+    def __init__(self, loader: Any, *, rank: int, world_size: int, seed: int):
+        self._loader = loader
+        self._rank = rank
+        self._world_size = world_size
+        self._seed = seed
+        self._by_sample = loader.batch_sampler is not None
+        self._batches = loader.batch_sampler if self._by_sample else loader.sampler
+        self._order: tuple[int, list[Any]] | None = None
+        if len(self._batches) == 0:
+            raise ConfigurationError("The DataLoader is empty. Expected at least one batch.")
+        self.checked = world_size > 1
+        self.reads_ahead = loader.num_workers > 0
+        self.reason = (
+            "each replica loads only its own samples"
+            if self._by_sample
+            else "its dataset makes whole batches, so every replica makes each and keeps its part"
+        )
+        self.signature = f"{_KIND} of {len(self._batches)} batches over {len(loader.dataset)} items"
+
+    @property
+    def num_batches(self) -> int | None:
+        return len(self._batches)
+
+    def read(self, key: int, start: int, stop: int | None) -> Iterator[Share]:
+        chosen = self._pass(key)[start:stop]
+        rank, world_size = self._rank, self._world_size
+        if not self._by_sample:
+            for element in _elements(self._rebuilt(chosen)):
+                yield cut(element, rank, world_size, _KIND)
+            return
+        parts = [local_range(len(indices), rank, world_size) for indices in chosen]
+        # An empty share loads one sample, as a stand-in.
+        local = [
+            indices[low:high] if low < high else indices[:1]
+            for indices, (low, high) in zip(chosen, parts, strict=True)
+        ]
+        for element, indices, (low, high), own in zip(
+            _elements(self._rebuilt(local)), chosen, parts, local, strict=True
+        ):
+            loaded = batch_size_of(element, _KIND)
+            if loaded != len(own):
+                raise ConfigurationError(
+                    f"The DataLoader's collate_fn made a batch of {loaded} samples out of {len(own)}. It "
+                    "must neither drop nor add samples, because the parts of all replicas must add up to the "
+                    "global batch. Filter the dataset instead."
+                )
+            yield Share(element, high - low, len(indices), _checksum(indices))
+
+    def peek(self) -> Share:
+        with _seeded(self._seed, 0):
+            first = next(iter(self._batches))
+        if not self._by_sample:
+            return cut(next(_elements(self._rebuilt([first], 0))), self._rank, self._world_size, _KIND)
+        low, high = local_range(len(first), self._rank, self._world_size)
+        own = first[low:high] if low < high else first[:1]
+        element = next(_elements(self._rebuilt([own], 0)))
+        return Share(element, high - low, len(first), _checksum(first))
+
+    def on_epoch_begin(self) -> None:
+        pass
+
+    def on_epoch_end(self) -> None:
+        pass
+
+    def shares(self, world_size: int) -> list[str]:
+        if not self._by_sample:
+            return same_stream(self.kind, world_size)
+        return [
+            f"loads part {rank + 1} of {world_size} of each batch's samples" for rank in range(world_size)
+        ]
+
+    def _pass(self, key: int) -> list[Any]:
+        """The indices of each global batch of a pass; kept, because a pass may last for several epochs."""
+        if self._order is None or self._order[0] != key:
+            with _seeded(self._seed, key):
+                batches = list(self._batches)
+            self._order = (key, [list(batch) for batch in batches] if self._by_sample else batches)
+        return self._order[1]
+
+    def _rebuilt(self, batches: list[Any], num_workers: int | None = None) -> Any:
+        """A DataLoader like the program's, over these batches."""
+        from torch.utils.data import DataLoader
+
+        loader = self._loader
+        workers = loader.num_workers if num_workers is None else num_workers
+        options: dict[str, Any] = {
+            "num_workers": workers,
+            "collate_fn": loader.collate_fn,
+            "pin_memory": loader.pin_memory,
+            "timeout": loader.timeout if workers else 0,
+            "worker_init_fn": loader.worker_init_fn,
+            "generator": loader.generator,
+        }
+        if workers:
+            # Not persistent_workers: this loader lives for one epoch.
+            options["multiprocessing_context"] = loader.multiprocessing_context
+            options["prefetch_factor"] = loader.prefetch_factor
+        if self._by_sample:
+            return DataLoader(loader.dataset, batch_sampler=batches, **options)
+        return DataLoader(loader.dataset, batch_size=None, sampler=batches, **options)
+
+
+class _seeded:
+    """A context in which torch's global generator starts from `(seed, key)`; its state is restored after."""
+
+    def __init__(self, seed: int, key: int):
+        self._seed = int(np.random.SeedSequence([seed, key]).generate_state(1)[0])
+
+    def __enter__(self) -> None:
+        import torch
+
+        self._state = torch.get_rng_state()
+        torch.default_generator.manual_seed(self._seed)
+
+    def __exit__(self, *exception: object) -> None:
+        import torch
+
+        torch.set_rng_state(self._state)
+
+
+def _elements(loader: Any) -> Iterator[Any]:
+    for element in loader:
+        # A collated batch is a list [x, y]; Keras makes a tuple of it.
+        yield map_leaves(to_numpy, tuple(element) if isinstance(element, list) else element)
+
+
+def _checksum(indices: list[Any]) -> int:
+    return zlib.crc32(repr(list(itertools.islice(indices, 512))).encode(), len(indices))

@@ -1,0 +1,180 @@
+"""The datasets of custom training loops: `strategy.experimental_distribute_dataset` and its sibling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from phalanx.inputs.policy import AutoShardPolicy, InputContext, InputOptions
+from phalanx.inputs.shard import make_source
+from phalanx.inputs.sharded import ShardedInput
+from phalanx.inputs.source import Source
+from phalanx.inputs.split import Share, stand_in
+from phalanx.inputs.structure import map_leaves
+
+INFINITE_CARDINALITY = -1
+UNKNOWN_CARDINALITY = -2
+
+
+class PerRankSource:
+    """A source of which every element belongs to this rank alone, as its input function made it."""
+
+    policy = AutoShardPolicy.OFF
+    reason = "distribute_datasets_from_function: each replica reads what its function returned"
+    uniform = False
+    checked = False
+
+    def __init__(self, source: Source):
+        self._source = source
+        self.kind = source.kind
+        self.endless = source.endless
+        self.reads_ahead = source.reads_ahead
+        self.signature = "a dataset of each rank's own"
+
+    @property
+    def num_batches(self) -> int | None:
+        return self._source.num_batches
+
+    def read(self, key: int, start: int, stop: int | None) -> Iterator[Share]:
+        return map(_own, self._source.read(key, start, stop))
+
+    def peek(self) -> Share:
+        return _own(self._source.peek())
+
+    def on_epoch_begin(self) -> None:
+        self._source.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        self._source.on_epoch_end()
+
+    def shares(self, world_size: int) -> list[str]:
+        return [f"reads all of the {self.kind} that its own function returned" for _ in range(world_size)]
+
+
+def _own(share: Share) -> Share:
+    return share._replace(global_size=None, fingerprint=None)
+
+
+class DistributedDataset:
+    """This rank's local batches of a dataset, for a custom training loop or for `model.fit`.
+
+    Each iteration is an epoch. Elements have the dataset's own structure; a rank for which a batch has no
+    sample gets arrays of length 0, as in `tf.distribute`, so a loss must be a sum over samples divided by
+    the global batch size, not a local mean.
+
+    Args:
+        source: the dataset seen from this rank.
+        convert: makes a tensor of the backend from each NumPy array.
+        element_spec: of a tf.data.Dataset, with the batch dimension open; None for other datasets.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        rank: int,
+        world_size: int,
+        convert: Callable[[Any], Any] | None = None,
+        options: InputOptions | None = None,
+        element_spec: Any = None,
+    ):
+        self.source = source
+        self.element_spec = element_spec
+        self._convert = convert
+        options = options or InputOptions()
+        self._sharded = ShardedInput(
+            source,
+            rank=rank,
+            world_size=world_size,
+            prefetch=options.experimental_per_replica_buffer_size,
+        )
+        self._epochs = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch = self._epochs
+        self._epochs += 1
+        return (self._element(share) for share in self._sharded.shares(epoch))
+
+    def __len__(self) -> int:
+        """Batches per epoch. Raises: TypeError where that is unknown."""
+        length = self.source.num_batches
+        if length is None:
+            raise TypeError(f"The length of this {self.source.kind} is unknown.")
+        return length
+
+    @property
+    def cardinality(self) -> int:
+        """Batches per epoch; -1 (`tf.data.INFINITE_CARDINALITY`) for endless data, -2
+        (`tf.data.UNKNOWN_CARDINALITY`) where it is not known."""
+        if self.source.endless:
+            return INFINITE_CARDINALITY
+        return UNKNOWN_CARDINALITY if self.source.num_batches is None else self.source.num_batches
+
+    def explain(self) -> str:
+        """What each rank reads and why."""
+        return self._sharded.explain()
+
+    def _element(self, share: Share) -> Any:
+        data = share.data if share.size else map_leaves(lambda array: array[:0], stand_in(share.data))
+        return data if self._convert is None else map_leaves(self._convert, data)
+
+
+def distribute_dataset(
+    dataset: Any,
+    options: InputOptions | None = None,
+    *,
+    rank: int,
+    world_size: int,
+    seed: int,
+    convert: Callable[[Any], Any] | None = None,
+) -> DistributedDataset:
+    """`strategy.experimental_distribute_dataset`: the dataset's batch is the global batch, each rank gets
+    its part. Takes any dataset that `fit` takes."""
+    if isinstance(dataset, DistributedDataset):
+        return dataset
+    return DistributedDataset(
+        make_source(dataset, rank=rank, world_size=world_size, seed=seed),
+        rank=rank,
+        world_size=world_size,
+        convert=convert,
+        options=options,
+        element_spec=_element_spec(dataset),
+    )
+
+
+def distribute_from_function(
+    function: Callable[[InputContext], Any],
+    options: InputOptions | None = None,
+    *,
+    rank: int,
+    world_size: int,
+    seed: int,
+    convert: Callable[[Any], Any] | None = None,
+) -> DistributedDataset:
+    """`strategy.distribute_datasets_from_function`: `function(InputContext)` returns this rank's own dataset,
+    batched with the local batch size; it is neither cut nor compared with those of other ranks."""
+    dataset = function(InputContext(world_size, rank, world_size))
+    own = make_source(dataset, rank=0, world_size=1, seed=seed + rank)
+    return DistributedDataset(
+        PerRankSource(own),
+        rank=rank,
+        world_size=world_size,
+        convert=convert,
+        options=options,
+        element_spec=_element_spec(dataset),
+    )
+
+
+def _element_spec(dataset: Any) -> Any:
+    """A tf.data.Dataset's element_spec with the batch dimension open: shares may differ in size."""
+    spec = getattr(dataset, "element_spec", None)
+    if spec is None or isinstance(dataset, DistributedDataset):
+        return spec
+
+    def opened(leaf: Any) -> Any:
+        shape = getattr(leaf, "shape", None)
+        if shape is None or shape.rank is None or type(leaf).__name__ != "TensorSpec":
+            return leaf
+        return type(leaf)([None, *shape[1:]], leaf.dtype, leaf.name)
+
+    return map_leaves(opened, spec)

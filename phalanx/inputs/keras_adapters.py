@@ -1,0 +1,90 @@
+"""The one place where the input layer uses Keras's internals (tested with Keras 3.12 to 3.15).
+
+Keras decides here what arrays it accepts, which dtypes they get and what its errors say.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from phalanx.errors import ConfigurationError
+from phalanx.inputs.structure import leaves
+
+
+def is_arrays(x: Any, y: Any, sample_weight: Any) -> bool:
+    """Whether Keras takes these as arrays in memory (NumPy, pandas, SciPy, tensors of any backend)."""
+    from keras.src.trainers.data_adapters import array_data_adapter
+
+    return bool(array_data_adapter.can_convert_arrays((x, y, sample_weight)))
+
+
+def standardize_arrays(
+    x: Any,
+    y: Any,
+    sample_weight: Any,
+    *,
+    batch_size: int | None,
+    steps_per_epoch: int | None,
+    class_weight: dict[int, float] | None,
+) -> tuple[Any, int, int]:
+    """Arrays checked and packed as Keras does it.
+
+    Returns: the packed structure `x`, `(x, y)` or `(x, y, sample_weight)` of Keras `Sliceable`s (which cast
+        floats to `keras.config.floatx()`), the number of samples, and the batch size (32 if not given).
+    Raises: ValueError with Keras's own message: lengths that differ, weights given twice.
+    """
+    from keras.src.trainers.data_adapters import array_data_adapter, array_slicing
+
+    if class_weight is not None:
+        check_class_weight_targets(y)
+    adapter = array_data_adapter.ArrayDataAdapter(
+        x,
+        y,
+        sample_weight=sample_weight,
+        batch_size=batch_size,
+        steps=steps_per_epoch,
+        class_weight=class_weight,
+    )
+    sliceables = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="numpy")
+    return sliceables, int(adapter._num_samples), int(adapter.batch_size)
+
+
+def class_weights(y: Any, class_weight: dict[int, float]) -> Any:
+    """The weight of each sample of `y`: NumPy array of shape (samples,), dtype floatx."""
+    from keras.src.trainers.data_adapters import data_adapter_utils
+
+    check_class_weight_targets(y)
+    return data_adapter_utils.class_weight_to_sample_weights(y, class_weight)
+
+
+def tf_class_weights(class_weight: dict[int, float]) -> Any:
+    """A function for `tf.data.Dataset.map` that adds the weight of each sample."""
+    from keras.src.trainers.data_adapters import tf_dataset_adapter
+
+    return tf_dataset_adapter.make_class_weight_map_fn(class_weight)
+
+
+def check_class_weight_targets(y: Any) -> None:
+    """Raises: ValueError unless `y` is one array of class labels that `class_weight` can be looked up for."""
+    arrays = leaves(y)
+    if y is None or len(arrays) != 1 or isinstance(y, (list, tuple, dict)):
+        raise ConfigurationError(
+            "`class_weight` is only supported for Models with a single output. Pass `sample_weight` with one "
+            "array for each output instead."
+        )
+    shape = tuple(arrays[0].shape)
+    if len(shape) > 2:
+        raise ConfigurationError(
+            "`class_weight` is not supported for targets of 3 or more dimensions: they need one label per "
+            f"sample, of shape (samples,), (samples, 1) or (samples, classes); got y of shape {shape}. "
+            "Pass `sample_weight` of the targets' shape instead."
+        )
+
+
+def ordered_enqueuer(dataset: Any, workers: int, use_multiprocessing: bool, max_queue_size: int) -> Any:
+    """Keras's worker pool for a PyDataset, which yields `dataset[0], dataset[1], ...`."""
+    from keras.src.trainers.data_adapters.py_dataset_adapter import OrderedEnqueuer
+
+    return OrderedEnqueuer(
+        dataset, workers=workers, use_multiprocessing=use_multiprocessing, max_queue_size=max_queue_size
+    )

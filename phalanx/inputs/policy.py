@@ -1,0 +1,97 @@
+"""How a dataset is divided between ranks, and what tells an input function which part is its own."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.errors import ConfigurationError
+
+
+class AutoShardPolicy(enum.IntEnum):
+    """What each rank reads of a `tf.data.Dataset`. Names and values are those of `tf.data.experimental`.
+
+    Every other kind of input is divided as DATA says.
+
+    OFF: every rank reads the whole dataset, in batches of its share of the global batch. An epoch then
+        shows each sample `world_size` times. For datasets that the program has divided itself.
+    AUTO: FILE where the dataset reads files and there is at least one for each rank, else DATA.
+    FILE: file i goes to rank i modulo world_size. Each rank reads only its own files; the global batches
+        are composed otherwise than on one replica.
+    DATA: every rank reads the dataset and takes its part of each global batch: the samples of each step
+        are those of one replica. (`tf.distribute` deals whole elements out instead.)
+    HINT: the dataset's own `shard(tf.data.experimental.SHARD_HINT, ...)` becomes
+        `shard(world_size, rank)`.
+    """
+
+    OFF = -1
+    AUTO = 0
+    FILE = 1
+    DATA = 2
+    HINT = 3
+
+    @classmethod
+    def of(cls, value: Any) -> AutoShardPolicy:
+        """A policy given as our member, TensorFlow's, its name or its value.
+
+        Raises: ConfigurationError for anything else, naming the policies.
+        """
+        try:
+            return cls[value.upper()] if isinstance(value, str) else cls(int(value))
+        except (KeyError, ValueError, TypeError):
+            raise ConfigurationError(
+                f"auto_shard_policy must be one of {', '.join(policy.name for policy in cls)}; got {value!r}."
+            ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class InputContext:
+    """What an input function may want to know, as `tf.distribute.InputContext` has it.
+
+    Attributes:
+        num_input_pipelines: how many input pipelines the job has: one for each replica.
+        input_pipeline_id: which of them this is, 0 to num_input_pipelines - 1.
+        num_replicas_in_sync: the replicas that share one global batch.
+    """
+
+    num_input_pipelines: int = 1
+    input_pipeline_id: int = 0
+    num_replicas_in_sync: int = 1
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """The batch size of this pipeline.
+
+        Raises: ValueError if `global_batch_size` is not divisible by `num_replicas_in_sync`.
+        """
+        if global_batch_size % self.num_replicas_in_sync:
+            raise ConfigurationError(
+                f"The `global_batch_size` {global_batch_size!r} is not divisible by `num_replicas_in_sync` "
+                f"{self.num_replicas_in_sync!r}. Choose a multiple, or pass the dataset itself to fit or "
+                "experimental_distribute_dataset: uneven shares are no obstacle there."
+            )
+        return global_batch_size // self.num_replicas_in_sync
+
+    def __str__(self) -> str:
+        return f"InputContext(input pipeline id {self.input_pipeline_id}, total: {self.num_input_pipelines})"
+
+
+class InputReplicationMode(enum.Enum):
+    """As in `tf.distribute`. A replica is a process here, so both mean the same."""
+
+    PER_WORKER = "PER_WORKER"
+    PER_REPLICA = "PER_REPLICA"
+
+
+@dataclass(frozen=True, slots=True)
+class InputOptions:
+    """The options of `tf.distribute.InputOptions`, so that programs that pass them run unchanged.
+
+    Only `experimental_per_replica_buffer_size` takes effect: the number of batches read ahead, 0 for none.
+    The others choose among devices of one process; here batches are made in host memory by each replica.
+    """
+
+    experimental_fetch_to_device: bool | None = None
+    experimental_replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
+    experimental_place_dataset_on_device: bool = False
+    experimental_per_replica_buffer_size: int = 1

@@ -1,0 +1,236 @@
+"""One rank's view of the data of a `fit`, `evaluate` or `predict`: epochs of local batches."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from phalanx.errors import ConfigurationError
+from phalanx.inputs.batch import LocalBatch
+from phalanx.inputs.policy import AutoShardPolicy
+from phalanx.inputs.prefetch import DEPTH, Prefetch
+from phalanx.inputs.source import Source
+from phalanx.inputs.split import Share, stand_in
+from phalanx.inputs.structure import unpack
+
+
+def epoch_end(start: int, num_batches: int | None, steps_per_epoch: int | None) -> int | None:
+    """The position in the pass at which an epoch that begins at `start` ends; None: at the end of the data.
+
+    As Keras's EpochIterator has it, an epoch never runs over the end of a pass: where less than
+    `steps_per_epoch` is left, it ends early and the next epoch begins a new pass.
+    """
+    if steps_per_epoch is None:
+        return num_batches
+    stop = start + steps_per_epoch
+    return stop if num_batches is None else min(stop, num_batches)
+
+
+class ShardedInput:
+    """The local batches of one rank, epoch by epoch; made by `shard_input`.
+
+    Used from one thread. Epochs are read one after the other: an epoch's iterator is exhausted or closed
+    before the next is begun.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        rank: int,
+        world_size: int,
+        steps_per_epoch: int | None = None,
+        prefetch: int = DEPTH,
+    ):
+        if steps_per_epoch is not None and steps_per_epoch < 1:
+            raise ConfigurationError(f"steps_per_epoch must be at least 1; got {steps_per_epoch}.")
+        self._source = source
+        self._rank = rank
+        self._world_size = world_size
+        self._steps_per_epoch = steps_per_epoch
+        self._prefetch = 0 if source.reads_ahead else prefetch
+        self._counted: int | None = None  # batches of a pass that was read to its end
+        self._position = 0  # in the pass; 0: the next epoch begins a new one
+        self._pass = 0  # the epoch in which the running pass began: the key of its order
+        self._last: Share | None = None
+        self._reset_done = False
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        return self._steps_per_epoch
+
+    @property
+    def num_batches(self) -> int | None:
+        """Batches per epoch; None while that is unknown. After the first pass over data of unknown length it
+        is known (but not for per-rank pipelines, which may differ)."""
+        if self._steps_per_epoch is not None:
+            return self._steps_per_epoch
+        return self._counted if self._source.num_batches is None else self._source.num_batches
+
+    @property
+    def uniform(self) -> bool:
+        """Whether every rank is known to see as many batches of the same global sizes: then the end of the
+        data needs no agreement between ranks."""
+        return self._source.uniform
+
+    @property
+    def signature(self) -> str:
+        """A line that is the same on every rank that was given the same data; compare it before training.
+
+        It names lengths, shapes and dtypes, so ranks whose `uniform` inputs differ in length are told apart
+        before one of them waits for the others.
+        """
+        return f"{self._source.signature}, policy {self._source.policy.name}, steps {self._steps_per_epoch}"
+
+    @property
+    def fingerprint(self) -> Callable[[], int] | None:
+        """For inputs that every rank reads for itself: a checksum of the last global batch, taken before it
+        was cut. It must be equal on all ranks; `disagreement()` is the message where it is not."""
+        return self._fingerprint if self._source.checked else None
+
+    @property
+    def policy(self) -> AutoShardPolicy:
+        """The policy in effect; never AUTO."""
+        return self._source.policy
+
+    @property
+    def policy_line(self) -> str:
+        """One line that says how the input is divided."""
+        per_rank = {
+            AutoShardPolicy.DATA: "each of the {n} replicas takes its part of every global batch",
+            AutoShardPolicy.FILE: "each of the {n} replicas reads its own files",
+            AutoShardPolicy.OFF: "each of the {n} replicas reads all of its own dataset",
+            AutoShardPolicy.HINT: "each of the {n} replicas reads the shard that the dataset names",
+        }[self.policy].format(n=self._world_size)
+        return f"Input sharding: {self.policy.name} ({self._source.kind}): {per_rank}; {self._source.reason}."
+
+    def explain(self) -> str:
+        """The policy, its reason and what each rank reads, one line for each rank."""
+        shares = self._source.shares(self._world_size)
+        return "\n".join([self.policy_line, *(f"  rank {rank} {share}" for rank, share in enumerate(shares))])
+
+    def disagreement(self) -> str:
+        """What is wrong, and what to do, where the ranks' fingerprints of a batch differ."""
+        return (
+            f"The ranks read different global batches from the {self._source.kind}, so cutting them would "
+            "use some samples twice and others never. Every rank must read the same data in the same order. "
+            "Give each shuffle a seed (`dataset.shuffle(n, seed=1)`, `Dataset.list_files(..., seed=1)`, "
+            "`numpy.random.default_rng(seed)`, or `keras.utils.set_random_seed(seed)` before the data is "
+            "made), and list files in sorted order. If each rank is meant to read data of its own, pass "
+            "`strategy.distribute_datasets_from_function(fn)` to fit instead."
+        )
+
+    def peek(self) -> LocalBatch:
+        """The first local batch, which the next epoch will yield again; for building a model.
+
+        Raises: ConfigurationError if there is no data.
+        """
+        try:
+            return _local(self._source.peek())
+        except StopIteration:
+            raise self._no_data() from None
+
+    def stand_in(self) -> LocalBatch:
+        """A batch of size 0, shapes and dtypes like this input's, for a rank that ran out of data first."""
+        share = self._last if self._last is not None else self._source.peek()
+        return LocalBatch(unpack(stand_in(share.data)), 0, None)
+
+    def reset(self) -> None:
+        """Forget the position: the next epoch begins a new pass. Keras does so at the start of each `fit`
+        and `evaluate`, and calls the PyDataset's `on_epoch_end` there, which may reshuffle it."""
+        self._position = 0
+        self._reset_done = True
+        self._source.on_epoch_end()
+
+    def epoch(self, index: int) -> Iterator[LocalBatch]:
+        """The local batches of epoch `index`.
+
+        Without `steps_per_epoch` it is one pass over the data. With it, an epoch goes on where the last one
+        stopped, and ends early, with a warning on the chief, where the data ends.
+
+        Raises: ConfigurationError if there is no data at all; whatever the source raises.
+        """
+        for share in self.shares(index):
+            yield _local(share)
+
+    def shares(self, index: int) -> Iterator[Share]:
+        """As `epoch`, with the elements in the source's own structure."""
+        source, steps = self._source, self._steps_per_epoch
+        if not self._reset_done:
+            self.reset()
+        if self._position == 0:
+            self._pass = index
+        source.on_epoch_begin()
+        start, seen, complete = self._position, 0, False
+        try:
+            for share in self._reading(start):
+                seen += 1
+                self._last = share
+                yield share
+            if seen == 0 and start > 0:
+                # The last epoch took the last batch of data of unknown length: this one begins anew.
+                start, self._pass = 0, index
+                for share in self._reading(start):
+                    seen += 1
+                    self._last = share
+                    yield share
+            complete = True
+        finally:
+            # An epoch that was broken off goes on at the same place, as Keras's iterators do.
+            self._position = self._next_position(start + seen, short=complete and seen != steps)
+        source.on_epoch_end()
+        self._check_end(index, seen, start)
+
+    def _reading(self, start: int) -> Iterator[Share]:
+        stop = epoch_end(start, self._source.num_batches, self._steps_per_epoch)
+        shares = self._source.read(self._pass, start, stop)
+        if self._prefetch == 0:
+            yield from shares
+        else:
+            # Bounded by the epoch: reading on would take data that `on_epoch_end` is yet to reshuffle.
+            with contextlib.closing(Prefetch(shares, self._prefetch)) as ahead:
+                yield from ahead
+
+    def _next_position(self, position: int, *, short: bool) -> int:
+        num_batches = self._source.num_batches
+        at_end = short or (num_batches is not None and position >= num_batches)
+        return 0 if self._steps_per_epoch is None or at_end else position
+
+    def _check_end(self, index: int, seen: int, start: int) -> None:
+        per_rank = self._source.policy is not AutoShardPolicy.DATA
+        if self._steps_per_epoch is None:
+            if seen and not per_rank:
+                self._counted = seen
+            missing = seen == 0
+        else:
+            missing = seen < self._steps_per_epoch
+        if seen == 0 and self._last is None and not per_rank:
+            raise self._no_data()
+        if missing and self._rank == 0 and not per_rank:
+            expected = "any" if self._steps_per_epoch is None else self._steps_per_epoch
+            warnings.warn(
+                f"Your input ran out of data in epoch {index + 1}, after {seen} batches where {expected} "
+                f"were expected ({self._source.kind}); interrupting the epoch. Make sure that it can "
+                "generate at least `steps_per_epoch * epochs` batches, for example by `.repeat()`, or by "
+                "passing a PyDataset instead of a generator, which can be read only once.",
+                stacklevel=2,
+            )
+
+    def _no_data(self) -> ConfigurationError:
+        return ConfigurationError(
+            f"The input is empty: {self._source.kind} gave no batch on rank {self._rank} of "
+            f"{self._world_size}. Expected at least one batch. Check the paths, filters and `take`/`skip` of "
+            "the pipeline, and that a generator was not used up before."
+        )
+
+    def _fingerprint(self) -> int:
+        if self._last is None or self._last.fingerprint is None:
+            raise RuntimeError("fingerprint() was called before the first batch was read.")
+        return self._last.fingerprint
+
+
+def _local(share: Share) -> LocalBatch:
+    x: tuple[Any, Any, Any] = unpack(share.data)
+    return LocalBatch(x, share.size, share.global_size)

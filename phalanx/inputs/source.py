@@ -1,0 +1,164 @@
+"""The contract of a kind of input, and what all inputs that can only be read in order have in common."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from phalanx.inputs.policy import AutoShardPolicy
+from phalanx.inputs.split import Share, cut, whole
+
+
+class Source(Protocol):
+    """One input seen from one rank: it yields this rank's share of each global batch.
+
+    Attributes:
+        kind: what it is, for messages: `NumPy arrays`.
+        policy: how it is divided: DATA, FILE, HINT or OFF, never AUTO.
+        reason: why that policy, in one clause.
+        num_batches: batches in one pass over the data; None where that is unknown.
+        uniform: whether every rank is known to see as many batches, of the same global sizes.
+        checked: whether the shares carry fingerprints that the ranks should compare.
+        endless: whether it is known never to end.
+        reads_ahead: whether it makes its next batch while it is not asked, so that a thread would not pay.
+        signature: a line that is the same on every rank if the ranks were given the same data.
+    """
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def policy(self) -> AutoShardPolicy: ...
+
+    @property
+    def reason(self) -> str: ...
+
+    @property
+    def num_batches(self) -> int | None: ...
+
+    @property
+    def uniform(self) -> bool: ...
+
+    @property
+    def checked(self) -> bool: ...
+
+    @property
+    def endless(self) -> bool: ...
+
+    @property
+    def reads_ahead(self) -> bool: ...
+
+    @property
+    def signature(self) -> str: ...
+
+    def read(self, key: int, start: int, stop: int | None) -> Iterator[Share]:
+        """The shares of batches start to stop (None: the end) of one pass over the data.
+
+        Args:
+            key: names the pass, and so the order of shuffled data: the epoch in which the pass began.
+            start: 0 begins a new pass. A source that can only be read in order takes any other value to
+                mean "go on".
+        """
+        ...
+
+    def peek(self) -> Share:
+        """The first share of the next pass, which `read` will yield again."""
+        ...
+
+    def on_epoch_begin(self) -> None: ...
+
+    def on_epoch_end(self) -> None: ...
+
+    def shares(self, world_size: int) -> list[str]:
+        """What each rank reads: one phrase for each, in rank order."""
+        ...
+
+
+def same_stream(kind: str, world_size: int) -> list[str]:
+    """What each rank reads under DATA where it must read everything to find its part."""
+    if world_size == 1:
+        return [f"reads every batch of the {kind}"]
+    return [
+        f"reads every batch of the {kind} and keeps its part {rank + 1} of {world_size}"
+        for rank in range(world_size)
+    ]
+
+
+class StreamSource:
+    """A source that can only be read in order: a generator, a dataset of unknown length.
+
+    Args:
+        open_pass: given a pass's key, an iterator over the elements (structures of NumPy arrays). It may be
+            the same iterator each time, for data that cannot be read twice.
+        per_rank: the elements are already this rank's own and are not cut.
+    """
+
+    def __init__(
+        self,
+        open_pass: Callable[[int], Iterator[Any]],
+        *,
+        kind: str,
+        rank: int,
+        world_size: int,
+        num_batches: int | None = None,
+        uniform: bool = False,
+        endless: bool = False,
+        per_rank: bool = False,
+        reads_ahead: bool = False,
+        policy: AutoShardPolicy = AutoShardPolicy.DATA,
+        reason: str = "",
+        signature: str | None = None,
+        shares: list[str] | None = None,
+    ):
+        self.kind = kind
+        self.policy = policy
+        self.reason = reason or "it can only be read in order, so every rank reads it and keeps its part"
+        self.num_batches = num_batches
+        self.uniform = uniform
+        self.endless = endless
+        self.checked = not per_rank and world_size > 1
+        self.reads_ahead = reads_ahead
+        self.signature = kind if signature is None else signature
+        self._open_pass = open_pass
+        self._rank = rank
+        self._world_size = world_size
+        self._per_rank = per_rank
+        self._shares = shares
+        self._running: Iterator[Any] | None = None
+        self._untouched = False  # `_running` was opened by `peek` and still has all elements
+
+    def read(self, key: int, start: int, stop: int | None) -> Iterator[Share]:
+        running = self._running
+        if running is None or (start == 0 and not self._untouched):
+            running = self._running = self._open_pass(key)
+        self._untouched = False
+        limited = running if stop is None else itertools.islice(running, stop - start)
+        for element in limited:
+            yield self._share(element)
+
+    def peek(self) -> Share:
+        if not self._untouched or self._running is None:
+            running = self._open_pass(0)
+            first = list(itertools.islice(running, 1))
+            self._running = itertools.chain(first, running)
+            self._untouched = True
+        first = list(itertools.islice(self._running, 1))
+        if not first:
+            raise StopIteration
+        self._running = itertools.chain(first, self._running)
+        return self._share(first[0])
+
+    def on_epoch_begin(self) -> None:
+        pass
+
+    def on_epoch_end(self) -> None:
+        pass
+
+    def shares(self, world_size: int) -> list[str]:
+        return same_stream(self.kind, world_size) if self._shares is None else self._shares
+
+    def _share(self, element: Any) -> Share:
+        if self._per_rank:
+            return whole(element, self.kind)
+        return cut(element, self._rank, self._world_size, self.kind)

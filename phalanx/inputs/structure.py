@@ -1,0 +1,86 @@
+"""Nested structures of arrays: walked without Keras's tree, which costs more than a batch's slices do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+
+def map_leaves(function: Callable[[Any], Any], structure: Any) -> Any:
+    """The same structure with `function` applied to each leaf.
+
+    Dicts, lists, tuples and named tuples are walked; None stays None; everything else is a leaf.
+    """
+    if isinstance(structure, np.ndarray):
+        return function(structure)
+    if structure is None:
+        return None
+    if isinstance(structure, tuple):
+        items = [map_leaves(function, item) for item in structure]
+        return type(structure)(*items) if hasattr(structure, "_fields") else tuple(items)
+    if isinstance(structure, list):
+        return [map_leaves(function, item) for item in structure]
+    if isinstance(structure, Mapping):
+        return {key: map_leaves(function, item) for key, item in structure.items()}
+    return function(structure)
+
+
+def leaves(structure: Any) -> list[Any]:
+    """The leaves of a structure, None left out, in the order in which they stand."""
+    found: list[Any] = []
+    map_leaves(found.append, structure)
+    return found
+
+
+def unpack(element: Any) -> tuple[Any, Any, Any]:
+    """A dataset's element as `(x, y, sample_weight)`, as `keras.utils.unpack_x_y_sample_weight` does it.
+
+    Raises: ValueError where a tuple has more than three items.
+    """
+    if isinstance(element, list):
+        element = tuple(element)
+    if not isinstance(element, tuple):
+        return element, None, None
+    if len(element) == 1:
+        return element[0], None, None
+    if len(element) == 2:
+        return element[0], element[1], None
+    if len(element) == 3:
+        return element  # type: ignore[return-value]
+    raise ValueError(
+        f"A batch must be x, (x,), (x, y) or (x, y, sample_weight); got a tuple of {len(element)} items. "
+        "Several inputs or outputs belong into one nested tuple or dict: ((x1, x2), y)."
+    )
+
+
+def to_numpy(leaf: Any) -> Any:
+    """A tensor of any backend (or a pandas or SciPy object) as a NumPy array, without a copy where possible.
+
+    Sparse and ragged tensors become dense. The array may share the tensor's memory.
+    """
+    if isinstance(leaf, np.ndarray):
+        return leaf
+    if hasattr(leaf, "detach"):  # torch: arrays of tensors that need a gradient or live on a device
+        return leaf.detach().cpu().numpy()
+    if hasattr(leaf, "toarray"):  # scipy.sparse
+        return leaf.toarray()
+    if hasattr(leaf, "todense"):  # jax.experimental.sparse
+        return np.asarray(leaf.todense())
+    kind = type(leaf)
+    if kind.__module__.startswith("tensorflow."):
+        if kind.__name__ == "RaggedTensor":
+            leaf = leaf.to_tensor()
+        elif kind.__name__ == "SparseTensor":
+            import tensorflow as tf
+
+            leaf = tf.sparse.to_dense(leaf)
+    return np.asarray(leaf)
+
+
+def describe(structure: Any) -> str:
+    """Shapes (without the first dimension) and dtypes, for messages: `(28, 28) uint8, () int64`."""
+    return ", ".join(f"{tuple(leaf.shape[1:])} {leaf.dtype}" for leaf in leaves(structure))
