@@ -1,0 +1,109 @@
+"""The far end of `phalanx run --hosts`: runs workers on its host for a launcher at the other end of ssh.
+
+Commands come on stdin and answers go to stdout, one JSON object (`messages.py`) a line. The secret travels in
+the orders, so through the encrypted connection and on no command line. The end of stdin is the end of the
+launcher or
+of the connection: every worker here is then killed, and should the agent itself be killed, the workers'
+    lifelines do the same.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+
+import msgspec
+
+from phalanx.launcher.lifeline import adopt_orphans, end_orphans
+from phalanx.launcher.local import LocalHost, Streams
+from phalanx.launcher.messages import (
+    Answer,
+    Command,
+    DumpStacks,
+    Prepare,
+    Prepared,
+    Refused,
+    Signal,
+    Start,
+)
+
+READ_BYTES = 65536
+POLL_S = 0.1
+
+
+class LineReader:
+    """Bytes in, whole lines out."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [line for line in lines if line.strip()]
+
+
+class Agent:
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._host = LocalHost(self._selector, streams=Streams())
+        self._commands: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
+
+    def run(self) -> None:
+        """Serve the launcher until it is gone."""
+        reader = LineReader()
+        self._selector.register(0, selectors.EVENT_READ)
+        try:
+            while True:
+                timeout = POLL_S if self._host.needs_polling else None
+                ready = [key.fd for key, _ in self._selector.select(timeout)]
+                for event in self._host.events():
+                    self._answer(event)
+                if 0 in ready:
+                    data = os.read(0, READ_BYTES)
+                    if not data:
+                        return
+                    for line in reader.feed(data):
+                        self._obey(self._commands.decode(line))
+        except BrokenPipeError:
+            return
+        finally:
+            self._host.close()
+            end_orphans(set())
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Prepare(workers, folder):
+                try:
+                    os.chdir(folder)
+                except OSError as error:
+                    self._answer(
+                        Refused(f"cannot work in {folder}: {error.strerror}. It must exist there too")
+                    )
+                    return
+                self._answer(Prepared(self._host.prepare(workers, address=None)))
+            case Start(orders):
+                for event in self._host.start(orders):
+                    self._answer(event)
+            case Signal(rank, number):
+                self._host.signal(rank, number)
+            case DumpStacks(rank):
+                self._host.dump_stacks(rank)
+
+    def _answer(self, answer: Answer) -> None:
+        data = msgspec.json.encode(answer) + b"\n"
+        while data:
+            data = data[os.write(1, data) :]
+
+
+def main() -> None:
+    # Ctrl-C at the launcher reaches ssh's group, and with it an agent that runs on the same host: the
+    # launcher decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    adopt_orphans()
+    Agent().run()
+
+
+if __name__ == "__main__":
+    main()

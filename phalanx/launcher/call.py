@@ -1,0 +1,77 @@
+"""The worker's side of `phalanx.launch`: call a function that came pickled, and pickle what it returns.
+
+Pickles pass only between a launcher and the workers it started itself, through files without a name that no
+other process can open; never over the network.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import cloudpickle
+
+from phalanx.launcher import exit_codes, words
+
+
+class Call(NamedTuple):
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Returned(NamedTuple):
+    value: Any
+
+
+class Raised(NamedTuple):
+    error: BaseException
+    traceback: str
+
+
+def encode(call: Call) -> bytes:
+    # The path comes first and on its own: functions of modules are pickled by name and found through it.
+    return pickle.dumps((list(sys.path), cloudpickle.dumps(call)))
+
+
+def decode_result(content: bytes) -> Returned | Raised:
+    result = pickle.loads(content)
+    assert isinstance(result, (Returned, Raised)), result
+    return result
+
+
+def run(function_fd: int, result_fd: int, error_fd: int) -> int:
+    """Do the call; returns the exit code. The traceback is not printed: the launcher raises the error."""
+    try:
+        with os.fdopen(function_fd, "rb") as file:
+            path, pickled = pickle.load(file)
+        sys.path[:] = path
+        call: Call = pickle.loads(pickled)
+        result: Returned | Raised = Returned(call.function(*call.args, **call.kwargs))
+        content = cloudpickle.dumps(result)
+        code = 0
+    except Exception as error:
+        words.write(error_fd, words.of_error(error))
+        content = _encode_error(error)
+        code = exit_codes.of_error(error)
+    with os.fdopen(result_fd, "wb") as file:
+        file.write(content)
+    return code
+
+
+def _encode_error(error: Exception) -> bytes:
+    text = "".join(traceback.format_exception(error))
+    try:
+        content: bytes = cloudpickle.dumps(Raised(error.with_traceback(None), text))
+        pickle.loads(
+            content
+        )  # an error whose __init__ wants other arguments pickles well and unpickles badly
+    except Exception:
+        # Any error may come from a class's own pickling code; the original's text is not lost by it.
+        stand_in = RuntimeError(f"{type(error).__name__}: {error}")
+        content = cloudpickle.dumps(Raised(stand_in, text))
+    return content

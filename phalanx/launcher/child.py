@@ -1,0 +1,164 @@
+"""What runs first in every worker: it takes the worker's place in the job, then becomes the user's program.
+
+Run as a file with the program's own command line behind it, so that `ps` shows what runs:
+
+    python .../phalanx/launcher/child.py train.py --lr 1
+    python .../phalanx/launcher/child.py -m package.module
+    python .../phalanx/launcher/child.py --function
+
+The user's program sees what it would see under plain `python`: the same `sys.argv`, `sys.path[0]`, `__main__`
+and tracebacks. What else the worker is told stands in PHALANX_CHILD (`ChildOrder`), which is taken out of the
+environment at once, so that processes started by the program know nothing of it.
+"""
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import os
+import sys
+
+_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+if __name__ == "__main__":
+    # Python has put this folder first, whose modules would shadow others of the same name. The launcher's own
+    # package is found whether it is installed or not.
+    if sys.flags.safe_path:
+        sys.path.insert(0, _ROOT)
+    else:
+        sys.path[0] = _ROOT
+
+import builtins
+import faulthandler
+import io
+import runpy
+import signal
+from dataclasses import dataclass
+from types import ModuleType, TracebackType
+
+from phalanx.launcher import cores, exit_codes, lifeline, progress
+from phalanx.launcher.environment import CHILD
+
+FUNCTION = "--function"
+STACKS_SIGNAL = signal.SIGUSR2
+
+
+@dataclass(frozen=True, slots=True)
+class ChildOrder:
+    """What the launcher tells a worker. Numbers are file descriptors, -1 for none.
+
+    Attributes:
+        cores: to bind the process to.
+        parent: process id of the launcher; `die_with_parent`: see `lifeline.hold`.
+        lifeline: ends the process when the launcher is gone.
+        stacks: where the stacks go, at STACKS_SIGNAL and when native code crashes.
+        error: where an uncaught error goes, as JSON.
+        function, result: the function to call and what it returned, pickled, between launcher and worker
+            only.
+    """
+
+    cores: tuple[int, ...]
+    parent: int
+    die_with_parent: bool
+    lifeline: int
+    stacks: int
+    error: int
+    function: int = -1
+    result: int = -1
+
+    def encode(self) -> str:
+        # Not JSON: its import would take longer than all else that happens here.
+        fields = (self.parent, int(self.die_with_parent), self.lifeline, self.stacks, self.error)
+        return " ".join(map(str, (*fields, self.function, self.result, *self.cores)))
+
+    @classmethod
+    def decode(cls, text: str) -> ChildOrder:
+        parent, die_with_parent, line, stacks, error, function, result, *share = map(int, text.split())
+        return cls(tuple(share), parent, bool(die_with_parent), line, stacks, error, function, result)
+
+
+def main() -> None:
+    order = ChildOrder.decode(os.environ.pop(CHILD))
+    lifeline.hold(order.lifeline, order.parent, die_with_parent=order.die_with_parent)
+    cores.bind(order.cores)  # before anything can start threads
+    for fd in (order.stacks, order.error):
+        os.set_inheritable(fd, False)
+    faulthandler.enable(order.stacks)
+    faulthandler.register(STACKS_SIGNAL, order.stacks, all_threads=True)
+    sys.excepthook = _ErrorRecorder(order.error)
+    exit_codes.install()
+    progress.report("start of the program")  # tells the launcher that STACKS_SIGNAL is handled from now on
+    arguments = sys.argv[1:]
+    if arguments[0] == FUNCTION:
+        from phalanx.launcher import call
+
+        sys.exit(call.run(order.function, order.result, order.error))
+    run_program(arguments)
+
+
+def run_program(arguments: list[str]) -> None:
+    """Become the program that `python *arguments` would run."""
+    target = arguments[0]
+    main_module = ModuleType("__main__")
+    main_module.__dict__["__builtins__"] = builtins
+    sys.modules["__main__"] = main_module
+    if target == "-m":
+        sys.argv[:] = arguments[1:]
+        _set_script_path(os.getcwd())
+        runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]  # what `python -m` itself calls
+    elif target == "-c":
+        sys.argv[:] = ["-c", *arguments[2:]]
+        _set_script_path("")
+        exec(compile(arguments[1], "<string>", "exec"), main_module.__dict__)
+    elif _is_archive(target):
+        sys.argv[:] = arguments
+        _set_script_path(target)
+        runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]
+    else:
+        sys.argv[:] = arguments
+        path = os.path.abspath(target)
+        _set_script_path(os.path.dirname(os.path.realpath(path)))
+        main_module.__file__ = path
+        main_module.__dict__["__cached__"] = None
+        with io.open_code(path) as script:
+            source = script.read()
+        exec(compile(source, path, "exec", dont_inherit=True), main_module.__dict__)
+
+
+def _is_archive(script: str) -> bool:
+    if os.path.isdir(script):
+        return True
+    with open(script, "rb") as file:  # zipfile costs an import; a Python program does not begin like this
+        return file.read(4) == b"PK\x03\x04"
+
+
+def _set_script_path(path: str) -> None:
+    if sys.flags.safe_path:
+        sys.path.pop(0)
+    else:
+        sys.path[0] = path
+
+
+def without_own_frames(stacks: str) -> str:
+    """Stacks as `faulthandler` writes them, less the frames of this file that stand under every program."""
+    return "".join(line for line in stacks.splitlines(keepends=True) if __file__ not in line)
+
+
+class _ErrorRecorder:
+    """Prints an uncaught error as Python does, less the frames of this file; tells the launcher of it."""
+
+    def __init__(self, fd: int):
+        self._fd = fd
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
+            traceback = traceback.tb_next
+        error = error.with_traceback(traceback)
+        sys.__excepthook__(kind, error, traceback)
+        from phalanx.launcher import words
+
+        words.write(self._fd, words.of_error(error))
+
+
+if __name__ == "__main__":
+    main()

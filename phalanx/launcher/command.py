@@ -1,0 +1,162 @@
+"""What `phalanx run` does: one job on this terminal, from its start to its exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+
+from phalanx.launcher import page
+from phalanx.launcher.hosts import HostShare
+from phalanx.launcher.job import Job, Placement
+from phalanx.launcher.lifeline import adopt_orphans, end_orphans
+from phalanx.launcher.local import LocalHost, Streams, TerminalSize
+from phalanx.launcher.placement import place, task_names
+from phalanx.launcher.screen import Screen, prefixes, width
+from phalanx.launcher.verdict import End
+
+_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+Handler = Callable[[int, FrameType | None], None]
+# Narrower than this a progress bar is no use, and wrapping lines are the lesser evil.
+MIN_COLUMNS = 20
+
+
+def run(
+    shares: Sequence[HostShare],
+    arguments: Sequence[str],
+    *,
+    backend: str | None = None,
+    log_dir: Path | None = None,
+    start_timeout_s: float | None = None,
+    verbose: bool = False,
+) -> int:
+    """Run the program on all workers and return the job's exit code.
+
+    Must be called by the main thread, whose signals it handles meanwhile. Workers that other descendants of
+    this process have left behind are ended as well: the process must have no children of its own.
+
+    Args:
+        arguments: the program's command line, as after `python`.
+    """
+    tasks = task_names(sum(share.workers for share in shares))
+    adopt_orphans()
+    terminal = sys.stdout.isatty()
+    merged = _same_place(1, 2)
+    with contextlib.ExitStack() as stack:
+        logs = stack.enter_context(page.open_logs(log_dir, tasks))
+        screen = Screen(
+            tasks,
+            sys.stdout,
+            sys.stdout if merged else sys.stderr,
+            columns=shutil.get_terminal_size().columns if terminal else None,
+            colour=terminal and not os.environ.get("NO_COLOR"),
+            logs=logs,
+        )
+        selector = stack.enter_context(selectors.DefaultSelector())
+        prefix = width(prefixes(tasks, colour=False)[0])
+        placements = place(
+            shares,
+            arguments,
+            selector,
+            Streams(
+                merged=merged,
+                terminal=_terminal_size(prefix) if terminal else None,
+                # A background group that reads the terminal is stopped by the kernel: only pipes and files go
+                # on.
+                inherit_input=not sys.stdin.isatty(),
+            ),
+            backend=backend,
+            log_dir=str(log_dir.absolute()) if log_dir else None,
+            start_timeout_s=start_timeout_s,
+        )
+        job = Job(placements, selector, _Narrator(screen, placements, verbose=verbose))
+
+        def resize() -> None:
+            screen.columns = shutil.get_terminal_size().columns
+            for placement in placements:
+                if placement.order.rank == 0 and isinstance(placement.host, LocalHost):
+                    placement.host.resize(_terminal_size(prefix))
+
+        stack.enter_context(_signals(job, resize if terminal else None))
+        try:
+            job.start()
+            outcome = job.run()
+        finally:
+            end_orphans(set())
+            screen.close()
+        verdict = outcome.verdict
+        if not verdict.success:
+            screen.message(
+                page.render(verdict, outcome.ends, log_dir=str(log_dir) if log_dir else None, full=False)
+            )
+            if log_dir is not None:
+                page.write(log_dir, verdict, outcome.ends)
+    return verdict.code
+
+
+class _Narrator:
+    """Puts what happens in a job on the screen."""
+
+    def __init__(self, screen: Screen, placements: Sequence[Placement], *, verbose: bool):
+        self._screen = screen
+        self._placements = {placement.order.rank: placement for placement in placements}
+        self._verbose = verbose
+
+    def output(self, rank: int, is_error: bool, data: bytes) -> None:
+        self._screen.feed(rank, is_error, data)
+
+    def started(self, rank: int, pid: int) -> None:
+        if self._verbose:
+            placement = self._placements[rank]
+            self._screen.message(
+                f"phalanx: {placement.task} (rank {rank}) started on {placement.host.name}, pid {pid}"
+            )
+
+    def exited(self, end: End) -> None:
+        self._screen.finish(end.rank)
+        if self._verbose:
+            self._screen.message(f"phalanx: {end.task} (rank {end.rank}) ended with exit code {end.code}")
+
+    def failed(self, end: End) -> None:
+        self._screen.message(
+            f"phalanx: {end.task} (rank {end.rank}) failed with exit code {end.code}; ending the job"
+        )
+
+
+@contextlib.contextmanager
+def _signals(job: Job, resize: Callable[[], None] | None) -> Iterator[None]:
+    """While inside, the signals that mean the end stop the job."""
+
+    def on_end(number: int, frame: FrameType | None) -> None:
+        job.stop(number)
+
+    def on_resize(number: int, frame: FrameType | None) -> None:
+        if resize is not None:
+            resize()
+
+    handlers: dict[int, Handler] = dict.fromkeys(_ENDING_SIGNALS, on_end)
+    if resize is not None:
+        handlers[signal.SIGWINCH] = on_resize
+    previous_wakeup = signal.set_wakeup_fd(job.wakeup_fd, warn_on_full_buffer=False)
+    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(previous_wakeup)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _terminal_size(prefix: int) -> TerminalSize:
+    size = shutil.get_terminal_size()
+    return TerminalSize(size.lines, max(MIN_COLUMNS, size.columns - prefix))
+
+
+def _same_place(first: int, second: int) -> bool:
+    return os.path.samestat(os.fstat(first), os.fstat(second))

@@ -1,0 +1,80 @@
+"""The environment variables with which a worker starts. Plain functions from values to values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from phalanx.settings import HOST_ID, JOB_ID, LOG_DIR, RENDEZVOUS_TIMEOUT, SECRET
+
+CHILD = "PHALANX_CHILD"
+PROGRESS_FILE = "PHALANX_PROGRESS_FILE"
+
+# Variables of the launcher's environment that go along to other hosts. What describes the launcher's own host,
+# such as CUDA_VISIBLE_DEVICES, is left out on purpose.
+FORWARDED_PREFIXES = ("PHALANX_", "KERAS_", "JAX_", "XLA_", "TF_", "TORCH_", "OMP_", "MKL_", "OPENBLAS_")
+FORWARDED = ("PYTHONPATH", "PYTHONHASHSEED", "PYTHONWARNINGS", "LANG", "LC_ALL", "NO_COLOR")
+
+
+def tf_config(addresses: Sequence[str], index: int) -> str:
+    """`TF_CONFIG` as TensorFlow has it, for worker `index` of a job of workers at these addresses."""
+    return json.dumps({"cluster": {"worker": list(addresses)}, "task": {"type": "worker", "index": index}})
+
+
+def thread_settings(threads: int) -> dict[str, str]:
+    """What the backends and their libraries read to size their thread pools.
+
+    JAX sizes its pool by the affinity already; PJRT_NPROC covers containers whose quota is below it.
+    TensorFlow gets a second inter-op thread even on one core: a collective blocks the one it runs on, and
+    input pipelines share that pool.
+    """
+    n = str(threads)
+    return {
+        "OMP_NUM_THREADS": n,
+        "MKL_NUM_THREADS": n,
+        "OPENBLAS_NUM_THREADS": n,
+        "PJRT_NPROC": n,
+        "TF_NUM_INTRAOP_THREADS": n,
+        "TF_NUM_INTEROP_THREADS": str(max(2, threads)),
+    }
+
+
+def job_settings(
+    *,
+    addresses: Sequence[str],
+    rank: int,
+    secret: str,
+    job_id: str,
+    backend: str | None = None,
+    log_dir: str | None = None,
+    start_timeout_s: float | None = None,
+) -> dict[str, str]:
+    """What makes a process the worker `rank` of this job. It replaces what the user's environment says."""
+    settings = {
+        "TF_CONFIG": tf_config(addresses, rank),
+        SECRET: secret,
+        JOB_ID: job_id,
+    }
+    if backend is not None:
+        settings["KERAS_BACKEND"] = backend
+    if log_dir is not None:
+        settings[LOG_DIR] = log_dir
+    if start_timeout_s is not None:
+        settings[RENDEZVOUS_TIMEOUT] = f"{start_timeout_s:g}"
+    return settings
+
+
+def worker_environment(base: Mapping[str, str], job: Mapping[str, str], threads: int) -> dict[str, str]:
+    """The whole environment of a worker: thread settings, then the user's own, then the job's."""
+    # Unbuffered, or a worker's last lines before a crash would be lost in its buffer.
+    defaults = {**thread_settings(threads), "PYTHONUNBUFFERED": "1"}
+    return {**defaults, **base, **job}
+
+
+def forwarded(base: Mapping[str, str]) -> dict[str, str]:
+    """The part of the launcher's environment that workers on other hosts get too."""
+    return {
+        name: value
+        for name, value in base.items()
+        if (name.startswith(FORWARDED_PREFIXES) or name in FORWARDED) and name not in (HOST_ID, SECRET)
+    }

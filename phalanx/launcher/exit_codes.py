@@ -1,0 +1,170 @@
+"""Which error ends a process with which exit code, and what each code means.
+
+`docs/failures.md` is the same for readers.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+
+from phalanx import errors
+
+# A process whose exit is only the echo of another's failure ends with one of these.
+CONSEQUENCES = {errors.PeerLostError.exit_code: 2, errors.CollectiveTimeoutError.exit_code: 1}
+SIGNAL_BASE = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """What an exit code says: the error's name, one sentence, and what to check."""
+
+    name: str
+    sentence: str
+    check: str
+
+
+MEANINGS: dict[int, Meaning] = {
+    0: Meaning("success", "the program ended as it should", "nothing"),
+    1: Meaning(
+        "the program's own error",
+        "the program raised an exception, or ended itself with this code",
+        "the traceback below; whether the program fails in the same way on one process",
+    ),
+    2: Meaning("usage", "the command line was not understood", "`phalanx run --help`"),
+    errors.ConfigurationError.exit_code: Meaning(
+        "ConfigurationError",
+        "the job is described wrongly: TF_CONFIG, arguments or environment",
+        "the message, which says what to write instead; `phalanx doctor`",
+    ),
+    errors.UnsupportedError.exit_code: Meaning(
+        "UnsupportedError",
+        "what was asked cannot be done on this backend or strategy",
+        "the message, which names what can",
+    ),
+    errors.RendezvousError.exit_code: Meaning(
+        "RendezvousError",
+        "the tasks of the job did not find each other in time",
+        "that the tasks named in the message run, that their addresses can be reached (`phalanx doctor`), "
+        "and that all have the same PHALANX_SECRET",
+    ),
+    errors.DisagreementError.exit_code: Meaning(
+        "DisagreementError",
+        "the tasks of the job differ in what must be equal",
+        "both values in the message: the same program, versions, backend and seed must run on every task",
+    ),
+    errors.CollectiveMismatchError.exit_code: Meaning(
+        "CollectiveMismatchError",
+        "the ranks called different collectives, or the same one with other shapes or dtypes",
+        "what the program does on some ranks only (`if rank == 0: ...`), and data of unequal shape",
+    ),
+    errors.CollectiveTimeoutError.exit_code: Meaning(
+        "CollectiveTimeoutError",
+        "a rank is connected but did not come to the collective in time",
+        "the stack of the rank that hung, its load, its input; PHALANX_TIMEOUT if it is only slow",
+    ),
+    errors.PhalanxError.exit_code: Meaning(
+        "PhalanxError", "a defect in Phalanx", "please report it with this page and the log directory"
+    ),
+    errors.PeerLostError.exit_code: Meaning(
+        "PeerLostError",
+        "another member of the job died or left",
+        "the end of the lost task's output: it is the cause, this is the consequence",
+    ),
+    SIGNAL_BASE + signal.SIGINT: Meaning("interrupted", "somebody pressed Ctrl-C", "nothing"),
+    SIGNAL_BASE + signal.SIGTERM: Meaning(
+        "terminated", "SIGTERM was received", "who ended the job: the scheduler, a time limit, `kill`"
+    ),
+    SIGNAL_BASE + signal.SIGHUP: Meaning(
+        "hang-up",
+        "the terminal or the ssh connection was closed",
+        "start long jobs under tmux, nohup or a scheduler",
+    ),
+    SIGNAL_BASE + signal.SIGKILL: Meaning(
+        "killed",
+        "SIGKILL was received, which a process cannot catch",
+        "memory: the kernel kills the largest process when none is left (`dmesg | grep -i oom`, "
+        "the container's limit)",
+    ),
+    SIGNAL_BASE + signal.SIGSEGV: Meaning(
+        "segmentation fault",
+        "native code accessed memory that is not its own",
+        "the stack below; versions of the backend and of other native packages",
+    ),
+    SIGNAL_BASE + signal.SIGABRT: Meaning(
+        "abort", "native code gave up", "the last lines of the task's output; versions of the backend"
+    ),
+    SIGNAL_BASE + signal.SIGBUS: Meaning(
+        "bus error",
+        "mapped memory could not be provided",
+        "free space in /dev/shm and of the file systems whose files are mapped",
+    ),
+}
+
+
+def meaning(code: int) -> Meaning:
+    """What an exit code means; every code has a meaning, if only a general one."""
+    if code in MEANINGS:
+        return MEANINGS[code]
+    if code > SIGNAL_BASE:
+        name = signal_name(code - SIGNAL_BASE)
+        return Meaning(name, f"the process was ended by {name}", "who or what sent the signal")
+    return MEANINGS[1]
+
+
+def signal_name(number: int) -> str:
+    """`SIGKILL` for 9; numbers without a name keep their number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def of_return_code(returncode: int) -> int:
+    """The exit code as a shell has it: a process killed by signal n ends with 128 + n."""
+    return SIGNAL_BASE - returncode if returncode < 0 else returncode
+
+
+def of_error(error: BaseException) -> int:
+    """The code with which a process ends that does not catch `error`.
+
+    An error that was raised `from` one of Phalanx's counts as that one: wrapping it does not change the
+    cause.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, errors.PhalanxError):
+            return cause.exit_code
+        cause = cause.__cause__
+    return 1
+
+
+def install() -> None:
+    """From now on an uncaught error of Phalanx ends this process with the error's `exit_code`.
+
+    The traceback is printed as before, by whatever hook is installed. Calling it again changes nothing.
+    CPython honours a SystemExit that is raised inside `sys.excepthook`, and still runs exit handlers.
+    """
+    previous = sys.excepthook
+    if isinstance(previous, _ExitCodeHook):
+        return
+    sys.excepthook = _ExitCodeHook(previous)
+
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+class _ExitCodeHook:
+    def __init__(self, previous: Hook):
+        self._previous = previous
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        self._previous(kind, error, traceback)
+        code = of_error(error)
+        if isinstance(error, Exception) and code != 1:
+            raise SystemExit(code)

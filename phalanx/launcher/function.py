@@ -1,0 +1,132 @@
+"""`phalanx.launch`: the same as `phalanx run`, for a function, from Python or a notebook."""
+
+from __future__ import annotations
+
+import selectors
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import ConfigurationError, PeerLostError, PhalanxError
+from phalanx.launcher import page
+from phalanx.launcher.child import FUNCTION
+from phalanx.launcher.hosts import HostShare
+from phalanx.launcher.job import Job, Outcome
+from phalanx.launcher.local import Streams
+from phalanx.launcher.placement import place, task_names
+from phalanx.launcher.screen import Screen
+from phalanx.launcher.verdict import End
+
+
+class WorkerTraceback(Exception):
+    """The traceback of an error in the worker that raised it: the `__cause__` of the error raised here."""
+
+    def __init__(self, task: str, traceback: str):
+        super().__init__(task, traceback)
+        self.task = task
+        self.traceback = traceback
+
+    def __str__(self) -> str:
+        return f"in {self.task}:\n\n{self.traceback}"
+
+
+def launch(
+    function: Callable[..., Any],
+    workers: int = 2,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    backend: str | None = None,
+    log_dir: str | Path | None = None,
+    start_timeout_s: float | None = None,
+) -> list[Any]:
+    """Call `function(*args, **kwargs)` in each of several new local processes; returns the results by rank.
+
+    Each process is a worker of one job with its own cores, so `phalanx.MultiWorkerMirroredStrategy()` inside
+    the function finds the others. The function may be defined in a notebook; it, its arguments and its
+    results are pickled (by cloudpickle) between this process and its own children. Imports belong inside the
+    function, or each worker imports what the function refers to before it knows its backend.
+
+    Args:
+        workers: processes to start, 1 or more.
+        backend: sets KERAS_BACKEND for the workers.
+        log_dir: keeps one file of output per task there, and the page that says why if the job fails.
+        start_timeout_s: seconds that the workers wait for each other at the start.
+
+    Raises:
+        the error of the worker that was the cause of the failure, with that worker's traceback as its
+        `__cause__`; PeerLostError if a worker died without one. All workers have ended by then, as they have
+        when KeyboardInterrupt leaves this function.
+
+    Example:
+        >>> def add(x, y):
+        ...     return x + y
+        >>> phalanx.launch(add, workers=2, args=(1, 2))
+        [3, 3]
+    """
+    if workers < 1:
+        raise ConfigurationError(f"launch got workers={workers}; at least one is needed.")
+    if not callable(function):
+        raise ConfigurationError(f"launch got {function!r} to call; pass a function, not its result.")
+    from phalanx.launcher import call
+
+    pickled = call.encode(call.Call(function, tuple(args), dict(kwargs or {})))
+    folder = Path(log_dir) if log_dir is not None else None
+    with page.open_logs(folder, task_names(workers)) as logs, selectors.DefaultSelector() as selector:
+        screen = Screen(task_names(workers), sys.stdout, sys.stdout, logs=logs)
+        placements = place(
+            [HostShare("localhost", workers)],
+            [FUNCTION],
+            selector,
+            Streams(merged=True),
+            function=pickled,
+            backend=backend,
+            log_dir=str(folder.absolute()) if folder else None,
+            start_timeout_s=start_timeout_s,
+        )
+        job = Job(placements, selector, _Narrator(screen))
+        job.start()
+        outcome = job.run()
+    if not outcome.verdict.success:
+        if folder is not None:
+            page.write(folder, outcome.verdict, outcome.ends)
+        raise _error(outcome, call)
+    results = [call.decode_result(outcome.results[end.rank]) for end in outcome.ends]
+    return [result.value for result in results if isinstance(result, call.Returned)]
+
+
+class _Narrator:
+    def __init__(self, screen: Screen):
+        self._screen = screen
+
+    def output(self, rank: int, is_error: bool, data: bytes) -> None:
+        self._screen.feed(rank, is_error, data)
+
+    def started(self, rank: int, pid: int) -> None:
+        pass
+
+    def exited(self, end: End) -> None:
+        self._screen.finish(end.rank)
+
+    def failed(self, end: End) -> None:
+        pass
+
+
+def _error(outcome: Outcome, call: Any) -> BaseException:
+    """The error to raise for a job that failed."""
+    verdict, cause = outcome.verdict, outcome.verdict.cause
+    if cause is None:
+        return PhalanxError(f"The job ended: {verdict.reason}.")
+    content = outcome.results.get(cause.rank)
+    result = call.decode_result(content) if content else None
+    error: BaseException
+    if isinstance(result, call.Raised):
+        error = result.error
+        error.__cause__ = WorkerTraceback(cause.task, result.traceback)
+    else:
+        error = PeerLostError(
+            f"The job ended: {verdict.reason}.", rank=cause.rank, task=cause.task, host=cause.host
+        )
+    error.add_note(page.render(verdict, outcome.ends, full=False, traceback=False))
+    return error

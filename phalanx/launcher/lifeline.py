@@ -1,0 +1,121 @@
+"""Why no worker outlives its launcher, whatever kills the launcher.
+
+The launcher holds the writing end of a pipe and never writes; the worker holds the reading end. When the
+launcher dies, even by SIGKILL, the kernel closes its end. On Linux the reading end is set up so that the
+kernel itself then sends SIGKILL to the worker's whole process group (`fcntl(2)`: O_ASYNC, F_SETOWN,
+F_SETSIG): no thread waits, the interpreter lock is not needed, and processes that the worker has started die
+with it.
+
+PR_SET_PDEATHSIG (`prctl(2)`) is set as well, for the case that a copy of the writing end leaked into some
+other process. It alone would not do: it reaches no grandchildren, and fires when the *thread* that started
+the worker ends, so it is only used for workers started by a main thread. Where F_SETSIG is unknown (macOS), a
+thread waits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import select
+import signal
+import sys
+import threading
+import weakref
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class Lifeline:
+    """The launcher's end: the worker lives until `cut`, or until this process ends."""
+
+    def __init__(self) -> None:
+        self.worker_end, self._own_end = os.pipe()
+        _open_lifelines.add(self)
+
+    def started(self) -> None:
+        """Give up the worker's end, once the worker has it."""
+        if self.worker_end >= 0:
+            os.close(self.worker_end)
+            self.worker_end = -1
+
+    def cut(self) -> None:
+        """End the worker's process group, if it still runs. Safe to call twice."""
+        self.started()
+        if self._own_end >= 0:
+            os.close(self._own_end)
+            self._own_end = -1
+
+
+_open_lifelines: weakref.WeakSet[Lifeline] = weakref.WeakSet()
+
+
+def _drop_lifelines() -> None:
+    # A fork of the launcher (a DataLoader worker of rank 0, say) must not keep the other workers alive.
+    for lifeline in list(_open_lifelines):
+        lifeline.cut()
+
+
+os.register_at_fork(after_in_child=_drop_lifelines)
+
+
+def hold(fd: int, parent: int, *, die_with_parent: bool) -> None:
+    """Called first in the worker, whose process group must be its own: bind its life to the lifeline.
+
+    Args:
+        fd: the worker's end; it stays open for the life of the process.
+        parent: process id of the launcher.
+        die_with_parent: whether the launcher's starting thread lives as long as the launcher.
+    """
+    if sys.platform == "linux":
+        os.set_inheritable(fd, False)
+        fcntl.fcntl(fd, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(fd, fcntl.F_SETSIG, int(signal.SIGKILL))
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
+        if die_with_parent:
+            prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+            if os.getppid() != parent:  # it died before the line above: that signal will never come
+                os.killpg(0, signal.SIGKILL)
+    else:
+        threading.Thread(target=_wait_for_end, args=(fd,), name="phalanx-lifeline", daemon=True).start()
+    if select.select([fd], [], [], 0)[0]:  # closed before O_ASYNC was set
+        os.killpg(0, signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of its descendants whose own parent dies, so that it can end them."""
+    if sys.platform == "linux":
+        prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_orphans(known: set[int]) -> None:
+    """Kill and reap every child of this process whose id is not in `known`, and what these leave behind."""
+    for _ in range(100):  # each round may bring up children of those it killed
+        orphans = [pid for pid in _children() if pid not in known]
+        if not orphans:
+            return
+        for pid in orphans:
+            try:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            except (ProcessLookupError, ChildProcessError):
+                continue
+
+
+def prctl(option: int, value: int) -> None:
+    """Call prctl(2). A kernel or sandbox that refuses is no reason to fail: the pipe is the main line."""
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _children() -> list[int]:
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children") as children:
+            return [int(pid) for pid in children.read().split()]
+    except OSError:  # no /proc, or a kernel without CONFIG_PROC_CHILDREN
+        return []
+
+
+def _wait_for_end(fd: int) -> None:
+    os.read(fd, 1)
+    os.killpg(0, signal.SIGKILL)

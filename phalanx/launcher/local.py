@@ -1,0 +1,372 @@
+"""The workers of this host: started, listened to, signalled and, without exception, ended."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import termios
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from phalanx.launcher import child, progress, words
+from phalanx.launcher.cores import CoreShare, host_shares
+from phalanx.launcher.environment import CHILD, PROGRESS_FILE, worker_environment
+from phalanx.launcher.lifeline import Lifeline
+from phalanx.launcher.messages import Event, Exited, LastWords, Order, Output, Started
+from phalanx.settings import LISTEN_FD
+
+READ_BYTES = 65536
+# A worker's stacks are written by a signal handler, within a millisecond unless the host is badly overloaded.
+MAX_STACK_CHARACTERS = 40_000
+LISTEN_BACKLOG = 128
+
+
+@dataclass(frozen=True, slots=True)
+class TerminalSize:
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """How the workers' outputs are connected.
+
+    Attributes:
+        merged: stdout and stderr go to one place, so that their order is kept.
+        terminal: rank 0 gets a terminal of this size, since the launcher's own output is one; None for pipes.
+        inherit_input: rank 0 reads the launcher's stdin. Others, and all if False, read nothing.
+    """
+
+    merged: bool = False
+    terminal: TerminalSize | None = None
+    inherit_input: bool = False
+
+
+@dataclass
+class _Worker:
+    rank: int
+    process: subprocess.Popen[bytes]
+    lifeline: Lifeline
+    progress: BinaryIO
+    stacks: BinaryIO
+    error: BinaryIO
+    result: BinaryIO
+    outputs: dict[int, bool]  # descriptor: is it stderr
+    pidfd: int
+    state: str = ""
+    ended: bool = False
+    files: list[BinaryIO] = field(default_factory=list)
+
+
+class LocalHost:
+    """Runs workers as processes of this host. Not thread-safe: all calls come from one thread at a time.
+
+    Descriptors that may have something to read are registered with `selector`; `events` then collects. The
+    selector may belong to a loop that watches other things as well.
+
+    Args:
+        shares: the workers' cores; by default they have the host to themselves.
+    """
+
+    name = "localhost"
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        *,
+        streams: Streams | None = None,
+        shares: Sequence[CoreShare] | None = None,
+    ):
+        self._selector = selector
+        self._streams = streams or Streams()
+        self._listeners: list[socket.socket] = []
+        self._workers: dict[int, _Worker] = {}
+        self._shares = shares
+
+    # ---- starting
+
+    def prepare(self, workers: int, *, address: str | None = "127.0.0.1") -> list[int]:
+        """Open a listening port for each worker; it is inherited, never closed and bound again.
+
+        Args:
+            address: to listen on; None for all addresses of this host.
+        """
+        self._listeners = [listen(address) for _ in range(workers)]
+        return [listener.getsockname()[1] for listener in self._listeners]
+
+    def start(self, orders: Sequence[Order]) -> list[Event]:
+        """Start the workers, for which `prepare` has opened ports."""
+        shares = host_shares(len(orders)) if self._shares is None else self._shares
+        events: list[Event] = []
+        for order, listener, share in zip(orders, self._listeners, shares, strict=True):
+            environment = worker_environment(os.environ, order.environment, share.threads)
+            worker = self._start(order, listener, share.cores, environment)
+            events.append(Started(order.rank, worker.process.pid))
+        return events
+
+    def _start(
+        self, order: Order, listener: socket.socket, share: tuple[int, ...], environment: dict[str, str]
+    ) -> _Worker:
+        line = Lifeline()
+        record, stacks, error = _anonymous_file(), _anonymous_file(), _anonymous_file()
+        function, result = _anonymous_file(), _anonymous_file()
+        record.write(progress.blank())
+        record.flush()
+        if order.function:
+            function.write(order.function)
+            function.seek(0)
+        stdin, stdout, stderr, reading = self._connect(order.rank)
+        child_order = child.ChildOrder(
+            cores=share,
+            parent=os.getpid(),
+            die_with_parent=threading.current_thread() is threading.main_thread(),
+            lifeline=line.worker_end,
+            stacks=stacks.fileno(),
+            error=error.fileno(),
+            function=function.fileno() if order.function else -1,
+            result=result.fileno() if order.function else -1,
+        )
+        passed = [listener.fileno(), line.worker_end, record.fileno(), stacks.fileno(), error.fileno()]
+        if order.function:
+            passed += [function.fileno(), result.fileno()]
+        environment = {
+            **environment,
+            CHILD: child_order.encode(),
+            LISTEN_FD: str(listener.fileno()),
+            PROGRESS_FILE: f"/dev/fd/{record.fileno()}",
+        }
+        process = subprocess.Popen(
+            [sys.executable, *order.interpreter, child.__file__, *order.arguments],
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            env=environment,
+            pass_fds=passed,
+            start_new_session=True,  # its own group, so that what it starts can be ended with it
+        )
+        for fd in {stdout, stderr}:
+            os.close(fd)
+        listener.close()
+        function.close()
+        line.started()
+        worker = _Worker(
+            order.rank, process, line, record, stacks, error, result, reading, _open_pidfd(process.pid)
+        )
+        self._workers[order.rank] = worker
+        for fd in (*reading, *([worker.pidfd] if worker.pidfd >= 0 else [])):
+            self._selector.register(fd, selectors.EVENT_READ)
+        return worker
+
+    def _connect(self, rank: int) -> tuple[int | None, int, int, dict[int, bool]]:
+        """stdin, stdout and stderr for a worker, and the ends on which we read what it writes."""
+        streams = self._streams
+        stdin = None if streams.inherit_input and rank == 0 else subprocess.DEVNULL
+        if rank == 0 and streams.terminal is not None:
+            ours, theirs = _open_terminal(streams.terminal)
+        else:
+            ours, theirs = os.pipe()
+        os.set_blocking(ours, False)
+        if streams.merged:
+            return stdin, theirs, theirs, {ours: False}
+        error_ours, error_theirs = os.pipe()
+        os.set_blocking(error_ours, False)
+        return stdin, theirs, error_theirs, {ours: False, error_ours: True}
+
+    # ---- listening
+
+    @property
+    def needs_polling(self) -> bool:
+        """Whether a worker's end wakes no selector (no pidfd: not Linux), so that `events` must be polled."""
+        return any(worker.pidfd < 0 for worker in self._workers.values() if not worker.ended)
+
+    def events(self) -> list[Event]:
+        """What happened since the last call; never blocks."""
+        events: list[Event] = []
+        for worker in self._workers.values():
+            if not worker.ended:
+                events += self._read(worker)
+                if _has_exited(worker.process.pid):
+                    events += self._bury(worker)
+        return events
+
+    def _read(self, worker: _Worker) -> list[Event]:
+        events: list[Event] = []
+        for fd, is_error in list(worker.outputs.items()):
+            while True:
+                try:
+                    data = os.read(fd, READ_BYTES)
+                except BlockingIOError:
+                    break
+                except OSError:  # a terminal whose other side is closed says EIO instead of end-of-file
+                    data = b""
+                if not data:
+                    self._close_output(worker, fd)
+                    break
+                events.append(Output(worker.rank, is_error, data))
+                if len(data) < READ_BYTES:
+                    break
+        return events
+
+    def _bury(self, worker: _Worker) -> list[Event]:
+        # The dead leader is not reaped yet, so its group's id cannot belong to anybody else: end what it
+        # left.
+        _signal_group(worker.process.pid, signal.SIGKILL)
+        events = self._read(worker)
+        returncode = worker.process.wait()
+        worker.ended = True
+        words_ = self._last_words(worker)
+        result = _content(worker.result)
+        self._release(worker)
+        events.append(Exited(worker.rank, returncode, words_, result))
+        return events
+
+    def _last_words(self, worker: _Worker) -> LastWords:
+        last = progress.parse(_content(worker.progress))
+        stacks = child.without_own_frames(_content(worker.stacks).decode(errors="replace"))
+        stacks = stacks[:MAX_STACK_CHARACTERS]
+        error = words.parse(_content(worker.error))
+        if last is None:
+            return LastWords(state=worker.state, stacks=stacks, error=error)
+        return LastWords(
+            phase=last.phase,
+            epoch=last.epoch,
+            step=last.step,
+            age_s=max(0.0, time.time() - last.time),
+            state=worker.state,
+            stacks=stacks,
+            error=error,
+        )
+
+    # ---- ending
+
+    def dump_stacks(self, rank: int) -> None:
+        """Have a worker write its stacks, which come with its `Exited`. Nothing happens if it cannot."""
+        worker = self._workers.get(rank)
+        if worker is None or worker.ended:
+            return
+        worker.state = _process_state(worker.process.pid)
+        # Before its first report the signal's default action would kill it.
+        if progress.parse(_content(worker.progress)) is not None:
+            worker.process.send_signal(child.STACKS_SIGNAL)
+
+    def signal(self, rank: int, number: int) -> None:
+        """Send a signal to a worker; SIGTERM and SIGKILL reach everything it has started."""
+        worker = self._workers.get(rank)
+        if worker is None or worker.ended:
+            return
+        if number in (signal.SIGTERM, signal.SIGKILL):
+            _signal_group(worker.process.pid, number)
+            if number == signal.SIGTERM:
+                _signal_group(worker.process.pid, signal.SIGCONT)  # a stopped process could not act on it
+        else:
+            worker.process.send_signal(number)
+
+    def resize(self, size: TerminalSize) -> None:
+        """Tell rank 0 that its terminal has another size now."""
+        worker = self._workers.get(0)
+        if worker is not None and not worker.ended and self._streams.terminal is not None:
+            for fd, is_error in worker.outputs.items():
+                if not is_error:
+                    _set_size(fd, size)
+            worker.process.send_signal(signal.SIGWINCH)
+
+    def pids(self) -> set[int]:
+        return {worker.process.pid for worker in self._workers.values() if not worker.ended}
+
+    def close(self) -> None:
+        """End every worker that still runs, and free everything. Safe to call twice."""
+        for listener in self._listeners:
+            listener.close()
+        for worker in self._workers.values():
+            if not worker.ended:
+                worker.ended = True
+                _signal_group(worker.process.pid, signal.SIGKILL)
+                worker.process.wait()
+                self._release(worker)
+
+    def _release(self, worker: _Worker) -> None:
+        for fd in list(worker.outputs):
+            self._close_output(worker, fd)
+        if worker.pidfd >= 0:
+            self._selector.unregister(worker.pidfd)
+            os.close(worker.pidfd)
+            worker.pidfd = -1
+        worker.lifeline.cut()
+        for file in (worker.progress, worker.stacks, worker.error, worker.result):
+            file.close()
+
+    def _close_output(self, worker: _Worker, fd: int) -> None:
+        del worker.outputs[fd]
+        self._selector.unregister(fd)
+        os.close(fd)
+
+
+def listen(address: str | None) -> socket.socket:
+    """A listening socket on a port that the system chooses; on all addresses of this host for None."""
+    if address is not None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, 0), family=family, backlog=LISTEN_BACKLOG)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(
+            ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=LISTEN_BACKLOG
+        )
+    return socket.create_server(("", 0), backlog=LISTEN_BACKLOG)
+
+
+def _anonymous_file() -> BinaryIO:
+    """A file without a name, so that none can be left behind."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("phalanx"), "w+b")
+    return tempfile.TemporaryFile()  # type: ignore[return-value]
+
+
+def _content(file: BinaryIO) -> bytes:
+    # pread, since the worker shares the file's position.
+    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)
+
+
+def _open_pidfd(pid: int) -> int:
+    return os.pidfd_open(pid) if hasattr(os, "pidfd_open") else -1
+
+
+def _open_terminal(size: TerminalSize) -> tuple[int, int]:
+    ours, theirs = os.openpty()
+    mode = termios.tcgetattr(theirs)
+    mode[1] &= ~termios.OPOST  # the real terminal does the output processing, once
+    mode[3] &= ~(termios.ECHO | termios.ICANON | termios.ISIG)
+    termios.tcsetattr(theirs, termios.TCSANOW, mode)
+    _set_size(theirs, size)
+    return ours, theirs
+
+
+def _set_size(fd: int, size: TerminalSize) -> None:
+    fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", size.rows, size.columns, 0, 0))
+
+
+def _has_exited(pid: int) -> bool:
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _signal_group(group: int, number: int) -> None:
+    try:
+        os.killpg(group, number)
+    except (ProcessLookupError, PermissionError):  # macOS says EPERM for a group of zombies
+        return
+
+
+def _process_state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""

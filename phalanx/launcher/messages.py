@@ -1,0 +1,109 @@
+"""What passes between a job and the hosts of its workers, and through ssh between launcher and agent."""
+
+from __future__ import annotations
+
+import msgspec
+
+from phalanx.launcher.words import ErrorWords
+
+
+class LastWords(msgspec.Struct, frozen=True):
+    """What is known of a worker's end.
+
+    Attributes:
+        phase, epoch, step: its last progress report; None if there was none.
+        age_s: seconds between that report and its end.
+        state: the kernel's word for what it did when its stacks were asked for (`R`unning, `S`leeping,
+            `D`isk,
+            `T` stopped); empty if they were not.
+        stacks: the Python stacks of its threads, if they were asked for or native code crashed.
+        error: the uncaught error that ended it.
+    """
+
+    phase: str | None = None
+    epoch: int | None = None
+    step: int | None = None
+    age_s: float = 0.0
+    state: str = ""
+    stacks: str = ""
+    error: ErrorWords | None = None
+
+
+# From a host to the job.
+
+
+class Output(msgspec.Struct, frozen=True, tag="output"):
+    """Bytes that a worker wrote; `error` says to stderr. Several lines, or a part of one."""
+
+    rank: int
+    error: bool
+    data: bytes
+
+
+class Started(msgspec.Struct, frozen=True, tag="started"):
+    rank: int
+    pid: int
+
+
+class Exited(msgspec.Struct, frozen=True, tag="exited"):
+    """A worker's end. `returncode` is negative for a signal, and None if its host was lost with it.
+
+    `result` is the pickled result of a worker that ran a function.
+    """
+
+    rank: int
+    returncode: int | None
+    words: LastWords
+    result: bytes = b""
+
+
+class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
+    """The ports that a host holds open for its workers, in the order of their ranks."""
+
+    ports: list[int]
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """The host cannot do what it was asked."""
+
+    reason: str
+
+
+Event = Output | Started | Exited
+
+
+# From the launcher to an agent.
+
+
+class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
+    """Open ports for this many workers on all addresses, and start them in `folder` later."""
+
+    workers: int
+    folder: str
+
+
+class Order(msgspec.Struct, frozen=True):
+    """One worker to start: its rank, its program's command line, its own environment variables."""
+
+    rank: int
+    arguments: tuple[str, ...]
+    environment: dict[str, str]
+    interpreter: tuple[str, ...] = ()
+    function: bytes = b""
+
+
+class Start(msgspec.Struct, frozen=True, tag="start"):
+    orders: list[Order]
+
+
+class Signal(msgspec.Struct, frozen=True, tag="signal"):
+    rank: int
+    number: int
+
+
+class DumpStacks(msgspec.Struct, frozen=True, tag="dump-stacks"):
+    rank: int
+
+
+Command = Prepare | Start | Signal | DumpStacks
+Answer = Output | Started | Exited | Prepared | Refused

@@ -1,0 +1,90 @@
+"""From hosts and a program to the workers of a job: their ports, secret, environment."""
+
+from __future__ import annotations
+
+import secrets
+import selectors
+import time
+from collections.abc import Sequence
+
+from phalanx.launcher.environment import job_settings
+from phalanx.launcher.hosts import HostShare
+from phalanx.launcher.job import Host, Placement
+from phalanx.launcher.local import LocalHost, Streams
+from phalanx.launcher.messages import Order
+from phalanx.launcher.remote import RemoteHost
+
+# Bytes of randomness: as long as the HMAC-SHA256 key that is made of it.
+SECRET_BYTES = 32
+# ssh with a slow name service, and Python's start on a cold file system.
+START_TIMEOUT_S = 60.0
+LOOPBACK = "127.0.0.1"
+
+
+def task_names(workers: int) -> list[str]:
+    return [f"worker/{rank}" for rank in range(workers)]
+
+
+def place(
+    shares: Sequence[HostShare],
+    arguments: Sequence[str],
+    selector: selectors.BaseSelector,
+    streams: Streams,
+    *,
+    interpreter: Sequence[str] = (),
+    function: bytes = b"",
+    backend: str | None = None,
+    log_dir: str | None = None,
+    start_timeout_s: float | None = None,
+) -> list[Placement]:
+    """Everything that is needed to start the job; only the agents of other hosts run already.
+
+    Raises: RendezvousError or ConfigurationError if another host cannot take part.
+    """
+    hosts: list[LocalHost | RemoteHost] = []
+    try:
+        for share in shares:
+            host = LocalHost(selector, streams=streams) if share.is_here else RemoteHost(selector, share)
+            hosts.append(host)
+            if isinstance(host, RemoteHost):
+                host.connect()  # all at once: the slowest decides, not the sum
+        addresses: list[str] = []
+        owners: list[Host] = []
+        deadline = time.monotonic() + (start_timeout_s or START_TIMEOUT_S)
+        for share, host in zip(shares, hosts, strict=True):
+            name = LOOPBACK if share.is_loopback else share.name
+            if isinstance(host, RemoteHost):
+                ports = host.ports(deadline)
+            else:
+                host.name = share.name
+                ports = host.prepare(share.workers, address=LOOPBACK if share.is_loopback else None)
+            addresses += [f"{name}:{port}" for port in ports]
+            owners += [host] * share.workers
+    except BaseException:
+        for host in hosts:
+            host.close()
+        raise
+    secret, job_id = secrets.token_hex(SECRET_BYTES), secrets.token_hex(8)
+    tasks = task_names(len(addresses))
+    return [
+        Placement(
+            Order(
+                rank=rank,
+                arguments=tuple(arguments),
+                interpreter=tuple(interpreter),
+                function=function,
+                environment=job_settings(
+                    addresses=addresses,
+                    rank=rank,
+                    secret=secret,
+                    job_id=job_id,
+                    backend=backend,
+                    log_dir=log_dir,
+                    start_timeout_s=start_timeout_s,
+                ),
+            ),
+            tasks[rank],
+            host,
+        )
+        for rank, host in enumerate(owners)
+    ]

@@ -1,0 +1,78 @@
+"""What a worker runs, and how the present program is run once more."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.errors import ConfigurationError
+
+# Options of the interpreter that take their value from the next argument, when it is not attached.
+_OPTIONS_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A Python program: what comes after `python` on a command line.
+
+    Attributes:
+        arguments: `("train.py", "--lr", "1")`, `("-m", "module", ...)` or `("-c", "code", ...)`.
+        interpreter: options of the interpreter itself, such as `-O` or `-X dev`.
+    """
+
+    arguments: tuple[str, ...]
+    interpreter: tuple[str, ...] = ()
+
+
+def parse_command(command: Sequence[str]) -> Program | None:
+    """The program in an interpreter's command line (`sys.orig_argv`); None for an interactive session."""
+    options: list[str] = []
+    rest = list(command[1:])
+    while rest:
+        argument = rest.pop(0)
+        if argument in ("-", "-i"):
+            return None
+        if argument == "--":
+            return Program(tuple(rest), tuple(options)) if rest else None
+        if not argument.startswith("-"):
+            return Program((argument, *rest), tuple(options))
+        if argument.startswith("--"):
+            options.append(argument)
+            if argument in _OPTIONS_WITH_VALUE and rest:
+                options.append(rest.pop(0))
+            continue
+        # Short options may be joined: -Bc CODE, -OOmmodule.
+        for position, letter in enumerate(argument[1:], start=1):
+            if letter in "cm":
+                if position > 1:
+                    options.append(argument[:position])
+                target = [argument[position + 1 :]] if argument[position + 1 :] else []
+                return Program((f"-{letter}", *target, *rest), tuple(options))
+            if letter in "WX":
+                options.append(argument)
+                if position == len(argument) - 1 and rest:
+                    options.append(rest.pop(0))
+                break
+        else:
+            options.append(argument)
+    return None
+
+
+def check_script(script: str) -> None:
+    """Complain about a script that no worker could run, before any is started."""
+    path = Path(script)
+    if path.is_file() or (path.is_dir() and (path / "__main__.py").is_file()):
+        return
+    if path.is_dir():
+        raise ConfigurationError(f"{script} is a folder without __main__.py. Name the script to run.")
+    raise ConfigurationError(
+        f"There is no script {script} (looked in {Path.cwd()}). "
+        f"Name an existing file, or use `phalanx run ... -m {script}` for a module."
+    )
+
+
+def is_archive(script: str) -> bool:
+    """Whether Python would run `__main__` inside `script` rather than the file itself."""
+    return Path(script).is_dir() or zipfile.is_zipfile(script)

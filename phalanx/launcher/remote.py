@@ -1,0 +1,200 @@
+"""The workers of another host, through ssh and an agent there (`agent.py`)."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from phalanx.errors import ConfigurationError, RendezvousError
+from phalanx.launcher.agent import LineReader
+from phalanx.launcher.environment import forwarded
+from phalanx.launcher.hosts import HostShare
+from phalanx.launcher.messages import (
+    Answer,
+    Command,
+    DumpStacks,
+    Event,
+    Exited,
+    LastWords,
+    Order,
+    Prepare,
+    Prepared,
+    Refused,
+    Signal,
+    Start,
+)
+
+SSH = "PHALANX_SSH"
+REMOTE_PYTHON = "PHALANX_REMOTE_PYTHON"
+# No question may wait for an answer that nobody gives; a dead host is noticed after three missed replies.
+DEFAULT_SSH = "ssh -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=5 -o ServerAliveCountMax=3 -T"
+READ_BYTES = 65536
+
+
+class RemoteHost:
+    """Runs workers on another host. Not thread-safe.
+
+    The connection is the workers' lifeline: when it ends, whichever end is the reason, they are killed.
+    """
+
+    needs_polling = False
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        share: HostShare,
+        *,
+        environ: Mapping[str, str] | None = None,
+    ):
+        self._selector = selector
+        self._environ = os.environ if environ is None else environ
+        self.share = share
+        self.name = share.name
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reader = LineReader()
+        self._answers: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
+        self._running: set[int] = set()
+        self._registered = False
+
+    def connect(self) -> None:
+        """Start ssh; `ports` waits for it. Errors of ssh itself go to this process's stderr."""
+        python = self._environ.get(REMOTE_PYTHON, sys.executable)
+        # `-P`: the remote shell starts in the home folder, whose files must not shadow modules.
+        remote = f"exec {shlex.quote(python)} -P -m phalanx.launcher.agent"
+        command = [*shlex.split(self._environ.get(SSH, DEFAULT_SSH)), self.share.login, remote]
+        # A session of its own: Ctrl-C is for the launcher, which ends the job in order.
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
+        self._send(Prepare(self.share.workers, os.getcwd()))
+
+    def ports(self, deadline: float) -> list[int]:
+        """The ports that the host holds open for its workers.
+
+        Args:
+            deadline: by `time.monotonic`.
+
+        Raises: RendezvousError if the host cannot be reached; ConfigurationError if it cannot do what is
+            asked.
+        """
+        process = self._process
+        assert process is not None
+        assert process.stdout is not None
+        fd = process.stdout.fileno()
+        with selectors.DefaultSelector() as selector:
+            selector.register(fd, selectors.EVENT_READ)
+            while True:
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    raise RendezvousError(
+                        f"{self.name} did not answer through ssh in time. Try `ssh {self.share.login} true`, "
+                        "which must work without a password. --start-timeout allows more time."
+                    )
+                data = os.read(fd, READ_BYTES)
+                if not data:
+                    code = process.wait()
+                    raise RendezvousError(
+                        f"ssh to {self.share.login} ended with exit code {code} before the workers were "
+                        "started. Its message stands above. The host needs a login without password, and "
+                        f"Phalanx in the same place ({REMOTE_PYTHON} names its Python if that is elsewhere)."
+                    )
+                for line in self._reader.feed(data):
+                    answer = self._decode(line)
+                    if isinstance(answer, Prepared):
+                        return answer.ports
+                    if isinstance(answer, Refused):
+                        raise ConfigurationError(f"{self.name}: {answer.reason}.")
+
+    def start(self, orders: Sequence[Order]) -> list[Event]:
+        environment = forwarded(self._environ)
+        orders = [
+            msgspec.structs.replace(order, environment={**environment, **order.environment})
+            for order in orders
+        ]
+        process = self._process
+        assert process is not None
+        assert process.stdout is not None
+        self._running = {order.rank for order in orders}
+        os.set_blocking(process.stdout.fileno(), False)
+        self._selector.register(process.stdout.fileno(), selectors.EVENT_READ)
+        self._registered = True
+        self._send(Start(orders))
+        return []
+
+    def events(self) -> list[Event]:
+        process = self._process
+        if not self._registered or process is None or process.stdout is None:
+            return []
+        events: list[Event] = []
+        while True:
+            try:
+                data = os.read(process.stdout.fileno(), READ_BYTES)
+            except BlockingIOError:
+                return events
+            if not data:
+                return events + self._lose()
+            for line in self._reader.feed(data):
+                answer = self._decode(line)
+                if answer is None or isinstance(answer, (Prepared, Refused)):
+                    continue
+                if isinstance(answer, Exited):
+                    self._running.discard(answer.rank)
+                events.append(answer)
+
+    def dump_stacks(self, rank: int) -> None:
+        self._send(DumpStacks(rank))
+
+    def signal(self, rank: int, number: int) -> None:
+        self._send(Signal(rank, number))
+
+    def close(self) -> None:
+        """Hang up, upon which the agent kills what still runs there. Safe to call twice."""
+        process = self._process
+        if process is None:
+            return
+        self._unregister()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+        try:
+            process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        self._process = None
+
+    def _lose(self) -> list[Event]:
+        self._unregister()
+        lost = [Exited(rank, None, LastWords()) for rank in sorted(self._running)]
+        self._running.clear()
+        return list(lost)
+
+    def _unregister(self) -> None:
+        if self._registered and self._process is not None and self._process.stdout is not None:
+            self._selector.unregister(self._process.stdout.fileno())
+            self._registered = False
+
+    def _send(self, command: Command) -> None:
+        process = self._process
+        if process is None or process.stdin is None:
+            return
+        try:
+            process.stdin.write(msgspec.json.encode(command) + b"\n")
+            process.stdin.flush()
+        except BrokenPipeError:
+            return  # the end of stdout follows, and is where the loss is handled
+
+    def _decode(self, line: bytes) -> Answer | None:
+        try:
+            return self._answers.decode(line)
+        except msgspec.DecodeError:
+            # A login script on that host prints to stdout; it is for a reader, not for us.
+            sys.stderr.write(f"[{self.name}] {line.decode(errors='replace')}\n")
+            return None

@@ -1,0 +1,311 @@
+"""The other local replicas of a program that was started plainly: `python train.py` with a MirroredStrategy.
+
+Rank 0 is the process that the user started. It runs the same program again for each other rank, and takes
+rank 0's
+place in the job itself: its TF_CONFIG, its port, its share of the cores. In the processes so started the same
+    call only says which rank they are, so the program needs no `if`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import json
+import logging
+import multiprocessing
+import os
+import re
+import secrets
+import selectors
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+
+from phalanx.errors import ConfigurationError, PeerLostError
+from phalanx.launcher import cores, exit_codes, page
+from phalanx.launcher.cores import host_shares
+from phalanx.launcher.environment import job_settings, thread_settings
+from phalanx.launcher.job import GRACE_S, Job, Outcome, Placement
+from phalanx.launcher.local import LocalHost, listen
+from phalanx.launcher.messages import Order
+from phalanx.launcher.placement import LOOPBACK, SECRET_BYTES, task_names
+from phalanx.launcher.program import Program, parse_command
+from phalanx.launcher.screen import Screen
+from phalanx.launcher.verdict import End
+from phalanx.settings import JOB_ID, LISTEN_FD
+
+# The number of local replicas, in the environment of each of them.
+REPLICAS = "PHALANX_LOCAL_REPLICAS"
+# Replicas run the same program as rank 0 and end when it does, give or take what only the others do.
+JOIN_S = 30.0
+_DEVICE = re.compile(r"(?:/?(?:physical_)?device:|/)?(cpu|gpu|cuda)(?::(\d+))?", re.IGNORECASE)
+
+logger = logging.getLogger(__name__)
+
+
+class LocalReplicas:
+    """The replicas of this program, seen from one of them.
+
+    Attributes:
+        count: how many there are, this one included.
+        rank: of this process.
+    """
+
+    def __init__(self, count: int, rank: int, watch: _Watch | None = None):
+        self.count = count
+        self.rank = rank
+        self._watch = watch
+
+    def close(self) -> None:
+        """On rank 0: wait for the other replicas to end, for JOIN_S at most. Safe to call twice.
+
+        Called by itself at the end of the program.
+
+        Raises: PeerLostError naming the replica that failed, if one has.
+        """
+        if self._watch is not None:
+            self._watch.close(JOIN_S)
+            self._watch.raise_failure()
+
+
+_current: LocalReplicas | None = None
+
+
+def start_local_replicas(count: int, devices: Sequence[str] | None = None) -> LocalReplicas:
+    """Make this program run as `count` replicas on this host; afterwards TF_CONFIG describes them.
+
+    To be called on every replica, before anything is computed, by the same line of the program. Calling it
+    again with the same `count` returns the same replicas.
+
+    Args:
+        devices: one for each replica, such as `cpu:0` or `/gpu:1`; a replica sees no other GPU than its own.
+
+    Raises: ConfigurationError if there is no program to run again (a notebook, an interactive session), or if
+        this process is already part of another job.
+    """
+    global _current
+    if count < 1:
+        raise ConfigurationError(f"A strategy needs at least one replica; it was given {count}.")
+    if devices is not None and len(devices) != count:
+        raise ConfigurationError(f"{count} replicas need {count} devices; got {list(devices)}.")
+    if _current is None:
+        _current = _join() or _start(count, devices)
+    if _current.count != count:
+        raise ConfigurationError(
+            f"This program runs as {_current.count} local replicas and now asks for {count}. A program has one "
+            "set of local replicas: use the same number everywhere, or one program for each number."
+        )
+    return _current
+
+
+def _join() -> LocalReplicas | None:
+    """The replicas that this process was started as one of, if it was."""
+    count = os.environ.get(REPLICAS)
+    if count is None:
+        return None
+    return LocalReplicas(int(count), int(json.loads(os.environ["TF_CONFIG"])["task"]["index"]))
+
+
+def _start(count: int, devices: Sequence[str] | None) -> LocalReplicas:
+    if count == 1:
+        return LocalReplicas(1, 0)
+    program = _own_program()
+    shares = host_shares(count)
+    selector = selectors.DefaultSelector()
+    host = LocalHost(selector, shares=shares[1:])
+    listener = listen(LOOPBACK)
+    addresses = [f"{LOOPBACK}:{port}" for port in (listener.getsockname()[1], *host.prepare(count - 1))]
+    secret, job_id = secrets.token_hex(SECRET_BYTES), secrets.token_hex(8)
+
+    def settings(rank: int) -> dict[str, str]:
+        own = job_settings(addresses=addresses, rank=rank, secret=secret, job_id=job_id)
+        return {
+            **own,
+            **(device_settings(devices[rank], os.environ) if devices else {}),
+            REPLICAS: str(count),
+        }
+
+    tasks = task_names(count)
+    placements = [
+        Placement(Order(rank, program.arguments, settings(rank), program.interpreter), tasks[rank], host)
+        for rank in range(1, count)
+    ]
+    watch = _Watch(placements, selector, tasks)
+    watch.start()
+    for name, value in thread_settings(shares[0].threads).items():
+        os.environ.setdefault(name, value)
+    os.environ.update(settings(0))
+    os.environ[LISTEN_FD] = str(listener.detach())  # open as long as the process, like an inherited one
+    cores.bind(shares[0].cores)
+    _limit_running_libraries(shares[0].threads)
+    return LocalReplicas(count, 0, watch)
+
+
+def _own_program() -> Program:
+    """The program that this process runs. Raises: ConfigurationError if it cannot be run again."""
+    if "TF_CONFIG" in os.environ or JOB_ID in os.environ:
+        raise ConfigurationError(
+            "This process is already a task of a job (TF_CONFIG is set), and cannot start local replicas of its "
+            "own. Use MultiWorkerMirroredStrategy here, or start the program plainly: python train.py."
+        )
+    if multiprocessing.parent_process() is not None:
+        raise ConfigurationError(
+            "This process was started by multiprocessing, so there is no program to run again for the other "
+            "replicas. Make the strategy in the main process, or pass a function to phalanx.launch."
+        )
+    interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive) or "ipykernel" in sys.modules
+    program = None if interactive else parse_command(sys.orig_argv)
+    if program is None:
+        raise ConfigurationError(
+            "MirroredStrategy runs the same program again for its other replicas, and a notebook or an "
+            "interactive session is no program. Put the training into a function and call "
+            "phalanx.launch(function, workers=N) with MultiWorkerMirroredStrategy inside it."
+        )
+    return program
+
+
+def device_settings(device: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment in which a process sees only this device.
+
+    Args:
+        device: `cpu:0`, `gpu:1`, `/gpu:1`, `/device:GPU:1` or `cuda:1`.
+        environ: CUDA_VISIBLE_DEVICES in it is what the numbers count.
+    """
+    match = _DEVICE.fullmatch(device.strip())
+    if match is None:
+        raise ConfigurationError(f"{device!r} is not a device. Write cpu:0, gpu:1 or /gpu:1.")
+    if match[1].lower() == "cpu":
+        return {"CUDA_VISIBLE_DEVICES": ""}
+    index = int(match[2] or 0)
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return {"CUDA_VISIBLE_DEVICES": str(index)}
+    names = [name for name in visible.split(",") if name.strip()]
+    if index >= len(names):
+        raise ConfigurationError(
+            f"{device!r} is not there: CUDA_VISIBLE_DEVICES={visible} shows {len(names)} GPU(s), "
+            "which are counted from 0."
+        )
+    return {"CUDA_VISIBLE_DEVICES": names[index]}
+
+
+def _limit_running_libraries(threads: int) -> None:
+    # PyTorch reads OMP_NUM_THREADS once, when it is imported, which on rank 0 was before. JAX and TensorFlow
+    # make their pools at the first computation.
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(threads)
+
+
+class _Watch:
+    """Rank 0's watch over the other replicas: a thread that runs their job and reports how it ended."""
+
+    def __init__(
+        self, placements: Sequence[Placement], selector: selectors.BaseSelector, tasks: Sequence[str]
+    ):
+        self._selector = selector
+        self._screen = Screen(tasks, sys.stderr, sys.stderr)
+        self._job = Job(placements, selector, self)
+        self._thread = threading.Thread(target=self._run, name="phalanx-replicas", daemon=True)
+        self._outcome: Outcome | None = None
+        self._reported = False
+        self._closing = threading.Event()  # rank 0 is ending on its own
+        self._ended = threading.Event()  # all replicas have
+
+    def start(self) -> None:
+        self._job.start()  # here, since replicas die with the thread that started them
+        self._thread.start()
+        atexit.register(self._at_exit)
+
+    # What the job tells.
+
+    def output(self, rank: int, is_error: bool, data: bytes) -> None:
+        if is_error:  # what they print is the same as on rank 0
+            self._screen.feed(rank, is_error, data)
+
+    def started(self, rank: int, pid: int) -> None:
+        logger.debug("rank %d started, pid %d", rank, pid)
+
+    def exited(self, end: End) -> None:
+        self._screen.finish(end.rank)
+
+    def failed(self, end: End) -> None:
+        pass
+
+    # How it ends.
+
+    def close(self, wait_s: float) -> None:
+        """Wait for the replicas to end; those that have not by then are ended."""
+        self._closing.set()
+        if not self._ended.wait(wait_s):
+            if wait_s > 0:
+                self._screen.message(
+                    f"phalanx: replicas still ran {wait_s:g} s after rank 0 had ended; ending them"
+                )
+            self._job.stop(signal.SIGTERM)
+            self._job.stop(signal.SIGTERM)
+            self._ended.wait(GRACE_S)
+
+    @property
+    def failure(self) -> Outcome | None:
+        outcome = self._outcome
+        return outcome if outcome is not None and outcome.verdict.cause is not None else None
+
+    def raise_failure(self) -> None:
+        failure = self.failure
+        if failure is not None and failure.verdict.cause is not None:
+            cause = failure.verdict.cause
+            raise PeerLostError(
+                f"A local replica failed: {failure.verdict.reason}.",
+                rank=cause.rank,
+                task=cause.task,
+                host=socket.gethostname(),
+            )
+
+    def _run(self) -> None:
+        try:
+            self._outcome = self._job.run()
+        finally:
+            self._ended.set()
+            self._selector.close()
+        failure = self.failure
+        if failure is None:
+            return
+        if self._closing.is_set():
+            return  # `_at_exit` or the caller of `close` reports it
+        self._report(failure)
+        # Rank 0 meets the loss at its next collective, if it comes to one: after that time it is ended.
+        if not self._closing.wait(GRACE_S):
+            faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
+            _end_process(failure.verdict.code)
+
+    def _report(self, failure: Outcome) -> None:
+        self._reported = True
+        self._screen.message(page.render(failure.verdict, failure.ends, full=False))
+
+    def _at_exit(self) -> None:
+        error = getattr(sys, "last_value", None)
+        own_error = error is not None and exit_codes.of_error(error) not in exit_codes.CONSEQUENCES
+        if error is None:
+            self.close(JOIN_S)
+        elif own_error:
+            self.close(0.0)  # the replicas only wait for a rank that will not come
+        else:
+            self.close(GRACE_S)  # a replica's end was the cause: let it say why
+        failure = self.failure
+        if failure is not None and not own_error:
+            if not self._reported:
+                self._report(failure)
+            _end_process(failure.verdict.code)  # an exit handler cannot change the exit code otherwise
+
+
+def _end_process(code: int) -> None:
+    """End this process with this code from wherever it is called; what was printed is not lost."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)

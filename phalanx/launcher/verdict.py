@@ -1,0 +1,134 @@
+"""Which task was the cause of a job's end. Plain functions from what was seen to what it means.
+
+When one worker fails, the others lose their peer and fail as well, often before the launcher has seen the
+first one's end. So the order of the ends is a weak sign, and the kind of each a strong one:
+
+    1. an end of its own: an exception of the program, a signal that the launcher did not send, `sys.exit(3)`
+    2. a collective that timed out: the peer that did not come is the cause, but may still hang
+    3. a lost peer: another's end was the cause; the error names it
+    4. ended by the launcher: never a cause
+
+An end without error in the middle of the job (`os._exit(0)`) is the cause when others lost exactly that task.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from phalanx import errors
+from phalanx.launcher import exit_codes
+from phalanx.launcher.messages import LastWords
+
+_CONSEQUENCE = exit_codes.CONSEQUENCES
+# Of a job that a false success ended: what its survivors end with.
+FALSE_SUCCESS_CODE = errors.PeerLostError.exit_code
+HOST_LOST_CODE = errors.PeerLostError.exit_code
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The end of one worker.
+
+    Attributes:
+        rank, task, host, pid: which worker.
+        returncode: as `subprocess` has it; None if it was lost with its host.
+        order: how many workers had ended before.
+        by_launcher: whether it ended only after the launcher had sent it a signal to end.
+        hung: whether it still ran when the others' grace was over.
+        words: what it left.
+    """
+
+    rank: int
+    task: str
+    host: str
+    pid: int
+    returncode: int | None
+    order: int
+    by_launcher: bool = False
+    hung: bool = False
+    words: LastWords = field(default_factory=LastWords)
+
+    @property
+    def code(self) -> int:
+        """Its exit code as a shell has it."""
+        return HOST_LOST_CODE if self.returncode is None else exit_codes.of_return_code(self.returncode)
+
+    @property
+    def failed(self) -> bool:
+        return self.returncode != 0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Why the job ended.
+
+    Attributes:
+        code: exit code of the job.
+        cause: the end that brought the others about; None if nobody failed, or the user ended the job.
+        reason: one sentence.
+    """
+
+    code: int
+    cause: End | None
+    reason: str
+
+    @property
+    def success(self) -> bool:
+        return self.code == 0
+
+
+def judge(ends: Sequence[End], *, interrupted_by: int | None = None) -> Verdict:
+    """The verdict over a job whose workers have all ended.
+
+    Args:
+        interrupted_by: the signal with which the launcher was told to end the job, if it was.
+    """
+    own = [end for end in ends if end.failed and not end.by_launcher]
+    if interrupted_by is not None:
+        code = exit_codes.SIGNAL_BASE + interrupted_by
+        meaning = exit_codes.meaning(code)
+        return Verdict(code, None, f"the job was ended from outside: {meaning.sentence}")
+    if not own:
+        return Verdict(0, None, "all workers ended without error")
+    lost = _falsely_successful(ends, own)
+    if lost is not None:
+        return Verdict(
+            FALSE_SUCCESS_CODE,
+            lost,
+            f"{lost.task} left the job with exit code 0 while the others still depended on it",
+        )
+    cause = min(own, key=lambda end: (_CONSEQUENCE.get(end.code, 0), end.order))
+    return Verdict(cause.code, cause, _reason(cause, ends))
+
+
+def _falsely_successful(ends: Sequence[End], failed: Sequence[End]) -> End | None:
+    """The task that ended with code 0 and was then missed by all that failed, if that is what happened."""
+    if any(end.code not in _CONSEQUENCE for end in failed):
+        return None
+    named = Counter(end.words.error.lost for end in failed if end.words.error is not None)
+    done = [end for end in ends if not end.failed and not end.by_launcher]
+    missed = [end for end in done if named[end.task]]
+    return min(missed, key=lambda end: end.order, default=None)
+
+
+def _reason(cause: End, ends: Sequence[End]) -> str:
+    who = f"{cause.task} (rank {cause.rank}, pid {cause.pid} on {cause.host})"
+    error = cause.words.error
+    if cause.returncode is None:
+        return f"{who} was lost with its host: the connection to it ended"
+    if cause.returncode < 0:
+        return f"{who} was killed by {exit_codes.signal_name(-cause.returncode)}"
+    if cause.code in _CONSEQUENCE:
+        hung = [end.task for end in ends if end.hung]
+        if hung:
+            return f"{who} waited in vain: {', '.join(hung)} hung"
+    if error is not None:
+        first_line = error.message.partition("\n")[0]
+        return (
+            f"{who} failed with {error.kind}: {first_line}"
+            if first_line
+            else f"{who} failed with {error.kind}"
+        )
+    return f"{who} ended with exit code {cause.code}"
