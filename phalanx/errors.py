@@ -6,6 +6,9 @@ a script around the job can tell the causes apart. `docs/failures.md` lists them
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 
 class PhalanxError(Exception):
     """Base of all errors that Phalanx raises on purpose; on its own, a defect in Phalanx."""
@@ -68,6 +71,11 @@ class PeerLostError(PhalanxError, ConnectionError):
         self.rank = rank
         self.task = task
         self.host = host
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # An exception is pickled as its class and `args`, which lack the keyword arguments.
+        rebuild = partial(PeerLostError, rank=self.rank, task=self.task, host=self.host)
+        return rebuild, (str(self),)
 
 
 class LinkClosedError(PhalanxError, ConnectionError):

@@ -1,0 +1,197 @@
+"""Makes the communicator of a membership: which kind, and the shared memory that it needs."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+
+import msgspec
+
+from phalanx.cluster.membership import Membership
+from phalanx.collectives import segment as segments
+from phalanx.collectives.engine import Engine
+from phalanx.collectives.group_communicator import GroupCommunicator
+from phalanx.collectives.hierarchical import HierarchicalEngine
+from phalanx.collectives.mesh import Mesh
+from phalanx.collectives.options import CommunicationImplementation, CommunicationOptions
+from phalanx.collectives.ring import RingEngine
+from phalanx.collectives.segment import Offer, Segment
+from phalanx.collectives.shared_memory import (
+    MIN_SLOT_BYTES,
+    SLOT_BYTES,
+    SharedMemoryEngine,
+    segment_bytes,
+)
+from phalanx.collectives.single import SingleEngine
+from phalanx.errors import ConfigurationError, DisagreementError
+
+_log = logging.getLogger(__name__)
+
+
+class _Facts(msgspec.Struct, frozen=True):
+    """What the ranks tell each other first."""
+
+    implementation: str
+    bytes_per_pack: int
+    cores: tuple[int, ...]
+
+
+class _Setup(msgspec.Struct, frozen=True):
+    """One attempt at a segment: the first rank of a host makes the offer, the others say what came of it."""
+
+    offer: Offer | None = None
+    error: str = ""
+
+
+def connect(
+    membership: Membership,
+    options: CommunicationOptions | None = None,
+    *,
+    segment_methods: Sequence[str] = segments.METHODS,
+) -> GroupCommunicator:
+    """A communicator of all members. Every member must call this.
+
+    With AUTO it goes through shared memory inside a host and through links between hosts; where processes
+    of one host cannot share memory (other users, separate containers), through links there as well.
+
+    Args:
+        options: equal on all ranks; None for the defaults.
+        segment_methods: how to make shared memory, in order of preference (see `segment.METHODS`). Empty: not
+            at all.
+
+    Raises:
+        ConfigurationError: NCCL was asked for.
+        DisagreementError: the ranks' options differ.
+        PeerLostError, CollectiveTimeoutError: as in any collective.
+
+    Example:
+        with connect(membership) as communicator:
+            (total,) = communicator.all_reduce([np.ones(3)])
+    """
+    options = options or CommunicationOptions()
+    if options.implementation is CommunicationImplementation.NCCL:
+        raise ConfigurationError(
+            "CommunicationImplementation.NCCL needs GPUs, and this version of Phalanx merges values on the "
+            "host only. Use AUTO or RING."
+        )
+    mesh = Mesh(membership)
+    ranks = range(membership.world_size)
+    if len(ranks) == 1:
+        return GroupCommunicator(mesh, SingleEngine(membership.rank), "single", options.timeout_s)
+    links = RingEngine(mesh, ranks, options.bytes_per_pack)
+    communicator = GroupCommunicator(mesh, links, "ring", options.timeout_s)
+    facts = _agree(communicator, options)
+    if options.implementation is CommunicationImplementation.AUTO and len(membership.hosts) < len(ranks):
+        engine = _engine(communicator, options, facts, segment_methods, links)
+        kind = "shared memory" if len(membership.hosts) == 1 else "hierarchical"
+        if engine is not links:
+            communicator.adopt(engine, kind)
+    _log.info(
+        "rank %d of %d, generation %d: communicator through %s",
+        membership.rank,
+        membership.world_size,
+        membership.generation,
+        communicator.kind,
+    )
+    return communicator
+
+
+def _agree(communicator: GroupCommunicator, options: CommunicationOptions) -> list[_Facts]:
+    """Every rank's facts, after comparing what must be equal."""
+    cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
+    own = _Facts(options.implementation.value, options.bytes_per_pack, cores)
+    encoded = communicator.all_gather_bytes(msgspec.msgpack.encode(own))
+    facts = [msgspec.msgpack.decode(item, type=_Facts) for item in encoded]
+    for rank, other in enumerate(facts):
+        for name in ("implementation", "bytes_per_pack"):
+            mine, theirs = getattr(facts[0], name), getattr(other, name)
+            if mine != theirs:
+                members = communicator.membership.members
+                raise DisagreementError(
+                    f"the communication options differ: {members[0].task} (rank 0) has {name} = {mine!r}, "
+                    f"{members[rank].task} (rank {rank}) has {theirs!r}. Give all tasks the same options."
+                )
+    return facts
+
+
+def _engine(
+    communicator: GroupCommunicator,
+    options: CommunicationOptions,
+    facts: Sequence[_Facts],
+    methods: Sequence[str],
+    links: RingEngine,
+) -> Engine:
+    """The engine for ranks of which some share a host; `links` if memory cannot be shared anywhere."""
+    membership, mesh = communicator.membership, links.mesh
+    local_ranks = membership.local_ranks
+    slot_bytes = max(MIN_SLOT_BYTES, min(SLOT_BYTES, options.bytes_per_pack or SLOT_BYTES))
+    segment = _share(communicator, segment_bytes(len(local_ranks), slot_bytes), methods)
+    local: Engine
+    if len(local_ranks) == 1:
+        local = SingleEngine(membership.rank)
+    elif segment is not None:
+        cores = {core for rank in local_ranks for core in facts[rank].cores}
+        spin = len(cores) >= len(local_ranks)
+        local = SharedMemoryEngine(mesh, local_ranks, segment, slot_bytes, spin=spin)
+    else:
+        local = RingEngine(mesh, local_ranks, options.bytes_per_pack)
+    if len(membership.hosts) == 1:
+        return local if segment is not None else links
+    leaders = [membership.ranks_on(host)[0] for host in membership.hosts]
+    return HierarchicalEngine(
+        membership,
+        local=local,
+        leaders=RingEngine(mesh, leaders, options.bytes_per_pack) if membership.rank in leaders else None,
+        whole=links,
+    )
+
+
+def _share(communicator: GroupCommunicator, size: int, methods: Sequence[str]) -> Segment | None:
+    """The segment of this host, mapped by all its ranks; None if it has one rank or cannot have one.
+
+    All ranks of all hosts take part in every attempt, so that they stay in step even if hosts differ.
+    """
+    membership = communicator.membership
+    local_ranks = membership.local_ranks
+    alone = len(local_ranks) == 1
+    shared: Segment | None = None
+    for method in methods:
+        segment, setup = None, _Setup()
+        if not alone and shared is None and membership.rank == local_ranks[0]:
+            try:
+                segment = Segment.create(size, method)
+                setup = _Setup(segment.offer)
+            except OSError as error:
+                setup = _Setup(error=f"{method}: {error}")
+        offer = _gather(communicator, setup)[local_ranks[0]].offer
+        error_text = setup.error
+        if offer is not None and segment is None:
+            try:
+                segment = Segment.open(offer)
+            except OSError as error:
+                error_text = f"{method}: {error}"
+        opened = _gather(communicator, _Setup(offer if segment else None, error_text))
+        if segment is not None:
+            segment.settle()
+            if all(opened[rank].offer for rank in local_ranks):
+                shared = segment
+            else:
+                segment.close()
+        errors = [f"rank {rank}: {opened[rank].error}" for rank in local_ranks if opened[rank].error]
+        if errors:
+            _log.info("no shared memory by %s", "; ".join(errors))
+        if not any(item.error for item in opened):
+            break
+    if shared is None and not alone:
+        _log.warning(
+            "the ranks on %s cannot share memory and use their links instead, which is slower. "
+            "The messages above say why.",
+            membership.me.host,
+        )
+    return shared
+
+
+def _gather(communicator: GroupCommunicator, setup: _Setup) -> list[_Setup]:
+    encoded = communicator.all_gather_bytes(msgspec.msgpack.encode(setup))
+    return [msgspec.msgpack.decode(item, type=_Setup) for item in encoded]

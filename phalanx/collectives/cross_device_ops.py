@@ -1,0 +1,175 @@
+"""The algorithms that `cross_device_ops=` names, with `tf.distribute`'s argument names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from phalanx.collectives.communicator import Array, Communicator, ReduceOp
+from phalanx.collectives.layout import ranges
+from phalanx.collectives.reduction import check_reducible, merge_rows, wire_dtype
+from phalanx.errors import ConfigurationError
+
+
+class CrossDeviceOps(Protocol):
+    """How a strategy merges arrays over its replicas."""
+
+    def all_reduce(
+        self,
+        communicator: Communicator,
+        arrays: Sequence[Array],
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        scale: float | Sequence[float] = 1.0,
+        out: Sequence[Array] | None = None,
+    ) -> list[Array]:
+        """As `Communicator.all_reduce`; every rank must call it."""
+        ...
+
+
+class HierarchicalCopyAllReduce:
+    """Merge within each host, then between hosts: what the communicator does by itself.
+
+    Args:
+        num_packs: into how many groups of arrays the merge is cut, each of which travels as one.
+    """
+
+    def __init__(self, num_packs: int = 1):
+        self.num_packs = _checked_packs(num_packs)
+
+    def all_reduce(
+        self,
+        communicator: Communicator,
+        arrays: Sequence[Array],
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        scale: float | Sequence[float] = 1.0,
+        out: Sequence[Array] | None = None,
+    ) -> list[Array]:
+        """See `CrossDeviceOps.all_reduce`."""
+        if self.num_packs <= 1 or len(arrays) <= 1:
+            return communicator.all_reduce(arrays, op, scale=scale, out=out)
+        merged: list[Array] = []
+        for start, stop in ranges(len(arrays), -(-len(arrays) // self.num_packs)):
+            factor = scale if isinstance(scale, (int, float, np.number)) else scale[start:stop]
+            merged += communicator.all_reduce(
+                arrays[start:stop], op, scale=factor, out=None if out is None else out[start:stop]
+            )
+        return merged
+
+
+class NcclAllReduce:
+    """NVIDIA's NCCL. This version of Phalanx merges on the host, so making one is an error that says so.
+
+    Raises: ConfigurationError, always.
+    """
+
+    def __init__(self, num_packs: int = 1):
+        _checked_packs(num_packs)
+        raise ConfigurationError(
+            "NcclAllReduce needs GPUs, and this version of Phalanx merges values on the host only. Leave "
+            "cross_device_ops out, or pass HierarchicalCopyAllReduce()."
+        )
+
+
+class ReductionToOneDevice:
+    """Every rank sends to one, which merges and sends the result back.
+
+    That rank moves n times what the others do: useful to merge in a way of one's own, not for speed.
+
+    Args:
+        reduce_to_device: the rank that merges; a device name such as `cpu:1` means the rank at its end. None:
+            rank 0.
+        accumulation_fn: merges a list of equal-shaped arrays, one of each rank in rank order, into one. None:
+            what `op` says. With one given, `op` may be SUM or MEAN (the result is divided by the number of
+            ranks).
+    """
+
+    def __init__(
+        self,
+        reduce_to_device: str | int | None = None,
+        accumulation_fn: Callable[[list[Array]], Array] | None = None,
+    ):
+        self.reduce_to_device = reduce_to_device
+        self.accumulation_fn = accumulation_fn
+        self._root = _rank_of(reduce_to_device)
+
+    def all_reduce(
+        self,
+        communicator: Communicator,
+        arrays: Sequence[Array],
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        scale: float | Sequence[float] = 1.0,
+        out: Sequence[Array] | None = None,
+    ) -> list[Array]:
+        """See `CrossDeviceOps.all_reduce`.
+
+        Raises: ConfigurationError if `reduce_to_device` is no rank of this job, or `accumulation_fn` is
+            given with an op that it cannot mean. If `accumulation_fn` raises, only that rank sees its
+            error; the others see that it left.
+        """
+        if self._root >= communicator.world_size:
+            raise ConfigurationError(
+                f"reduce_to_device is {self.reduce_to_device!r}; the job has ranks 0 to "
+                f"{communicator.world_size - 1}."
+            )
+        if self.accumulation_fn is not None and op not in (ReduceOp.SUM, ReduceOp.MEAN):
+            raise ConfigurationError(
+                f"accumulation_fn stands for the sum; it cannot be used with op {op.name}."
+            )
+        sources = [np.asarray(array) for array in arrays]
+        for array in sources:
+            check_reducible(array.dtype, op)
+        factors = [scale] * len(sources) if isinstance(scale, (int, float, np.number)) else list(scale)
+        results = [np.empty_like(array) for array in sources] if out is None else list(out)
+        for source, factor, result in zip(sources, factors, results, strict=True):
+            self._reduce(communicator, _scaled(source, float(factor)), op, result)
+        return communicator.broadcast(results, self._root, out=results)
+
+    def _reduce(self, communicator: Communicator, source: Array, op: ReduceOp, result: Array) -> None:
+        """Send `source` to the root, which stores the merged arrays in `result`."""
+        flat = source.reshape(-1)
+        nothing = flat[:0]
+        outgoing = [flat if rank == self._root else nothing for rank in range(communicator.world_size)]
+        rows = communicator.all_to_all(outgoing)
+        if communicator.rank != self._root:
+            return
+        divisor = communicator.world_size if op is ReduceOp.MEAN else 1
+        if self.accumulation_fn is not None:
+            merged = self.accumulation_fn([row.reshape(source.shape) for row in rows])
+            np.copyto(result, merged if divisor == 1 else merged / divisor, casting="unsafe")
+            return
+        with np.errstate(all="ignore"):
+            merge_rows(
+                [row.astype(wire_dtype(row.dtype), copy=False) for row in rows],
+                result.reshape(-1),
+                op,
+                divisor,
+            )
+
+
+def _scaled(array: Array, factor: float) -> Array:
+    if factor == 1.0:
+        return array
+    return np.zeros_like(array) if factor == 0.0 else (array * factor).astype(array.dtype)
+
+
+def _rank_of(device: str | int | None) -> int:
+    if device is None:
+        return 0
+    text = str(device).rpartition(":")[2]
+    if not text.isdecimal():
+        raise ConfigurationError(
+            f"reduce_to_device is {device!r}; it must be a rank such as 0, or a device that ends in "
+            f"one, such as 'cpu:0'."
+        )
+    return int(text)
+
+
+def _checked_packs(num_packs: int) -> int:
+    if num_packs < 0:
+        raise ConfigurationError(f"num_packs is {num_packs}; it must be 0 (one pack) or more.")
+    return num_packs

@@ -1,0 +1,72 @@
+"""The options of collectives, with the names and meaning that `tf.distribute` gives them."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from phalanx.errors import ConfigurationError
+
+DEFAULT_TIMEOUT_S = 600.0
+"""Seconds a rank waits for the others in one collective. Long, since another rank may be compiling its model,
+writing a checkpoint or evaluating; a *dead* rank is noticed at once whatever this says."""
+
+
+class CommunicationImplementation(enum.Enum):
+    """Which implementation merges values (`tf.distribute.experimental.CommunicationImplementation`).
+
+    AUTO takes shared memory inside a host and sockets between hosts. RING takes sockets everywhere. NCCL
+    needs GPUs.
+    """
+
+    AUTO = "AUTO"
+    RING = "RING"
+    NCCL = "NCCL"
+
+
+CollectiveCommunication = CommunicationImplementation
+"""The older name that `tf.distribute.experimental` keeps."""
+
+
+@dataclass(frozen=True)
+class CommunicationOptions:
+    """How collectives are carried out (`tf.distribute.experimental.CommunicationOptions`).
+
+    Args:
+        bytes_per_pack: the largest number of bytes that travel as one. 0: as measured best for each kind.
+            Must be equal on all ranks.
+        timeout_seconds: how long one collective waits for a rank that is connected but does not come;
+            then it raises `CollectiveTimeoutError`. None: `DEFAULT_TIMEOUT_S`.
+        implementation: see `CommunicationImplementation`.
+
+    Example: `CommunicationOptions(bytes_per_pack=1 << 20, timeout_seconds=120.0)`.
+    """
+
+    bytes_per_pack: int = 0
+    timeout_seconds: float | None = None
+    implementation: CommunicationImplementation = CommunicationImplementation.AUTO
+
+    def __post_init__(self) -> None:
+        if self.bytes_per_pack < 0:
+            raise ConfigurationError(
+                f"bytes_per_pack is {self.bytes_per_pack}; it must be 0 (chosen automatically) or a number "
+                f"of bytes."
+            )
+        if self.timeout_seconds is not None and not self.timeout_seconds > 0:
+            raise ConfigurationError(
+                f"timeout_seconds is {self.timeout_seconds}; it must be greater than 0, or None for "
+                f"{DEFAULT_TIMEOUT_S:g} s."
+            )
+        if not isinstance(self.implementation, CommunicationImplementation):
+            known = ", ".join(
+                f"CommunicationImplementation.{item.name}" for item in CommunicationImplementation
+            )
+            raise ConfigurationError(f"implementation is {self.implementation!r}; choose one of {known}.")
+
+    @property
+    def timeout_s(self) -> float:
+        return DEFAULT_TIMEOUT_S if self.timeout_seconds is None else float(self.timeout_seconds)
+
+
+CollectiveHints = CommunicationOptions
+"""The older name; it took `bytes_per_pack` and `timeout_seconds`."""

@@ -1,0 +1,104 @@
+"""What a reduction computes, on plain arrays: no process, socket or clock.
+
+All kinds of communicator reduce with these functions, so that they agree on the numbers:
+
+- Rows are merged one after the other, in the order they are given, which is the same on every rank.
+- Floats of 16 bits or fewer are staged, scaled and merged as float32 (the *wire* dtype) and rounded once, at
+  the end: a sum of bfloat16 that is rounded after each of 64 terms keeps hardly one digit.
+- Integers wrap around, as in NumPy; booleans merge by `or` (SUM, MAX) and `and` (PRODUCT, MIN), as NumPy's
+  ufuncs have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from phalanx.collectives.communicator import Array, ReduceOp
+from phalanx.errors import ConfigurationError
+
+DType = np.dtype[Any]
+
+UFUNCS: dict[ReduceOp, np.ufunc] = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.MEAN: np.add,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.PRODUCT: np.multiply,
+}
+
+_FLOAT32 = np.dtype(np.float32)
+_NARROW_BYTES = 2
+
+
+def is_float(dtype: DType) -> bool:
+    """Whether the dtype is a float, those of ml_dtypes (bfloat16, float8_*) included.
+
+    NumPy reports the latter as void (`kind == "V"`); their scalar types are not `np.void`, and casting to
+    float32 is what we need of them.
+    """
+    return dtype.kind == "f" or (dtype.kind == "V" and dtype.type is not np.void and "float" in dtype.name)
+
+
+def wire_dtype(dtype: DType) -> DType:
+    """The dtype in which values are staged and merged: float32 for floats of up to 16 bits, else the same."""
+    return _FLOAT32 if is_float(dtype) and dtype.itemsize <= _NARROW_BYTES else dtype
+
+
+def check_reducible(dtype: DType, op: ReduceOp) -> None:
+    """Raise ConfigurationError unless arrays of this dtype can be merged by `op`."""
+    if not (is_float(dtype) or dtype.kind in "iub"):
+        raise ConfigurationError(
+            f"cannot all-reduce an array of dtype {dtype}: floats, integers and booleans can be merged. "
+            f"Pass its numeric parts as arrays of their own."
+        )
+    if op is ReduceOp.MEAN and not is_float(dtype):
+        # tf.distribute would return float64 here and Horovod would round down: both surprise.
+        raise ConfigurationError(
+            f"the mean of {dtype} values is in general no {dtype}. Cast the array to a float dtype first, "
+            f"or use SUM and divide."
+        )
+
+
+def load(source: Array, scale: float, target: Array) -> None:
+    """Write `scale * source` to `target` (equal shapes; `target` has the wire dtype of `source`).
+
+    With scale 0 the source is not read: its NaN or infinities do not matter.
+    """
+    if scale == 1.0:
+        np.copyto(target, source, casting="unsafe")
+    elif scale == 0.0:
+        target.fill(0)
+    elif source.dtype == target.dtype:
+        np.multiply(source, scale, out=target)
+    else:
+        np.copyto(target, source, casting="unsafe")
+        np.multiply(target, scale, out=target)
+
+
+def merge_rows(rows: Sequence[Array], out: Array, op: ReduceOp, divisor: int = 1) -> None:
+    """Merge equal-shaped rows of the wire dtype, in their order, divide by `divisor`, store in `out`.
+
+    `out` may have a narrower dtype (it is rounded once) and may be the first row itself, no other.
+    """
+    ufunc = UFUNCS[op]
+    first = rows[0]
+    target = out if out.dtype == first.dtype else np.empty_like(first)
+    if len(rows) == 1:
+        if target is not first:
+            np.copyto(target, first)
+    else:
+        ufunc(first, rows[1], out=target)
+        for row in rows[2:]:
+            ufunc(target, row, out=target)
+    finish(target, out, divisor)
+
+
+def finish(merged: Array, out: Array, divisor: int = 1) -> None:
+    """Divide the merged values and store them in `out` (often the same array). `merged` is overwritten."""
+    if divisor != 1:
+        np.divide(merged, divisor, out=merged)
+    if merged is not out:
+        np.copyto(out, merged, casting="unsafe")

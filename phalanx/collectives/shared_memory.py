@@ -1,0 +1,335 @@
+"""Collectives between the processes of one host, through memory that they share.
+
+Theory
+------
+Each rank has a page with its counter and two *slots*, buffers that fit into the L2 cache. A vector of any
+size passes through them in chunks: chunk s through slot s mod 2. For each chunk a rank
+
+1. writes its values to its own slot,
+2. *posts*: adds one to its counter,
+3. waits until every other counter is as high, and
+4. reads the slots of all ranks, merging them in rank order straight into the result.
+
+One synchronisation per chunk is enough. Slot s mod 2 is written again for chunk s + 2. The writer has by
+then seen all counters of chunk s + 1, and a rank posts s + 1 only after it has read all of s. So nobody
+still reads. The same holds for the signatures, of which each rank has two.
+
+With three ranks or more, step 4 would read every slot on every rank. Large chunks are therefore merged in two
+steps: each rank merges its share of the chunk, in place, in its own slot (which nobody else reads or writes
+in that range); they synchronise; each copies all shares out.
+
+Ordering. The counter is an aligned 8-byte word that CPython reads and writes with one instruction (a
+memoryview of format `Q` copies 8 bytes of known size). On x86 stores become visible in order; on Arm they
+need not. `_fence()` releases and re-acquires a lock that nobody else ever takes: an atomic operation with
+release semantics followed by one with acquire semantics, which no earlier store and no later load can
+cross, in any C library that implements locks at all. It costs 60 ns. It stands between writing data and
+posting, between seeing a counter and reading data, and between a store and a load in the protocol below.
+
+Sleeping. A rank spins on a counter for a little while (if there is a core for every rank), yields for a
+little longer, and then blocks in `Mesh.pause`, where it also notices what happens on the links. Before it
+blocks it stores whom it waits for in its page, fences, and looks at the counter once more; who posts fences
+after the store and then looks whether anybody waits for it, and sends that one a packet. One of the two
+sees the other's store (Dekker 1965). Each wait is bounded all the same.
+
+Failure. A rank that gives up sets its counter to 0: a rank that comes later waits for it in vain, looks at
+its links, and finds the reason there.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from phalanx.cluster.membership import Rank
+from phalanx.collectives.communicator import Array
+from phalanx.collectives.engine import Reduction, Views, copy_views, total_bytes
+from phalanx.collectives.layout import Layout, Piece, byte_view, shares, views_between
+from phalanx.collectives.mesh import Mesh
+from phalanx.collectives.operation import Call
+from phalanx.collectives.reduction import finish, load, merge_rows
+from phalanx.collectives.segment import Segment
+
+SLOT_BYTES = 256 * 1024
+"""Size of a slot. Two ranks' slots and the arrays' ranges that go with them fit into 1 MiB of L2 cache."""
+MIN_SLOT_BYTES = 4096
+SHARED_MERGE_BYTES = 64 * 1024
+"""With three ranks or more, chunks from this size on are merged in shares; below, the second
+synchronisation costs more than reading all slots does."""
+SPIN_S = 100e-6
+"""How long to look at a counter before yielding: longer than a chunk takes, so that ranks in step never
+sleep."""
+YIELD_S = 1e-3
+"""How long to look, yielding the core each time, before sleeping, from which it takes some 50 us to wake."""
+
+_PAGE_BYTES = 4096
+_WORDS_PER_PAGE = _PAGE_BYTES // 8
+# Words of a rank's page. The signatures share the counter's cache line, so that one transfer brings both; the
+# word that others read at each post, and its owner writes rarely, has a line of its own.
+_COUNTER = 0
+_SIGNATURES = 1
+_WAITS_FOR = 8
+
+
+class _Chunk:
+    """A chunk of a layout, with the views of the slots that its pieces use, made when first needed.
+
+    Attributes:
+        pieces: the ranges of arrays that it is made of.
+        size: in elements.
+        rows: for each slot, for each piece, its view in the slot of every position.
+    """
+
+    __slots__ = ("pieces", "rows", "size")
+
+    def __init__(self, pieces: list[Piece]):
+        self.pieces = pieces
+        self.size = pieces[-1].offset + pieces[-1].stop - pieces[-1].start
+        self.rows: list[list[list[Array]] | None] = [None, None]
+
+
+class SharedMemoryEngine:
+    """Collectives among `ranks`, which are processes of one host.
+
+    Args:
+        ranks: the members of the group, this process among them, in the order of their positions.
+        segment: of at least `segment_bytes` bytes, mapped by all of them; owned from here on.
+        slot_bytes: as for `segment_bytes`.
+        spin: whether there is a core for every rank, so that a spinning one does not keep another from
+            coming.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        ranks: Sequence[Rank],
+        segment: Segment,
+        slot_bytes: int = SLOT_BYTES,
+        *,
+        spin: bool = True,
+    ):
+        self.ranks = tuple(ranks)
+        self._mesh = mesh
+        self._segment = segment
+        self._slot_bytes = slot_bytes
+        self._size = size = len(self.ranks)
+        self._position = self.ranks.index(mesh.rank)
+        self._spin_s = SPIN_S if spin else 0.0
+        pages = size * _PAGE_BYTES
+        self._words = segment.memory[:pages].cast("Q")
+        memory = np.frombuffer(segment.memory, np.uint8)
+        self._slots = [
+            [
+                _slice(memory, pages + (2 * position + slot) * slot_bytes, slot_bytes)
+                for position in range(size)
+            ]
+            for slot in range(2)
+        ]
+        self._slot = 0
+        self._count = 0
+        self._page = self._position * _WORDS_PER_PAGE
+        self._peers = [
+            (rank, position * _WORDS_PER_PAGE)
+            for position, rank in enumerate(self.ranks)
+            if rank != mesh.rank
+        ]
+        self._waiting_for_me = mesh.rank + 1
+        self._chunks: weakref.WeakKeyDictionary[Layout, list[_Chunk]] = weakref.WeakKeyDictionary()
+        lock = threading.Lock()
+        lock.acquire()
+        self._release, self._acquire = lock.release, lock.acquire
+
+    # -------------------------------------------------------------- all-reduce
+
+    def all_reduce(self, call: Call, reduction: Reduction) -> None:
+        inputs, outputs, scales = reduction.inputs, reduction.outputs, reduction.scales
+        op, divisor, position = reduction.op, reduction.divisor, self._position
+        if not reduction.layouts:
+            self._synchronise(call)
+        for layout in reduction.layouts:
+            share_from = SHARED_MERGE_BYTES // layout.wire.itemsize if self._size > 2 else None
+            for chunk in self._chunks.get(layout) or self._cut(layout):
+                slot = self._slot
+                rows = chunk.rows[slot] or self._views(chunk, slot, layout)
+                for (index, start, stop, _, whole), views in zip(chunk.pieces, rows, strict=True):
+                    source = inputs[index]
+                    load(source if whole else source[start:stop], scales[index], views[position])
+                self._synchronise(call)
+                if share_from is None or chunk.size < share_from:
+                    for (index, start, stop, _, whole), views in zip(chunk.pieces, rows, strict=True):
+                        target = outputs[index]
+                        merge_rows(views, target if whole else target[start:stop], op, divisor)
+                else:
+                    self._merge_shares(call, chunk, layout, reduction)
+                self._slot = 1 - slot
+
+    def _merge_shares(self, call: Call, chunk: _Chunk, layout: Layout, reduction: Reduction) -> None:
+        """Merge this rank's share of a chunk in its own slot, then copy everyone's."""
+        wire = layout.wire
+        slots = [slot.view(wire)[: chunk.size] for slot in self._slots[self._slot]]
+        bounds = shares(chunk.size, self._size, wire.itemsize)
+        low, high = bounds[self._position]
+        if high > low:
+            # Not in place: this rank's own row is among those that are still to be read.
+            merged = np.empty(high - low, wire)
+            merge_rows([row[low:high] for row in slots], merged, reduction.op, reduction.divisor)
+            np.copyto(slots[self._position][low:high], merged)
+        self._synchronise(call)
+        for index, start, stop, offset, _ in chunk.pieces:
+            target = reduction.outputs[index][start:stop]
+            for row, (share_low, share_high) in zip(slots, bounds, strict=True):
+                first, last = max(share_low, offset), min(share_high, offset + stop - start)
+                if first < last:
+                    finish(row[first:last], target[first - offset : last - offset])
+
+    def _cut(self, layout: Layout) -> list[_Chunk]:
+        elements = self._slot_bytes // layout.wire.itemsize
+        chunks = [_Chunk(pieces) for pieces in layout.chunks(elements)]
+        self._chunks[layout] = chunks
+        return chunks
+
+    def _views(self, chunk: _Chunk, slot: int, layout: Layout) -> list[list[Array]]:
+        slots = [memory.view(layout.wire) for memory in self._slots[slot]]
+        rows = [
+            [row[piece.offset : piece.offset + piece.stop - piece.start] for row in slots]
+            for piece in chunk.pieces
+        ]
+        chunk.rows[slot] = rows
+        return rows
+
+    # ------------------------------------------------------------------ others
+
+    def broadcast(self, call: Call, buffers: Views, root: int) -> None:
+        size = total_bytes(buffers)
+        lengths = [size if position == root else 0 for position in range(self._size)]
+        wanted: list[tuple[int, int, Views]] = [
+            (0, length if self._position != root else 0, buffers) for length in lengths
+        ]
+        self._stream(call, buffers if self._position == root else [], lengths, wanted)
+
+    def all_gather(self, call: Call, payload: Views, incoming: Sequence[Views]) -> None:
+        lengths = [total_bytes(views) for views in incoming]
+        wanted = [(0, length, views) for length, views in zip(lengths, incoming, strict=True)]
+        self._stream(call, payload, lengths, wanted)
+        copy_views(payload, incoming[self._position])
+
+    def all_to_all(
+        self, call: Call, outgoing: Sequence[Views], incoming: Sequence[Views], sizes: Sequence[Sequence[int]]
+    ) -> None:
+        wanted = []
+        for row, views in zip(sizes, incoming, strict=True):
+            start = sum(row[: self._position])
+            wanted.append((start, start + row[self._position], views))
+        payload = [view for views in outgoing for view in views]
+        self._stream(call, payload, [sum(row) for row in sizes], wanted)
+        copy_views(outgoing[self._position], incoming[self._position])
+
+    def _stream(
+        self,
+        call: Call,
+        outgoing: Views,
+        lengths: Sequence[int],
+        wanted: Sequence[tuple[int, int, Views]],
+    ) -> None:
+        """Each rank publishes a stream of bytes; each reads what it wants of the others' streams.
+
+        Args:
+            outgoing: this rank's stream.
+            lengths: bytes in the stream of each position, known to all.
+            wanted: for each position, bytes `start` to `stop` of its stream, and where they go. That of
+                this rank itself is not looked at.
+        """
+        size = self._slot_bytes
+        own = lengths[self._position]
+        for low in range(0, max(1, *lengths), size):
+            slots = [byte_view(slot) for slot in self._slots[self._slot]]
+            if low < own:
+                part = views_between(outgoing, low, min(low + size, own))
+                copy_views(part, [slots[self._position]])
+            self._synchronise(call)
+            for position, (start, stop, views) in enumerate(wanted):
+                first, last = max(start, low), min(stop, low + size)
+                if first < last and position != self._position:
+                    copy_views(
+                        [slots[position][first - low : last - low]],
+                        views_between(views, first - start, last - start),
+                    )
+            self._slot = 1 - self._slot
+
+    # --------------------------------------------------------- synchronisation
+
+    def _fence(self) -> None:
+        """Order all loads and stores before it with all after it; see the top of this file."""
+        self._release()
+        self._acquire()
+
+    def _synchronise(self, call: Call) -> None:
+        """Post: what this rank has written is there. Return when all other ranks have posted as often."""
+        words, page = self._words, self._page
+        self._count = count = self._count + 1
+        signature = call.signature
+        which = _SIGNATURES + (count & 1)
+        words[page + which] = signature
+        self._fence()
+        words[page + _COUNTER] = count
+        self._fence()
+        for rank, peer in self._peers:
+            if words[peer + _WAITS_FOR] == self._waiting_for_me:
+                self._mesh.notify(rank)
+        for rank, peer in self._peers:
+            if words[peer + _COUNTER] < count:
+                self._wait_for(rank, peer + _COUNTER, count)
+        self._fence()
+        for _, peer in self._peers:
+            if words[peer + which] != signature:
+                self._mesh.mismatch()
+
+    def _wait_for(self, rank: Rank, word: int, count: int) -> None:
+        words = self._words
+        until = time.perf_counter() + self._spin_s
+        while time.perf_counter() < until:
+            for _ in range(16):
+                if words[word] >= count:
+                    return
+        until += YIELD_S
+        while time.perf_counter() < until:
+            if words[word] >= count:
+                return
+            os.sched_yield()
+            time.sleep(0)  # Up to Python 3.11, sched_yield keeps the interpreter's lock.
+        waits_for = self._page + _WAITS_FOR
+        while True:
+            words[waits_for] = rank + 1
+            self._fence()
+            if words[word] >= count:
+                break
+            self._mesh.pause(lambda: self._missing(count))
+        words[waits_for] = 0
+
+    def _missing(self, count: int) -> Collection[Rank]:
+        return [rank for rank, peer in self._peers if self._words[peer + _COUNTER] < count]
+
+    # ----------------------------------------------------------------- endings
+
+    def fail(self) -> None:
+        self._words[self._page + _COUNTER] = 0
+
+    def close(self) -> None:
+        self._chunks.clear()
+        self._slots = []
+        self._words.release()
+        self._segment.close()
+
+
+def segment_bytes(ranks: int, slot_bytes: int) -> int:
+    """Bytes that the segment of a group needs."""
+    return ranks * (_PAGE_BYTES + 2 * slot_bytes)
+
+
+def _slice(memory: np.ndarray[Any, np.dtype[np.uint8]], start: int, size: int) -> Array:
+    return memory[start : start + size]
