@@ -1,0 +1,35 @@
+"""Who is in the job: cluster descriptions, the resolvers that find them, and the rendezvous."""
+
+from __future__ import annotations
+
+from phalanx.cluster.agreement import Facts
+from phalanx.cluster.membership import Member, Membership, Rank
+from phalanx.cluster.rendezvous import Node, join
+from phalanx.cluster.resolvers import (
+    ClusterResolver,
+    KubernetesClusterResolver,
+    MPIClusterResolver,
+    SimpleClusterResolver,
+    SlurmClusterResolver,
+    TFConfigClusterResolver,
+    resolve,
+)
+from phalanx.cluster.spec import ClusterSpec, Task
+
+__all__ = [
+    "ClusterResolver",
+    "ClusterSpec",
+    "Facts",
+    "KubernetesClusterResolver",
+    "MPIClusterResolver",
+    "Member",
+    "Membership",
+    "Node",
+    "Rank",
+    "SimpleClusterResolver",
+    "SlurmClusterResolver",
+    "TFConfigClusterResolver",
+    "Task",
+    "join",
+    "resolve",
+]
