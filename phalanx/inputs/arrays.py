@@ -23,12 +23,12 @@ class _Converted:
 
     def __init__(self, sliceable: Any):
         self._sliceable = sliceable
-        self.shape = tuple(sliceable.shape)
-        self.dtype = getattr(sliceable.array, "dtype", "unknown dtype")
+        row = self[slice(0, 1)]
+        self.shape = row.shape
+        self.dtype = row.dtype
 
     def __getitem__(self, rows: Any) -> Array:
-        # np.asarray: SciPy's matrices would stay matrices.
-        return np.asarray(to_numpy(self._sliceable.convert_to_numpy(self._sliceable[rows])))
+        return np.asarray(to_numpy(self._sliceable[rows]))
 
     def take(self, rows: Array, axis: int = 0) -> Array:
         return self[rows]

@@ -1,0 +1,6 @@
+"""The input layer is the same on every backend; its tests run on the one that the environment names."""
+
+import os
+
+os.environ.setdefault("KERAS_BACKEND", os.environ.get("BACKENDS", "jax").split()[0])
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
