@@ -10,8 +10,8 @@ from phalanx.settings import HOST_ID, JOB_ID, LOG_DIR, RENDEZVOUS_TIMEOUT, SECRE
 CHILD = "PHALANX_CHILD"
 PROGRESS_FILE = "PHALANX_PROGRESS_FILE"
 
-# Variables of the launcher's environment that go along to other hosts. What describes the launcher's own host,
-# such as CUDA_VISIBLE_DEVICES, is left out on purpose.
+# Variables of the launcher's environment that go along to other hosts. What describes the launcher's own
+# host, such as CUDA_VISIBLE_DEVICES, is left out on purpose.
 FORWARDED_PREFIXES = ("PHALANX_", "KERAS_", "JAX_", "XLA_", "TF_", "TORCH_", "OMP_", "MKL_", "OPENBLAS_")
 FORWARDED = ("PYTHONPATH", "PYTHONHASHSEED", "PYTHONWARNINGS", "LANG", "LC_ALL", "NO_COLOR")
 

@@ -74,6 +74,11 @@ MEANINGS: dict[int, Meaning] = {
         "another member of the job died or left",
         "the end of the lost task's output: it is the cause, this is the consequence",
     ),
+    errors.FrameError.exit_code: Meaning(
+        "FrameError",
+        "bytes on a connection between two tasks are not what Phalanx sends",
+        "that all tasks run the same version of Phalanx, and that nothing on the network alters the traffic",
+    ),
     SIGNAL_BASE + signal.SIGINT: Meaning("interrupted", "somebody pressed Ctrl-C", "nothing"),
     SIGNAL_BASE + signal.SIGTERM: Meaning(
         "terminated", "SIGTERM was received", "who ended the job: the scheduler, a time limit, `kill`"

@@ -92,6 +92,15 @@ def launch(
         if folder is not None:
             page.write(folder, outcome.verdict, outcome.ends)
         raise _error(outcome, call)
+    silent = next((end for end in outcome.ends if end.rank not in outcome.results), None)
+    if silent is not None:
+        raise PeerLostError(
+            f"{silent.task} (rank {silent.rank}) ended with exit code 0 but without a result: the function "
+            "ended the process (os._exit, sys.exit) instead of returning.",
+            rank=silent.rank,
+            task=silent.task,
+            host=silent.host,
+        )
     results = [call.decode_result(outcome.results[end.rank]) for end in outcome.ends]
     return [result.value for result in results if isinstance(result, call.Returned)]
 

@@ -170,7 +170,7 @@ def _end(end: End) -> str:
     if end.returncode is None:
         return "lost with its host"
     if end.by_launcher:
-        return "ended by the launcher" + (", for it still ran after the grace time" if end.hung else "")
+        return "ended by the launcher" + (" after the grace time" if end.hung else "")
     if end.returncode < 0:
         return f"killed by {exit_codes.signal_name(-end.returncode)}"
     if end.words.error is not None:

@@ -95,8 +95,8 @@ def start_local_replicas(count: int, devices: Sequence[str] | None = None) -> Lo
         _current = _join() or _start(count, devices)
     if _current.count != count:
         raise ConfigurationError(
-            f"This program runs as {_current.count} local replicas and now asks for {count}. A program has one "
-            "set of local replicas: use the same number everywhere, or one program for each number."
+            f"This program runs as {_current.count} local replicas and now asks for {count}. A program has "
+            "one set of local replicas: use the same number everywhere, or one program for each number."
         )
     return _current
 
@@ -148,8 +148,8 @@ def _own_program() -> Program:
     """The program that this process runs. Raises: ConfigurationError if it cannot be run again."""
     if "TF_CONFIG" in os.environ or JOB_ID in os.environ:
         raise ConfigurationError(
-            "This process is already a task of a job (TF_CONFIG is set), and cannot start local replicas of its "
-            "own. Use MultiWorkerMirroredStrategy here, or start the program plainly: python train.py."
+            "This process is already a task of a job (TF_CONFIG is set), and cannot start local replicas of "
+            "its own. Use MultiWorkerMirroredStrategy here, or start the program plainly: python train.py."
         )
     if multiprocessing.parent_process() is not None:
         raise ConfigurationError(

@@ -24,6 +24,7 @@ _INCOMPLETE_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*|\][^\x07\x1b]*)?$")
 _TOKEN = re.compile(rf"{_ESCAPE.pattern}|[\r\n\b]|[^\x1b\r\n\b]+|\x1b")
 _ERASE = "\r\x1b[2K"
 _RESET = "\x1b[0m"
+_SHOW_CURSOR = "\x1b[?25h"
 # Distinct on dark and light backgrounds.
 _COLOURS = ("36", "33", "35", "32", "34", "31")
 # A line that never ends must not fill the memory; it is shown in pieces of this length.
@@ -84,6 +85,7 @@ class LiveLine:
         self._prefix = prefix
         self._shown = ""  # what the screen's last line shows, without the prefix
         self._at_start = True  # the cursor is in the first column, and no prefix was written since
+        self.escaped = False  # whether the chief has used any escape sequence
         self._escape = ""  # the beginning of an escape sequence whose end has not come yet
 
     def feed(self, text: str) -> str:
@@ -94,6 +96,7 @@ class LiveLine:
             self._escape = ""  # not a sequence after all; let it through
         text = text[: len(text) - len(self._escape)]
         written = []
+        self.escaped = self.escaped or "\x1b" in text
         for token in _TOKEN.findall(text):
             if token == "\n":
                 if self._at_start and not self._shown:
@@ -190,9 +193,11 @@ class Screen:
         self._put_above(True, text if text.endswith("\n") else f"{text}\n")
 
     def close(self) -> None:
-        """Leave the cursor at the start of a line."""
-        if self.columns is not None and self._live.is_open:
-            self._write(False, self._live.feed("\n"))
+        """Leave the terminal as it was: the cursor visible and at the start of a line, no colour."""
+        if self.columns is not None:
+            self._write(False, self._live.feed("\n") if self._live.is_open else "")
+            if self._live.escaped:  # an ended progress bar may have left the cursor hidden
+                self._write(False, f"{_RESET}{_SHOW_CURSOR}")
 
     def _write_lines(self, rank: int, is_error: bool, lines: Sequence[str]) -> None:
         if lines:

@@ -56,6 +56,11 @@ class End:
         return HOST_LOST_CODE if self.returncode is None else exit_codes.of_return_code(self.returncode)
 
     @property
+    def remoteness(self) -> int:
+        """How far it is from the cause: 0 for an end of its own, more for the echo of another's."""
+        return 0 if self.returncode is None else _CONSEQUENCE.get(self.code, 0)
+
+    @property
     def failed(self) -> bool:
         return self.returncode != 0
 
@@ -99,13 +104,13 @@ def judge(ends: Sequence[End], *, interrupted_by: int | None = None) -> Verdict:
             lost,
             f"{lost.task} left the job with exit code 0 while the others still depended on it",
         )
-    cause = min(own, key=lambda end: (_CONSEQUENCE.get(end.code, 0), end.order))
+    cause = min(own, key=lambda end: (end.remoteness, end.order))
     return Verdict(cause.code, cause, _reason(cause, ends))
 
 
 def _falsely_successful(ends: Sequence[End], failed: Sequence[End]) -> End | None:
     """The task that ended with code 0 and was then missed by all that failed, if that is what happened."""
-    if any(end.code not in _CONSEQUENCE for end in failed):
+    if any(end.remoteness == 0 for end in failed):
         return None
     named = Counter(end.words.error.lost for end in failed if end.words.error is not None)
     done = [end for end in ends if not end.failed and not end.by_launcher]

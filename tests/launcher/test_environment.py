@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import json
+
+from phalanx.launcher import environment
+
+
+def settings(rank: int = 1, **more: object) -> dict[str, str]:
+    return environment.job_settings(
+        addresses=["a:1", "b:2"],
+        rank=rank,
+        secret="s" * 32,
+        job_id="j",
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def test_tf_config_is_what_tensorflow_reads() -> None:
+    assert json.loads(settings()["TF_CONFIG"]) == {
+        "cluster": {"worker": ["a:1", "b:2"]},
+        "task": {"type": "worker", "index": 1},
+    }
+
+
+def test_settings_of_the_user_win_over_defaults_and_those_of_the_job_over_both() -> None:
+    base = {"OMP_NUM_THREADS": "7", "TF_CONFIG": "old", "PHALANX_SECRET": "old", "HOME": "/home"}
+    result = environment.worker_environment(base, settings(backend="torch"), threads=3)
+    assert result["OMP_NUM_THREADS"] == "7"
+    assert result["MKL_NUM_THREADS"] == "3"
+    assert result["TF_NUM_INTRAOP_THREADS"] == "3"
+    assert result["TF_CONFIG"] != "old"
+    assert result["PHALANX_SECRET"] == "s" * 32
+    assert result["KERAS_BACKEND"] == "torch"
+    assert result["HOME"] == "/home"
+
+
+def test_only_what_was_asked_for_is_set() -> None:
+    assert {"KERAS_BACKEND", "PHALANX_LOG_DIR", "PHALANX_RENDEZVOUS_TIMEOUT"}.isdisjoint(settings())
+    assert settings(start_timeout_s=2.5)["PHALANX_RENDEZVOUS_TIMEOUT"] == "2.5"
+
+
+def test_other_hosts_get_the_settings_but_not_what_describes_this_host() -> None:
+    base = {
+        "KERAS_BACKEND": "jax",
+        "XLA_FLAGS": "x",
+        "PHALANX_TIMEOUT": "5",
+        "PHALANX_HOST_ID": "me",
+        "PHALANX_SECRET": "user's",
+        "CUDA_VISIBLE_DEVICES": "0",
+        "HOME": "/home/me",
+        "PATH": "/bin",
+    }
+    assert environment.forwarded(base) == {"KERAS_BACKEND": "jax", "XLA_FLAGS": "x", "PHALANX_TIMEOUT": "5"}

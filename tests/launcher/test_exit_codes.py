@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+
+from phalanx import errors
+from phalanx.launcher import exit_codes
+from tests.launcher.conftest import ROOT, Launcher
+
+ERRORS = [
+    kind
+    for _, kind in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(kind, errors.PhalanxError) and kind.__module__ == errors.__name__
+]
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_each_error_has_a_code_with_a_meaning_of_its_own(kind: type[errors.PhalanxError]) -> None:
+    meaning = exit_codes.MEANINGS[kind.exit_code]
+    assert meaning.name.endswith("Error")
+    assert meaning.check
+
+
+def test_the_documentation_lists_every_code_and_error() -> None:
+    text = (ROOT / "docs" / "failures.md").read_text()
+    for code, meaning in exit_codes.MEANINGS.items():
+        assert f"| {code} |" in text, (code, meaning)
+    for kind in ERRORS:
+        assert f"`{kind.__name__}`" in text, kind
+
+
+def test_every_code_means_something() -> None:
+    assert exit_codes.meaning(255).name
+    assert exit_codes.meaning(128 + 64).name == "SIGRTMAX"
+    assert exit_codes.meaning(128 + 99).name == "signal 99"
+    assert "SIGUSR1" in exit_codes.meaning(128 + 10).sentence
+
+
+def test_the_innermost_cause_decides_the_code() -> None:
+    outer = ValueError("outer")
+    outer.__cause__ = errors.RendezvousError("inner")
+    assert exit_codes.of_error(outer) == errors.RendezvousError.exit_code
+    assert exit_codes.of_error(ValueError()) == 1
+
+
+PROGRAM = """
+    import atexit
+    from phalanx.launcher import exit_codes
+    from phalanx import errors
+    exit_codes.install()
+    exit_codes.install()
+    atexit.register(print, "exit handlers run")
+"""
+
+
+@pytest.mark.parametrize(
+    ("raising", "code", "said"),
+    [
+        ("raise errors.DisagreementError('differ')", 67, "DisagreementError: differ"),
+        ("raise ValueError('x') from errors.UnsupportedError('no')", 65, "ValueError: x"),
+        ("raise ValueError('x')", 1, "ValueError: x"),
+        ("sys.exit(3)", 3, ""),
+        ("pass", 0, ""),
+    ],
+)
+def test_a_program_started_by_hand_ends_with_the_errors_code(
+    raising: str, code: int, said: str, launcher: Launcher
+) -> None:
+    job = launcher.python(launcher.script(PROGRAM + f"    {raising}\n"))
+    assert job.code == code
+    assert job.out == "exit handlers run\n"
+    assert job.err.count(said) == 1 or not said
+    assert job.err.count("Traceback") == (1 if said else 0)
+
+
+def test_a_hook_of_the_users_still_prints(launcher: Launcher, tmp_path: Path) -> None:
+    job = launcher.python(
+        launcher.script(
+            """
+            sys.excepthook = lambda kind, error, traceback: print("mine", error)
+            from phalanx.launcher import exit_codes
+            from phalanx import errors
+            exit_codes.install()
+            raise errors.UnsupportedError("no")
+            """
+        )
+    )
+    assert (job.code, job.out, job.err) == (65, "mine no\n", "")

@@ -1,0 +1,162 @@
+"""`launch`: jobs of functions."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from phalanx.errors import CollectiveTimeoutError, ConfigurationError, PeerLostError
+from phalanx.launcher.function import WorkerTraceback, launch
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    files = psutil.Process().num_fds()
+    yield
+    after = {process.pid for process in psutil.Process().children(recursive=True)}
+    assert after <= before
+    assert psutil.Process().num_fds() <= files
+
+
+def own_rank() -> int:
+    import json
+
+    return int(json.loads(os.environ["TF_CONFIG"])["task"]["index"])
+
+
+def describe(factor: int, *, offset: int = 0) -> tuple[int, int]:
+    return own_rank(), factor * own_rank() + offset
+
+
+def test_results_come_back_in_rank_order() -> None:
+    assert launch(describe, workers=3, args=(10,), kwargs={"offset": 1}) == [(0, 1), (1, 11), (2, 21)]
+
+
+def test_a_closure_and_a_lambda_can_be_launched() -> None:
+    base = {"value": 40}
+    assert launch(lambda: base["value"] + 2, workers=1) == [42]
+
+
+def test_none_is_a_result_too() -> None:
+    assert launch(lambda: None) == [None, None]
+
+
+def test_a_large_result_comes_back_whole() -> None:
+    results = launch(lambda: os.urandom(1) * 5_000_000)
+    assert [len(result) for result in results] == [5_000_000, 5_000_000]
+
+
+def fail_on_1() -> int:
+    if own_rank() == 1:
+        raise KeyError("bad key")
+    return 0
+
+
+def test_an_error_is_raised_here_with_the_workers_traceback() -> None:
+    with pytest.raises(KeyError, match="bad key") as caught:
+        launch(fail_on_1)
+    cause = caught.value.__cause__
+    assert isinstance(cause, WorkerTraceback)
+    assert cause.task == "worker/1"
+    assert "in fail_on_1" in str(cause)
+    assert "worker/1 (rank 1" in caught.value.__notes__[0]
+
+
+def test_errors_of_phalanx_stay_what_they_are() -> None:
+    def time_out() -> None:
+        if own_rank() == 0:
+            raise CollectiveTimeoutError("late")
+
+    with pytest.raises(CollectiveTimeoutError, match="late"):
+        launch(time_out)
+
+
+def lose_peer() -> None:
+    if own_rank() == 0:
+        raise PeerLostError("lost worker/1", rank=1, task="worker/1", host="here")
+    raise ValueError("the cause")
+
+
+def test_the_cause_is_raised_and_not_its_consequence() -> None:
+    with pytest.raises(ValueError, match="the cause"):
+        launch(lose_peer)
+
+
+def test_an_error_that_cannot_be_pickled_keeps_its_text() -> None:
+    def fail() -> None:
+        class Strange(Exception):
+            def __init__(self, one: int, two: int):
+                super().__init__("only one argument")
+
+        raise Strange(1, 2)
+
+    with pytest.raises(RuntimeError, match="Strange: only one argument"):
+        launch(fail, workers=1)
+
+
+def test_a_result_that_cannot_be_pickled_is_an_error() -> None:
+    with pytest.raises(TypeError, match="pickle"):
+        launch(threading.Lock, workers=1)
+
+
+def test_a_worker_that_dies_without_an_error_is_a_lost_peer() -> None:
+    def die() -> None:
+        import signal
+
+        if own_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(PeerLostError, match=r"worker/1.*SIGKILL") as caught:
+        launch(die)
+    assert (caught.value.rank, caught.value.task) == (1, "worker/1")
+
+
+def test_a_worker_that_leaves_without_a_result_is_a_lost_peer() -> None:
+    with pytest.raises(PeerLostError, match=r"without a result"):
+        launch(lambda: os._exit(0), workers=1)
+
+
+def test_sys_exit_in_a_function_is_no_success() -> None:
+    def leave() -> None:
+        raise SystemExit(0)
+
+    with pytest.raises(PeerLostError, match=r"without a result"):
+        launch(leave, workers=1)
+
+
+def test_output_is_shown_with_its_task(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    launch(lambda: print("hello"), log_dir=tmp_path / "logs")
+    assert sorted(capsys.readouterr().out.splitlines()) == ["[worker/0] hello", "[worker/1] hello"]
+    assert (tmp_path / "logs" / "worker-1.log").read_text() == "hello\n"
+
+
+def test_it_can_be_called_from_any_thread() -> None:
+    results: list[object] = []
+    thread = threading.Thread(target=lambda: results.append(launch(own_rank)))
+    thread.start()
+    thread.join(60)
+    assert results == [[0, 1]]
+
+
+def test_an_interrupt_ends_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from phalanx.launcher import job
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(job.Job, "_act", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        launch(own_rank)
+
+
+def test_bad_arguments_are_explained() -> None:
+    with pytest.raises(ConfigurationError, match="workers=0"):
+        launch(own_rank, workers=0)
+    with pytest.raises(ConfigurationError, match="pass a function"):
+        launch(own_rank.__name__)  # type: ignore[arg-type]

@@ -1,0 +1,168 @@
+"""How a job is ended: decided by the clock, without processes."""
+
+from __future__ import annotations
+
+import selectors
+import signal
+
+from phalanx.launcher.job import Job, Placement, Step, after_failure, after_signal
+from phalanx.launcher.messages import Event, Exited, LastWords, Order, Output, Started
+from phalanx.launcher.verdict import End
+
+
+class FakeHost:
+    """Workers that do what a script of events says, and die of the signals that `mortal` names."""
+
+    name = "fake"
+    needs_polling = True
+
+    def __init__(self, script: list[list[Event]], mortal: tuple[int, ...] = (signal.SIGKILL,)):
+        self._script = script
+        self._mortal = mortal
+        self._pending: list[Event] = []
+        self.calls: list[tuple[str, int, int]] = []
+        self.closed = False
+
+    def start(self, orders: list[Order]) -> list[Event]:
+        return [Started(order.rank, 100 + order.rank) for order in orders]
+
+    def events(self) -> list[Event]:
+        events = self._pending + (self._script.pop(0) if self._script else [])
+        self._pending = []
+        return events
+
+    def dump_stacks(self, rank: int) -> None:
+        self.calls.append(("dump", rank, 0))
+
+    def signal(self, rank: int, number: int) -> None:
+        self.calls.append(("signal", rank, number))
+        if number in self._mortal:
+            self._pending.append(Exited(rank, -number, LastWords()))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.text: list[tuple[int, bool, bytes]] = []
+        self.failures: list[int] = []
+
+    def output(self, rank: int, is_error: bool, data: bytes) -> None:
+        self.text.append((rank, is_error, data))
+
+    def started(self, rank: int, pid: int) -> None:
+        pass
+
+    def exited(self, end: End) -> None:
+        pass
+
+    def failed(self, end: End) -> None:
+        self.failures.append(end.rank)
+
+
+class Clock:
+    """Each look at it is a tenth of a second later."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 0.1
+        return self.now
+
+
+def make(host: FakeHost, workers: int = 2) -> tuple[Job, Recorder]:
+    recorder = Recorder()
+    placements = [Placement(Order(rank, (), {}), f"worker/{rank}", host) for rank in range(workers)]
+    return Job(placements, selectors.DefaultSelector(), recorder, clock=Clock()), recorder
+
+
+def done(rank: int, code: int = 0) -> Exited:
+    return Exited(rank, code, LastWords())
+
+
+def test_a_job_ends_when_all_workers_have() -> None:
+    host = FakeHost([[Output(0, False, b"x")], [done(1)], [done(0)]])
+    job, recorder = make(host)
+    job.start()
+    outcome = job.run()
+    assert outcome.verdict.success
+    assert [end.rank for end in outcome.ends] == [0, 1]
+    assert [end.pid for end in outcome.ends] == [100, 101]
+    assert recorder.text == [(0, False, b"x")]
+    assert host.calls == []
+    assert host.closed
+
+
+def test_survivors_that_end_by_themselves_get_no_signal() -> None:
+    host = FakeHost([[done(1, 5)], [done(0, 71)]])
+    job, recorder = make(host)
+    job.start()
+    assert job.run().verdict.code == 5
+    assert host.calls == []
+    assert recorder.failures == [1]
+
+
+def test_survivors_that_hang_are_asked_for_stacks_then_ended_then_killed() -> None:
+    host = FakeHost([[done(1, 5)]])
+    job, _ = make(host)
+    job.start()
+    outcome = job.run()
+    assert host.calls == [("dump", 0, 0), ("signal", 0, signal.SIGTERM), ("signal", 0, signal.SIGKILL)]
+    assert outcome.ends[0].hung
+    assert outcome.ends[0].by_launcher
+    assert outcome.verdict.cause is not None
+    assert outcome.verdict.cause.rank == 1
+
+
+def test_a_process_that_even_sigkill_does_not_end_is_given_up() -> None:
+    host = FakeHost([[done(1, 5)]], mortal=())
+    job, _ = make(host)
+    job.start()
+    assert job.run().verdict.code == 5
+    assert host.closed
+
+
+def test_ctrl_c_takes_the_stacks_before_it_interrupts() -> None:
+    host = FakeHost([], mortal=(signal.SIGINT,))
+    job, _ = make(host)
+    job.start()
+    job.stop(signal.SIGINT)
+    assert job.run().verdict.code == 130
+    assert host.calls == [
+        ("dump", 0, 0),
+        ("dump", 1, 0),
+        ("signal", 0, signal.SIGINT),
+        ("signal", 1, signal.SIGINT),
+    ]
+
+
+def test_ctrl_c_twice_kills_at_once() -> None:
+    host = FakeHost([])
+    job, _ = make(host, workers=1)
+    job.start()
+    job.stop(signal.SIGINT)
+    job.stop(signal.SIGINT)
+    assert job.run().verdict.code == 130
+    assert host.calls == [("signal", 0, signal.SIGKILL)]
+
+
+def test_a_failure_before_ctrl_c_stays_the_reason() -> None:
+    host = FakeHost([[done(1, 5)], [], []])
+    job, recorder = make(host)
+    job.start()
+    recorder.failed = lambda end: job.stop(signal.SIGINT)  # type: ignore[method-assign]
+    assert job.run().verdict.code == 5
+
+
+def test_the_steps_come_in_order_and_end() -> None:
+    for schedule in (
+        after_failure(10.0),
+        after_signal(10.0, signal.SIGINT),
+        after_signal(10.0, signal.SIGTERM),
+    ):
+        times = [time for time, _ in schedule]
+        assert times == sorted(times)
+        assert times[0] >= 10.0
+        assert [step for _, step in schedule][-2:] == [Step.KILL, Step.GIVE_UP]

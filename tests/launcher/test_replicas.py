@@ -1,0 +1,279 @@
+"""The local replicas of a program that was started plainly."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+
+from phalanx.errors import ConfigurationError
+from phalanx.launcher.replicas import device_settings
+from tests.launcher.conftest import Launcher, wait_until
+
+END_BOUND_S = 40.0
+
+START = """
+    from phalanx.errors import PeerLostError
+    from phalanx.launcher import exit_codes
+    from phalanx.launcher.replicas import start_local_replicas
+    exit_codes.install()
+    replicas = start_local_replicas({count})
+    rank = replicas.rank
+    def lose(other):
+        raise PeerLostError(f"lost worker/{{other}}", rank=other, task=f"worker/{{other}}", host="here")
+"""
+
+
+def program(launcher: Launcher, code: str, count: int = 2) -> str:
+    return launcher.script(START.format(count=count) + code)
+
+
+def test_the_same_program_runs_once_for_each_rank(launcher: Launcher) -> None:
+    script = program(
+        launcher,
+        """
+    touch(f"part-{rank}")
+    Path(f"part-{rank}").write_text(json.dumps({
+        "argv": sys.argv, "config": json.loads(os.environ["TF_CONFIG"]), "secret": os.environ["PHALANX_SECRET"],
+        "cores": sorted(os.sched_getaffinity(0)), "flags": sys.flags.optimize, "count": replicas.count,
+        "again": start_local_replicas(3) is replicas}))
+    print("out of", rank)
+    print("err of", rank, file=sys.stderr)
+    """,
+        count=3,
+    )
+    job = launcher.python("-O", script, "--lr", "1")
+    assert job.code == 0, job.err
+    assert job.lines == ["out of 0"]
+    assert sorted(job.err.splitlines()) == ["[worker/1] err of 1", "[worker/2] err of 2", "err of 0"]
+    parts = [json.loads((launcher.folder / f"part-{rank}").read_text()) for rank in range(3)]
+    for rank, part in enumerate(parts):
+        assert part["argv"] == [script, "--lr", "1"]
+        assert part["config"]["cluster"] == parts[0]["config"]["cluster"]
+        assert part["config"]["task"] == {"type": "worker", "index": rank}
+        assert part["secret"] == parts[0]["secret"]
+        assert part["flags"] == 1
+        assert part["count"] == 3
+        assert part["again"]
+    if len(os.sched_getaffinity(0)) >= 3:
+        assert not set(parts[0]["cores"]) & set(parts[1]["cores"])
+
+
+def test_a_module_runs_again_as_a_module(launcher: Launcher) -> None:
+    program(launcher, "print(__spec__.name)\n    Path(f'name-{rank}').write_text(__spec__.name)")
+    job = launcher.python("-m", "program", "x")
+    assert job.code == 0, job.err
+    assert [(launcher.folder / f"name-{rank}").read_text() for rank in range(2)] == ["program", "program"]
+
+
+def test_code_on_the_command_line_runs_again(launcher: Launcher) -> None:
+    code = (
+        "from phalanx.launcher.replicas import start_local_replicas as s; from pathlib import Path; import sys; "
+        "Path(f'part-{s(2).rank}').write_text(repr(sys.argv))"
+    )
+    assert launcher.python("-c", code, "a").code == 0
+    assert (
+        (launcher.folder / "part-1").read_text() == (launcher.folder / "part-0").read_text() == "['-c', 'a']"
+    )
+
+
+def test_threads_that_run_already_are_bound_too(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        import threading
+        from phalanx.launcher.replicas import start_local_replicas
+        running, stop = threading.Event(), threading.Event()
+        thread = threading.Thread(target=lambda: (running.set(), stop.wait()))
+        thread.start(); running.wait()
+        start_local_replicas(2)
+        own = os.sched_getaffinity(0)
+        others = [os.sched_getaffinity(int(t)) for t in os.listdir("/proc/self/task")]
+        stop.set()
+        print(all(share == own for share in others), len(others) >= 2)
+        """
+    )
+    assert launcher.python(script).lines == ["True True"]
+
+
+def test_a_failing_replica_says_why_and_decides_the_exit_code(launcher: Launcher) -> None:
+    script = program(
+        launcher,
+        """
+    if rank == 1:
+        touch("gone")
+        raise ValueError("boom of one")
+    wait_for("gone")
+    lose(1)
+    """,
+    )
+    job = launcher.python(script)
+    assert job.code == 1
+    assert "PeerLostError: lost worker/1" in job.err
+    assert "worker/1 (rank 1" in job.err
+    assert [line for line in job.err.splitlines() if line.strip("-")][-1] == "ValueError: boom of one"
+
+
+def test_a_rank_0_that_does_not_notice_is_ended(launcher: Launcher) -> None:
+    script = program(
+        launcher, "if rank == 1:\n        sys.exit(6)\n    def stuck():\n        hang()\n    stuck()"
+    )
+    job = launcher.python(script)
+    assert job.code == 6
+    assert "ended with exit code 6" in job.err
+    assert "in stuck" in job.err
+
+
+def test_a_failure_after_rank_0_is_done_is_reported_as_well(launcher: Launcher) -> None:
+    script = program(
+        launcher,
+        """
+    if rank == 1:
+        wait_for("done")
+        time.sleep(0.3)
+        sys.exit(5)
+    touch("done")
+    """,
+    )
+    job = launcher.python(script)
+    assert job.code == 5
+    assert "worker/1" in job.err
+
+
+def test_close_waits_and_raises_what_failed(launcher: Launcher) -> None:
+    script = program(
+        launcher,
+        """
+    if rank == 1:
+        time.sleep(0.3)
+        sys.exit(5)
+    try:
+        replicas.close()
+    except PeerLostError as error:
+        print("caught", error.task, error)
+        sys.stdout.flush()
+    replicas_closed = True
+    os._exit(0)
+    """,
+    )
+    job = launcher.python(script)
+    assert job.out.startswith("caught worker/1 A local replica failed: worker/1 (rank 1"), job.err
+    assert job.code == 0
+
+
+def test_an_error_of_rank_0_ends_the_replicas_without_a_word(launcher: Launcher) -> None:
+    script = program(
+        launcher, "touch(f'there-{rank}')\n    wait_for('there-1')\n    1 / 0 if rank == 0 else hang()"
+    )
+    job = launcher.python(script)
+    assert job.code == 1
+    assert job.err.rstrip().endswith("ZeroDivisionError: division by zero")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_replicas_die_with_rank_0(number: signal.Signals, launcher: Launcher) -> None:
+    process = launcher.start(program(launcher, "touch(f'there-{rank}')\n    hang()", count=3))
+    wait_until(lambda: all((launcher.folder / f"there-{rank}").exists() for rank in range(3)), bound_s=60)
+    process.send_signal(number)
+    process.communicate(timeout=END_BOUND_S)
+    assert process.returncode != 0
+    launcher.assert_all_gone()
+
+
+def test_a_fork_of_rank_0_does_not_keep_replicas_alive(launcher: Launcher) -> None:
+    script = program(
+        launcher,
+        """
+    touch(f"there-{rank}")
+    if rank == 0:
+        wait_for("there-1")
+        child = os.fork()
+        if child == 0:
+            time.sleep(30)
+            os._exit(0)
+        Path("fork").write_text(str(child))
+    hang()
+    """,
+    )
+    process = launcher.start(script, stdout=None, stderr=None)
+    wait_until(
+        lambda: (launcher.folder / "fork").exists() and (launcher.folder / "fork").read_text(), bound_s=60
+    )
+    replica = int((launcher.folder / "there-1").read_text())
+    process.kill()
+    process.wait()
+    wait_until(lambda: replica not in {running.pid for running in launcher.processes()})
+    os.kill(int((launcher.folder / "fork").read_text()), signal.SIGKILL)
+
+
+def test_one_replica_starts_nothing(launcher: Launcher) -> None:
+    job = launcher.python(program(launcher, "print(replicas.rank, 'TF_CONFIG' in os.environ)", count=1))
+    assert (job.code, job.lines) == (0, ["0 False"])
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("start_local_replicas(3)", "runs as 2 local replicas and now asks for 3"),
+        ("start_local_replicas(0)", "at least one replica"),
+        ("start_local_replicas(2, ['cpu:0'])", "need 2 devices"),
+    ],
+)
+def test_a_wrong_number_is_explained(code: str, message: str, launcher: Launcher) -> None:
+    script = program(launcher, f"if rank == 0:\n        {code}\n    wait_for('never', 2)\n")
+    job = launcher.python(script)
+    assert job.code == 64
+    assert message in job.err
+
+
+def test_an_interactive_session_is_pointed_to_launch(launcher: Launcher) -> None:
+    (launcher.folder / "input").write_text(
+        "from phalanx.launcher.replicas import start_local_replicas\nstart_local_replicas(2)\n"
+    )
+    with (launcher.folder / "input").open() as commands:
+        job = launcher.python(stdin=commands)
+    assert job.code == 1
+    assert "phalanx.launch(function, workers=N)" in job.err
+
+
+def test_a_task_of_another_job_starts_no_replicas(launcher: Launcher) -> None:
+    job = launcher.run("-n", "1", program(launcher, ""))
+    assert job.code == 64
+    assert "already a task of a job" in job.err
+
+
+def test_a_child_of_multiprocessing_starts_no_replicas(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        import multiprocessing
+        from phalanx.launcher.replicas import start_local_replicas
+        def work():
+            try:
+                start_local_replicas(2)
+            except Exception as error:
+                print(type(error).__name__, error)
+        if __name__ == "__main__":
+            process = multiprocessing.get_context("spawn").Process(target=work)
+            process.start()
+            process.join()
+        """
+    )
+    job = launcher.python(script)
+    assert job.out.startswith("ConfigurationError This process was started by multiprocessing"), job.err
+
+
+@pytest.mark.parametrize("name", ["gpu:1", "/gpu:1", "GPU:1", "/device:GPU:1", "cuda:1", " gpu:1 "])
+def test_a_gpu_is_the_only_one_that_its_replica_sees(name: str) -> None:
+    assert device_settings(name, {}) == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert device_settings(name, {"CUDA_VISIBLE_DEVICES": "4,6"}) == {"CUDA_VISIBLE_DEVICES": "6"}
+
+
+def test_on_a_cpu_no_gpu_is_seen() -> None:
+    assert device_settings("cpu:1", {"CUDA_VISIBLE_DEVICES": "4,6"}) == {"CUDA_VISIBLE_DEVICES": ""}
+
+
+@pytest.mark.parametrize("name", ["tpu:0", "gpu:x", "", "gpu:2"])
+def test_a_device_that_is_none_or_not_there_is_an_error(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"is not a device|is not there"):
+        device_settings(name, {"CUDA_VISIBLE_DEVICES": "4,6"})

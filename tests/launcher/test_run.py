@@ -1,0 +1,490 @@
+"""`phalanx run`, with real processes that use no Keras."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from phalanx import errors
+from tests.launcher.conftest import JOB_BOUND_S, Launcher, wait_until
+
+# How long a job may take to end after its launcher or a worker was killed.
+END_BOUND_S = 20.0
+
+
+def pid_in(path: Path) -> int:
+    wait_until(lambda: path.exists() and path.read_text(), lambda: f"no {path.name}", JOB_BOUND_S)
+    return int(path.read_text())
+
+
+def test_each_worker_knows_its_place_and_shares_nothing_but_the_secret(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        names = ["TF_CONFIG", "PHALANX_SECRET", "PHALANX_JOB_ID", "PHALANX_LISTEN_FD", "OMP_NUM_THREADS",
+                 "KERAS_BACKEND"]
+        import socket
+        listener = socket.socket(fileno=int(os.environ["PHALANX_LISTEN_FD"]))
+        print(json.dumps({"rank": rank, "argv": sys.argv, "cores": sorted(os.sched_getaffinity(0)),
+            "port": listener.getsockname()[1], "accepts": listener.getsockopt(socket.SOL_SOCKET,
+            socket.SO_ACCEPTCONN), "group": os.getpgid(0), **{name: os.environ[name] for name in names}}))
+        """
+    )
+    job = launcher.run("--workers", "3", "--backend", "jax", script, "--lr", "1", "-n", "5")
+    assert job.code == 0, job.err
+    reports = {}
+    for line in job.lines:
+        task, _, text = line.partition("] ")
+        report = json.loads(text)
+        assert task == f"[worker/{report['rank']}"
+        reports[report["rank"]] = report
+    assert sorted(reports) == [0, 1, 2]
+    configs = [json.loads(reports[rank]["TF_CONFIG"]) for rank in range(3)]
+    assert [config["task"] for config in configs] == [{"type": "worker", "index": rank} for rank in range(3)]
+    assert configs[0]["cluster"] == configs[1]["cluster"] == configs[2]["cluster"]
+    for rank, report in reports.items():
+        assert configs[0]["cluster"]["worker"][rank] == f"127.0.0.1:{report['port']}"
+        assert report["accepts"] == 1
+        assert report["argv"] == [script, "--lr", "1", "-n", "5"]
+        assert report["KERAS_BACKEND"] == "jax"
+        assert report["OMP_NUM_THREADS"] == str(len(report["cores"]))
+    assert len({report["PHALANX_SECRET"] for report in reports.values()}) == 1
+    assert len({report["PHALANX_JOB_ID"] for report in reports.values()}) == 1
+    assert len({report["group"] for report in reports.values()}) == 3
+    assert all(len(report["PHALANX_SECRET"]) >= 32 for report in reports.values())
+
+
+def test_the_secret_is_on_no_command_line_and_fresh_for_each_job(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        import glob
+        secret = os.environ["PHALANX_SECRET"]
+        lines = []
+        for path in glob.glob("/proc/[0-9]*/cmdline"):
+            try:
+                lines.append(Path(path).read_text())
+            except OSError:
+                pass
+        print(secret, any(secret in line for line in lines))
+        """
+    )
+    outputs = [launcher.run("-n", "1", script).out.split() for _ in range(2)]
+    assert outputs[0][2] == outputs[1][2] == "False"
+    assert outputs[0][1] != outputs[1][1]
+
+
+def test_settings_of_the_user_win(launcher: Launcher) -> None:
+    launcher.environment["OMP_NUM_THREADS"] = "17"
+    job = launcher.run("-n", "1", launcher.script("print(os.environ['OMP_NUM_THREADS'])"))
+    assert job.lines == ["[worker/0] 17"]
+
+
+def test_the_program_sees_what_it_would_see_under_plain_python(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        import inspect, pickle, __main__
+        class Thing: pass
+        assert type(pickle.loads(pickle.dumps(Thing()))) is Thing
+        def function(): pass
+        assert "def function" in inspect.getsource(function)
+        assert __main__.__file__ == __file__ and __name__ == "__main__" and __spec__ is None
+        assert not any(name.startswith("_ROOT") or name == "ChildOrder" for name in globals())
+        names = sorted(name for name in os.environ if name in ("PHALANX_CHILD",))
+        print(json.dumps([sys.argv, __file__, sys.path[0], names]))
+        """
+    )
+    job = launcher.run("-n", "1", Path(script).name, "a")
+    assert job.code == 0, job.err
+    plain = launcher.python(Path(script).name, "a")
+    assert json.loads(job.out.partition("] ")[2]) == json.loads(plain.out)
+
+
+def test_a_module_a_package_folder_and_code_run_too(launcher: Launcher) -> None:
+    package = launcher.folder / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text("import sys; print(__name__, sys.argv[1:], __package__)")
+    (package / "part.py").write_text("import sys; print(__name__, sys.argv[1:], __spec__.name)")
+    assert launcher.run("-n", "1", "-m", "package.part", "-x").lines == [
+        "[worker/0] __main__ ['-x'] package.part"
+    ]
+    assert launcher.run("-n", "1", "-m", "package", "y").lines == ["[worker/0] __main__ ['y'] package"]
+    assert launcher.run("-n", "1", "package", "z").lines == ["[worker/0] __main__ ['z'] "]
+
+
+def test_multiprocessing_works_in_a_worker(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        import multiprocessing
+        def square(x):
+            return x * x
+        if __name__ == "__main__":
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                print(pool.map(square, [1, 2, 3]))
+        """
+    )
+    job = launcher.run("-n", "1", script)
+    assert job.lines == ["[worker/0] [1, 4, 9]"], job.err
+
+
+def test_the_failing_workers_traceback_comes_last_and_its_code_is_returned(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        if rank == 1:
+            raise ValueError("boom of one")
+        hang()
+        """
+    )
+    job = launcher.run("-n", "2", script)
+    assert job.code == 1
+    lines = [line for line in job.err.splitlines() if line.strip("-")]
+    assert lines[-1] == "ValueError: boom of one"
+    assert lines[lines.index("worker/1 said:") + 1] == "Traceback (most recent call last):"
+    assert "child.py" not in job.err
+    assert "worker/0  ended by the launcher" in job.err
+
+
+def test_a_survivors_lost_peer_is_a_consequence_even_if_seen_first(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        from phalanx.errors import PeerLostError
+        if rank == 0:
+            touch("gone")
+            raise PeerLostError("lost worker/1", rank=1, task="worker/1", host="here")
+        wait_for("gone")
+        survivor = int(Path("gone").read_text())
+        while Path(f"/proc/{survivor}").exists():  # until the launcher has reaped it
+            time.sleep(0.01)
+        raise KeyError("the cause")
+        """
+    )
+    job = launcher.run("-n", "2", script)
+    assert job.code == 1
+    assert "worker/1 (rank 1" in job.err
+    assert "failed with KeyError: 'the cause'" in job.err
+
+
+def test_leaving_early_with_code_0_is_named_as_the_cause(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        from phalanx.errors import PeerLostError
+        if rank == 1:
+            touch("gone")
+            os._exit(0)
+        wait_for("gone")
+        raise PeerLostError("lost worker/1", rank=1, task="worker/1", host="here")
+        """
+    )
+    job = launcher.run("-n", "2", script)
+    assert job.code == errors.PeerLostError.exit_code
+    assert "worker/1 left the job with exit code 0" in job.err
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("sys.exit(3)", 3),
+        ("sys.exit('words')", 1),
+        ("os.kill(os.getpid(), 9)", 137),
+        ("os.abort()", 134),
+        ("raise __import__('phalanx.errors').errors.ConfigurationError('wrong')", 64),
+        ("raise ValueError('x') from __import__('phalanx.errors').errors.RendezvousError('late')", 66),
+        ("sys.exit(0)", 0),
+    ],
+)
+def test_the_exit_code_tells_the_causes_apart(code: str, status: int, launcher: Launcher) -> None:
+    job = launcher.run("-n", "2", launcher.script(f"if rank == 1:\n    {code}\n"))
+    assert job.code == status, job.err
+    assert (f"Exit code {status}: " in job.err) == (status != 0)
+
+
+def test_a_crash_of_native_code_shows_its_python_stack(launcher: Launcher) -> None:
+    script = launcher.script("def crash():\n    import ctypes; ctypes.string_at(0)\ncrash()")
+    job = launcher.run("-n", "1", script)
+    assert job.code == 139
+    assert "was killed by SIGSEGV" in job.err
+    assert re.search(r"program.py.*in crash", job.err)
+
+
+def test_the_page_shows_where_a_rank_hangs_and_what_each_did_last(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        from phalanx.launcher.progress import report
+        report("all_reduce", epoch=2, step=10 + rank)
+        if rank == 0:
+            touch("there")
+            def stuck_here():
+                hang()
+            stuck_here()
+        wait_for("there")
+        from phalanx.errors import CollectiveTimeoutError
+        raise CollectiveTimeoutError("worker/0 did not come")
+        """
+    )
+    job = launcher.run("-n", "2", "--log-dir", "logs", script)
+    assert job.code == errors.CollectiveTimeoutError.exit_code
+    page = (launcher.folder / "logs" / "failure.txt").read_text()
+    for text in (job.err, page):
+        assert "worker/0 hung" in text
+        assert re.search(r"program.py.* in stuck_here", text)
+        assert "last in all_reduce, epoch 2, step 10" in text
+        assert "last in all_reduce, epoch 2, step 11" in text
+    report = json.loads((launcher.folder / "logs" / "failure.json").read_text())
+    assert report["exit_code"] == job.code
+    assert report["cause"] == "worker/1"
+    assert report["tasks"][0]["hung"] is True
+    assert report["tasks"][0]["words"]["step"] == 10
+
+
+def test_a_stopped_worker_is_named_as_stopped(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        import signal
+        if rank == 0:
+            touch("there")
+            os.kill(os.getpid(), signal.SIGSTOP)
+        wait_for("there")
+        sys.exit(3)
+        """
+    )
+    job = launcher.run("-n", "2", "--log-dir", "logs", script)
+    assert job.code == 3
+    report = json.loads((launcher.folder / "logs" / "failure.json").read_text())
+    assert report["tasks"][0]["words"]["state"] == "T"
+
+
+def test_a_worker_that_ignores_sigterm_is_killed(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        import signal
+        if rank == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            touch("deaf")
+            hang()
+        wait_for("deaf")
+        sys.exit(9)
+        """
+    )
+    assert launcher.run("-n", "2", script).code == 9
+
+
+def test_a_later_success_leaves_no_page_of_an_earlier_failure(launcher: Launcher) -> None:
+    logs = launcher.folder / "logs"
+    assert launcher.run("-n", "1", "--log-dir", "logs", launcher.script("sys.exit(5)")).code == 5
+    assert (logs / "failure.txt").exists()
+    assert launcher.run("-n", "1", "--log-dir", "logs", launcher.script("print('fine')")).code == 0
+    assert sorted(path.name for path in logs.iterdir()) == ["worker-0.log"]
+
+
+def test_the_log_directory_keeps_each_tasks_output_as_it_was(launcher: Launcher) -> None:
+    script = launcher.script(
+        r"""
+        for i in range(3):
+            sys.stdout.write(f"\r{rank}: {i}/3"); sys.stdout.flush()
+        print()
+        print("to stderr", file=sys.stderr, end="")
+        """
+    )
+    job = launcher.run("-n", "2", "--log-dir", "deep/logs", script)
+    assert sorted(job.lines) == ["[worker/0] 0: 2/3", "[worker/1] 1: 2/3"]
+    assert sorted(job.err.splitlines()) == ["[worker/0] to stderr", "[worker/1] to stderr"]
+    for rank in range(2):
+        log = (launcher.folder / "deep" / "logs" / f"worker-{rank}.log").read_bytes()
+        progress = f"\r{rank}: 0/3\r{rank}: 1/3\r{rank}: 2/3\n".encode()
+        # The two streams are read as they come: only the order within each is kept.
+        assert len(log) == len(progress) + len(b"to stderr")
+        assert b"to stderr" in log
+        assert log.replace(b"to stderr", b"") == progress
+
+
+def test_much_output_arrives_whole_and_in_order(launcher: Launcher) -> None:
+    script = launcher.script("for i in range(20_000):\n    print('line', i)\n")
+    job = launcher.run("-n", "2", script)
+    for rank in range(2):
+        own = [line for line in job.lines if line.startswith(f"[worker/{rank}]")]
+        assert own == [f"[worker/{rank}] line {i}" for i in range(20_000)]
+
+
+def test_stdout_and_stderr_in_one_file_keep_their_order(launcher: Launcher) -> None:
+    script = launcher.script(
+        "for i in range(300):\n    print(i, file=sys.stderr if i % 2 else sys.stdout, flush=True)\n"
+    )
+    with (launcher.folder / "both").open("w+") as both:
+        assert launcher.run("-n", "1", script, stdout=both, stderr=both).code == 0
+    lines = (launcher.folder / "both").read_text().splitlines()
+    assert lines == [f"[worker/0] {i}" for i in range(300)]
+
+
+def test_rank_0_reads_what_is_piped_in_and_the_others_nothing(launcher: Launcher) -> None:
+    (launcher.folder / "input").write_text("data")
+    with (launcher.folder / "input").open() as data:
+        job = launcher.run("-n", "2", launcher.script("print(repr(sys.stdin.read()))"), stdin=data)
+    assert sorted(job.lines) == ["[worker/0] 'data'", "[worker/1] ''"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_told_to_end_the_whole_job_ends(number: signal.Signals, launcher: Launcher) -> None:
+    script = launcher.script("touch(f'there-{rank}')\nhang()")
+    process = launcher.start_run("-n", "2", "--log-dir", "logs", script)
+    for rank in range(2):
+        pid_in(launcher.folder / f"there-{rank}")
+    process.send_signal(number)
+    _, err = process.communicate(timeout=END_BOUND_S)
+    assert process.returncode == 128 + number
+    assert "the job was ended from outside" in err
+    assert re.search(r"program.py.* in hang", (launcher.folder / "logs" / "failure.txt").read_text())
+
+
+def test_told_twice_it_ends_at_once(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        import signal
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        touch("deaf")
+        hang()
+        """
+    )
+    process = launcher.start_run("-n", "1", script)
+    pid_in(launcher.folder / "deaf")
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=END_BOUND_S)
+    assert process.returncode in (130, 143)  # whichever of the two was delivered first
+
+
+def test_the_program_may_finish_something_after_ctrl_c(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        try:
+            touch(f"there-{rank}")
+            hang()
+        except KeyboardInterrupt:
+            time.sleep(0.5)
+            touch(f"saved-{rank}")
+        """
+    )
+    process = launcher.start_run("-n", "2", script)
+    for rank in range(2):
+        pid_in(launcher.folder / f"there-{rank}")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=END_BOUND_S)
+    assert process.returncode == 130
+    assert all((launcher.folder / f"saved-{rank}").exists() for rank in range(2))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_killing_a_worker_ends_the_job_with_its_signal(rank: int, launcher: Launcher) -> None:
+    script = launcher.script("touch(f'there-{rank}')\nhang()")
+    process = launcher.start_run("-n", "2", script)
+    pids = [pid_in(launcher.folder / f"there-{r}") for r in range(2)]
+    os.kill(pids[rank], signal.SIGKILL)
+    _, err = process.communicate(timeout=END_BOUND_S)
+    assert process.returncode == 137
+    assert f"worker/{rank} (rank {rank}, pid {pids[rank]}" in err
+
+
+def test_killing_the_launcher_kills_the_workers_and_what_they_started(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        import subprocess
+        helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+        Path(f"helper-{rank}").write_text(str(helper.pid))
+        touch(f"there-{rank}")
+        while True:   # holds the interpreter, as native code may
+            pass
+        """
+    )
+    process = launcher.start_run("-n", "2", script)
+    pids = [pid_in(launcher.folder / f"{kind}-{r}") for kind in ("there", "helper") for r in range(2)]
+    assert all(psutil.pid_exists(pid) for pid in pids)
+    process.kill()
+    process.communicate(timeout=END_BOUND_S)
+    launcher.assert_all_gone()
+
+
+def test_killing_the_launcher_at_a_random_moment_of_the_start_leaves_nothing(launcher: Launcher) -> None:
+    script = launcher.script("hang()")
+    for files in range(3, 9):  # the moment is a number of processes' open files, not a time
+        process = launcher.start_run("-n", "3", script)
+        own = psutil.Process(process.pid)
+        wait_until(lambda own=own, files=files: own.num_fds() >= files + 3 or len(launcher.processes()) > 2)
+        process.kill()
+        process.communicate(timeout=END_BOUND_S)
+    launcher.assert_all_gone()
+
+
+def test_a_daemon_that_left_its_group_is_ended_with_the_job(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                touch("daemon")
+                hang()
+            os._exit(0)
+        os.wait()
+        wait_for("daemon")
+        """
+    )
+    assert launcher.run("-n", "1", script).code == 0
+    assert not psutil.pid_exists(pid_in(launcher.folder / "daemon"))
+
+
+def test_no_file_is_left_in_the_temporary_folders(launcher: Launcher) -> None:
+    temporary = launcher.folder / "tmp"
+    temporary.mkdir()
+    launcher.environment["TMPDIR"] = str(temporary)
+    script = launcher.script("touch(f'there-{rank}')\nhang()")
+    process = launcher.start_run("-n", "2", script)
+    for rank in range(2):
+        pid_in(launcher.folder / f"there-{rank}")
+    process.kill()
+    process.communicate(timeout=END_BOUND_S)
+    assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["-n", "2", "missing.py"], 64, "There is no script missing.py"),
+        (["--hosts", "a:x", "missing.py"], 64, "is not a host"),
+        (["missing.py"], 2, "Say how many"),
+        (["-n", "2", "--hosts", "a:1", "x.py"], 2, "Say how many"),
+        (["-n", "0", "x.py"], 2, "--workers"),
+        (["-n", "2"], 2, "Name the script"),
+        (["-n", "2", "--backend", "numpy", "x.py"], 2, "numpy"),
+        (["-n", "1", "--log-dir", "/proc/nowhere", "."], 64, ""),
+    ],
+)
+def test_a_bad_command_line_is_explained(
+    arguments: list[str], code: int, message: str, launcher: Launcher
+) -> None:
+    (launcher.folder / "__main__.py").touch()
+    job = launcher.run(*arguments)
+    assert job.code == code, job.err
+    assert message in job.err
+    assert "Traceback" not in job.err
+
+
+def test_the_version_is_told(launcher: Launcher) -> None:
+    from phalanx.version import __version__
+
+    assert launcher.python("-m", "phalanx", "--version").out.split()[-1] == __version__
+
+
+def test_the_launcher_imports_no_framework(launcher: Launcher) -> None:
+    code = (
+        "import sys, phalanx.cli, phalanx.launcher.command as c; print({'keras', 'numpy'} & {*sys.modules})"
+    )
+    assert launcher.python("-c", code).out.strip() == "set()"
+
+
+def test_a_worker_imports_no_framework_before_the_program(launcher: Launcher) -> None:
+    job = launcher.run("-n", "1", launcher.script("print({'keras', 'numpy', 'msgspec'} & {*sys.modules})"))
+    assert job.lines == ["[worker/0] set()"]

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import io
+import itertools
+import re
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.launcher.screen import LineAssembler, LiveLine, Screen, width
+
+BAR = "\x1b[1m 3/10\x1b[0m \x1b[32m━━━\x1b[0m - loss: 0.5"
+
+
+def drawn(output: str) -> list[str]:
+    """What a terminal shows after `output`: enough of one for what progress bars do."""
+    rows: list[list[str]] = [[]]
+    row = column = 0
+    for token in re.findall(r"\x1b\[\d*[A-Za-z]|[^\x1b]", output):
+        if token == "\n":
+            row, column = row + 1, 0
+            if row == len(rows):
+                rows.append([])
+        elif token == "\r":
+            column = 0
+        elif token == "\b":
+            column = max(0, column - 1)
+        elif token == "\x1b[2K":
+            rows[row] = []
+        elif token == "\x1b[J":
+            rows[row] = rows[row][:column]
+            del rows[row + 1 :]
+        elif token.endswith("A") and len(token) > 2:
+            row -= int(token[2:-1] or 1)
+        elif not token.startswith("\x1b"):
+            rows[row] += [" "] * (column + 1 - len(rows[row]))
+            rows[row][column] = token
+            column += 1
+    return ["".join(cells).rstrip() for cells in rows]
+
+
+def screen(*, columns: int | None) -> tuple[Screen, io.StringIO]:
+    out = io.StringIO()
+    return Screen(["worker/0", "worker/1"], out, out, columns=columns), out
+
+
+def test_a_line_is_complete_at_its_end() -> None:
+    lines = LineAssembler()
+    assert lines.feed("one\ntw") == ["one"]
+    assert lines.feed("o\n\n") == ["two", ""]
+    assert lines.finish() == []
+    lines.feed("three")
+    assert lines.finish() == ["three"]
+
+
+def test_a_progress_bar_becomes_the_line_that_stays() -> None:
+    assert LineAssembler().feed("\r1/3\b\b\b\r2/3\b\b\b\r3/3 done\n") == ["3/3 done"]
+    assert LineAssembler().feed("text\r\n") == ["text"]
+
+
+@given(st.text(alphabet="ab\r\n\b\x1b[mK ", max_size=60), st.lists(st.integers(0, 60), max_size=5))
+def test_where_the_pieces_are_cut_does_not_matter_to_lines(text: str, cuts: list[int]) -> None:
+    whole, pieces = LineAssembler(), LineAssembler()
+    bounds = [0, *sorted(cuts), len(text)]
+    parts = [text[a:b] for a, b in itertools.pairwise(bounds)]
+    assert whole.feed(text) + whole.finish() == [
+        *(line for part in parts for line in pieces.feed(part)),
+        *pieces.finish(),
+    ]
+
+
+@given(st.lists(st.sampled_from(["text", "\r", "\n", "\x1b[1m", "\x1b[2K", "\x1b[?25l", "é"]), max_size=12))
+def test_where_the_pieces_are_cut_does_not_matter_to_the_live_line(tokens: list[str]) -> None:
+    text = "".join(tokens)
+    single = LiveLine("[0] ")
+    assert LiveLine("[0] ").feed(text) == "".join(single.feed(character) for character in text)
+
+
+def test_every_line_of_the_chief_begins_with_its_task() -> None:
+    live = LiveLine("[0] ")
+    assert drawn(live.feed("one\n\ntwo\r\nthree")) == ["[0] one", "[0]", "[0] two", "[0] three"]
+
+
+def test_a_redrawn_bar_keeps_its_prefix_and_place() -> None:
+    live = LiveLine("[0] ")
+    output = live.feed("\r1/10") + live.feed("\b" * 4 + "\r2/10") + live.feed("\b" * 4 + "\r3/10 done\n")
+    assert drawn(output) == ["[0] 3/10 done", ""]
+
+
+def test_the_prefix_stands_before_the_colour_of_the_text() -> None:
+    assert LiveLine("[0] ").feed("\r\x1b[2K\x1b[1mEpoch") == "\r\x1b[2K[0] \x1b[1mEpoch"
+
+
+def test_lines_of_others_stand_above_the_live_line() -> None:
+    shown, out = screen(columns=80)
+    shown.feed(0, False, f"Epoch 1\n\r{BAR}".encode())
+    shown.feed(1, False, b"warning\n")
+    shown.feed(0, False, b"\b\b\b\r 4/10 finished            \n")
+    assert drawn(out.getvalue()) == [
+        "[worker/0] Epoch 1",
+        "[worker/1] warning",
+        "[worker/0]  4/10 finished",
+        "",
+    ]
+
+
+def test_a_bar_that_ends_with_a_return_is_drawn_over_afterwards_too() -> None:
+    shown, out = screen(columns=80)
+    shown.feed(0, False, b"10 %\r")
+    shown.feed(1, False, b"warning\n")
+    shown.feed(0, False, b"99 %\r")
+    shown.close()
+    assert drawn(out.getvalue()) == ["[worker/1] warning", "[worker/0] 99 %", ""]
+
+
+def test_a_bar_wider_than_the_terminal_is_erased_whole() -> None:
+    live = LiveLine("[0] ")
+    live.feed("x" * 50)
+    assert live.above("line\n", columns=20).startswith("\r\x1b[2A\x1b[J")
+
+
+def test_a_character_cut_in_two_is_put_together() -> None:
+    shown, out = screen(columns=None)
+    data = "größe\n".encode()
+    for byte in data:
+        shown.feed(1, False, bytes([byte]))
+    assert out.getvalue() == "[worker/1] größe\n"
+
+
+def test_bytes_that_are_no_text_are_shown_as_such() -> None:
+    shown, out = screen(columns=None)
+    shown.feed(1, False, b"\xff\xfe\n")
+    assert out.getvalue() == "[worker/1] \N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}\n"
+
+
+def test_the_log_gets_the_bytes_as_they_were() -> None:
+    log = io.BytesIO()
+    out = io.StringIO()
+    Screen(["worker/0"], out, out, logs=[log]).feed(0, False, b"\r1/2\r2/2\n\xff")
+    assert log.getvalue() == b"\r1/2\r2/2\n\xff"
+
+
+def test_width_does_not_count_escapes() -> None:
+    assert width(BAR) == len(" 3/10 ━━━ - loss: 0.5")

@@ -1,0 +1,160 @@
+"""`phalanx run` as a person sees it: on a terminal."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launcher.conftest import JOB_BOUND_S, Launcher
+
+ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+class Terminal:
+    """A terminal with a job in its foreground."""
+
+    def __init__(self, launcher: Launcher, *arguments: str):
+        # pty.fork, since the terminal must be the controlling one for Ctrl-C to work.
+        self.pid, self.fd = pty.fork()
+        if self.pid == 0:
+            import sys
+
+            os.chdir(launcher.folder)
+            os.execve(
+                sys.executable, [sys.executable, "-m", "phalanx", "run", *arguments], launcher.environment
+            )
+        self.text = ""
+
+    def read_until(self, pattern: str | None) -> str:
+        """Read until the pattern was shown, or, without one, until the end."""
+        deadline = time.monotonic() + JOB_BOUND_S
+        while pattern is None or not re.search(pattern, self.text):
+            ready, _, _ = select.select([self.fd], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"no {pattern} in {self.text}"
+            try:
+                data = os.read(self.fd, 65536)
+            except OSError:  # the job has ended
+                data = b""
+            if not data:
+                assert pattern is None, f"no {pattern} in {self.text}"
+                break
+            self.text += data.decode()
+        return self.text
+
+    def type(self, text: bytes) -> None:
+        os.write(self.fd, text)
+
+    def end(self) -> int:
+        self.read_until(None)
+        _, status = os.waitpid(self.pid, 0)
+        os.close(self.fd)
+        return os.waitstatus_to_exitcode(status)
+
+
+def test_the_chief_has_a_terminal_and_the_others_do_not(launcher: Launcher) -> None:
+    script = launcher.script(
+        "print(sys.stdout.isatty(), sys.stderr.isatty(), os.get_terminal_size().columns if rank == 0 else '')"
+    )
+    terminal = Terminal(launcher, "-n", "2", script)
+    import fcntl
+    import termios
+
+    fcntl.ioctl(terminal.fd, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+    assert terminal.end() == 0
+    lines = ESCAPE.sub("", terminal.text).split("\r\n")
+    assert "[worker/1] False False " in lines
+    assert any(re.fullmatch(r"\[worker/0\] True True (89|69)", line) for line in lines), lines
+
+
+def test_prefixes_are_coloured_unless_the_user_wants_none(launcher: Launcher) -> None:
+    script = launcher.script("print('hello')")
+    terminal = Terminal(launcher, "-n", "1", script)
+    terminal.end()
+    assert "\x1b[36m[worker/0]\x1b[0m hello\r\n" in terminal.text
+    launcher.environment["NO_COLOR"] = "1"
+    terminal = Terminal(launcher, "-n", "1", script)
+    terminal.end()
+    assert terminal.text == "[worker/0] hello\r\n"
+
+
+def test_a_progress_bar_stays_in_place_while_others_write(launcher: Launcher) -> None:
+    script = launcher.script(
+        r"""
+        if rank == 0:
+            sys.stdout.write("\r1/2"); sys.stdout.flush()
+            touch("drawn")
+            wait_for("written")
+            sys.stdout.write("\b\b\b\r2/2 done\n"); sys.stdout.flush()
+        else:
+            wait_for("drawn")
+            time.sleep(0.2)
+            print("a line of one")
+            time.sleep(0.2)
+            touch("written")
+        """
+    )
+    terminal = Terminal(launcher, "-n", "2", script)
+    assert terminal.end() == 0
+    text = terminal.text.replace("\x1b[36m", "").replace("\x1b[33m", "").replace("\x1b[0m", "")
+    assert "\r[worker/0] 1/2\r\x1b[2K[worker/1] a line of one\r\n[worker/0] 1/2" in text
+    assert text.count("[worker/0] 2/2 done\r\n") == 1
+
+
+def test_ctrl_c_ends_the_job(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        print("ready", rank, flush=True)
+        try:
+            hang()
+        finally:
+            touch(f"finally-{rank}")
+        """
+    )
+    terminal = Terminal(launcher, "-n", "2", script)
+    terminal.read_until(r"ready 0")
+    terminal.read_until(r"ready 1")
+    terminal.type(b"\x03")
+    assert terminal.end() == 130
+    assert "somebody pressed Ctrl-C" in terminal.text
+    assert all((Path(launcher.folder) / f"finally-{rank}").exists() for rank in range(2))
+
+
+def test_closing_the_terminal_ends_the_job(launcher: Launcher) -> None:
+    terminal = Terminal(launcher, "-n", "2", launcher.script("print('ready', rank, flush=True)\nhang()"))
+    terminal.read_until(r"ready 0")
+    terminal.read_until(r"ready 1")
+    os.close(terminal.fd)
+    launcher.assert_all_gone()
+    _, status = os.waitpid(terminal.pid, 0)
+    assert os.waitstatus_to_exitcode(status) in (128 + signal.SIGHUP, 1, 120, -signal.SIGHUP)
+
+
+@pytest.mark.parametrize("columns", [120, 60])
+def test_the_chief_learns_of_a_new_terminal_size(columns: int, launcher: Launcher) -> None:
+    import fcntl
+    import termios
+
+    script = launcher.script(
+        """
+        import signal
+        resized = []
+        signal.signal(signal.SIGWINCH, lambda *_: resized.append(os.get_terminal_size().columns))
+        print("ready", flush=True)
+        while not resized:
+            time.sleep(0.01)
+        print("columns", resized[0])
+        """
+    )
+    terminal = Terminal(launcher, "-n", "1", script)
+    terminal.read_until(r"ready")
+    fcntl.ioctl(terminal.fd, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    assert terminal.end() == 0
+    assert f"columns {columns - len('[worker/0] ')}" in terminal.text

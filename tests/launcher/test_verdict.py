@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import signal
+
+from phalanx.launcher import page
+from phalanx.launcher.messages import LastWords
+from phalanx.launcher.verdict import End, judge
+from phalanx.launcher.words import ErrorWords
+
+LOST, TIMEOUT = 71, 69
+
+
+def end(rank: int, code: int | None, order: int, **more: object) -> End:
+    return End(rank, f"worker/{rank}", "host", 100 + rank, code, order, **more)  # type: ignore[arg-type]
+
+
+def lost(task: str) -> LastWords:
+    return LastWords(error=ErrorWords("PeerLostError", f"lost {task}", "Traceback ...", task))
+
+
+def test_a_job_without_failure_succeeds() -> None:
+    assert judge([end(0, 0, 0), end(1, 0, 1)]).success
+
+
+def test_an_error_of_its_own_is_the_cause_even_if_it_was_seen_last() -> None:
+    verdict = judge([end(0, LOST, 0), end(1, TIMEOUT, 1), end(2, 3, 2)])
+    assert (verdict.code, verdict.cause and verdict.cause.rank) == (3, 2)
+
+
+def test_of_several_errors_the_first_is_the_cause() -> None:
+    verdict = judge([end(0, 1, 1), end(1, 5, 0)])
+    assert verdict.cause is not None
+    assert verdict.cause.rank == 1
+
+
+def test_a_signal_gives_the_code_that_a_shell_would_give() -> None:
+    verdict = judge([end(0, LOST, 0), end(1, -signal.SIGKILL, 1)])
+    assert verdict.code == 137
+    assert "worker/1" in verdict.reason
+    assert "SIGKILL" in verdict.reason
+
+
+def test_who_was_ended_by_the_launcher_is_no_cause() -> None:
+    verdict = judge([end(0, -signal.SIGTERM, 1, by_launcher=True), end(1, 4, 0)])
+    assert verdict.code == 4
+
+
+def test_leaving_early_without_error_is_the_cause_when_others_missed_that_task() -> None:
+    verdict = judge([end(0, LOST, 1, words=lost("worker/1")), end(1, 0, 0), end(2, 0, 2)])
+    assert verdict.code == LOST
+    assert verdict.cause is not None
+    assert verdict.cause.rank == 1
+    assert "exit code 0 while" in verdict.reason
+
+
+def test_an_early_end_that_nobody_missed_is_none() -> None:
+    verdict = judge([end(0, 3, 1), end(1, 0, 0)])
+    assert verdict.cause is not None
+    assert verdict.cause.rank == 0
+
+
+def test_who_hangs_is_named_when_the_others_only_timed_out() -> None:
+    ends = [end(0, TIMEOUT, 0), end(1, -9, 1, by_launcher=True, hung=True)]
+    verdict = judge(ends)
+    assert verdict.code == TIMEOUT
+    assert "worker/1 hung" in verdict.reason
+    assert "worker/1" in page.report(verdict, ends).check
+
+
+def test_told_to_end_the_job_ends_with_that_signals_code() -> None:
+    ends = [end(0, -signal.SIGINT, 0, by_launcher=True), end(1, 1, 1, by_launcher=True)]
+    verdict = judge(ends, interrupted_by=signal.SIGINT)
+    assert (verdict.code, verdict.cause) == (130, None)
+    assert "Ctrl-C" in verdict.reason
+
+
+def test_the_page_says_who_where_and_what_to_check() -> None:
+    words = LastWords(
+        phase="all_reduce",
+        epoch=1,
+        step=37,
+        age_s=0.5,
+        error=ErrorWords("ValueError", "boom", "Traceback ...\nValueError: boom\n"),
+    )
+    ends = [
+        end(1, 1, 0, words=words),
+        end(
+            0,
+            -15,
+            1,
+            by_launcher=True,
+            hung=True,
+            words=LastWords(phase="evaluate", state="S", stacks='File "x.py"'),
+        ),
+    ]
+    text = page.render(judge(ends), ends, log_dir="/logs")
+    assert "worker/1 (rank 1, pid 101 on host) failed with ValueError: boom" in text
+    assert "it was in: all_reduce, epoch 1, step 37" in text
+    assert "last in evaluate" in text
+    assert 'File "x.py"' in text
+    assert "Check: " in text
+    assert "/logs" in text
+    assert text.rstrip("-\n").endswith("ValueError: boom")
+
+
+def test_a_worker_lost_with_its_host_is_the_cause_of_what_others_lost() -> None:
+    verdict = judge([end(0, LOST, 0, words=lost("worker/1")), end(1, None, 1)])
+    assert verdict.cause is not None
+    assert verdict.cause.rank == 1
