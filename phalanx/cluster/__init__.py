@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from phalanx.cluster.agreement import Facts
 from phalanx.cluster.membership import Member, Membership, Rank
-from phalanx.cluster.rendezvous import Node, join
+from phalanx.cluster.node import Node, join
 from phalanx.cluster.resolvers import (
     ClusterResolver,
     KubernetesClusterResolver,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
+import ssl
 import time
 
 import msgspec
@@ -148,7 +148,9 @@ def _shake_hands(link: Link, secret: bytes | None, deadline: float) -> None:
                 f"{link.peer} hung up when it saw our proof of the secret: PHALANX_SECRET differs, or is set "
                 f"at only one of the two ends"
             ) from error
-        with contextlib.suppress(AttributeError):
-            if "SSL" in str(error):
-                raise HandshakeError(f"TLS with {link.peer} failed: {error}") from error
-        raise
+        if isinstance(error.__cause__, ssl.SSLError):
+            raise HandshakeError(f"TLS with {link.peer} failed: {error.__cause__}") from error
+        raise LinkClosedError(
+            f"{link.peer} hung up when we called: its process is about to end, or only one of the two ends "
+            f"has TLS (PHALANX_TLS_CERT, _KEY and _CA must be set on all tasks or none)"
+        ) from error

@@ -15,6 +15,7 @@ import logging
 import os
 import selectors
 import socket
+import ssl
 import threading
 import time
 import weakref
@@ -246,7 +247,8 @@ class Listener:
         except (HandshakeError, FrameError, msgspec.MsgspecError) as error:
             self._refuse(arrival, str(error))
         except LinkClosedError as error:
-            self._refuse(arrival, _describe_break(error, tls=self._tls is not None), silent=arrival.untouched)
+            silent = arrival.untouched and not _is_tls_failure(error)
+            self._refuse(arrival, _describe_break(error, tls=self._tls is not None), silent=silent)
         else:
             if hello is not None:
                 self._hand_on(arrival, hello)
@@ -391,6 +393,11 @@ class RefusalCounter:
             f"{host} ({number} times: {reason})" if number > 1 else f"{host} ({reason})"
             for (host, reason), number in counts.most_common(most)
         )
+
+
+def _is_tls_failure(error: LinkClosedError) -> bool:
+    """Whether the two ends talked, but could not agree on TLS."""
+    return isinstance(error.__cause__, ssl.SSLError) and not isinstance(error.__cause__, ssl.SSLEOFError)
 
 
 def _describe_break(error: LinkClosedError, *, tls: bool) -> str:

@@ -1,0 +1,133 @@
+"""What a task answers on its port during the rendezvous: to members, to those who ask, to bad news."""
+
+from __future__ import annotations
+
+import msgspec
+
+from phalanx.cluster.agreement import Statement, describe_disagreement
+from phalanx.cluster.membership import Rank
+from phalanx.cluster.roll_call import Identity, Peer, RollCall
+from phalanx.errors import DisagreementError
+from phalanx.transport.handshake import Hello, Welcome
+from phalanx.transport.link import Link
+from phalanx.transport.listener import Listener
+
+MESH = "mesh"
+"""Purpose of the links between members."""
+PROBE = "probe"
+"""Purpose of a connection that only asks who is there."""
+VERDICT = "verdict"
+"""Purpose of a connection that says that the job cannot begin, and why."""
+
+DISAGREEMENT = "disagreement"
+"""Refusal: the two tasks differ in what must be equal. It does not pass."""
+DUPLICATE = "duplicate"
+"""Refusal: another process has the same task. Final if it comes from the chief."""
+RUNNING = "running"
+"""Refusal: the job has begun with other processes."""
+
+
+def serve_rendezvous(listener: Listener, me: Identity, roll_call: RollCall) -> None:
+    """Register all that a task serves during the rendezvous; after it, they answer that the job runs."""
+    listener.register(MESH, _Mesh(me, roll_call))
+    listener.register(PROBE, _Probe(me))
+    listener.register(VERDICT, _Verdict(roll_call))
+
+
+class _Mesh:
+    """Links with tasks of higher rank."""
+
+    def __init__(self, me: Identity, roll_call: RollCall):
+        self._me = me
+        self._roll_call = roll_call
+
+    def admit(self, hello: Hello) -> Welcome:
+        verdict = self._roll_call.verdict
+        if isinstance(verdict, DisagreementError):
+            return Welcome(refusal=DISAGREEMENT, reason=str(verdict))
+        try:
+            newcomer = msgspec.msgpack.decode(hello.details, type=Statement)
+        except msgspec.MsgspecError as error:
+            return Welcome(
+                refusal=DISAGREEMENT,
+                reason=f"{hello.task} and {self._me.task} run different versions of Phalanx ({error}). "
+                f"Install the same one everywhere.",
+            )
+        joined = self._roll_call.joined
+        if disagreement := describe_disagreement(self._me.statement, newcomer):
+            if not joined:
+                self._roll_call.end_with(DisagreementError(disagreement))
+            return Welcome(refusal=DISAGREEMENT, reason=disagreement)
+        rank = self._me.rank_of(newcomer.task)
+        if rank is None or rank <= self._me.rank:
+            return Welcome(
+                refusal=DUPLICATE,
+                reason=f"{newcomer.task} dialled {self._me.task}, which has to dial it: two processes have "
+                f"exchanged their addresses, or one of them has the wrong task.",
+            )
+        present = self._roll_call.last_peers.get(rank)
+        if joined:
+            return Welcome(refusal=RUNNING, reason=_describe_running(rank, present, newcomer))
+        if present is not None and _is_other_process(present, newcomer):
+            return Welcome(
+                refusal=DUPLICATE,
+                reason=f"{newcomer.task} is here already: {present.statement.whereabouts}. This process, pid "
+                f"{newcomer.pid} on {newcomer.host}, has the same task. Give it another task.index in "
+                f"TF_CONFIG, or end the other one.",
+            )
+        return Welcome(details=msgspec.msgpack.encode(self._me.statement))
+
+    def adopt(self, hello: Hello, link: Link) -> None:
+        newcomer = msgspec.msgpack.decode(hello.details, type=Statement)
+        rank = self._me.rank_of(newcomer.task)
+        assert rank is not None, "checked when it was admitted"
+        self._roll_call.enter(rank, Peer(newcomer, link))
+
+
+class _Probe:
+    """Says who is here, before, during and after the rendezvous."""
+
+    def __init__(self, me: Identity):
+        self._me = me
+
+    def admit(self, hello: Hello) -> Welcome:
+        del hello
+        return Welcome(details=msgspec.msgpack.encode(self._me.statement))
+
+    def adopt(self, hello: Hello, link: Link) -> None:
+        del hello
+        link.close()
+
+
+class _Verdict:
+    """Hears from another task why the job cannot begin."""
+
+    def __init__(self, roll_call: RollCall):
+        self._roll_call = roll_call
+
+    def admit(self, hello: Hello) -> Welcome:
+        if self._roll_call.joined:
+            return Welcome(refusal=RUNNING, reason="the job runs already")
+        self._roll_call.end_with(DisagreementError(hello.details.decode(errors="replace")))
+        return Welcome()
+
+    def adopt(self, hello: Hello, link: Link) -> None:
+        del hello
+        link.close()
+
+
+def _is_other_process(present: Peer, newcomer: Statement) -> bool:
+    return present.statement.incarnation != newcomer.incarnation and not present.link.peer_closed()
+
+
+def _describe_running(rank: Rank, present: Peer | None, newcomer: Statement) -> str:
+    process = f"This process, pid {newcomer.pid} on {newcomer.host},"
+    if present is None or present.link.peer_closed():
+        return (
+            f"the job has begun, and lost {newcomer.task} (rank {rank}). {process} came too late to take its "
+            f"place. Start the whole job again."
+        )
+    return (
+        f"the job has begun, with {present.statement.whereabouts} as rank {rank}. {process} has the same "
+        f"task: give it another task.index in TF_CONFIG, or end it."
+    )

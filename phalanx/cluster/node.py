@@ -1,0 +1,127 @@
+"""This process's place in a job, and the one call that takes it."""
+
+from __future__ import annotations
+
+import os
+
+from phalanx.cluster.agreement import Facts
+from phalanx.cluster.host import host_identity
+from phalanx.cluster.membership import Member, Membership
+from phalanx.cluster.rendezvous import FIRST_GENERATION, meet
+from phalanx.cluster.resolvers import ClusterResolver
+from phalanx.cluster.spec import EVALUATOR, PS, WORKER, ClusterSpec, Task
+from phalanx.errors import ConfigurationError, UnsupportedError
+from phalanx.settings import Settings
+from phalanx.transport.listener import Listener
+
+
+class Node:
+    """Owns what a member of a job has: the links to the other members, and the port for later connections.
+
+    Attributes:
+        task: the task of this process.
+        cluster_spec: the whole cluster; empty if there is none.
+        settings: what the environment said.
+        membership: the members, with links between them.
+        listener: the port; None in a world of one, which needs none. Further purposes can be registered on
+            it.
+    """
+
+    def __init__(
+        self,
+        *,
+        task: Task,
+        cluster_spec: ClusterSpec,
+        settings: Settings,
+        membership: Membership,
+        listener: Listener | None,
+    ):
+        self.task = task
+        self.cluster_spec = cluster_spec
+        self.settings = settings
+        self.membership = membership
+        self.listener = listener
+
+    def __enter__(self) -> Node:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the job: close the links and free the port. Safe to call twice."""
+        self.membership.close()
+        if self.listener is not None:
+            self.listener.close()
+
+
+def join(
+    cluster: ClusterResolver | ClusterSpec,
+    task: Task | None = None,
+    *,
+    facts: Facts | None = None,
+    settings: Settings | None = None,
+    timeout_s: float | None = None,
+) -> Node:
+    """Meet the other tasks of the cluster; returns when all of them are linked to each other.
+
+    A cluster without any tasks, one with a single worker, and the task of an evaluator are a world of one,
+    which waits for nobody. Parameter servers and evaluators never count.
+
+    >>> node = join(ClusterSpec({}))
+    >>> node.membership.rank, node.membership.world_size
+    (0, 1)
+
+    Args:
+        cluster: where the cluster and this process's task come from.
+        task: this process's task, if `cluster` is a spec, or instead of what the resolver says.
+        facts: what all tasks must agree on, besides the cluster and the version of Phalanx.
+        settings: from the environment if not given.
+        timeout_s: how long to wait for the others; PHALANX_RENDEZVOUS_TIMEOUT if not given.
+
+    Raises:
+        ConfigurationError: the cluster is described wrongly, the port is taken, or the task runs already.
+        RendezvousError: tasks did not come in time; the message names them and the reasons.
+        DisagreementError: tasks differ in what must be equal; raised on all of them with the same message.
+        HandshakeError: a task has another secret, or something else listens at its address.
+        UnsupportedError: this process is a parameter server.
+    """
+    settings = settings or Settings.from_environment()
+    spec = cluster if isinstance(cluster, ClusterSpec) else cluster.cluster_spec()
+    if task is None and isinstance(cluster, ClusterResolver):
+        task = cluster.task()
+    if not spec:
+        return _alone(spec, task or Task(WORKER, 0), settings)
+    if task is None:
+        raise ConfigurationError(
+            f"the cluster has the tasks {', '.join(map(str, spec.tasks))}, but nothing says which of them "
+            f"this process is. Give `task` in TF_CONFIG, or task_type and task_id to the resolver."
+        )
+    spec.check_member(task)
+    if task.type == PS:
+        raise UnsupportedError(
+            f"{task} is a parameter server, which takes no part in synchronous training. Run it with "
+            f"ParameterServerStrategy, or start this process as a worker."
+        )
+    if task.type == EVALUATOR or len(spec.ranked_tasks) == 1:
+        return _alone(spec, task, settings)
+    membership, listener = meet(
+        spec,
+        task,
+        facts or Facts(),
+        settings,
+        settings.rendezvous_timeout_s if timeout_s is None else timeout_s,
+    )
+    return Node(task=task, cluster_spec=spec, settings=settings, membership=membership, listener=listener)
+
+
+def _alone(spec: ClusterSpec, task: Task, settings: Settings) -> Node:
+    member = Member(
+        rank=0,
+        task=str(task),
+        host=host_identity(settings.host_id),
+        address=str(spec.address(task)) if task in spec else "",
+        pid=os.getpid(),
+    )
+    membership = Membership(generation=FIRST_GENERATION, rank=0, members=(member,))
+    return Node(task=task, cluster_spec=spec, settings=settings, membership=membership, listener=None)

@@ -1,0 +1,112 @@
+"""The handshake: who knows the secret gets in, nobody else does, and the reason is told."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.errors import HandshakeError
+from phalanx.transport.handshake import (
+    MAGIC,
+    NONCE_BYTES,
+    Handshake,
+    Role,
+    WrongSecretError,
+    describe_stranger,
+)
+
+
+def converse(dialer: Handshake, listener: Handshake, step: int = 1000) -> None:
+    """Carry bytes to and fro until nobody has any."""
+    ends = [dialer, listener]
+    quiet = 0
+    while quiet < 2:
+        data = ends[0].outgoing()
+        quiet = 0 if data else quiet + 1
+        while data:
+            taken = min(step, ends[1].wanted(), len(data))
+            ends[1].received(data[:taken])
+            data = data[taken:]
+        ends.reverse()
+
+
+@pytest.mark.parametrize("step", [1, 7, 1000])
+@pytest.mark.parametrize("secret", [b"secret", None])
+def test_two_ends_with_the_same_secret_are_done(secret: bytes | None, step: int) -> None:
+    dialer, listener = Handshake(Role.DIALER, secret), Handshake(Role.LISTENER, secret)
+    converse(dialer, listener, step)
+    assert dialer.done
+    assert listener.done
+    assert dialer.wanted() == listener.wanted() == 0
+
+
+@pytest.mark.parametrize(("one", "other"), [(b"secret", b"other"), (None, b"secret"), (b"secret", None)])
+def test_another_secret_is_found_by_the_listener_which_has_proved_nothing_yet(
+    one: bytes | None, other: bytes | None
+) -> None:
+    dialer, listener = Handshake(Role.DIALER, one), Handshake(Role.LISTENER, other)
+    with pytest.raises(WrongSecretError, match="another secret"):
+        converse(dialer, listener)
+    assert listener.outgoing() == b""
+    assert not dialer.done
+    assert dialer.waits_for_proof
+
+
+def test_a_dialer_does_not_believe_a_listener_without_the_secret() -> None:
+    dialer = Handshake(Role.DIALER, b"secret")
+    dialer.received(MAGIC + bytes(NONCE_BYTES))
+    with pytest.raises(WrongSecretError):
+        dialer.received(bytes(32))
+
+
+def test_a_proof_cannot_be_sent_back_to_its_maker() -> None:
+    """A stranger that repeats every message of the dialer to it does not pass for a listener."""
+    dialer = Handshake(Role.DIALER, b"secret")
+    dialer.received(dialer.outgoing())
+    with pytest.raises(WrongSecretError):
+        dialer.received(dialer.outgoing())
+
+
+def test_a_recorded_conversation_cannot_be_played_again() -> None:
+    dialer, listener = Handshake(Role.DIALER, b"secret"), Handshake(Role.LISTENER, b"secret")
+    opening = dialer.outgoing()
+    listener.received(opening)
+    dialer.received(listener.outgoing())
+    proof = dialer.outgoing()
+    again = Handshake(Role.LISTENER, b"secret")
+    again.received(opening)
+    with pytest.raises(WrongSecretError):
+        again.received(proof)
+
+
+def test_another_version_of_the_protocol_is_named() -> None:
+    listener = Handshake(Role.LISTENER, b"secret")
+    with pytest.raises(HandshakeError, match="version 9 of Phalanx's protocol and this task version 1"):
+        listener.received(MAGIC[:-1] + b"\x09")
+
+
+@pytest.mark.parametrize(
+    ("data", "description"),
+    [
+        (b"GET / HTTP/1.1\r\n", "HTTP client"),
+        (b"\x16\x03\x01\x02\x00", "speaks TLS"),
+        (b"SSH-2.0-OpenSSH_9", "SSH"),
+        (b"\xff\xff\xff\xff\xff", "does not speak Phalanx"),
+    ],
+)
+def test_a_stranger_is_told_by_its_first_bytes(data: bytes, description: str) -> None:
+    assert description in describe_stranger(data)
+    with pytest.raises(HandshakeError, match=description):
+        Handshake(Role.LISTENER, None).received(data)
+
+
+@given(st.binary(min_size=1, max_size=40))
+def test_no_random_bytes_get_through(data: bytes) -> None:
+    listener = Handshake(Role.LISTENER, b"secret")
+    if MAGIC.startswith(data[: len(MAGIC)]):
+        return
+    with pytest.raises(HandshakeError):
+        listener.received(data)
+    assert not listener.done
+    assert listener.outgoing() == b""

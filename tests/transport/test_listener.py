@@ -1,0 +1,442 @@
+"""The port: members get in, strangers get one line in the log, and nothing that they do stops it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from phalanx.errors import ConfigurationError, HandshakeError, LinkClosedError, LinkTimeoutError
+from phalanx.settings import TLSFiles
+from phalanx.transport import dial as dial_module
+from phalanx.transport import listener as listener_module
+from phalanx.transport.address import Address
+from phalanx.transport.dial import RefusedError, dial, retry_delay_s
+from phalanx.transport.handshake import Hello, Welcome, WrongSecretError
+from phalanx.transport.link import Link
+from phalanx.transport.listener import PortTakenError, RefusalCounter, open_sockets
+from phalanx.transport.tls import TLS, load_tls
+from tests.transport.conftest import SECRET, Echo, Port, open_port, soon, wait_until
+
+
+def dial_port(
+    port: Port,
+    *,
+    secret: bytes | None = SECRET,
+    tls: TLS | None = None,
+    purpose: str = "mesh",
+    job: str = "job",
+    seconds: float = 10,
+) -> tuple[Link, Welcome]:
+    hello = Hello(purpose=purpose, task="worker/1", job=job)
+    return dial(port.address, hello, peer="worker/0", secret=secret, tls=tls, deadline=soon(seconds))
+
+
+def assert_members_get_in(port: Port, **options: TLS | None) -> None:
+    before = len(port.service.links)
+    link, _ = dial_port(port, **options)  # type: ignore[arg-type]
+    wait_until(lambda: len(port.service.links) == before + 1)
+    link.send(b"hello", deadline=soon())
+    assert port.service.links[-1].receive(deadline=soon())[0] == b"hello"
+    link.close()
+
+
+def refusals(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "refused a connection" in record.getMessage()]
+
+
+@pytest.fixture
+def tls(certificates: dict[str, TLSFiles]) -> TLS:
+    tls = load_tls(certificates["ours"])
+    assert tls is not None
+    return tls
+
+
+@pytest.fixture
+def tls_port(tls: TLS) -> Iterator[Port]:
+    with open_port(tls=tls) as port:
+        yield port
+
+
+def test_a_member_is_handed_to_its_purpose_with_its_name(port: Port) -> None:
+    port.service.welcome = Welcome(details=b"for you")
+    link, welcome = dial_port(port)
+    assert welcome.details == b"for you"
+    wait_until(lambda: port.service.links)
+    assert port.service.hellos[0].task == "worker/1"
+    assert port.service.links[0].peer == "worker/1"
+    link.send(b"x", deadline=soon())
+    assert port.service.links[0].receive(deadline=soon())[0] == b"x"
+    link.close()
+
+
+def test_a_service_can_refuse_with_a_reason(port: Port) -> None:
+    port.service.welcome = Welcome(refusal="full", reason="there is no room")
+    with pytest.raises(RefusedError, match=r"worker/0 at .* refused: there is no room") as caught:
+        dial_port(port)
+    assert caught.value.welcome.refusal == "full"
+    assert not port.service.links
+
+
+def test_a_purpose_that_is_not_served_yet_is_refused_until_it_is(port: Port) -> None:
+    with pytest.raises(RefusedError, match="does not serve 'ps'") as caught:
+        dial_port(port, purpose="ps")
+    assert caught.value.welcome.refusal == listener_module.UNAVAILABLE
+    port.listener.register("ps", Echo())
+    dial_port(port, purpose="ps")[0].close()
+
+
+def test_a_task_of_another_job_is_refused(port: Port) -> None:
+    with pytest.raises(RefusedError, match="job 'job', not of job 'another'"):
+        dial_port(port, job="another")
+
+
+def test_a_service_with_a_defect_does_not_take_the_port_down(
+    port: Port, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(Echo):
+        def admit(self, hello: Hello) -> Welcome:
+            raise RuntimeError("a defect")
+
+    port.listener.register("broken", Broken())
+    with pytest.raises(LinkClosedError):
+        dial_port(port, purpose="broken")
+    wait_until(lambda: "a defect" in caplog.text)
+    assert_members_get_in(port)
+
+
+STRANGERS = {
+    "http": (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "HTTP client"),
+    "random": (bytes(range(200, 256)), "does not speak Phalanx"),
+    "length prefix of 4 GB": (b"\xff\xff\xff\xff" + b"x" * 100, "does not speak Phalanx"),
+    "tls": (b"\x16\x03\x01\x02\x00\x01\x00", "speaks TLS"),
+    "right start, then nothing of ours": (b"PHALANX\x01" + b"n" * 32 + b"p" * 32, "wrong secret"),
+    "hangs up in the middle": (b"PHALANX\x01" + b"n" * 10, "hung up"),
+}
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_a_stranger_gets_one_line_and_the_port_lives_on(
+    name: str, port: Port, caplog: pytest.LogCaptureFixture
+) -> None:
+    data, reason = STRANGERS[name]
+    with port.connect() as stranger:
+        stranger.sendall(data)
+        stranger.shutdown(socket.SHUT_WR)
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            while piece := stranger.recv(1000):
+                answer += piece
+    assert len(answer) <= 40  # A random number at most.
+    wait_until(lambda: refusals(caplog))
+    assert_members_get_in(port)
+    (line,) = refusals(caplog)
+    assert reason in line
+    assert "worker/0 refused a connection from 127.0.0.1:" in line
+    assert reason in port.listener.refusal_summary()
+
+
+def test_a_wrong_secret_is_refused_on_both_ends(port: Port, caplog: pytest.LogCaptureFixture) -> None:
+    for secret in (b"another secret of tests", None):
+        with pytest.raises(WrongSecretError, match=r"PHALANX_SECRET differs"):
+            dial_port(port, secret=secret)
+    wait_until(lambda: len(refusals(caplog)) == 2)
+    assert "wrong secret" in refusals(caplog)[0]
+    assert_members_get_in(port)
+
+
+def test_a_dialer_without_a_secret_gets_into_a_port_without_one() -> None:
+    with open_port(secret=None) as port:
+        dial_port(port, secret=None)[0].close()
+
+
+def test_a_member_that_sends_no_hello_is_refused(port: Port, caplog: pytest.LogCaptureFixture) -> None:
+    with port.connect() as sock:
+        link = Link(sock, "worker/0")
+        dial_module._shake_hands(link, SECRET, soon())
+        link.send(msgspec.msgpack.encode({"purpose": 3}), deadline=soon())
+        with pytest.raises(LinkClosedError):
+            link.receive(deadline=soon())
+    with port.connect() as sock:
+        link = Link(sock, "worker/0")
+        dial_module._shake_hands(link, SECRET, soon())
+        link.send(b"", [b"a Hello has no payload"], deadline=soon())
+        with pytest.raises(LinkClosedError):
+            link.receive(deadline=soon())
+    assert_members_get_in(port)
+    assert len(refusals(caplog)) == 2
+
+
+def test_who_connects_and_says_nothing_gets_no_line(port: Port, caplog: pytest.LogCaptureFixture) -> None:
+    """Health checks of Kubernetes and port scanners do that all the time."""
+    for _ in range(5):
+        port.connect().close()
+    assert_members_get_in(port)
+    assert not refusals(caplog)
+
+
+def test_thousands_of_idle_connections_keep_nobody_out(port: Port, caplog: pytest.LogCaptureFixture) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(2000):
+            # Each waits for its own accept only if the backlog is full: the port keeps up.
+            sock = stack.enter_context(port.connect())
+            with contextlib.suppress(ConnectionError):
+                sock.sendall(b"PHA")
+        assert_members_get_in(port)
+        assert len(port.listener._arrivals) <= listener_module.MAX_ARRIVALS
+    assert len(refusals(caplog)) <= listener_module.REFUSALS_PER_MINUTE
+
+
+def test_a_connection_that_dawdles_is_dropped(
+    port: Port, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener_module, "HANDSHAKE_TIMEOUT_S", 0.2)
+    with port.connect() as stranger:
+        stranger.sendall(b"PHALANX")
+        assert stranger.recv(100) == b""
+    wait_until(lambda: refusals(caplog))
+    assert "did not get through the handshake" in refusals(caplog)[0]
+
+
+def test_running_out_of_descriptors_is_survived(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
+    listening = port.listener._sockets[0]
+
+    class Exhausted:
+        """The listening socket, which fails once."""
+
+        failures = 1
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(listening, name)
+
+        def accept(self) -> tuple[socket.socket, object]:
+            if self.failures:
+                self.failures -= 1
+                raise OSError(errno.EMFILE, "Too many open files")
+            return listening.accept()
+
+    exhausted = Exhausted()
+    original = port.listener._accept
+    monkeypatch.setattr(port.listener, "_accept", lambda sock: original(exhausted))  # type: ignore[arg-type]
+    assert_members_get_in(port)
+    assert exhausted.failures == 0
+
+
+def test_a_hundred_members_at_once_get_in(port: Port) -> None:
+    links: list[Link] = []
+    threads = [threading.Thread(target=lambda: links.append(dial_port(port)[0])) for _ in range(100)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(links) == 100
+    wait_until(lambda: len(port.service.links) == 100)
+    for link in links:
+        link.close()
+
+
+def test_closing_frees_the_port_and_the_thread_and_may_be_repeated() -> None:
+    with open_port() as port:
+        thread = port.listener._thread
+        taken = port.connect()
+        port.listener.close()
+        port.listener.close()
+        assert not thread.is_alive()
+        taken.close()
+        open_sockets(port.address, secret=SECRET)[0].close()
+
+
+def test_a_forked_child_does_not_keep_the_port(port: Port) -> None:
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(writer)
+        os.read(reader, 1)
+        os._exit(0)
+    try:
+        assert_members_get_in(port)
+        port.listener.close()
+        for sock in open_sockets(port.address, secret=SECRET):
+            sock.close()
+    finally:
+        os.write(writer, b"x")
+        os.waitpid(pid, 0)
+        os.close(reader)
+        os.close(writer)
+
+
+# ------------------------------------------------------------------------------- TLS
+
+
+def test_members_get_in_with_tls(tls_port: Port, tls: TLS) -> None:
+    assert_members_get_in(tls_port, tls=tls)
+
+
+def test_plain_text_to_a_tls_port_is_refused(
+    tls_port: Port, tls: TLS, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(LinkClosedError, match=r"only one of the two ends has TLS"):
+        dial_port(tls_port)
+    with tls_port.connect() as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            stranger.recv(100)
+    wait_until(lambda: len(refusals(caplog)) == 2)
+    assert "plain text" in refusals(caplog)[0]
+    assert "HTTP" in refusals(caplog)[1]
+    assert_members_get_in(tls_port, tls=tls)
+
+
+def test_tls_to_a_plain_port_is_refused(port: Port, tls: TLS, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises((HandshakeError, LinkClosedError)):
+        dial_port(port, tls=tls)
+    wait_until(lambda: refusals(caplog))
+    assert "speaks TLS and this task does not" in refusals(caplog)[0]
+
+
+def test_a_certificate_of_another_authority_is_refused(
+    tls_port: Port, certificates: dict[str, TLSFiles], tls: TLS, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises((HandshakeError, LinkClosedError), match=r"certificate|broken|closed"):
+        dial_port(tls_port, tls=load_tls(certificates["theirs"]))
+    # It does not accept ours; when it takes any, ours does not accept it.
+    careless = load_tls(certificates["theirs"])
+    assert careless is not None
+    careless.dialer.verify_mode = ssl.CERT_NONE
+    with pytest.raises((HandshakeError, LinkClosedError, LinkTimeoutError)):
+        dial_port(tls_port, tls=careless)
+    wait_until(lambda: len(refusals(caplog)) == 2)
+    assert not tls_port.service.links
+    assert_members_get_in(tls_port, tls=tls)
+
+
+def test_files_that_are_no_certificates_are_a_configuration_error(
+    certificates: dict[str, TLSFiles], tmp_path: object
+) -> None:
+    ours, theirs = certificates["ours"], certificates["theirs"]
+    with pytest.raises(ConfigurationError, match="PHALANX_TLS_KEY"):
+        load_tls(TLSFiles(ours.certificate, theirs.key, ours.authority))
+    with pytest.raises(ConfigurationError, match="PHALANX_TLS_CA"):
+        load_tls(TLSFiles(ours.certificate, ours.key, ours.key))
+
+
+# --------------------------------------------------------------------------- dialling
+
+
+def test_nobody_at_the_address_is_told_apart_from_an_unknown_name() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        free = Address("127.0.0.1", sock.getsockname()[1])
+    hello = Hello(purpose="mesh", task="worker/1")
+    with pytest.raises(LinkClosedError, match=r"nothing listens at 127.0.0.1"):
+        dial(free, hello, peer="worker/0", secret=None, deadline=soon())
+    with pytest.raises(LinkClosedError, match=r"'no-such-host.invalid' of worker/0 cannot be resolved"):
+        dial(Address("no-such-host.invalid", 1), hello, peer="worker/0", secret=None, deadline=soon(30))
+
+
+def test_a_server_that_never_answers_is_a_timeout() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = Address("127.0.0.1", silent.getsockname()[1])
+        hello = Hello(purpose="mesh", task="worker/1")
+        with pytest.raises(LinkTimeoutError, match="accepted the connection but did not answer"):
+            dial(address, hello, peer="worker/0", secret=None, deadline=soon(0.3))
+
+
+def test_a_server_of_another_kind_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(b"SSH-2.0-OpenSSH_9.2p1\r\n")
+                with contextlib.suppress(ConnectionError):
+                    connection.recv(100)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        address = Address("127.0.0.1", server.getsockname()[1])
+        with pytest.raises(
+            HandshakeError, match="what listens at the address of worker/0 is not it: it speaks SSH"
+        ):
+            dial(
+                address, Hello(purpose="mesh", task="worker/1"), peer="worker/0", secret=None, deadline=soon()
+            )
+        thread.join(10)
+
+
+def test_the_delay_grows_with_the_time_waited_within_bounds() -> None:
+    assert retry_delay_s(0) == dial_module.FIRST_RETRY_S
+    assert retry_delay_s(2) == pytest.approx(0.1)
+    assert retry_delay_s(1000) == dial_module.LAST_RETRY_S
+
+
+# ---------------------------------------------------------------------- opening ports
+
+
+def test_a_taken_port_is_a_configuration_error() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as sock,
+        pytest.raises(PortTakenError, match="taken by another"),
+    ):
+        open_sockets(Address("127.0.0.1", sock.getsockname()[1]), secret=SECRET)
+
+
+def test_a_port_is_free_for_the_next_job_at_once() -> None:
+    with open_port() as port:
+        link, _ = dial_port(port)
+        link.close()
+        port.listener.close()
+        for sock in open_sockets(port.address, secret=SECRET):
+            sock.close()
+
+
+def test_a_task_on_loopback_listens_there_only_and_any_other_everywhere(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener_module, "_warned_no_secret", False)
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        free = sock.getsockname()[1]
+    sockets = open_sockets(Address("localhost", free), secret=None)
+    assert {sock.getsockname()[0] for sock in sockets} <= {"127.0.0.1", "::1"}
+    for sock in sockets:
+        sock.close()
+    assert not caplog.records
+    for _ in range(2):
+        (sock,) = open_sockets(Address("10.255.255.1", free), secret=None)
+        assert sock.getsockname()[0] in ("::", "0.0.0.0")
+        sock.close()
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "PHALANX_SECRET is not set" in record.getMessage()
+
+
+def test_a_descriptor_from_the_launcher_is_used() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as inherited:
+        address = Address("127.0.0.1", inherited.getsockname()[1])
+        (sock,) = open_sockets(address, secret=SECRET, listen_fd=inherited.fileno())
+        assert sock.getsockname() == inherited.getsockname()
+        sock.close()
+        with pytest.raises(ConfigurationError, match=r"does not listen|not a socket that listens"):
+            open_sockets(Address("127.0.0.1", 1), secret=SECRET, listen_fd=inherited.fileno())
+    with open(os.devnull) as file, pytest.raises(ConfigurationError, match="PHALANX_LISTEN_FD"):
+        open_sockets(address, secret=SECRET, listen_fd=file.fileno())
+    with pytest.raises(ConfigurationError, match="PHALANX_LISTEN_FD=987654 is no socket"):
+        open_sockets(address, secret=SECRET, listen_fd=987654)
+
+
+def test_refusals_are_counted_and_their_lines_limited() -> None:
+    counter = RefusalCounter(lines=2, period_s=60)
+    assert [counter.may_log(now=when) for when in (0, 1, 2, 3, 61.5)] == [True, True, False, False, True]
+    assert counter.take_suppressed() == " (2 more were refused since the last such line.)"
+    assert counter.take_suppressed() == ""
+    for _ in range(3):
+        counter.count("10.0.0.1", "wrong secret")
+    counter.count("10.0.0.2", "HTTP")
+    assert counter.summary() == "10.0.0.1 (3 times: wrong secret); 10.0.0.2 (HTTP)"
