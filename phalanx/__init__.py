@@ -1,0 +1,124 @@
+"""Phalanx: distributed training for Keras 3, on JAX, TensorFlow and PyTorch.
+
+Names are imported when they are first used, so that `import phalanx` and the command line start at once and no
+backend is imported before the program has chosen one.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from phalanx.version import __version__
+
+if TYPE_CHECKING:
+    from phalanx import errors, experimental
+    from phalanx.cluster import (
+        ClusterSpec,
+        KubernetesClusterResolver,
+        MPIClusterResolver,
+        SimpleClusterResolver,
+        SlurmClusterResolver,
+        Task,
+        TFConfigClusterResolver,
+        resolve,
+    )
+    from phalanx.collectives import (
+        CollectiveCommunication,
+        CommunicationImplementation,
+        CommunicationOptions,
+        HierarchicalCopyAllReduce,
+        NcclAllReduce,
+        ReduceOp,
+        ReductionToOneDevice,
+    )
+    from phalanx.errors import (
+        CollectiveMismatchError,
+        CollectiveTimeoutError,
+        ConfigurationError,
+        DisagreementError,
+        PeerLostError,
+        PhalanxError,
+        RendezvousError,
+        UnsupportedError,
+    )
+    from phalanx.inputs import AutoShardPolicy, DistributedDataset, InputContext, InputOptions
+    from phalanx.launcher.function import launch
+    from phalanx.strategies import (
+        MirroredStrategy,
+        MultiWorkerMirroredStrategy,
+        OneDeviceStrategy,
+        ReplicaContext,
+        Strategy,
+        ValueContext,
+        get_replica_context,
+        get_strategy,
+        has_strategy,
+        in_cross_replica_context,
+        leave_job,
+    )
+    from phalanx.strategies.average import compute_average_loss, scale_regularization_loss
+
+_EXPORTS = {
+    "phalanx.cluster": (
+        "ClusterSpec",
+        "KubernetesClusterResolver",
+        "MPIClusterResolver",
+        "SimpleClusterResolver",
+        "SlurmClusterResolver",
+        "TFConfigClusterResolver",
+        "Task",
+        "resolve",
+    ),
+    "phalanx.collectives": (
+        "CollectiveCommunication",
+        "CommunicationImplementation",
+        "CommunicationOptions",
+        "HierarchicalCopyAllReduce",
+        "NcclAllReduce",
+        "ReduceOp",
+        "ReductionToOneDevice",
+    ),
+    "phalanx.errors": (
+        "CollectiveMismatchError",
+        "CollectiveTimeoutError",
+        "ConfigurationError",
+        "DisagreementError",
+        "PeerLostError",
+        "PhalanxError",
+        "RendezvousError",
+        "UnsupportedError",
+    ),
+    "phalanx.inputs": ("AutoShardPolicy", "DistributedDataset", "InputContext", "InputOptions"),
+    "phalanx.launcher.function": ("launch",),
+    "phalanx.strategies": (
+        "MirroredStrategy",
+        "MultiWorkerMirroredStrategy",
+        "OneDeviceStrategy",
+        "ReplicaContext",
+        "Strategy",
+        "ValueContext",
+        "get_replica_context",
+        "get_strategy",
+        "has_strategy",
+        "in_cross_replica_context",
+        "leave_job",
+    ),
+    "phalanx.strategies.average": ("compute_average_loss", "scale_regularization_loss"),
+}
+_MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
+_MODULES = ("errors", "experimental")
+
+__all__ = ["__version__", *_MODULES, *sorted(_MODULE_OF)]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULE_OF:
+        return getattr(importlib.import_module(_MODULE_OF[name]), name)
+    if name in _MODULES:
+        return importlib.import_module(f"phalanx.{name}")
+    raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

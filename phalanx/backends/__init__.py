@@ -1,0 +1,56 @@
+"""What one replica computes: one file for each Keras backend, imported only when Keras runs on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from phalanx.backends.engine import Engine, Merge
+from phalanx.backends.tensors import Tensors
+from phalanx.errors import UnsupportedError
+
+
+def make_engine(model: Any, merge: Merge) -> Engine:
+    """The engine for a compiled model on the backend that Keras runs on."""
+    match keras.backend.backend():
+        case "jax":
+            from phalanx.backends.jax import JaxEngine
+
+            return JaxEngine(model, merge)
+        case "tensorflow":
+            from phalanx.backends.tensorflow import TensorFlowEngine
+
+            return TensorFlowEngine(model, merge)
+        case "torch":
+            from phalanx.backends.torch import TorchEngine
+
+            return TorchEngine(model, merge)
+        case other:
+            raise _unknown(other)
+
+
+def make_tensors() -> Tensors:
+    """How tensors of the backend that Keras runs on come to the host and back."""
+    match keras.backend.backend():
+        case "jax":
+            from phalanx.backends.jax import JaxTensors
+
+            return JaxTensors()
+        case "tensorflow":
+            from phalanx.backends.tensorflow import TensorFlowTensors
+
+            return TensorFlowTensors()
+        case "torch":
+            from phalanx.backends.torch import TorchTensors
+
+            return TorchTensors()
+        case other:
+            raise _unknown(other)
+
+
+def _unknown(backend: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"Keras runs on the backend {backend!r}; Phalanx trains on 'jax', 'tensorflow' and 'torch'. "
+        f"Set KERAS_BACKEND to one of these before Keras is imported."
+    )

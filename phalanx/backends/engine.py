@@ -1,0 +1,65 @@
+"""The contract of a backend: what one replica computes of a compiled Keras model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from phalanx.backends.layout import Layout
+
+Array = np.ndarray[Any, Any]
+Batch = tuple[Any, Any, Any]
+
+
+class Merge(Protocol):
+    """Merges the arrays of one step over all ranks: the only thing an engine knows of the other replicas."""
+
+    def __call__(self, layout: Layout, arrays: Sequence[Array], share: float) -> list[Array]:
+        """The flat buffers of `layout`, merged over all ranks.
+
+        They belong to the merge and are overwritten by the call after the next one with the same layout.
+        """
+        ...
+
+
+class Engine(Protocol):
+    """Runs the steps of one compiled Keras model on this replica.
+
+    `data` is `(x, y, sample_weight)` in NumPy arrays. `share` is this rank's fraction of the global batch. After
+    each training step weights, optimizer state, floating non-trainable state and metrics are the same on every
+    rank; if a step raises (a lost peer), they are as before it, apart from random seeds.
+    """
+
+    def build(self, data: Batch) -> None:
+        """Create all variables of model, metrics and optimizer for batches like `data`."""
+        ...
+
+    def begin(self) -> None:
+        """Call before the first step of an epoch or an evaluation."""
+        ...
+
+    def train(self, data: Batch, share: float) -> Mapping[str, Any]:
+        """One training step on the global batch, of which `data` is this rank's part; returns the merged logs."""
+        ...
+
+    def test(self, data: Batch, *, counted: bool) -> None:
+        """Add a local batch to this rank's own metric state, or, if not `counted`, only compute it (a stand-in)."""
+        ...
+
+    def merged_metrics(self, share: float, *, final: bool) -> Mapping[str, Any]:
+        """The logs of all batches tested so far on all ranks; `share` is this rank's fraction of their samples.
+
+        With `final`, the merged values also become every rank's metric state; without, each rank keeps its own
+        and can go on adding to it.
+        """
+        ...
+
+    def predict(self, data: Batch) -> Any:
+        """The model's outputs for a local batch, a structure of NumPy arrays."""
+        ...
+
+    def end(self) -> None:
+        """Put all state back into the model's variables."""
+        ...

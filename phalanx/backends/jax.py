@@ -1,0 +1,335 @@
+"""Keras models on JAX.
+
+A training step is two compiled functions with the merge between them, because a host callback inside a compiled
+function can dead-lock on a process with one core. Both come from the model's own `train_step`, overridden or
+not: it is traced once with the optimizer's `stateless_apply` replaced by a probe that notes the gradients and
+changes nothing. What else it returns (metric and layer state, logs) is merged along with the gradients.
+
+    gradients(state, batch)     -> gradients, layer state, metric increments, logs     (this rank's)
+    merge                       -> the same over all ranks, in flat buffers
+    update(state, flat buffers) -> weights, optimizer state, metric state, logs        (everybody's)
+
+Who owns the buffers: `update` of step k may still read them when it has returned (JAX works asynchronously and may
+alias them), but the merge of step k + 1 waits for the gradients of step k + 1, which need the result of `update`
+of step k. So no buffer is overwritten while it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from keras.src import backend as keras_backend
+from keras.src import tree
+from keras.src.backend.jax.trainer import JAXTrainer
+from keras.src.trainers.trainer import Trainer
+
+from phalanx.backends.engine import Batch, Merge
+from phalanx.backends.layout import WEIGHT_OF_AGGREGATION, Layout, Weight
+from phalanx.errors import UnsupportedError
+
+Values = list[Any]
+
+
+class _Local(NamedTuple):
+    """What `gradients` returns: this rank's part of a step. Keys of the dicts are static."""
+
+    gradients: Values
+    state: dict[int, Any]  # floating non-trainable variables that the step changed, by index
+    metrics: Values
+    logs: dict[str, Any]
+    private: dict[int, Any]  # other non-trainable variables that it changed (random seeds): never merged
+
+    def merged(self) -> Values:
+        return [*self.gradients, *self.state.values(), *self.metrics, *self.logs.values()]
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """How to read the merged buffers; the same for all batches of a model."""
+
+    layout: Layout
+    gradients: int
+    state: tuple[int, ...]
+    metrics: tuple[Weight, ...]
+    logs: tuple[str, ...]
+
+    def read(self, flats: Sequence[Any]) -> tuple[Values, Values, Values, dict[str, Any]]:
+        values = self.layout.cut(flats)
+        ends = np.cumsum([self.gradients, len(self.state), len(self.metrics)])
+        gradients, state, metrics, logs = (
+            values[a:b] for a, b in zip([0, *ends], [*ends, None], strict=True)
+        )
+        return gradients, state, metrics, dict(zip(self.logs, logs, strict=True))
+
+
+class JaxEngine:
+    """Steps of one Keras model on the JAX backend; see `phalanx.backends.engine.Engine`."""
+
+    def __init__(self, model: Any, merge: Merge) -> None:
+        self._model = model
+        self._merge = merge
+        self._compiled = bool(model.jit_compile) and not model.run_eagerly
+        self._gradients = self._jit(self._trace_gradients)
+        self._test = self._jit(self._trace_test, donate=(2,))
+        self._predict = self._jit(model.predict_step)
+        self._recipe: _Recipe | None = None
+        self._update: Callable[..., Any] | None = None
+        self._test_logs: dict[str, Any] = {}
+
+    def build(self, data: Batch) -> None:
+        self._model._symbolic_build(data_batch=data)
+
+    def begin(self) -> None:
+        # Keras's own convention: True says that the variables hold the newest values.
+        self._model._jax_state_synced = True
+
+    def end(self) -> None:
+        self._model.jax_state_sync()
+        self._model._jax_state = None
+
+    def train(self, data: Batch, share: float) -> Mapping[str, Any]:
+        trainable, non_trainable, optimizer, metrics = self._state(with_optimizer=True)
+        local = self._gradients(trainable, non_trainable, optimizer, metrics, data)
+        if self._recipe is None:
+            self._recipe = self._write_recipe(local)
+        recipe = self._recipe
+        flats = self._merge(recipe.layout, [np.asarray(array) for array in local.merged()], share)
+        if self._update is None:
+            silent = _silent_metrics(self._model, recipe.read(flats)[2])
+            self._update = self._jit(self._trace_update(recipe, silent), donate=(0, 1, 2))
+        trainable, optimizer, metrics, state, logs = self._update(trainable, optimizer, metrics, flats)
+        for index, value in [*zip(recipe.state, state, strict=True), *local.private.items()]:
+            non_trainable[index] = value
+        self._keep(trainable, non_trainable, optimizer, metrics)
+        return logs
+
+    def test(self, data: Batch, *, counted: bool) -> None:
+        trainable, non_trainable, _, metrics = self._state(with_optimizer=False)
+        start = (
+            metrics if counted else [jnp.copy(value) for value in metrics]
+        )  # the function consumes its own
+        new_metrics, changed, self._test_logs = self._test(trainable, non_trainable, start, data)
+        if counted:
+            metrics = new_metrics
+            for index, value in changed.items():
+                non_trainable[index] = value
+        self._keep(trainable, non_trainable, None, metrics)
+
+    def merged_metrics(self, share: float, *, final: bool) -> Mapping[str, Any]:
+        trainable, non_trainable, _, metrics = self._state(with_optimizer=False)
+        logs = self._test_logs
+        weights = self._metric_weights()
+        arrays = [np.asarray(value) for value in (*metrics, *logs.values())]
+        layout = Layout.of(arrays, [*weights, *[Weight.SHARE] * len(logs)])
+        values = layout.cut(self._merge(layout, arrays, share))
+        merged = [jnp.array(value) for value in values[: len(metrics)]]
+        averages = dict(zip(logs, values[len(metrics) :], strict=True))
+        self._keep(trainable, non_trainable, None, merged if final else metrics)
+        return _choose_logs(averages, self._metric_results(merged), _silent_metrics(self._model, merged))
+
+    def predict(self, data: Batch) -> Any:
+        trainable, non_trainable, _, metrics = self._state(with_optimizer=False)
+        outputs, _ = self._predict((trainable, non_trainable), data)
+        self._keep(trainable, non_trainable, None, metrics)
+        return tree.map_structure(np.asarray, outputs)
+
+    # Tracing.
+
+    def _jit(self, function: Callable[..., Any], donate: tuple[int, ...] = ()) -> Callable[..., Any]:
+        return jax.jit(function, donate_argnums=donate) if self._compiled else function
+
+    def _trace_gradients(
+        self, trainable: Values, non_trainable: Values, optimizer: Values, metrics: Values, data: Batch
+    ) -> _Local:
+        weights = self._metric_weights()
+        start = [
+            jnp.zeros_like(value) if weight is Weight.ONE else value
+            for value, weight in zip(metrics, weights, strict=True)
+        ]
+        with _probe(self._model.optimizer) as calls:
+            logs, state = self._model.train_step((trainable, non_trainable, optimizer, start), data)
+        gradients = _only_call(calls, state, trainable)
+        _, new_non_trainable, _, new_metrics = state
+        changed = {
+            index: new
+            for index, (old, new) in enumerate(zip(non_trainable, new_non_trainable, strict=True))
+            if new is not old
+        }
+        floating = {i: v for i, v in changed.items() if jnp.issubdtype(v.dtype, jnp.floating)}
+        private = {i: v for i, v in changed.items() if i not in floating}
+        return _Local(
+            gradients, floating, list(new_metrics), _own_logs(self._model, "train_step", logs), private
+        )
+
+    def _trace_update(self, recipe: _Recipe, silent: frozenset[str]) -> Callable[..., Any]:
+        def update(trainable: Values, optimizer: Values, metrics: Values, flats: Values) -> Any:
+            gradients, state, merged, averages = recipe.read(flats)
+            trainable, optimizer = self._model.optimizer.stateless_apply(optimizer, gradients, trainable)
+            metrics = [
+                old + new if weight is Weight.ONE else new
+                for old, new, weight in zip(metrics, merged, recipe.metrics, strict=True)
+            ]
+            logs = _choose_logs(averages, self._metric_results(metrics), silent)
+            return trainable, optimizer, metrics, state, logs
+
+        return update
+
+    def _trace_test(self, trainable: Values, non_trainable: Values, metrics: Values, data: Batch) -> Any:
+        logs, state = self._model.test_step((trainable, non_trainable, metrics), data)
+        _, new_non_trainable, new_metrics = state
+        changed = {
+            index: new
+            for index, (old, new) in enumerate(zip(non_trainable, new_non_trainable, strict=True))
+            if new is not old
+        }
+        return new_metrics, changed, _own_logs(self._model, "test_step", logs)
+
+    def _write_recipe(self, local: _Local) -> _Recipe:
+        metrics = self._metric_weights()
+        weights = [
+            *[Weight.SHARE] * (len(local.gradients) + len(local.state)),
+            *metrics,
+            *[Weight.SHARE] * len(local.logs),
+        ]
+        return _Recipe(
+            Layout.of(local.merged(), weights),
+            len(local.gradients),
+            tuple(local.state),
+            metrics,
+            tuple(local.logs),
+        )
+
+    def _metric_weights(self) -> tuple[Weight, ...]:
+        return tuple(WEIGHT_OF_AGGREGATION[v.aggregation] for v in self._model.metrics_variables)
+
+    def _metric_results(self, metrics: Values) -> dict[str, Any]:
+        mapping = list(zip(self._model.metrics_variables, metrics, strict=True))
+        with keras_backend.StatelessScope(state_mapping=mapping):
+            return dict(self._model.get_metrics_result())
+
+    # State between steps. It travels as arguments; the model's variables are empty meanwhile, as in Keras's own loop.
+
+    def _state(self, *, with_optimizer: bool) -> tuple[Values, Values, Any, Values]:
+        model = self._model
+        kept = getattr(model, "_jax_state", None)
+        if model._jax_state_synced or not kept:
+            values = model._get_jax_state(
+                trainable_variables=True,
+                non_trainable_variables=True,
+                optimizer_variables=with_optimizer,
+                metrics_variables=True,
+                purge_model_variables=True,
+            )
+            optimizer = values[2] if with_optimizer else None
+            self._keep(values[0], values[1], optimizer, values[-1])
+            return values[0], list(values[1]), optimizer, values[-1]
+        return (
+            kept["trainable_variables"],
+            list(kept["non_trainable_variables"]),
+            kept.get("optimizer_variables"),
+            kept["metrics_variables"],
+        )
+
+    def _keep(self, trainable: Values, non_trainable: Values, optimizer: Any, metrics: Values) -> None:
+        # Keras writes this back into the variables when a callback touches `self.model`.
+        state = {
+            "trainable_variables": trainable,
+            "non_trainable_variables": non_trainable,
+            "metrics_variables": metrics,
+        }
+        if optimizer is not None:
+            state["optimizer_variables"] = optimizer
+        # Past Keras's attribute tracking, which would copy every list.
+        vars(self._model).update(_jax_state=state, _jax_state_synced=False)
+
+
+@contextmanager
+def _probe(optimizer: Any) -> Iterator[list[tuple[Any, Any, Any]]]:
+    """Replace `optimizer.stateless_apply`, while tracing, by one that notes its arguments and changes nothing."""
+    calls: list[tuple[Any, Any, Any]] = []
+
+    def note(optimizer_variables: Any, grads: Any, trainable_variables: Any) -> tuple[Any, Any]:
+        calls.append((optimizer_variables, list(grads), trainable_variables))
+        return trainable_variables, optimizer_variables
+
+    vars(optimizer)["stateless_apply"] = note
+    try:
+        yield calls
+    finally:
+        del vars(optimizer)["stateless_apply"]
+
+
+def _only_call(calls: list[tuple[Any, Any, Any]], state: tuple[Any, ...], trainable: Values) -> Values:
+    """The gradients of the one `stateless_apply` of a train step, or an error that says what is not supported."""
+    if len(calls) != 1:
+        raise UnsupportedError(
+            f"`train_step` calls `optimizer.stateless_apply` {len(calls)} times; under a strategy on the JAX backend "
+            f"it must be exactly once, because the gradients are merged there. Write a custom training loop with "
+            f"`strategy.run` and `strategy.reduce` instead (docs/custom_loops.md)."
+        )
+    optimizer_variables, gradients, variables = calls[0]
+    if (
+        not _same(variables, trainable)
+        or not _same(state[0], variables)
+        or not _same(state[2], optimizer_variables)
+    ):
+        raise UnsupportedError(
+            "`train_step` changes the weights or the optimizer's variables outside `optimizer.stateless_apply`; "
+            "under a strategy on the JAX backend all changes must come from that one call. Write a custom training "
+            "loop with `strategy.run` and `strategy.reduce` instead (docs/custom_loops.md)."
+        )
+    return gradients
+
+
+def _same(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))
+
+
+def _own_logs(model: Any, step: str, logs: Any) -> dict[str, Any]:
+    """The logs that an overridden step returned; Keras's own steps return metric results, which follow anyhow."""
+    own = getattr(type(model), step) is getattr(JAXTrainer, step)
+    if own and type(model).compute_metrics is Trainer.compute_metrics:
+        return {}
+    return {name: jnp.asarray(value, "float32") for name, value in logs.items()}
+
+
+def _silent_metrics(model: Any, merged: Values) -> frozenset[str]:
+    """The metrics that a step left alone: a log of the same name is not theirs."""
+    touched = {id(v) for v, value in zip(model.metrics_variables, merged, strict=True) if np.any(value)}
+    return frozenset(m.name for m in model.metrics if not any(id(v) in touched for v in m.variables))
+
+
+def _choose_logs(averages: dict[str, Any], results: dict[str, Any], silent: frozenset[str]) -> dict[str, Any]:
+    """Metric results where there are any, else the mean of what the ranks logged."""
+    if not averages:
+        return results
+    return {
+        name: results[name] if name in results and name not in silent else value
+        for name, value in averages.items()
+    }
+
+
+class JaxTensors:
+    """See `phalanx.backends.tensors.Tensors`."""
+
+    merges_in_apply = False
+
+    def from_host(self, array: Any) -> Any:
+        return jnp.array(array, copy=True)
+
+    def call(
+        self, function: Callable[[list[Any]], list[Any]], tensors: Sequence[Any], *, keeps_shapes: bool
+    ) -> list[Any]:
+        if any(isinstance(tensor, jax.core.Tracer) for tensor in tensors):
+            raise UnsupportedError(
+                "A value was merged over the replicas inside a function compiled by JAX. A compiled function cannot wait "
+                "for other processes: compute the gradients in one jitted function, merge them with `strategy.reduce` or "
+                "`get_replica_context().all_reduce` outside, and apply them in a second (examples/custom_loop_jax.py)."
+            )
+        return [self.from_host(array) for array in function([np.asarray(tensor) for tensor in tensors])]

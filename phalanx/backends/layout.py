@@ -1,0 +1,97 @@
+"""What one step merges over the ranks, and how it lies in memory.
+
+A step merges arrays of three sorts in one all-reduce, told apart by how a rank's value counts in the sum:
+
+* gradients, floating state (batch-norm statistics) and plain logged scalars count with the rank's *share* of the
+  global batch, so that the sum is their mean over the samples, whatever the shares are;
+* metric counters count once (*one*): they are sums over samples already;
+* what only the first replica knows counts there alone (*first*).
+
+The result lies in one flat buffer for each dtype. Compiled code takes the flat buffers as arguments and cuts
+them itself, which costs less than handing over many small arrays.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+
+class Weight(enum.Enum):
+    """How a rank's value counts in the sum over the ranks."""
+
+    SHARE = "share"
+    ONE = "one"
+    FIRST = "first"
+
+
+# The weight of a variable of each Keras `aggregation`.
+WEIGHT_OF_AGGREGATION = {
+    "sum": Weight.ONE,
+    "mean": Weight.SHARE,
+    "none": Weight.SHARE,
+    "only_first_replica": Weight.FIRST,
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Shapes, dtypes and weights of the arrays of one merge, in order."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    weights: tuple[Weight, ...]
+
+    @classmethod
+    def of(cls, arrays: Sequence[Any], weights: Sequence[Weight]) -> Layout:
+        """The layout of arrays (or anything with `shape` and `dtype`)."""
+        return cls(
+            tuple(tuple(int(n) for n in array.shape) for array in arrays),
+            tuple(str(np.dtype(array.dtype)) for array in arrays),
+            tuple(weights),
+        )
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.shapes, self.dtypes, self.weights))
+
+    def __hash__(self) -> int:  # cached: layouts are looked up at every step
+        return self._hash
+
+    @cached_property
+    def flat_dtypes(self) -> tuple[str, ...]:
+        """The dtype of each flat buffer, in order of first appearance."""
+        return tuple(dict.fromkeys(self.dtypes))
+
+    @cached_property
+    def _places(self) -> tuple[tuple[int, int, int], ...]:
+        """For each array: its buffer's index, its first and its last element (exclusive) there."""
+        ends = dict.fromkeys(self.flat_dtypes, 0)
+        places = []
+        for shape, dtype in zip(self.shapes, self.dtypes, strict=True):
+            start = ends[dtype]
+            ends[dtype] = start + math.prod(shape)
+            places.append((self.flat_dtypes.index(dtype), start, ends[dtype]))
+        return tuple(places)
+
+    def allocate(self) -> list[Array]:
+        """Fresh flat buffers, zeroed."""
+        sizes = [0] * len(self.flat_dtypes)
+        for buffer, _, stop in self._places:
+            sizes[buffer] = max(sizes[buffer], stop)
+        return [np.zeros(size, dtype) for size, dtype in zip(sizes, self.flat_dtypes, strict=True)]
+
+    def cut(self, flats: Sequence[Any]) -> list[Any]:
+        """The arrays inside flat buffers: views of NumPy buffers, slices of traced ones."""
+        return [
+            flats[buffer][start:stop].reshape(shape)
+            for (buffer, start, stop), shape in zip(self._places, self.shapes, strict=True)
+        ]

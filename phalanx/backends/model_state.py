@@ -1,0 +1,60 @@
+"""What the TensorFlow and PyTorch engines share: which variables of a model a step merges, and what it logs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from keras.src.trainers.trainer import Trainer
+
+from phalanx.backends.layout import WEIGHT_OF_AGGREGATION, Weight
+
+
+def layer_state(model: Any) -> list[Any]:
+    """The floating variables that layers change while they compute (batch-norm statistics).
+
+    Frozen weights are not among them: a layer keeps what it trains apart from its state, whatever
+    `trainable` says.
+    """
+    seen: dict[int, Any] = {}
+    for layer in model._flatten_layers():
+        for variable in layer._non_trainable_variables:
+            if keras.backend.is_float_dtype(variable.dtype):
+                seen.setdefault(id(variable), variable)
+    return list(seen.values())
+
+
+def metric_weights(model: Any) -> tuple[Weight, ...]:
+    """How each of `model.metrics_variables` counts in the sum over ranks."""
+    return tuple(WEIGHT_OF_AGGREGATION[variable.aggregation] for variable in model.metrics_variables)
+
+
+def overrides(model: Any, trainer: type, method: str) -> bool:
+    """Whether the model's class has its own `method` instead of the trainer's."""
+    return getattr(type(model), method) is not getattr(trainer, method)
+
+
+def logs_differ_from_metrics(model: Any, trainer: type, step: str) -> bool:
+    """Whether a step may log more than the results of the metrics."""
+    return overrides(model, trainer, step) or overrides(model, Trainer, "compute_metrics")
+
+
+def silent_metrics(model: Any, merged: Sequence[Any]) -> frozenset[str]:
+    """The metrics that a step left alone: a log of the same name is not theirs."""
+    touched = {id(v) for v, value in zip(model.metrics_variables, merged, strict=True) if np.any(value)}
+    return frozenset(m.name for m in model.metrics if not any(id(v) in touched for v in m.variables))
+
+
+def choose_logs(
+    averages: Mapping[str, Any], results: Callable[[], Mapping[str, Any]], silent: frozenset[str]
+) -> dict[str, Any]:
+    """Metric results where there are any, else the mean of what the ranks logged."""
+    merged = dict(results())
+    if not averages:
+        return merged
+    return {
+        name: merged[name] if name in merged and name not in silent else value
+        for name, value in averages.items()
+    }

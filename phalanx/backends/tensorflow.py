@@ -1,0 +1,272 @@
+"""Keras models on TensorFlow.
+
+A training step is one `tf.function`: gradients, a host call that merges them with everything else that the step
+changed, and the optimizer. (Two functions with the merge between them were slower: each call from Python costs more
+than the host call.) The part before the merge and the part after it are compiled with XLA where the model asks for
+it; the host call cannot be.
+
+A model that overrides `train_step` calls the optimizer itself; there the gradients are merged inside
+`optimizer.apply`, and the rest afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from keras.src import tree
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+
+from phalanx.backends import model_state
+from phalanx.backends.engine import Batch, Merge
+from phalanx.backends.layout import Layout, Weight
+from phalanx.backends.tensors import HostFunction
+
+Array = np.ndarray[Any, Any]
+
+
+class TensorFlowEngine:
+    """Steps of one Keras model on the TensorFlow backend; see `phalanx.backends.engine.Engine`."""
+
+    def __init__(self, model: Any, merge: Merge) -> None:
+        self._model = model
+        self._merge = merge
+        self._share = 1.0
+        self._failure: BaseException | None = None
+        self._silent: frozenset[str] | None = None
+        self._test_logs: dict[str, Any] = {}
+        own = not model_state.overrides(model, TensorFlowTrainer, "train_step")
+        self._train = self._function(self._train_own if own else self._train_overridden)
+        self._compiled_part = self._function(self._gradients, jit_compile=model.jit_compile)
+        self._test = self._function(model.test_step, jit_compile=model.jit_compile)
+        self._predict = self._function(model.predict_step, jit_compile=model.jit_compile)
+
+    def build(self, data: Batch) -> None:
+        self._model._symbolic_build(data_batch=data)
+        self._state = model_state.layer_state(self._model)
+        self._metrics = list(self._model.metrics_variables)
+        self._weights = model_state.metric_weights(self._model)
+
+    def begin(self) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+    def train(self, data: Batch, share: float) -> Mapping[str, Any]:
+        self._share = share
+        try:
+            averages, results = self._train(_tensors(data))
+        except tf.errors.OpError:
+            if self._failure is not None:  # the merge's own error, not TensorFlow's wrapping of it
+                failure, self._failure = self._failure, None
+                raise failure from None
+            raise
+        return model_state.choose_logs(averages, lambda: results, self._silent or frozenset())
+
+    # Parts of a step, traced into one function.
+
+    def _train_own(self, data: Batch) -> tuple[dict[str, Any], dict[str, Any]]:
+        model = self._model
+        before = self._start_metrics()
+        gradients, logs = self._compiled_part(data)
+        weights = model.trainable_weights
+        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        merged, averages = self._merge_all([gradients[i] for i in present], logs, before)
+        for i, gradient in zip(present, merged, strict=True):
+            gradients[i] = gradient
+        if weights:
+            model.optimizer.apply(gradients, weights)
+        return averages, dict(model.get_metrics_result())
+
+    def _gradients(self, data: Batch) -> tuple[list[Any], dict[str, Any]]:
+        # As TensorFlowTrainer.train_step, up to the optimizer; with the metrics before it, so that they travel along.
+        model = self._model
+        x, y, sample_weight = data
+        with tf.GradientTape() as tape:
+            y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
+            loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
+            model._loss_tracker.update_state(loss, sample_weight=_batch_size(x))
+            scaled = model.optimizer.scale_loss(loss)
+        gradients = tape.gradient(scaled, model.trainable_weights)
+        logs = model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+        differ = model_state.logs_differ_from_metrics(model, TensorFlowTrainer, "train_step")
+        return [_dense(gradient) for gradient in gradients], dict(logs) if differ else {}
+
+    def _train_overridden(self, data: Batch) -> tuple[dict[str, Any], dict[str, Any]]:
+        before = self._start_metrics()
+        with _merging_apply(self._model.optimizer, self._merge_gradients):
+            logs = self._model.train_step(data)
+        _, averages = self._merge_all([], dict(logs), before)
+        return averages, dict(self._model.get_metrics_result())
+
+    def _start_metrics(self) -> list[Any]:
+        """Begin the step's increments at zero; returns what the metrics held before."""
+        before = [tf.identity(variable.value) for variable in self._metrics]
+        for variable, value, weight in zip(self._metrics, before, self._weights, strict=True):
+            if weight is Weight.ONE:
+                variable.assign(tf.zeros_like(value))
+        return before
+
+    def _merge_gradients(self, gradients: Sequence[Any]) -> list[Any]:
+        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        merged = list(gradients)
+        tensors = [_dense(gradients[i]) for i in present]
+        for i, value in zip(present, self._host_merge(tensors, [Weight.SHARE] * len(present)), strict=True):
+            merged[i] = value
+        return merged
+
+    def _merge_all(
+        self, gradients: list[Any], logs: dict[str, Any], before: list[Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Merge gradients, state, metrics and logs at once; the second and third are put in their place."""
+        tensors = [
+            *gradients,
+            *[variable.value for variable in self._state],
+            *[variable.value for variable in self._metrics],
+            *[tf.cast(value, tf.float32) for value in logs.values()],
+        ]
+        share = [Weight.SHARE] * (len(gradients) + len(self._state))
+        values = self._host_merge(
+            tensors, [*share, *self._weights, *[Weight.SHARE] * len(logs)], metrics_at=len(share)
+        )
+        ends = np.cumsum([len(gradients), len(self._state), len(self._metrics)])
+        merged, state, metrics, averages = (
+            values[a:b] for a, b in zip([0, *ends], [*ends, None], strict=True)
+        )
+        for variable, value in zip(self._state, state, strict=True):
+            variable.assign(value)
+        for variable, value, weight, old in zip(self._metrics, metrics, self._weights, before, strict=True):
+            variable.assign(old + value if weight is Weight.ONE else value)
+        return merged, dict(zip(logs, averages, strict=True))
+
+    def _host_merge(
+        self, tensors: Sequence[Any], weights: Sequence[Weight], metrics_at: int | None = None
+    ) -> list[Any]:
+        """The tensors merged over all ranks, by a host call inside the graph."""
+        if not tensors:
+            return []
+        layout: Layout | None = None
+
+        def merge(*arrays: Array) -> list[Array]:
+            nonlocal layout
+            try:
+                if layout is None:
+                    layout = Layout.of(arrays, weights)
+                flats = self._merge(layout, arrays, self._share)
+                if self._silent is None and metrics_at is not None:
+                    counted = layout.cut(flats)[metrics_at : metrics_at + len(self._metrics)]
+                    self._silent = model_state.silent_metrics(self._model, counted)
+                return flats
+            except BaseException as error:
+                self._failure = error
+                raise
+
+        if not tf.inside_function():
+            flats = [tf.convert_to_tensor(flat) for flat in merge(*[tensor.numpy() for tensor in tensors])]
+            return _cut(tensors, flats)
+        dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors))
+        return _cut(tensors, tf.numpy_function(merge, tensors, dtypes))
+
+    def test(self, data: Batch, *, counted: bool) -> None:
+        before = None if counted else [tf.identity(variable.value) for variable in self._metrics]
+        logs = self._test(_tensors(data))
+        if before is not None:
+            for variable, value in zip(self._metrics, before, strict=True):
+                variable.assign(value)
+        differ = model_state.logs_differ_from_metrics(self._model, TensorFlowTrainer, "test_step")
+        self._test_logs = dict(logs) if differ else {}
+
+    def merged_metrics(self, share: float, *, final: bool) -> Mapping[str, Any]:
+        logs = self._test_logs
+        own = [tf.identity(variable.value) for variable in self._metrics]
+        arrays = [np.asarray(value) for value in own]
+        arrays += [np.asarray(value, np.float32) for value in logs.values()]
+        layout = Layout.of(arrays, [*self._weights, *[Weight.SHARE] * len(logs)])
+        values = layout.cut(self._merge(layout, arrays, share)) if arrays else []
+        for variable, value in zip(self._metrics, values, strict=False):
+            variable.assign(value)
+        silent = model_state.silent_metrics(self._model, values[: len(own)])
+        averages = dict(zip(logs, values[len(own) :], strict=True))
+        results = model_state.choose_logs(averages, self._model.get_metrics_result, silent)
+        if not final:
+            for variable, value in zip(self._metrics, own, strict=True):
+                variable.assign(value)
+        return results
+
+    def predict(self, data: Batch) -> Any:
+        return tree.map_structure(np.asarray, self._predict(_tensors(data)))
+
+    def _function(self, function: Callable[..., Any], jit_compile: bool = False) -> Callable[..., Any]:
+        if self._model.run_eagerly:
+            return function
+        compiled: Callable[..., Any] = tf.function(
+            tf.autograph.experimental.do_not_convert(function), jit_compile=jit_compile, reduce_retracing=True
+        )
+        return compiled
+
+
+@contextmanager
+def _merging_apply(optimizer: Any, merge: Callable[[Sequence[Any]], list[Any]]) -> Iterator[None]:
+    """Let `optimizer.apply` merge its gradients first; for train steps that call the optimizer themselves."""
+    apply = optimizer.apply
+
+    def merged_apply(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
+        return apply(merge(list(grads)), trainable_variables)
+
+    vars(optimizer)["apply"] = merged_apply
+    try:
+        yield
+    finally:
+        del vars(optimizer)["apply"]
+
+
+def _tensors(data: Batch) -> Batch:
+    converted: Batch = tree.map_structure(lambda a: None if a is None else tf.convert_to_tensor(a), data)
+    return converted
+
+
+def _dense(gradient: Any) -> Any:
+    return tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def _batch_size(x: Any) -> Any:
+    return tf.shape(next(leaf for leaf in tree.flatten(x) if leaf is not None))[0]
+
+
+def _cut(like: Sequence[Any], flats: Sequence[Any]) -> list[Any]:
+    """The tensors inside the flat buffers, in the shapes and dtypes of `like`; as `Layout.cut` does."""
+    by_dtype = dict(zip(dict.fromkeys(tensor.dtype for tensor in like), flats, strict=True))
+    pieces: dict[Any, list[Any]] = {}
+    for dtype, flat in by_dtype.items():
+        sizes = [tensor.shape.num_elements() for tensor in like if tensor.dtype == dtype]
+        flat.set_shape([sum(sizes)])
+        pieces[dtype] = tf.split(flat, sizes)
+    return [tf.reshape(pieces[tensor.dtype].pop(0), tensor.shape) for tensor in like]
+
+
+class TensorFlowTensors:
+    """See `phalanx.backends.tensors.Tensors`."""
+
+    merges_in_apply = True
+
+    def from_host(self, array: Array) -> Any:
+        return tf.convert_to_tensor(array)
+
+    def call(self, function: HostFunction, tensors: Sequence[Any], *, keeps_shapes: bool) -> list[Any]:
+        tensors = [
+            _dense(tensor) if isinstance(tensor, tf.IndexedSlices) else tf.convert_to_tensor(tensor)
+            for tensor in tensors
+        ]
+        if not tf.inside_function():
+            return [tf.convert_to_tensor(array) for array in function([tensor.numpy() for tensor in tensors])]
+        results = tf.numpy_function(
+            lambda *arrays: function(list(arrays)), tensors, [tensor.dtype for tensor in tensors]
+        )
+        for tensor, result in zip(tensors, results, strict=True):
+            if keeps_shapes:
+                result.set_shape(tensor.shape)
+        return list(results)

@@ -1,0 +1,31 @@
+"""The contract for tensors of a backend outside models: what custom loops hand to a strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+HostFunction = Callable[[list[Array]], list[Array]]
+
+
+class Tensors(Protocol):
+    """Converts between a backend's tensors and host arrays, and calls host functions from where tensors live."""
+
+    merges_in_apply: bool
+    """Whether `optimizer.apply` inside `strategy.run` can merge gradients (not where it is traced without effects)."""
+
+    def from_host(self, array: Array) -> Any:
+        """A tensor with its own copy of the values."""
+        ...
+
+    def call(self, function: HostFunction, tensors: Sequence[Any], *, keeps_shapes: bool) -> list[Any]:
+        """`function` of the tensors' values on the host, as tensors; inside a compiled function where that can be.
+
+        Args:
+            function: gets arrays, returns as many with the same dtypes.
+            keeps_shapes: whether the results have the shapes of the arguments.
+        """
+        ...

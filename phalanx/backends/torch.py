@@ -1,0 +1,254 @@
+"""Keras models on PyTorch.
+
+PyTorch runs eagerly, so a step simply stops where its gradients are complete, merges them with everything else that
+the step changed (metric increments, batch-norm statistics, logs), and goes on to the optimizer. A model that
+overrides `train_step` calls the optimizer itself; there the gradients are merged inside `optimizer.apply`, and the
+rest afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from keras.src import tree
+from keras.src.backend.torch.core import convert_to_tensor
+from keras.src.backend.torch.trainer import TorchTrainer
+
+from phalanx.backends import model_state
+from phalanx.backends.engine import Batch, Merge
+from phalanx.backends.layout import Layout, Weight
+from phalanx.backends.tensors import HostFunction
+
+Array = np.ndarray[Any, Any]
+
+
+class TorchEngine:
+    """Steps of one Keras model on the PyTorch backend; see `phalanx.backends.engine.Engine`."""
+
+    def __init__(self, model: Any, merge: Merge) -> None:
+        self._model = model
+        self._merge = merge
+        self._own_train_step = not model_state.overrides(model, TorchTrainer, "train_step")
+        self._backward = torch.compile(self._run_backward) if model.jit_compile else self._run_backward
+        self._layouts: dict[str, Layout] = {}
+        self._silent: frozenset[str] | None = None
+        self._test_logs: dict[str, Any] = {}
+
+    def build(self, data: Batch) -> None:
+        self._model._symbolic_build(data_batch=data)
+        self._state = model_state.layer_state(self._model)
+        self._metrics = list(self._model.metrics_variables)
+        self._weights = model_state.metric_weights(self._model)
+
+    def begin(self) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+    def train(self, data: Batch, share: float) -> Mapping[str, Any]:
+        state_before = [variable.value.clone() for variable in self._state]
+        metrics_before = [variable.value.clone() for variable in self._metrics]
+        with torch.no_grad():
+            for variable, weight in zip(self._metrics, self._weights, strict=True):
+                if weight is Weight.ONE:
+                    variable.value.zero_()
+        try:
+            run = self._train_own if self._own_train_step else self._train_overridden
+            return run(_to_device(data), share, metrics_before)
+        except BaseException:
+            with torch.no_grad():
+                for variable, value in zip(self._state, state_before, strict=True):
+                    variable.value.copy_(value)
+                for variable, value in zip(self._metrics, metrics_before, strict=True):
+                    variable.value.copy_(value)
+            raise
+
+    def _train_own(self, data: Batch, share: float, metrics_before: list[Any]) -> Mapping[str, Any]:
+        weights, logs = self._backward(data)
+        gradients = [w.value.grad for w in weights]
+        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        merged = self._merge_all("step", [gradients[i] for i in present], logs, share, metrics_before)
+        for i, gradient in zip(present, merged, strict=True):
+            gradients[i] = gradient
+        with torch.no_grad():
+            self._model.optimizer.apply(gradients, weights)
+        return self._logs
+
+    def _run_backward(self, data: Batch) -> tuple[list[Any], dict[str, Any]]:
+        # As TorchTrainer.train_step, up to the optimizer; with the metrics before it, so that they travel along.
+        model = self._model
+        x, y, sample_weight = data
+        y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
+        model.zero_grad()
+        loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
+        with torch.no_grad():
+            model._loss_tracker.update_state(loss.detach(), sample_weight=_batch_size(x))
+        if model.trainable_weights:
+            model.optimizer.scale_loss(loss).backward()
+        with torch.no_grad():
+            logs = model.compute_metrics(x, y, tree.map_structure(torch.Tensor.detach, y_pred), sample_weight)
+        differ = model_state.logs_differ_from_metrics(model, TorchTrainer, "train_step")
+        return list(model.trainable_weights), dict(logs) if differ else {}
+
+    def _train_overridden(self, data: Batch, share: float, metrics_before: list[Any]) -> Mapping[str, Any]:
+        with _merging_apply(self._model.optimizer, lambda gradients: self._merge_gradients(gradients, share)):
+            logs = self._model.train_step(data)
+        self._merge_all("rest", [], dict(logs), share, metrics_before)
+        return self._logs
+
+    def _merge_gradients(self, gradients: Sequence[Any], share: float) -> list[Any]:
+        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        arrays = [_to_host(gradients[i]) for i in present]
+        layout = self._layouts.setdefault("gradients", Layout.of(arrays, [Weight.SHARE] * len(arrays)))
+        merged = list(gradients)
+        for i, array in zip(present, layout.cut(self._merge(layout, arrays, share)), strict=True):
+            merged[i] = _from_host(array, gradients[i].device)
+        return merged
+
+    def _merge_all(
+        self, name: str, gradients: list[Any], logs: dict[str, Any], share: float, metrics_before: list[Any]
+    ) -> list[Any]:
+        """Merge gradients, state, metrics and logs at once; returns the gradients, the rest is put in its place."""
+        parts = [
+            [_to_host(gradient) for gradient in gradients],
+            [_to_host(variable.value) for variable in self._state],
+            [_to_host(variable.value) for variable in self._metrics],
+            [np.asarray(_scalar(value), np.float32) for value in logs.values()],
+        ]
+        arrays = [array for part in parts for array in part]
+        layout = self._layouts.get(name)
+        if layout is None:
+            share_weights = [Weight.SHARE] * (len(gradients) + len(self._state))
+            weights = [*share_weights, *self._weights, *[Weight.SHARE] * len(logs)]
+            layout = self._layouts[name] = Layout.of(arrays, weights)
+        values = layout.cut(self._merge(layout, arrays, share))
+        ends = np.cumsum([len(part) for part in parts])
+        merged, state, metrics, averages = (values[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True))
+        if self._silent is None:
+            self._silent = model_state.silent_metrics(self._model, metrics)
+        with torch.no_grad():
+            for variable, value in zip(self._state, state, strict=True):
+                variable.value.copy_(_from_host(value))
+            for variable, value, weight, before in zip(
+                self._metrics, metrics, self._weights, metrics_before, strict=True
+            ):
+                variable.value.copy_(_from_host(value))
+                if weight is Weight.ONE:
+                    variable.value.add_(before)
+        self._averages = dict(zip(logs, averages, strict=True))
+        device = gradients[0].device if gradients else None
+        return [_from_host(array, device) for array in merged]
+
+    @property
+    def _logs(self) -> dict[str, Any]:
+        return model_state.choose_logs(
+            self._averages, self._model.get_metrics_result, self._silent or frozenset()
+        )
+
+    def test(self, data: Batch, *, counted: bool) -> None:
+        before = None if counted else [variable.value.clone() for variable in self._metrics]
+        with torch.no_grad():
+            logs = self._model.test_step(_to_device(data))
+            if before is not None:
+                for variable, value in zip(self._metrics, before, strict=True):
+                    variable.value.copy_(value)
+        differ = model_state.logs_differ_from_metrics(self._model, TorchTrainer, "test_step")
+        self._test_logs = dict(logs) if differ else {}
+
+    def merged_metrics(self, share: float, *, final: bool) -> Mapping[str, Any]:
+        logs = self._test_logs
+        own = [variable.value.clone() for variable in self._metrics]
+        arrays = [_to_host(value) for value in own]
+        arrays += [np.asarray(_scalar(value), np.float32) for value in logs.values()]
+        layout = Layout.of(arrays, [*self._weights, *[Weight.SHARE] * len(logs)])
+        values = layout.cut(self._merge(layout, arrays, share)) if arrays else []
+        with torch.no_grad():
+            for variable, value in zip(self._metrics, values, strict=False):
+                variable.value.copy_(_from_host(value))
+            silent = model_state.silent_metrics(self._model, values[: len(own)])
+            averages = dict(zip(logs, values[len(own) :], strict=True))
+            results = model_state.choose_logs(averages, self._model.get_metrics_result, silent)
+            results = (
+                {name: float(_scalar(value)) for name, value in results.items()} if not final else results
+            )
+            if not final:
+                for variable, value in zip(self._metrics, own, strict=True):
+                    variable.value.copy_(value)
+        return results
+
+    def predict(self, data: Batch) -> Any:
+        with torch.no_grad():
+            outputs = self._model.predict_step(_to_device(data))
+        return tree.map_structure(_to_host, outputs)
+
+
+@contextmanager
+def _merging_apply(optimizer: Any, merge: Any) -> Iterator[None]:
+    """Let `optimizer.apply` merge its gradients first; for train steps that call the optimizer themselves."""
+    apply = optimizer.apply
+
+    def merged_apply(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
+        return apply(merge(list(grads)), trainable_variables)
+
+    vars(optimizer)["apply"] = merged_apply
+    try:
+        yield
+    finally:
+        del vars(optimizer)["apply"]
+
+
+def _to_device(data: Batch) -> Batch:
+    converted: Batch = tree.map_structure(lambda a: None if a is None else convert_to_tensor(a), data)
+    return converted
+
+
+def _batch_size(x: Any) -> int:
+    return int(next(leaf for leaf in tree.flatten(x) if leaf is not None).shape[0])
+
+
+def _scalar(value: Any) -> Any:
+    return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
+
+
+def _to_host(tensor: Any) -> Array:
+    """The tensor's values on the host; a view where it lives there already. NumPy lacks bfloat16: its bits travel."""
+    tensor = tensor.detach().cpu()
+    if tensor.dtype == torch.bfloat16:
+        bits: Array = tensor.contiguous().view(torch.int16).numpy()
+        return bits.view(ml_dtypes.bfloat16)
+    values: Array = tensor.numpy()
+    return values
+
+
+def _from_host(array: Array, device: Any = None) -> Any:
+    """A tensor over the array's memory, or a copy of it on another device."""
+    if array.dtype == ml_dtypes.bfloat16:
+        tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    else:
+        tensor = torch.from_numpy(array)
+    return tensor if device is None else tensor.to(device)
+
+
+class TorchTensors:
+    """See `phalanx.backends.tensors.Tensors`."""
+
+    merges_in_apply = True
+
+    def from_host(self, array: Array) -> Any:
+        return _from_host(np.array(array, copy=True))
+
+    def call(self, function: HostFunction, tensors: Sequence[Any], *, keeps_shapes: bool) -> list[Any]:
+        tensors = [
+            tensor if isinstance(tensor, torch.Tensor) else torch.as_tensor(np.asarray(tensor))
+            for tensor in tensors
+        ]
+        merged = function([_to_host(tensor) for tensor in tensors])
+        return [
+            _from_host(np.array(array), tensor.device) for array, tensor in zip(merged, tensors, strict=True)
+        ]

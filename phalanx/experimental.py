@@ -1,0 +1,32 @@
+"""The names that `tf.distribute.experimental` has."""
+
+from __future__ import annotations
+
+from phalanx.cluster.resolvers.resolver import ClusterResolver
+from phalanx.collectives import CollectiveCommunication, CommunicationImplementation, CommunicationOptions
+from phalanx.strategies import MultiWorkerMirroredStrategy as _MultiWorkerMirroredStrategy
+from phalanx.strategies import ValueContext
+
+__all__ = [
+    "CollectiveCommunication",
+    "CommunicationImplementation",
+    "CommunicationOptions",
+    "MultiWorkerMirroredStrategy",
+    "ValueContext",
+]
+
+
+class MultiWorkerMirroredStrategy(_MultiWorkerMirroredStrategy):
+    """`phalanx.MultiWorkerMirroredStrategy` with the arguments of its experimental namesake.
+
+    Args:
+        communication: a `CollectiveCommunication`.
+        cluster_resolver: where the cluster and this task come from.
+    """
+
+    def __init__(
+        self,
+        communication: CommunicationImplementation = CommunicationImplementation.AUTO,
+        cluster_resolver: ClusterResolver | None = None,
+    ):
+        super().__init__(cluster_resolver, communication=communication)

@@ -1,0 +1,51 @@
+"""The policies that a user names: who the replicas are."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from phalanx.strategies import context
+from phalanx.strategies.context import (
+    ReplicaContext,
+    current_replica_context,
+    has_strategy,
+    in_cross_replica_context,
+)
+from phalanx.strategies.job import leave_job
+from phalanx.strategies.mirrored import MirroredStrategy
+from phalanx.strategies.multi_worker import MultiWorkerMirroredStrategy
+from phalanx.strategies.one_device import DefaultStrategy, OneDeviceStrategy
+from phalanx.strategies.strategy import Strategy, ValueContext
+
+
+@cache
+def _default() -> Strategy:
+    return DefaultStrategy()
+
+
+def get_strategy() -> Strategy:
+    """The strategy whose scope this code is in; outside of all, one with a single replica."""
+    return context.current_strategy() or _default()
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """What code inside `strategy.run` may ask and do; None inside a scope but outside `run`, as in `tf.distribute`."""
+    if in_cross_replica_context():
+        return None
+    return current_replica_context() or ReplicaContext(_default())
+
+
+__all__ = [
+    "DefaultStrategy",
+    "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
+    "OneDeviceStrategy",
+    "ReplicaContext",
+    "Strategy",
+    "ValueContext",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+    "leave_job",
+]

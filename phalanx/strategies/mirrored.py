@@ -1,0 +1,66 @@
+"""`MirroredStrategy`: replicas on this host, started by the program itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from phalanx.cluster.resolvers.resolve import resolve
+from phalanx.cluster.resolvers.resolver import count_gpus
+from phalanx.collectives.cross_device_ops import CrossDeviceOps
+from phalanx.errors import ConfigurationError
+from phalanx.launcher.replicas import REPLICAS, start_local_replicas
+from phalanx.settings import JOB_ID
+from phalanx.strategies.job import join_job
+from phalanx.strategies.strategy import Strategy
+
+
+class MirroredStrategy(Strategy):
+    """Synchronous training on several devices of this host (`tf.distribute.MirroredStrategy`).
+
+    Each replica is a process: the first one, which the user started, runs the same program again for the others. They
+    print nothing to the terminal but errors. Under `phalanx run` the workers that were started are the replicas.
+
+    Args:
+        devices: a number of replicas, or one device for each: ["cpu:0", "cpu:1"], ["/gpu:0", "/gpu:1"]. None: one for
+            each GPU, or a single replica where there is none.
+        cross_device_ops: how gradients are merged; None: as is fastest.
+
+    Raises: ConfigurationError in a notebook or an interactive session, which cannot be run again.
+    """
+
+    def __init__(
+        self, devices: int | Sequence[str] | None = None, cross_device_ops: CrossDeviceOps | None = None
+    ):
+        self._devices = _devices(devices)
+        if JOB_ID not in os.environ or REPLICAS in os.environ:
+            start_local_replicas(len(self._devices), self._devices)
+        elif devices is not None and len(self._devices) != len(resolve().cluster_spec().ranked_tasks()):
+            raise ConfigurationError(
+                f"MirroredStrategy was given {len(self._devices)} devices, and the job was started with "
+                f"{len(resolve().cluster_spec().ranked_tasks())} workers. Leave `devices` out, or give --workers the same "
+                f"number."
+            )
+        resolver = resolve()
+        self._job = join_job(resolver, None, cross_device_ops)
+        super().__init__(self._job.replica, resolver)
+
+    @property
+    def local_devices(self) -> tuple[str, ...]:
+        return (self._devices[min(self.rank, len(self._devices) - 1)],)
+
+
+def _devices(devices: int | Sequence[str] | None) -> list[str]:
+    if devices is None:
+        gpus = count_gpus(os.environ)
+        return [f"gpu:{index}" for index in range(gpus)] or ["cpu:0"]
+    if isinstance(devices, bool) or (isinstance(devices, int) and devices < 1):
+        raise ConfigurationError(f"MirroredStrategy needs at least one device; got {devices!r}.")
+    if isinstance(devices, int):
+        kind = "gpu" if count_gpus(os.environ) >= devices else "cpu"
+        return [f"{kind}:{index}" for index in range(devices)]
+    if isinstance(devices, str) or not devices:
+        raise ConfigurationError(
+            f"devices is {devices!r}; it must be a number of replicas or a list such as ['cpu:0', 'cpu:1']."
+        )
+    return list(devices)

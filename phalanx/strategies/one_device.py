@@ -1,0 +1,37 @@
+"""`OneDeviceStrategy`, and the strategy that stands in where none was chosen: one replica, nothing to merge."""
+
+from __future__ import annotations
+
+import os
+
+from phalanx.cluster.host import host_identity
+from phalanx.cluster.membership import Member, Membership
+from phalanx.collectives import connect
+from phalanx.strategies.strategy import Strategy
+from phalanx.training.replica import Replica
+
+
+def alone() -> Replica:
+    """A replica that is the only one."""
+    host = host_identity()
+    return Replica(connect(Membership(1, 0, (Member(0, "worker/0", host, "", os.getpid()),))))
+
+
+class OneDeviceStrategy(Strategy):
+    """One replica. `fit` is Keras's own; the interface lets the same program run with and without replicas.
+
+    Args:
+        device: for the reader's information, such as "/gpu:0"; the backend's default device computes.
+    """
+
+    def __init__(self, device: str = "/cpu:0"):
+        super().__init__(alone())
+        self._device = device
+
+    @property
+    def local_devices(self) -> tuple[str, ...]:
+        return (self._device,)
+
+
+class DefaultStrategy(OneDeviceStrategy):
+    """What `get_strategy()` returns outside of every scope."""

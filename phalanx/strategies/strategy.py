@@ -1,0 +1,235 @@
+"""`Strategy`: the interface of `tf.distribute.Strategy`, over replicas that are processes.
+
+Every replica runs the same program, so what `tf.distribute` calls a per-replica value is here simply this replica's
+value: `run` calls the function once, for this replica, and `experimental_local_results` returns a tuple of one.
+Methods that merge values (`reduce`, `gather`) must be called by every replica, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import numpy as np
+
+from phalanx import inputs
+from phalanx.backends import make_tensors
+from phalanx.cluster.resolvers.resolver import ClusterResolver
+from phalanx.collectives.communicator import Array, ReduceOp
+from phalanx.errors import ConfigurationError
+from phalanx.strategies import context
+from phalanx.training import hook
+from phalanx.training.replica import Replica
+
+
+class ValueContext:
+    """What a value function may want to know (`tf.distribute.experimental.ValueContext`)."""
+
+    def __init__(self, replica_id_in_sync_group: int = 0, num_replicas_in_sync: int = 1):
+        self.replica_id_in_sync_group = replica_id_in_sync_group
+        self.num_replicas_in_sync = num_replicas_in_sync
+
+    def __repr__(self) -> str:
+        return (
+            f"ValueContext(replica_id_in_sync_group={self.replica_id_in_sync_group}, "
+            f"num_replicas_in_sync={self.num_replicas_in_sync})"
+        )
+
+
+class Strategy:
+    """How a model is trained on several replicas. Made through its subclasses.
+
+    A model made or compiled inside `scope()` is trained by `fit` on all replicas together. Leaving the scope changes
+    nothing for it.
+    """
+
+    def __init__(self, replica: Replica, cluster_resolver: ClusterResolver | None = None):
+        self._replica = replica
+        self._cluster_resolver = cluster_resolver
+        self._tensors = make_tensors()
+
+    # Who we are.
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas over which gradients are merged."""
+        return self._replica.world_size
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """What the cluster was read from; None where there is none."""
+        return self._cluster_resolver
+
+    @property
+    def rank(self) -> int:
+        """This replica's number, 0 to `num_replicas_in_sync` - 1; 0 is the chief."""
+        return self._replica.rank
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this replica is the one that saves, logs and prints."""
+        return self._replica.is_chief
+
+    @property
+    def local_devices(self) -> tuple[str, ...]:
+        """The devices that this process computes on."""
+        return (f"/job:worker/task:{self.rank}/device:{keras.backend.backend().upper()}:0",)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: replica {self.rank} of {self.num_replicas_in_sync}>"
+
+    # Where models are made.
+
+    @contextmanager
+    def scope(self) -> Iterator[Strategy]:
+        """Models made or compiled inside belong to this strategy."""
+        hook.install(_current_replica, _merge_gradients)
+        with context.entered(self):
+            yield self
+
+    # Custom loops.
+
+    def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+        """Call `fn` on every replica with this replica's arguments; returns this replica's result.
+
+        On TensorFlow and PyTorch, Keras optimizers applied inside merge their gradients first: the sum over replicas,
+        as in `tf.distribute`, so the loss must be scaled by the global batch (see `compute_average_loss`). On JAX merge
+        them with `reduce`, between two jitted functions.
+        """
+        hook.install(_current_replica, _merge_gradients)
+        with context.running(self):
+            return fn(*args, **(kwargs or {}))
+
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
+        """The replicas' values merged into one, on every replica.
+
+        Args:
+            reduce_op: "SUM" or "MEAN" (also "MIN", "MAX", "PRODUCT"), or a `ReduceOp`, also `tf.distribute`'s.
+            value: a tensor, or a structure of tensors of equal shapes on all replicas.
+            axis: None: merge elementwise. Else each replica's value is first merged along this axis; a mean then
+                counts every element once, however many each replica has.
+        """
+        op = reduce_op_of(reduce_op)
+        leaves = keras.tree.flatten(value)
+        if axis is None:
+
+            def merge(arrays: list[Array]) -> list[Array]:
+                return self._replica.communicator.all_reduce(arrays, op)
+
+        else:
+
+            def merge(arrays: list[Array]) -> list[Array]:
+                return _reduce_along(self._replica, op, arrays, axis)
+
+        merged = self._tensors.call(merge, leaves, keeps_shapes=axis is None)
+        return keras.tree.pack_sequence_as(value, merged)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """The replicas' values, concatenated along `axis` in rank order, on every replica. Other axes must agree."""
+        leaves = keras.tree.flatten(value)
+
+        def merge(arrays: list[Array]) -> list[Array]:
+            return [_gather_along(self._replica, array, axis) for array in arrays]
+
+        return keras.tree.pack_sequence_as(value, self._tensors.call(merge, leaves, keeps_shapes=False))
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """The values of the replicas of this process: this one's."""
+        return (value,)
+
+    def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+        """`value_fn(ValueContext)` for this replica."""
+        return value_fn(ValueContext(self.rank, self.num_replicas_in_sync))
+
+    # Data.
+
+    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> inputs.DistributedDataset:
+        """This replica's part of a dataset whose batches are global batches. Takes whatever `fit` takes as a dataset."""
+        return inputs.distribute_dataset(dataset, options, **self._input_arguments())
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[inputs.InputContext], Any], options: Any = None
+    ) -> inputs.DistributedDataset:
+        """This replica's own dataset, of local batches, made by `dataset_fn(InputContext)`."""
+        return inputs.distribute_from_function(dataset_fn, options, **self._input_arguments())
+
+    def explain_sharding(self, dataset: Any, *, batch_size: int | None = None) -> str:
+        """What each replica will read of an input of `fit`, and why. A local question: no other replica is asked."""
+        source = inputs.shard_input(
+            dataset,
+            batch_size=batch_size,
+            steps_per_epoch=1 if batch_size is None and not inputs.accepts_batch_size(dataset) else None,
+            rank=self.rank,
+            world_size=self.num_replicas_in_sync,
+            seed=0,
+        )
+        return source.explain()
+
+    def _input_arguments(self) -> dict[str, Any]:
+        seed = self._replica.from_chief(int(np.random.randint(2**31 - 1)))
+        return {
+            "rank": self.rank,
+            "world_size": self.num_replicas_in_sync,
+            "seed": seed,
+            "convert": self._tensors.from_host,
+        }
+
+
+def reduce_op_of(value: Any) -> ReduceOp:
+    """A `ReduceOp` from its name, itself, or `tf.distribute.ReduceOp`."""
+    name = value if isinstance(value, str) else getattr(value, "name", None)
+    try:
+        return ReduceOp[str(name).upper()]
+    except KeyError:
+        known = ", ".join(op.name for op in ReduceOp)
+        raise ConfigurationError(f"reduce_op is {value!r}; it must be one of {known}.") from None
+
+
+def _reduce_along(replica: Replica, op: ReduceOp, arrays: list[Array], axis: int) -> list[Array]:
+    communicator = replica.communicator
+    if op is ReduceOp.MEAN:
+        sums = [array.sum(axis=axis, dtype=array.dtype) for array in arrays]
+        counts = [np.array([array.shape[axis]], np.int64) for array in arrays]
+        merged = communicator.all_reduce([*sums, *counts])
+        pairs = zip(merged[: len(sums)], merged[len(sums) :], arrays, strict=True)
+        return [np.asarray(total / count[0]).astype(array.dtype) for total, count, array in pairs]
+    along = {ReduceOp.SUM: np.sum, ReduceOp.MIN: np.min, ReduceOp.MAX: np.max, ReduceOp.PRODUCT: np.prod}[op]
+    return communicator.all_reduce(
+        [np.asarray(along(array, axis=axis)).astype(array.dtype) for array in arrays], op
+    )
+
+
+def _gather_along(replica: Replica, array: Array, axis: int) -> Array:
+    if array.ndim == 0:
+        raise ConfigurationError(
+            "gather() got a scalar, which has no axis to concatenate along. Give it shape (1,)."
+        )
+    parts = replica.communicator.all_gather(np.moveaxis(array, axis, 0))
+    return np.ascontiguousarray(np.moveaxis(np.concatenate(parts), 0, axis))
+
+
+def _current_replica() -> Replica | None:
+    strategy = context.current_strategy()
+    return None if strategy is None else strategy._replica
+
+
+def _merge_gradients(gradients: list[Any]) -> list[Any]:
+    """What an optimizer does first inside `strategy.run`."""
+    replica_context = context.current_replica_context()
+    if replica_context is None or replica_context.num_replicas_in_sync == 1:
+        return gradients
+    strategy = replica_context.strategy
+    if not strategy._tensors.merges_in_apply:
+        return gradients
+    present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+    merged = list(gradients)
+    values = strategy._tensors.call(
+        lambda arrays: strategy._replica.all_reduce(arrays),
+        [gradients[i] for i in present],
+        keeps_shapes=True,
+    )
+    for i, value in zip(present, values, strict=True):
+        merged[i] = value
+    return merged

@@ -1,0 +1,116 @@
+"""Callbacks in a job of several ranks: every rank runs them on the same logs, only the chief writes and prints."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+from keras.src.callbacks import CallbackList
+from keras.src.callbacks.progbar_logger import ProgbarLogger
+
+# What these do is for all: files, services, the terminal. The chief does it once.
+CHIEF_ONLY = (
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.BackupAndRestore,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.TensorBoard,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.ProgbarLogger,
+)
+
+_BATCH_HOOKS = {
+    "train": ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end"),
+    "test": ("on_test_batch_begin", "on_test_batch_end"),
+    "predict": ("on_predict_batch_begin", "on_predict_batch_end"),
+}
+
+
+class ReplicaProgbar(ProgbarLogger):  # type: ignore[misc]
+    """Keras's progress bar, with the number of replicas and the samples per second of all of them."""
+
+    def __init__(self, replicas: int) -> None:
+        super().__init__()
+        self._replicas = replicas
+        self._samples = 0
+        self._start = time.perf_counter()
+
+    def _reset_progbar(self) -> None:
+        super()._reset_progbar()
+        self._samples = 0
+        self._start = time.perf_counter()
+
+    def count(self, samples: int) -> None:
+        """Note that the replicas have together finished so many more samples."""
+        self._samples += samples
+        if self.progbar is not None:
+            rate = self._samples / max(time.perf_counter() - self._start, 1e-9)
+            self.progbar.unit_name = f"step - {self._replicas} replicas - {_short(rate)} samples/s"
+
+
+def _short(number: float) -> str:
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.3g}"
+
+
+def make_list(
+    callbacks: Any,
+    *,
+    model: Any,
+    chief: bool,
+    replicas: int,
+    verbose: Any,
+    epochs: int,
+    steps: int | None,
+    history: bool,
+) -> CallbackList:
+    """The callbacks that this rank runs, as Keras's `CallbackList`."""
+    if isinstance(callbacks, CallbackList):  # evaluation inside `fit`: the list is made already
+        return callbacks
+    verbose = 1 if verbose == "auto" else verbose
+    own = [callback for callback in _flat(callbacks) if chief or not isinstance(callback, CHIEF_ONLY)]
+    if not chief:
+        for callback in own:
+            if getattr(callback, "verbose", 0):
+                callback.verbose = 0
+    shows = chief and verbose != 0
+    if shows and not any(isinstance(callback, ProgbarLogger) for callback in own):
+        own.append(ReplicaProgbar(replicas))
+    return CallbackList(
+        own, add_history=history, add_progbar=shows, verbose=verbose, epochs=epochs, steps=steps, model=model
+    )
+
+
+def _flat(callbacks: Any) -> list[Any]:
+    if callbacks is None:
+        return []
+    return list(callbacks) if isinstance(callbacks, Sequence) else [callbacks]
+
+
+def watches_batches(callbacks: Any, phase: str) -> bool:
+    """Whether a callback of the user's sees single batches; then decisions are agreed on after each of them.
+
+    Takes what the user passed, which is the same on every rank, not this rank's list.
+    """
+    if isinstance(callbacks, CallbackList):
+        callbacks = callbacks.callbacks
+    own = [
+        callback
+        for callback in _flat(callbacks)
+        if not isinstance(callback, (*CHIEF_ONLY, keras.callbacks.History))
+    ]
+    return any(_overrides(callback, hook) for callback in own for hook in _BATCH_HOOKS[phase])
+
+
+def listens_to_batches(callbacks: CallbackList, phase: str) -> bool:
+    """Whether anything in this rank's list has something to do at single batches."""
+    return any(_overrides(callback, hook) for callback in callbacks.callbacks for hook in _BATCH_HOOKS[phase])
+
+
+def _overrides(callback: Any, hook: str) -> bool:
+    # LambdaCallback sets its hooks on the instance.
+    default = getattr(keras.callbacks.Callback, hook)
+    return getattr(getattr(callback, hook), "__func__", None) is not default

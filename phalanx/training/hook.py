@@ -1,0 +1,136 @@
+"""The one place where Keras is changed.
+
+`install()` puts dispatchers before a few methods of Keras's trainer class; `uninstall()` takes them out. A model
+made or compiled inside `strategy.scope()` carries its strategy's replica, and its `fit`, `evaluate`, ... go to a
+`ReplicaTrainer`; every other model goes on to Keras as if nothing were there. An optimizer applied inside
+`strategy.run` merges its gradients first.
+
+Tested with Keras 3.12 to 3.15.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from phalanx.training.loop import ReplicaTrainer
+from phalanx.training.replica import Replica
+
+_DISPATCHED = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+_MARK = "_phalanx_replica"
+_TRAINER = "_phalanx_trainer"
+
+_originals: dict[tuple[type, str], Any] = {}
+_current_replica: Callable[[], Replica | None] = lambda: None
+_merge_gradients: Callable[[list[Any]], list[Any]] = lambda gradients: gradients
+_applying = threading.local()
+
+
+def install(
+    current_replica: Callable[[], Replica | None], merge_gradients: Callable[[list[Any]], list[Any]]
+) -> None:
+    """Put the dispatchers in; safe to call again.
+
+    Args:
+        current_replica: names the replica that models follow which are made or compiled now.
+        merge_gradients: merges the gradients of an optimizer applied now over the replicas, or returns them as they
+            are where there is nothing to merge.
+    """
+    global _current_replica, _merge_gradients
+    _current_replica, _merge_gradients = current_replica, merge_gradients
+    if _originals:
+        return
+    trainer = _trainer_class()
+    _replace(trainer, "__init__", _marking(trainer.__init__))
+    _replace(trainer, "compile", _marking(trainer.compile))
+    for name in _DISPATCHED:
+        _replace(trainer, name, _dispatching(getattr(trainer, name)))
+    for optimizer in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
+        owner = next(base for base in optimizer.__mro__ if "apply" in vars(base))
+        _replace(owner, "apply", _merging(owner.apply))
+
+
+def uninstall() -> None:
+    """Give Keras its own methods back; safe to call twice."""
+    for (owner, name), original in _originals.items():
+        if original is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
+    _originals.clear()
+
+
+def replica_of(model: Any) -> Replica | None:
+    """The replica a model belongs to, or None if it is Keras's own."""
+    replica: Replica | None = vars(model).get(_MARK)
+    return replica
+
+
+def _trainer_class() -> type:
+    """Keras's trainer of the present backend, from which `keras.Model` inherits `fit`."""
+    return next(base for base in keras.Model.__mro__ if "fit" in vars(base) and base is not keras.Model)
+
+
+def _replace(owner: type, name: str, replacement: Any) -> None:
+    _originals[owner, name] = vars(owner).get(name)
+    setattr(owner, name, replacement)
+
+
+def _marking(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Around `__init__` and `compile`: note the current strategy's replica, and that any former trainer is stale."""
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        replica = _current_replica()
+        if replica is not None:
+            vars(self)[_MARK] = replica
+        vars(self).pop(_TRAINER, None)
+        return result
+
+    return method
+
+
+def _dispatching(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Around `fit` and its kin: to the model's `ReplicaTrainer` if it belongs to a job of several replicas."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        replica = replica_of(self)
+        if replica is None or replica.world_size == 1:
+            return original(self, *args, **kwargs)
+        arguments = signature.bind(self, *args, **kwargs).arguments
+        del arguments[next(iter(signature.parameters))]
+        arguments.update(arguments.pop("kwargs", {}))
+        return getattr(_trainer_of(self, replica), original.__name__)(**arguments)
+
+    return method
+
+
+def _merging(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Around `optimizer.apply`: merge first. An optimizer around another (loss scaling) merges for both."""
+
+    @functools.wraps(original)
+    def method(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        if getattr(_applying, "now", False):
+            return original(self, grads, trainable_variables)
+        _applying.now = True
+        try:
+            return original(self, _merge_gradients(list(grads)), trainable_variables)
+        finally:
+            _applying.now = False
+
+    return method
+
+
+def _trainer_of(model: Any, replica: Replica) -> ReplicaTrainer:
+    trainer = vars(model).get(_TRAINER)
+    if trainer is None:
+        trainer = vars(model)[_TRAINER] = ReplicaTrainer(model, replica)
+    return trainer

@@ -1,0 +1,394 @@
+"""`fit`, `evaluate`, `predict` and the single-batch methods of a Keras model on one of several replicas.
+
+The walk of one training step: this rank's part of the global batch -> the engine's gradients -> the merge over
+all ranks -> the engine's update -> callbacks. Arguments and results are those of the Keras methods; `batch_size`
+is that of the global batch. All ranks must call the same methods in the same order.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+from keras.src import tree
+from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
+from keras.src.utils.python_utils import pythonify_logs
+
+from phalanx.backends import make_engine
+from phalanx.backends.engine import Engine
+from phalanx.errors import UnsupportedError
+from phalanx.inputs import ShardedInput, shard_input
+from phalanx.training import callbacks as callback_lists
+from phalanx.training import state
+from phalanx.training.agreement import JointBatch, compare_inputs, joint_batches
+from phalanx.training.merge import StepMerge
+from phalanx.training.replica import Replica
+
+
+class ReplicaTrainer:
+    """Trains, evaluates and applies one compiled Keras model together with the other replicas."""
+
+    def __init__(self, model: Any, replica: Replica) -> None:
+        self._model = model
+        self._replica = replica
+        self._engine: Engine | None = None
+        self._synchronised = False
+
+    # The public methods, as Keras has them.
+
+    def fit(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: Any = "auto",
+        callbacks: Any = None,
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: Any = True,
+        class_weight: Any = None,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: Any = 1,
+    ) -> Any:
+        model, replica = self._model, self._replica
+        model._assert_compile_called("fit")
+        _check_supported(model)
+        epochs = _capped(epochs, keras.config.max_epochs(), "epochs")
+        if validation_split and validation_data is None:
+            (x, y, sample_weight), validation_data = array_slicing.train_validation_split(
+                (x, y, sample_weight), validation_split=validation_split
+            )
+        source = self._shard(
+            x, y, sample_weight, batch_size, steps_per_epoch, shuffle=shuffle, class_weight=class_weight
+        )
+        validation = None
+        if validation_data is not None:
+            val_x, val_y, val_weight = data_adapter_utils.unpack_x_y_sample_weight(validation_data)
+            validation = self._shard(
+                val_x, val_y, val_weight, validation_batch_size or batch_size, validation_steps
+            )
+        engine = self._prepare(source)
+        watched = callback_lists.watches_batches(callbacks, "train")
+        callbacks = self._callbacks(callbacks, verbose, epochs, source.num_batches, history=True)
+        listened = callback_lists.listens_to_batches(callbacks, "train")
+        model.stop_training = False
+        callbacks.on_train_begin()
+        # A callback of the chief may just have restored a backup.
+        initial_epoch = int(replica.from_chief(model._initial_epoch or initial_epoch))  # type: ignore[call-overload]
+        state.synchronise(model, replica)
+        self._synchronised = True
+        logs: Mapping[str, Any] = {}
+        epoch_logs: dict[str, Any] = {}
+        for epoch in range(initial_epoch, epochs):
+            model.reset_metrics()
+            callbacks.on_epoch_begin(epoch)
+            self._agree_on_learning_rate()
+            engine.begin()
+            try:
+                for first, last, batches in self._executions(source, epoch):
+                    if listened:
+                        callbacks.on_train_batch_begin(first)
+                    for batch in batches:
+                        logs = engine.train(batch.data, batch.share)
+                        self._count(callbacks, batch)
+                    if listened:
+                        callbacks.on_train_batch_end(last, logs)
+                    if watched and replica.any(model.stop_training):
+                        model.stop_training = True
+                        break
+            finally:
+                engine.end()
+            epoch_logs = pythonify_logs(logs)
+            if validation is not None and model._should_eval(epoch, validation_freq):
+                val_logs = self._evaluate(
+                    validation, callbacks, watched=callback_lists.watches_batches(callbacks, "test")
+                )
+                epoch_logs |= {f"val_{name}": value for name, value in val_logs.items()}
+            callbacks.on_epoch_end(epoch, epoch_logs)
+            if replica.any(model.stop_training):
+                model.stop_training = True
+                break
+        if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs > 0:
+            model.optimizer.finalize_variable_values(model.trainable_weights)
+        callbacks.on_train_end(logs=epoch_logs)
+        return model.history
+
+    def evaluate(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        verbose: Any = "auto",
+        sample_weight: Any = None,
+        steps: int | None = None,
+        callbacks: Any = None,
+        return_dict: bool = False,
+    ) -> Any:
+        self._model._assert_compile_called("evaluate")
+        _check_supported(self._model)
+        source = self._shard(x, y, sample_weight, batch_size, steps)
+        self._prepare(source)
+        self._synchronise()
+        watched = _shows_batches(verbose) or callback_lists.watches_batches(callbacks, "test")
+        callbacks = self._callbacks(callbacks, verbose, 1, source.num_batches)
+        logs = self._evaluate(source, callbacks, watched=watched)
+        return logs if return_dict else self._model._flatten_metrics_in_order(logs)
+
+    def predict(
+        self,
+        x: Any,
+        batch_size: int | None = None,
+        verbose: Any = "auto",
+        steps: int | None = None,
+        callbacks: Any = None,
+    ) -> Any:
+        """The outputs for all samples, in their order, on every rank."""
+        source = self._shard(x, None, None, batch_size, steps)
+        engine = self._prepare(source)
+        self._synchronise()
+        model = self._model
+        callbacks = self._callbacks(callbacks, verbose, 1, source.num_batches)
+        listened = callback_lists.listens_to_batches(callbacks, "predict")
+        model.stop_predicting = False
+        callbacks.on_predict_begin()
+        own: list[Any] = []
+        sizes: list[tuple[int, ...]] = []
+        engine.begin()
+        try:
+            for first, last, batches in self._executions(source, 0):
+                if listened:
+                    callbacks.on_predict_batch_begin(first)
+                for batch in batches:
+                    own.append(_rows(engine.predict(batch.data), batch.size))
+                    sizes.append(batch.sizes)
+                    self._count(callbacks, batch)
+                if listened:
+                    callbacks.on_predict_batch_end(last, {"outputs": own[-1]})
+                if self._replica.any(model.stop_predicting) if listened and _is_watched(callbacks) else False:
+                    break
+        finally:
+            engine.end()
+        callbacks.on_predict_end()
+        if not own:
+            raise ValueError("predict() got no data: the input has no batches.")
+        return tree.map_structure_up_to(own[0], lambda *parts: self._in_order(parts, sizes), *own)
+
+    def train_on_batch(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        class_weight: Any = None,
+        return_dict: bool = False,
+    ) -> Any:
+        self._model._assert_compile_called("train_on_batch")
+        _check_supported(self._model)
+        if class_weight is not None:
+            if sample_weight is not None:
+                raise ValueError(
+                    "Arguments `sample_weight` and `class_weight` cannot be specified at the same time."
+                )
+            sample_weight = data_adapter_utils.class_weight_to_sample_weights(y, class_weight)
+        batch, engine = self._single(x, y, sample_weight)
+        self._model.reset_metrics()
+        engine.begin()
+        try:
+            logs = engine.train(batch.data, batch.share)
+        finally:
+            engine.end()
+        return self._batch_result(logs, return_dict)
+
+    def test_on_batch(
+        self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
+    ) -> Any:
+        self._model._assert_compile_called("test_on_batch")
+        _check_supported(self._model)
+        batch, engine = self._single(x, y, sample_weight)
+        self._model.reset_metrics()
+        engine.begin()
+        try:
+            engine.test(batch.data, counted=batch.size > 0)
+            logs = engine.merged_metrics(batch.share, final=True)
+        finally:
+            engine.end()
+        return self._batch_result(logs, return_dict)
+
+    def predict_on_batch(self, x: Any) -> Any:
+        batch, engine = self._single(x, None, None)
+        engine.begin()
+        try:
+            outputs = _rows(engine.predict(batch.data), batch.size)
+        finally:
+            engine.end()
+        return tree.map_structure(lambda part: self._in_order([part], [batch.sizes]), outputs)
+
+    # Their parts.
+
+    def _shard(
+        self,
+        x: Any,
+        y: Any,
+        sample_weight: Any,
+        batch_size: int | None,
+        steps: int | None,
+        *,
+        shuffle: Any = False,
+        class_weight: Any = None,
+    ) -> ShardedInput:
+        steps = _capped(steps, keras.config.max_steps_per_epoch(), "steps_per_epoch")
+        return shard_input(
+            x,
+            y,
+            sample_weight,
+            batch_size=batch_size,
+            steps_per_epoch=steps,
+            shuffle=shuffle,
+            class_weight=class_weight,
+            rank=self._replica.rank,
+            world_size=self._replica.world_size,
+            seed=int(self._replica.from_chief(int(np.random.randint(2**31 - 1)))),  # type: ignore[call-overload]
+        )
+
+    def _prepare(self, source: ShardedInput) -> Engine:
+        """The engine, with all variables created for the source's batches."""
+        if self._engine is None:
+            self._engine = make_engine(self._model, StepMerge(self._replica))
+        compare_inputs(source, self._replica)
+        self._engine.build(source.peek().data)
+        return self._engine
+
+    def _synchronise(self) -> None:
+        if not self._synchronised:
+            state.synchronise(self._model, self._replica)
+            self._synchronised = True
+
+    def _callbacks(
+        self, callbacks: Any, verbose: Any, epochs: int, steps: int | None, *, history: bool = False
+    ) -> Any:
+        return callback_lists.make_list(
+            callbacks,
+            model=self._model,
+            chief=self._replica.is_chief,
+            replicas=self._replica.world_size,
+            verbose=verbose,
+            epochs=epochs,
+            steps=steps,
+            history=history,
+        )
+
+    def _executions(self, source: ShardedInput, epoch: int) -> Iterator[tuple[int, int, list[JointBatch]]]:
+        """Batches grouped as `steps_per_execution` says: callbacks see only the first and the last of a group."""
+        group: list[JointBatch] = []
+        size = self._model.steps_per_execution
+        step = -1
+        for step, batch in enumerate(joint_batches(source, epoch, self._replica)):
+            group.append(batch)
+            if len(group) == size:
+                yield step + 1 - size, step, group
+                group = []
+        if group:
+            yield step + 1 - len(group), step, group
+
+    def _evaluate(self, source: ShardedInput, callbacks: Any, *, watched: bool) -> dict[str, Any]:
+        model, engine, replica = self._model, self._engine, self._replica
+        assert engine is not None
+        model.stop_evaluating = False
+        callbacks.on_test_begin()
+        model.reset_metrics()
+        own = everyone = 0
+        logs: Mapping[str, Any] = {}
+        engine.begin()
+        try:
+            for first, last, batches in self._executions(source, 0):
+                callbacks.on_test_batch_begin(first)
+                for batch in batches:
+                    engine.test(batch.data, counted=batch.size > 0)
+                    own += batch.size
+                    everyone += batch.global_size
+                    self._count(callbacks, batch)
+                if watched:
+                    logs = engine.merged_metrics(own / max(everyone, 1), final=False)
+                callbacks.on_test_batch_end(last, logs)
+                if watched and replica.any(model.stop_evaluating):
+                    break
+            logs = pythonify_logs(engine.merged_metrics(own / max(everyone, 1), final=True))
+        finally:
+            engine.end()
+        callbacks.on_test_end(logs)
+        return dict(logs)
+
+    def _single(self, x: Any, y: Any, sample_weight: Any) -> tuple[JointBatch, Engine]:
+        """This rank's part of the one batch given."""
+        size = len(next(leaf for leaf in tree.flatten(x) if leaf is not None))
+        source = self._shard(x, y, sample_weight, size, None)
+        engine = self._prepare(source)
+        self._synchronise()
+        return next(joint_batches(source, 0, self._replica)), engine
+
+    def _batch_result(self, logs: Mapping[str, Any], return_dict: bool) -> Any:
+        logs = pythonify_logs(logs)
+        return logs if return_dict else self._model._flatten_metrics_in_order(logs)
+
+    def _in_order(self, parts: Any, sizes: list[tuple[int, ...]]) -> np.ndarray[Any, Any]:
+        """All ranks' rows, batch by batch and in each batch in rank order."""
+        columns = self._replica.communicator.all_gather(np.concatenate(parts))
+        starts = np.zeros(len(columns), int)
+        pieces = []
+        for batch in sizes:
+            for rank, size in enumerate(batch):
+                pieces.append(columns[rank][starts[rank] : starts[rank] + size])
+                starts[rank] += size
+        return np.concatenate(pieces)
+
+    def _agree_on_learning_rate(self) -> None:
+        """The chief's learning rate on every rank, where callbacks may have set it."""
+        optimizer = self._model.optimizer
+        rate = getattr(optimizer, "_learning_rate", None)
+        if not isinstance(
+            rate, keras.Variable
+        ):  # a schedule follows the step count, which is the same everywhere
+            return
+        own = float(keras.ops.convert_to_numpy(rate.value))
+        chief = float(self._replica.from_chief(own))  # type: ignore[arg-type]
+        if chief != own:
+            optimizer.learning_rate = chief
+
+    def _count(self, callbacks: Any, batch: JointBatch) -> None:
+        bar = getattr(callbacks, "_progbar", None)
+        if isinstance(bar, callback_lists.ReplicaProgbar):
+            bar.count(batch.global_size)
+
+
+def _rows(outputs: Any, size: int) -> Any:
+    return tree.map_structure(lambda part: part[:size], outputs)
+
+
+def _shows_batches(verbose: Any) -> bool:
+    return verbose in ("auto", 1, True)
+
+
+def _is_watched(callbacks: Any) -> bool:
+    return callback_lists.watches_batches(callbacks, "predict")
+
+
+def _capped(value: Any, cap: int | None, name: str) -> Any:
+    if cap and (not value or cap < value):
+        warnings.warn(f"Limiting {name} to {cap}", stacklevel=3)
+        return cap
+    return value
+
+
+def _check_supported(model: Any) -> None:
+    """Refuse what would give wrong numbers."""
+    for loss in keras.tree.flatten(getattr(model._compile_loss, "_flat_losses", None) or []):
+        reduction = getattr(loss, "reduction", None)
+        if reduction in ("sum", "mean_with_sample_weight"):
+            raise UnsupportedError(f"the loss {loss.name!r} has reduction={reduction!r}")

@@ -1,0 +1,90 @@
+"""All replicas start alike: the same structure, and the chief's values."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import msgspec
+import numpy as np
+
+from phalanx.errors import DisagreementError
+from phalanx.training.replica import Replica
+
+# An odd constant far from small multiples, so that the seeds of neighbouring ranks share no low bits
+# (2**32 divided by the golden ratio; Knuth, The Art of Computer Programming, 6.4).
+SEED_STRIDE = 0x9E3779B9
+
+
+def synchronise(model: Any, replica: Replica) -> None:
+    """Give every rank the chief's weights, optimizer state and layer state; call on all ranks.
+
+    Random seeds of layers (dropout) come from the chief too, then each rank shifts them by its rank, so
+    that the replicas draw different masks.
+
+    Raises:
+        DisagreementError: on every rank, if the models differ in structure; names the first difference.
+    """
+    variables = _variables(model)
+    _compare(_structure(variables), replica)
+    arrays = [np.asarray(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
+    values = replica.communicator.broadcast(arrays, root=0)
+    seeds = {id(generator.state) for generator in _seed_generators(model)}
+    for variable, old, new in zip(variables, arrays, values, strict=True):
+        if id(variable) in seeds:
+            new = _shifted_seed(new, replica.rank)
+        if not np.array_equal(old, new):
+            variable.assign(new)
+
+
+def _variables(model: Any) -> list[Any]:
+    found = {id(v): v for v in [*model.trainable_variables, *model.non_trainable_variables]}
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None:
+        found |= {id(v): v for v in optimizer.variables}
+    return list(found.values())
+
+
+def _seed_generators(model: Any) -> list[Any]:
+    return [generator for layer in model._flatten_layers() for generator in layer._seed_generators]
+
+
+def _shifted_seed(state: np.ndarray[Any, Any], rank: int) -> np.ndarray[Any, Any]:
+    shifted = state.copy()
+    modulus = 1 << (8 * state.dtype.itemsize - (state.dtype.kind == "i"))
+    shifted[0] = (int(state[0]) + rank * SEED_STRIDE) % modulus
+    return shifted
+
+
+def _structure(variables: Sequence[Any]) -> list[tuple[str, tuple[int, ...], str]]:
+    return [(v.path, tuple(v.shape), keras.backend.standardize_dtype(v.dtype)) for v in variables]
+
+
+def _compare(structure: list[tuple[str, tuple[int, ...], str]], replica: Replica) -> None:
+    encoded = msgspec.msgpack.encode(structure)
+    digests = replica.communicator.all_gather_bytes(hashlib.sha256(encoded).digest())
+    if len(set(digests)) == 1:
+        return
+    # Rare and slow: everybody learns everything, so that everybody raises the same error.
+    everyone = [msgspec.msgpack.decode(e) for e in replica.communicator.all_gather_bytes(encoded)]
+    other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    raise DisagreementError(
+        f"The model is not the same on all ranks: {_first_difference(everyone[0], everyone[other], other)} Every "
+        f"rank must build the same model with the same optimizer, in the same order."
+    )
+
+
+def _first_difference(chief: list[Any], other: list[Any], rank: int) -> str:
+    for index, (left, right) in enumerate(zip(chief, other, strict=False)):
+        if left != right:
+            return f"variable {index} is {_named(left)} on rank 0 and {_named(right)} on rank {rank}."
+    longer, which = (chief, 0) if len(chief) > len(other) else (other, rank)
+    extra = longer[min(len(chief), len(other))]
+    return f"rank 0 has {len(chief)} variables and rank {rank} has {len(other)}; only rank {which} has {_named(extra)}."
+
+
+def _named(variable: Any) -> str:
+    path, shape, dtype = variable
+    return f"`{path}` {dtype}{list(shape)}"
