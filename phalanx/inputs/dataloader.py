@@ -71,7 +71,8 @@ class MapStyleSource:
 
     The batch sampler says which samples form each global batch; this rank's loader gets only its own part
     of their indices. Samplers draw from torch's generator, which is seeded for this from `seed` and the pass,
-    so that all ranks get the same order; a sampler with a generator of its own uses that.
+    so that all ranks get the same order; a sampler with a generator of its own uses that, and gives the
+    order that the plain DataLoader gives.
 
     `collate_fn` sees the local batch only: one that pads to the longest sample pads to the longest local one.
     """
@@ -89,6 +90,7 @@ class MapStyleSource:
         self._by_sample = loader.batch_sampler is not None
         self._batches = loader.batch_sampler if self._by_sample else loader.sampler
         self._order: tuple[int, list[Any]] | None = None
+        self._worker_seed = seed
         if len(self._batches) == 0:
             raise ConfigurationError("The DataLoader is empty. Expected at least one batch.")
         self.checked = world_size > 1
@@ -155,10 +157,21 @@ class MapStyleSource:
     def _pass(self, key: int) -> list[Any]:
         """The indices of each global batch of a pass; kept, because a pass may last for several epochs."""
         if self._order is None or self._order[0] != key:
+            generator = self._loader.generator
+            if generator is not None:
+                # Each pass over a plain DataLoader draws its workers' seed first, then the sampler's order.
+                self._worker_seed = _draw(generator)
             with _seeded(self._seed, key):
                 batches = list(self._batches)
             self._order = (key, [list(batch) for batch in batches] if self._by_sample else batches)
         return self._order[1]
+
+    def _worker_generator(self) -> Any:
+        """Seeds this rank's workers, otherwise than those of other ranks; the program's generator, which the
+        sampler shares, must not be drawn from once more."""
+        import torch
+
+        return torch.Generator().manual_seed((self._worker_seed + self._rank) % (1 << 63))
 
     def _rebuilt(self, batches: list[Any], num_workers: int | None = None) -> Any:
         """A DataLoader like the program's, over these batches."""
@@ -172,7 +185,7 @@ class MapStyleSource:
             "pin_memory": loader.pin_memory,
             "timeout": loader.timeout if workers else 0,
             "worker_init_fn": loader.worker_init_fn,
-            "generator": loader.generator,
+            "generator": None if loader.generator is None else self._worker_generator(),
         }
         if workers:
             # Not persistent_workers: this loader lives for one epoch.
@@ -181,6 +194,12 @@ class MapStyleSource:
         if self._by_sample:
             return DataLoader(loader.dataset, batch_sampler=batches, **options)
         return DataLoader(loader.dataset, batch_size=None, sampler=batches, **options)
+
+
+def _draw(generator: Any) -> int:
+    import torch
+
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
 
 class _seeded:

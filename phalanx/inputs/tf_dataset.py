@@ -71,6 +71,9 @@ def tf_source(
 
     sharded, policy, reason = _divide(dataset, policy, files, rank, world_size, seed)
     cardinality = int(sharded.cardinality())
+    # Dealing out files hides that a dataset repeats; before it is replaced, a hint looks like endless data.
+    told_by = sharded if policy is AutoShardPolicy.HINT else dataset
+    endless = int(told_by.cardinality()) == tf.data.INFINITE_CARDINALITY
     by_rows = policy is AutoShardPolicy.DATA
     length = cardinality if cardinality >= 0 and (by_rows or policy is AutoShardPolicy.OFF) else None
     names = zlib.crc32("\n".join(files).encode()) if files else 0
@@ -94,7 +97,7 @@ def tf_source(
         world_size=world_size,
         num_batches=length,
         uniform=by_rows and length is not None,
-        endless=int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY,
+        endless=endless,
         per_rank=not by_rows,
         reads_ahead=True,
         policy=policy,

@@ -61,6 +61,6 @@ def keras_batches(x, y=None, sample_weight=None, **options):
 
     adapter = get_data_adapter(x, y, sample_weight, **options)
     adapter.on_epoch_begin()
-    batches = [batch for batch in adapter.get_numpy_iterator()]
+    batches = list(adapter.get_numpy_iterator())
     adapter.on_epoch_end()
     return batches

@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,7 +17,7 @@ def test_local_ranges_cover_the_batch_in_rank_order_and_differ_by_at_most_one(gl
     ranges = [local_range(global_size, rank, world_size) for rank in range(world_size)]
     assert ranges[0][0] == 0
     assert ranges[-1][1] == global_size
-    assert all(before[1] == after[0] for before, after in zip(ranges, ranges[1:], strict=False))
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(ranges))
     sizes = [stop - start for start, stop in ranges]
     assert max(sizes) - min(sizes) <= 1
     assert sizes == sorted(sizes, reverse=True), "the first ranks get the larger parts"

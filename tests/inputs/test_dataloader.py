@@ -1,0 +1,188 @@
+import itertools
+
+import numpy as np
+import pytest
+
+from phalanx.errors import ConfigurationError
+from phalanx.inputs import shard_input
+from tests.inputs.merging import WORLD_SIZES, assert_same_batches, keras_batches, merged_epoch, ranks_of
+
+torch = pytest.importorskip("torch")
+data = torch.utils.data
+
+X = torch.arange(46.0).reshape(23, 2)
+Y = torch.arange(23)
+
+
+class Recording(data.Dataset):
+    """A map-style dataset that knows which samples were asked for."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __len__(self):
+        return 23
+
+    def __getitem__(self, index):
+        self.asked.append(int(index))
+        return X[index], Y[index]
+
+
+class Stream(data.IterableDataset):
+    def __iter__(self):
+        return zip(X, Y, strict=True)
+
+
+def loader(**options):
+    return data.DataLoader(data.TensorDataset(X, Y), **{"batch_size": 4, **options})
+
+
+KINDS = {
+    "map": loader,
+    "drop_last": lambda: loader(drop_last=True),
+    "batch sampler": lambda: data.DataLoader(
+        data.TensorDataset(X, Y), batch_sampler=[[1, 2, 3], [4], [5, 6, 7, 8, 0]]
+    ),
+    "batches made by the dataset": lambda: data.DataLoader(
+        [(X[i : i + 5], Y[i : i + 5]) for i in range(0, 23, 5)], batch_size=None
+    ),
+    "iterable": lambda: data.DataLoader(Stream(), batch_size=4),
+    "seeded": lambda: loader(shuffle=True, generator=torch.Generator().manual_seed(3)),
+}
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("name", KINDS)
+def test_the_local_batches_of_all_ranks_are_the_batches_of_keras(name, world_size):
+    expected = keras_batches(KINDS[name]())
+    ranks = ranks_of(lambda: (KINDS[name](),), world_size)
+    assert ranks[0].uniform is (name != "iterable")
+    if name != "iterable":
+        assert ranks[0].num_batches == len(expected)
+    assert_same_batches(merged_epoch(ranks, 0), expected)
+
+
+def test_a_loader_with_its_own_generator_keeps_the_order_that_it_has_without_phalanx():
+    plain = KINDS["seeded"]()
+    ranks = ranks_of(lambda: (KINDS["seeded"](),), 3)
+    for epoch in range(3):
+        expected = [tuple(tensor.numpy() for tensor in batch) for batch in plain]
+        assert_same_batches(merged_epoch(ranks, epoch), expected)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("sampler", ["shuffle", "weighted"])
+def test_shuffling_is_the_same_on_all_ranks_and_differs_between_epochs(world_size, sampler):
+    def make():
+        torch.seed()  # every process has its own state
+        if sampler == "shuffle":
+            return (loader(shuffle=True),)
+        return (loader(sampler=data.WeightedRandomSampler(torch.ones(23), 23, replacement=False)),)
+
+    alone, ranks = ranks_of(make, 1), ranks_of(make, world_size)
+    orders = []
+    for epoch in range(2):
+        expected = merged_epoch(alone, epoch)
+        assert_same_batches(merged_epoch(ranks, epoch), expected)
+        orders.append(np.concatenate([batch[1] for batch in expected]).tolist())
+        assert sorted(orders[-1]) == list(range(23))
+    assert orders[0] != orders[1]
+
+
+def test_a_rank_loads_only_its_own_samples():
+    datasets = [Recording() for _ in range(3)]
+    for rank, dataset in enumerate(datasets):
+        sharded = shard_input(
+            data.DataLoader(dataset, batch_size=6, shuffle=True), rank=rank, world_size=3, seed=0
+        )
+        assert len(list(sharded.epoch(0))) == 4
+    assert sorted(itertools.chain(*(dataset.asked for dataset in datasets))) == list(range(23))
+
+
+def test_the_program_s_random_state_is_left_alone():
+    torch.manual_seed(1)
+    expected = torch.rand(1)
+    torch.manual_seed(1)
+    sharded = shard_input(loader(), rank=0, world_size=2, seed=0)
+    sharded._source._pass(0)
+    assert torch.rand(1) == expected
+
+
+def test_workers_and_collation_are_kept():
+    def collate(samples):
+        return torch.stack([x for x, _ in samples]) * 2, torch.stack([y for _, y in samples])
+
+    ranks = ranks_of(lambda: (loader(num_workers=1, collate_fn=collate),), 2)
+    got = merged_epoch(ranks, 0)
+    np.testing.assert_array_equal(np.concatenate([batch[0] for batch in got]), X.numpy() * 2)
+
+
+def test_with_steps_an_epoch_goes_on_where_the_last_one_stopped():
+    ranks = ranks_of(lambda: (loader(),), 2, steps_per_epoch=3)
+    assert [[batch[1][0] for batch in merged_epoch(ranks, epoch)] for epoch in range(3)] == [
+        [0, 4, 8],
+        [12, 16, 20],
+        [0, 4, 8],
+    ]
+
+
+def test_dictionaries_are_inputs():
+    samples = [{"a": X[i], "b": Y[i]} for i in range(23)]
+    (batch, *_) = merged_epoch(ranks_of(lambda: (data.DataLoader(samples, batch_size=4),), 3), 0)
+    np.testing.assert_array_equal(batch[1], [0, 1, 2, 3])
+
+
+def test_a_distributed_sampler_has_divided_the_samples_already():
+    def make(rank, world_size=2):
+        sampler = data.DistributedSampler(Y, num_replicas=2, rank=rank, shuffle=False)
+        return shard_input(
+            data.DataLoader(data.TensorDataset(X, Y), batch_size=4, sampler=sampler),
+            rank=rank,
+            world_size=world_size,
+            seed=0,
+        )
+
+    batches = list(make(1).epoch(0))
+    assert [batch.size for batch in batches] == [4, 4, 4]
+    assert batches[0].global_size is None
+    assert batches[0].data[1].tolist() == [1, 3, 5, 7]
+    with pytest.raises(
+        ConfigurationError, match=r"DistributedSampler is for rank 1 of 2, but this is rank 1 of 3"
+    ):
+        make(1, 3)
+
+
+def test_a_collation_that_drops_samples_is_refused():
+    sharded = shard_input(
+        loader(collate_fn=lambda samples: (torch.stack([x for x, _ in samples[:-1]]),)),
+        rank=0,
+        world_size=2,
+        seed=0,
+    )
+    with pytest.raises(ConfigurationError, match="collate_fn made a batch of 1 samples out of 2"):
+        list(sharded.epoch(0))
+
+
+def test_peek_reads_one_batch():
+    sharded = shard_input(loader(), rank=1, world_size=2, seed=0)
+    np.testing.assert_array_equal(sharded.peek().data[1], [2, 3])
+
+
+def test_class_weights_are_refused_as_in_keras():
+    with pytest.raises(ValueError, match="`class_weight` is not supported for torch DataLoader"):
+        shard_input(loader(), class_weight={0: 1.0}, rank=0, world_size=1, seed=0)
+
+
+def test_fingerprints_are_of_the_order():
+    def fingerprint(order):
+        sharded = shard_input(
+            data.DataLoader(data.TensorDataset(X, Y), batch_size=4, sampler=order),
+            rank=0,
+            world_size=2,
+            seed=0,
+        )
+        next(sharded.epoch(0))
+        return sharded.fingerprint()
+
+    assert fingerprint(list(range(23))) == fingerprint(list(range(23)))
+    assert fingerprint(list(range(23))) != fingerprint(list(range(22, -1, -1)))

@@ -1,0 +1,113 @@
+import numpy as np
+import pytest
+
+from phalanx.errors import ConfigurationError
+from phalanx.inputs import (
+    InputContext,
+    InputOptions,
+    distribute_dataset,
+    distribute_from_function,
+    shard_input,
+)
+
+X = np.arange(22.0).reshape(11, 2)
+Y = np.arange(11)
+
+
+def batches():
+    for first in range(0, 11, 4):
+        yield (
+            X[first : first + 4],
+            Y[first : first + 4],
+            Y[first : first + 4],
+            "kept"[:0] or Y[first : first + 4],
+        )
+
+
+def dataset():
+    tf = pytest.importorskip("tensorflow")
+    return tf.data.Dataset.from_tensor_slices((X, Y)).batch(4)
+
+
+def test_a_custom_loop_gets_its_part_of_each_element_whatever_its_structure():
+    parts = [list(distribute_dataset(batches(), rank=rank, world_size=3, seed=0)) for rank in range(3)]
+    for number, elements in enumerate(zip(*parts, strict=True)):
+        assert all(isinstance(element, tuple) and len(element) == 4 for element in elements)
+        together = np.concatenate([element[1] for element in elements])
+        assert together.tolist() == Y[4 * number : 4 * number + 4].tolist()
+
+
+def test_a_rank_without_a_sample_gets_empty_arrays():
+    parts = [list(distribute_dataset(batches(), rank=rank, world_size=5, seed=0)) for rank in range(5)]
+    assert [len(part[0][0]) for part in parts] == [1, 1, 1, 1, 0]
+    assert parts[4][0][0].shape == (0, 2)
+
+
+def test_a_tf_dataset_keeps_its_length_and_spec_and_can_be_read_again():
+    distributed = distribute_dataset(dataset(), InputOptions(), rank=1, world_size=2, seed=0)
+    assert len(distributed) == distributed.cardinality == 3
+    assert [spec.shape.as_list() for spec in distributed.element_spec] == [[None, 2], [None]]
+    for _ in range(2):
+        assert [part[1].tolist() for part in distributed] == [[2, 3], [6, 7], [10]]
+    assert distribute_dataset(distributed, rank=1, world_size=2, seed=0) is distributed
+    assert "DATA" in distributed.explain()
+
+
+def test_unknown_and_endless_lengths():
+    unknown = distribute_dataset(batches(), rank=0, world_size=2, seed=0)
+    assert unknown.cardinality == -2
+    with pytest.raises(TypeError, match="length of this Python generator is unknown"):
+        len(unknown)
+    endless = distribute_dataset(dataset().repeat(), rank=0, world_size=2, seed=0)
+    assert endless.cardinality == -1
+    iterator = iter(endless)
+    assert len([next(iterator) for _ in range(7)]) == 7
+
+
+def test_leaves_are_converted_to_the_backend():
+    distributed = distribute_dataset(dataset(), rank=0, world_size=2, seed=0, convert=lambda a: ("tensor", a))
+    x, _ = next(iter(distributed))
+    assert x[0] == "tensor"
+
+
+def test_a_function_makes_each_rank_s_own_dataset():
+    contexts = []
+
+    def function(context):
+        contexts.append(context)
+        size = context.get_per_replica_batch_size(4)
+        data = dataset().unbatch().shard(context.num_input_pipelines, context.input_pipeline_id)
+        return data.batch(size)
+
+    parts = [distribute_from_function(function, rank=rank, world_size=2, seed=0) for rank in range(2)]
+    assert contexts == [InputContext(2, 0, 2), InputContext(2, 1, 2)]
+    assert [[element[1].tolist() for element in part] for part in parts] == [
+        [[0, 2], [4, 6], [8, 10]],
+        [[1, 3], [5, 7], [9]],
+    ]
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_fit_takes_a_distributed_dataset(own):
+    if own:
+        data = distribute_from_function(lambda context: dataset(), rank=1, world_size=2, seed=0)
+    else:
+        data = distribute_dataset(dataset(), rank=1, world_size=2, seed=0)
+    sharded = shard_input(data, rank=1, world_size=2, seed=0)
+    for epoch in range(2):
+        read = list(sharded.epoch(epoch))
+        assert [batch.size for batch in read] == ([4, 4, 3] if own else [2, 2, 1])
+        assert [batch.global_size for batch in read] == ([None] * 3 if own else [4, 4, 3])
+    assert sharded.uniform is not own
+    assert (sharded.fingerprint is None) is own
+    assert len(sharded.explain().splitlines()) == 3
+
+
+def test_the_context_is_that_of_tf_distribute():
+    context = InputContext(num_input_pipelines=3, input_pipeline_id=1, num_replicas_in_sync=3)
+    assert context.get_per_replica_batch_size(6) == 2
+    with pytest.raises(
+        ConfigurationError, match="`global_batch_size` 7 is not divisible by `num_replicas_in_sync`"
+    ):
+        context.get_per_replica_batch_size(7)
+    assert str(context) == "InputContext(input pipeline id 1, total: 3)"

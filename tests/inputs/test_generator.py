@@ -1,0 +1,145 @@
+import gc
+import threading
+import traceback
+
+import numpy as np
+import pytest
+
+from phalanx.errors import ConfigurationError
+from phalanx.inputs import shard_input
+from tests.inputs.merging import WORLD_SIZES, assert_same_batches, keras_batches, merged_epoch, ranks_of
+
+SIZES = [7, 7, 2, 1]
+
+
+def batches(sizes=SIZES, seed=0):
+    random = np.random.default_rng(seed)
+    for size in sizes:
+        yield random.random((size, 3), dtype="float32"), random.permutation(size)
+
+
+def endless():
+    count = 0
+    while True:
+        yield np.full((4, 1), count), np.arange(4) + count
+        count += 1
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_the_local_batches_of_all_ranks_are_the_batches_of_keras(world_size):
+    ranks = ranks_of(lambda: (batches(),), world_size)
+    assert ranks[0].num_batches is None
+    assert not ranks[0].uniform
+    assert_same_batches(merged_epoch(ranks, 0), keras_batches(batches()))
+    assert ranks[0].num_batches == len(SIZES), "known once the data was read to its end"
+
+
+@pytest.mark.parametrize("element", [lambda: {"a": np.ones((5, 2))}, lambda: (np.ones((5, 2)),)])
+def test_elements_without_targets(element):
+    ranks = ranks_of(lambda: ((element() for _ in range(2)),), 3)
+    assert len(merged_epoch(ranks, 0)) == 2
+
+
+def test_tensors_are_converted():
+    torch = pytest.importorskip("torch")
+    sharded = shard_input(((torch.ones(4, 2), torch.ones(4)) for _ in range(1)), rank=0, world_size=1, seed=0)
+    (batch,) = sharded.epoch(0)
+    assert isinstance(batch.data[0], np.ndarray)
+
+
+def test_with_steps_no_epoch_reads_more_than_its_batches():
+    source = endless()
+    sharded = shard_input(source, steps_per_epoch=3, rank=0, world_size=2, seed=0)
+    for epoch in range(3):
+        assert [batch.data[0][0, 0] for batch in sharded.epoch(epoch)] == [
+            3 * epoch + step for step in range(3)
+        ]
+    assert next(source)[0][0, 0] == 9, "the generator stands where training stopped"
+
+
+def test_a_used_up_generator_gives_an_empty_epoch_and_a_warning_on_the_chief():
+    chief, other = ranks_of(lambda: (batches(),), 2)
+    for rank in (chief, other):
+        list(rank.epoch(0))
+    with pytest.warns(UserWarning, match=r"ran out of data in epoch 2, after 0 batches.*PyDataset"):
+        assert list(chief.epoch(1)) == []
+    assert list(other.epoch(1)) == []
+
+
+def test_peek_takes_nothing_away():
+    sharded = shard_input(batches(), rank=0, world_size=2, seed=0)
+    first = sharded.peek()
+    np.testing.assert_array_equal(sharded.peek().data[0], first.data[0])
+    read = list(sharded.epoch(0))
+    assert len(read) == len(SIZES)
+    np.testing.assert_array_equal(read[0].data[0], first.data[0])
+
+
+def test_an_empty_generator_is_an_error():
+    sharded = shard_input(batches([]), rank=0, world_size=1, seed=0)
+    with pytest.raises(ConfigurationError, match="The input is empty: Python generator gave no batch"):
+        list(sharded.epoch(0))
+    with pytest.raises(ConfigurationError, match="The input is empty"):
+        shard_input(batches([]), rank=0, world_size=1, seed=0).peek()
+
+
+def test_what_the_generator_raises_comes_with_its_traceback():
+    def failing():
+        yield np.ones((4, 1)), np.ones(4)
+        raise OSError("the disk is gone")
+
+    epoch = shard_input(failing(), rank=0, world_size=2, seed=0).epoch(0)
+    next(epoch)
+    with pytest.raises(OSError, match="the disk is gone") as raised:
+        next(epoch)
+    assert "in failing" in "".join(traceback.format_exception(raised.value))
+
+
+@pytest.mark.parametrize("end", ["close", "collect"])
+def test_no_thread_outlives_the_iterator(end):
+    before = set(threading.enumerate())
+    epoch = shard_input(endless(), steps_per_epoch=1000, rank=0, world_size=2, seed=0).epoch(0)
+    next(epoch)
+    started = [thread for thread in threading.enumerate() if thread not in before]
+    assert [thread.name for thread in started] == ["phalanx-input"]
+    if end == "close":
+        epoch.close()
+    else:
+        del epoch
+        gc.collect()
+    for thread in started:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_ranks_that_read_different_data_have_different_fingerprints():
+    def fingerprints(seed):
+        sharded = shard_input(batches(seed=seed), rank=1, world_size=2, seed=0)
+        return [sharded.fingerprint() for _ in sharded.epoch(0)]
+
+    assert fingerprints(1) == fingerprints(1)
+    assert fingerprints(1)[0] != fingerprints(2)[0]
+    sharded = shard_input(batches(), rank=0, world_size=2, seed=0)
+    assert "Give each shuffle a seed" in sharded.disagreement()
+    assert shard_input(batches(), rank=0, world_size=1, seed=0).fingerprint is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sample_weight": np.ones(3)}, "as a generator, `sample_weight` should not be passed"),
+        ({"y": np.ones(3)}, "as a generator, `y` should not be passed"),
+        ({"batch_size": 4}, "as a generator, `batch_size` should not be passed"),
+        ({"class_weight": {0: 1.0}}, "`class_weight` is not supported for generator"),
+    ],
+)
+def test_arguments_that_do_not_go_with_a_generator(options, message):
+    with pytest.raises(ValueError, match=message):
+        shard_input(batches(), **options, rank=0, world_size=1, seed=0)
+
+
+@pytest.mark.parametrize("element", [[np.ones(2), np.ones(2)], 3.0])
+def test_elements_must_be_tuples_as_in_keras(element):
+    sharded = shard_input((element for _ in range(1)), rank=0, world_size=1, seed=0)
+    with pytest.raises(ValueError, match="the generator must return a tuple"):
+        list(sharded.epoch(0))

@@ -1,0 +1,329 @@
+import itertools
+
+import numpy as np
+import pytest
+
+from phalanx.errors import ConfigurationError
+from phalanx.inputs import AutoShardPolicy, shard_input
+from phalanx.inputs.structure import leaves
+from tests.inputs.merging import WORLD_SIZES, assert_same_batches, keras_batches, merged_epoch, ranks_of
+
+tf = pytest.importorskip("tensorflow")
+
+X = np.arange(46.0, dtype="float32").reshape(23, 2)
+Y = np.arange(23)
+Policy = tf.data.experimental.AutoShardPolicy
+
+
+def dataset(batch_size=4):
+    return tf.data.Dataset.from_tensor_slices((X, Y)).batch(batch_size)
+
+
+def with_policy(data, policy):
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = policy
+    return data.with_options(options)
+
+
+KINDS = {
+    "slices": dataset,
+    "unknown length": lambda: dataset().filter(lambda x, y: True),
+    "drop_remainder": lambda: tf.data.Dataset.from_tensor_slices((X, Y)).batch(4, drop_remainder=True),
+    "dict": lambda: tf.data.Dataset.from_tensor_slices(({"a": X, "b": Y}, Y)).batch(7).prefetch(1),
+    "x only": lambda: tf.data.Dataset.from_tensor_slices(X).batch(30),
+    "generator": lambda: tf.data.Dataset.from_generator(
+        lambda: iter([(X[:5], Y[:5]), (X[:1], Y[:1])]),
+        output_signature=(tf.TensorSpec((None, 2)), tf.TensorSpec((None,), tf.int64)),
+    ),
+    "seeded": lambda: tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(23, seed=4).batch(5),
+    "DATA": lambda: with_policy(dataset(), Policy.DATA),
+}
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("name", KINDS)
+def test_the_local_batches_of_all_ranks_are_the_batches_of_keras(name, world_size):
+    expected = keras_batches(KINDS[name]())
+    ranks = ranks_of(lambda: (KINDS[name](),), world_size)
+    assert all(rank.policy is AutoShardPolicy.DATA for rank in ranks)
+    known = name not in ("unknown length", "generator")
+    assert ranks[0].uniform is known
+    assert ranks[0].num_batches == (len(expected) if known else None)
+    assert_same_batches(merged_epoch(ranks, 0), expected)
+    assert ranks[0].num_batches == len(expected)
+
+
+def nested_shuffle():
+    return tf.data.Dataset.range(4).interleave(lambda i: tf.data.Dataset.range(6 * i, 6 * i + 6).shuffle(6))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(23).batch(4),
+        lambda: dataset(1).unbatch().shuffle(10).shuffle(10).map(lambda x, y: (x, y)).batch(4).prefetch(2),
+        lambda: nested_shuffle().batch(4),
+        lambda: (
+            tf.data.Dataset.from_generator(
+                lambda: iter(range(23)), output_signature=tf.TensorSpec((), tf.int64)
+            )
+            .shuffle(23)
+            .batch(4)
+        ),
+    ],
+    ids=["shuffle", "two shuffles", "in an interleave", "of a generator"],
+)
+def test_shuffles_without_a_seed_are_the_same_on_all_ranks_and_differ_between_epochs(make):
+    ranks = ranks_of(lambda: (make(),), 3)
+    orders = [
+        np.concatenate([batch[-1] for batch in merged_epoch(ranks, epoch)]).tolist() for epoch in range(2)
+    ]
+    total = len(orders[0])
+    assert sorted(orders[0]) == list(range(total)), "each sample once"
+    assert sorted(orders[1]) == list(range(total))
+    assert orders[0] != list(range(total))
+    if "interleave" not in str(make().element_spec):
+        assert len({rank.fingerprint() for rank in ranks}) == 1
+
+
+def test_shuffles_without_a_seed_differ_between_epochs_and_seeds():
+    def orders(seed):
+        data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(23).batch(23)
+        sharded = shard_input(data, rank=0, world_size=2, seed=seed)
+        return [next(sharded.epoch(epoch)).data[1].tolist() for epoch in range(2)]
+
+    assert orders(1) == orders(1)
+    assert orders(1) != orders(2)
+    assert orders(1)[0] != orders(1)[1]
+
+
+def test_shuffled_data_too_large_to_seed_is_told_apart_by_its_fingerprint(monkeypatch):
+    from phalanx.inputs import tf_dataset
+
+    monkeypatch.setattr(tf_dataset, "RESEED_LIMIT_BYTES", 10)
+    ranks = ranks_of(lambda: (tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(23).batch(23),), 2)
+    for rank in ranks:
+        next(rank.epoch(0))
+    assert ranks[0].fingerprint() != ranks[1].fingerprint()
+
+
+def test_with_steps_the_iterator_goes_on_across_epochs():
+    ranks = ranks_of(lambda: (dataset().repeat(),), 2, steps_per_epoch=4)
+    firsts = [[batch[1][0] for batch in merged_epoch(ranks, epoch)] for epoch in range(3)]
+    assert firsts == [[0, 4, 8, 12], [16, 20, 0, 4], [8, 12, 16, 20]]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_steps_that_end_with_the_data_begin_it_anew(known):
+    make = dataset if known else lambda: dataset().filter(lambda x, y: True)
+    sharded = shard_input(make(), steps_per_epoch=3, rank=0, world_size=2, seed=0)
+    firsts = [[batch.data[1][0] for batch in sharded.epoch(epoch)] for epoch in range(3)]
+    assert firsts == [[0, 4, 8], [12, 16, 20], [0, 4, 8]]
+
+
+def test_endless_files_need_steps(record_files):
+    data = tf.data.TFRecordDataset(record_files).repeat().batch(4)
+    with pytest.raises(ConfigurationError, match="never ends"):
+        shard_input(data, rank=0, world_size=2, seed=0)
+    sharded = shard_input(data, steps_per_epoch=30, rank=0, world_size=2, seed=0)
+    assert [len(list(sharded.epoch(epoch))) for epoch in range(2)] == [30, 30]
+
+
+def test_endless_data_needs_steps():
+    with pytest.raises(
+        ConfigurationError, match="infinitely repeating dataset, you must specify the `steps_per"
+    ):
+        shard_input(dataset().repeat(), rank=0, world_size=2, seed=0)
+
+
+def test_peek_takes_nothing_away():
+    sharded = shard_input(dataset(), rank=1, world_size=2, seed=0)
+    assert sharded.peek().data[1].tolist() == [2, 3]
+    assert [batch.size for batch in sharded.epoch(0)] == [2, 2, 2, 2, 2, 1]
+
+
+def test_class_weights_become_sample_weights():
+    expected = keras_batches(dataset(), class_weight={0: 3.0, 22: 0.5})
+    got = merged_epoch(ranks_of(lambda: (dataset(),), 2, class_weight={0: 3.0, 22: 0.5}), 0)
+    assert_same_batches(got, expected)
+    for data, message in [
+        (dataset().map(lambda x, y: (x, y, y)), "`class_weight` and `sample_weight`"),
+        (dataset().map(lambda x, y: (x, tf.zeros((4, 3, 3)))), "3 or more dimensions"),
+        (dataset().map(lambda x, y: x), "`class_weight` needs elements"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            shard_input(data, class_weight={0: 1.0}, rank=0, world_size=1, seed=0)
+
+
+def test_sparse_and_ragged_elements_become_dense():
+    data = tf.data.Dataset.from_tensor_slices(
+        (tf.sparse.from_dense(X), tf.ragged.constant([[1], [2, 3]] * 11 + [[4]]))
+    )
+    got = merged_epoch(ranks_of(lambda: (data.batch(23),), 2), 0)
+    np.testing.assert_array_equal(got[0][0], X)
+    assert got[0][1].shape == (23, 2)
+
+
+@pytest.mark.parametrize("make", [lambda: dataset().unbatch(), lambda: tf.data.Dataset.range(5)])
+def test_elements_that_are_no_batches_are_refused(make):
+    with pytest.raises(ConfigurationError, match=r"no batches.*\.batch\(batch_size\)"):
+        shard_input(make(), rank=0, world_size=2, seed=0)
+
+
+def test_arguments_that_do_not_go_with_a_dataset():
+    with pytest.raises(ValueError, match=r"`batch_size` should not be passed.*global batch"):
+        shard_input(dataset(), batch_size=4, rank=0, world_size=2, seed=0)
+
+
+# Policies, with real files: 5 files of 7 records, "f3-6" is the last record of file 3.
+
+
+@pytest.fixture
+def record_files(tmp_path):
+    names = [str(tmp_path / f"{number}.tfrecord") for number in range(5)]
+    for number, name in enumerate(names):
+        with tf.io.TFRecordWriter(name) as writer:
+            for record in range(7):
+                writer.write(f"f{number}-{record}".encode())
+    return names
+
+
+@pytest.fixture
+def text_files(tmp_path):
+    names = [str(tmp_path / f"{number}.txt") for number in range(5)]
+    for number, name in enumerate(names):
+        with open(name, "w") as file:
+            file.writelines(f"f{number}-{record}\n" for record in range(7))
+    return names
+
+
+ALL = {f"f{number}-{record}".encode() for number, record in itertools.product(range(5), range(7))}
+
+
+def records(sharded, epoch=0):
+    parts = list(sharded.epoch(epoch))
+    for part in parts:
+        assert part.global_size is None
+    return [list(leaves(part.data)[0][: part.size]) for part in parts]
+
+
+PIPELINES = {
+    "TFRecordDataset": lambda names: tf.data.TFRecordDataset(names),
+    "shuffled list_files": lambda names: tf.data.Dataset.list_files(names).interleave(
+        tf.data.TFRecordDataset, cycle_length=2
+    ),
+    "parallel interleave": lambda names: tf.data.Dataset.from_tensor_slices(names).interleave(
+        tf.data.TFRecordDataset, num_parallel_calls=2
+    ),
+    "mapped and shuffled": lambda names: tf.data.TFRecordDataset(names).map(lambda r: r).shuffle(9),
+}
+
+
+@pytest.mark.parametrize("policy", [None, AutoShardPolicy.FILE])
+@pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_files_are_divided_over_ranks(record_files, pipeline, world_size, policy):
+    ranks = ranks_of(lambda: (PIPELINES[pipeline](record_files).batch(6),), world_size, policy=policy)
+    seen = []
+    for number, rank in enumerate(ranks):
+        assert rank.policy is AutoShardPolicy.FILE
+        assert not rank.uniform
+        assert rank.fingerprint is None
+        batches = records(rank)
+        own = set(range(5)[number::world_size])
+        assert {int(record[1:2]) for batch in batches for record in batch} == own
+        assert max(map(len, batches)) == -(-6 // world_size) if 6 % world_size else 6 // world_size
+        seen += itertools.chain(*batches)
+        assert sorted(itertools.chain(*records(rank, 1))) == sorted(itertools.chain(*batches))
+    assert sorted(seen) == sorted(ALL), "each record once"
+
+
+def test_text_files_are_divided_too(text_files):
+    ranks = ranks_of(lambda: (tf.data.TextLineDataset(text_files).batch(4),), 2)
+    assert sorted(itertools.chain(*(batch for rank in ranks for batch in records(rank)))) == sorted(ALL)
+    assert f"rank 1 reads {text_files[1]}, {text_files[3]}" in ranks[0].explain()
+    assert "FILE (tf.data.Dataset): each of the 2 replicas reads its own files; it reads 5 files" in (
+        ranks[0].policy_line
+    )
+
+
+def test_local_batch_sizes_take_turns_so_that_each_step_is_a_global_batch(record_files):
+    ranks = ranks_of(lambda: (tf.data.TFRecordDataset(record_files[:4]).batch(7),), 2)
+    sizes = [[len(batch) for batch in records(rank)] for rank in ranks]
+    assert sizes == [[4, 3, 4, 3], [3, 4, 3, 4]]
+
+
+def test_auto_divides_by_rows_where_there_are_fewer_files_than_ranks(record_files):
+    make = lambda: tf.data.TFRecordDataset(record_files[:2]).batch(6)  # noqa: E731
+    ranks = ranks_of(lambda: (make(),), 3)
+    assert ranks[0].policy is AutoShardPolicy.DATA
+    assert "it reads 2 files, fewer than the 3 replicas" in ranks[0].policy_line
+    assert_same_batches(merged_epoch(ranks, 0), keras_batches(make()))
+
+
+def test_auto_divides_by_rows_where_file_names_are_not_read_as_files(record_files):
+    make = lambda: tf.data.Dataset.from_tensor_slices(record_files).map(tf.io.read_file).batch(2)  # noqa: E731
+    ranks = ranks_of(lambda: (make(),), 2)
+    assert ranks[0].policy is AutoShardPolicy.DATA
+    assert "no file reader" in ranks[0].policy_line
+    assert_same_batches(merged_epoch(ranks, 0), keras_batches(make()))
+
+
+@pytest.mark.parametrize("policy", [AutoShardPolicy.FILE, Policy.FILE, "file"])
+def test_the_file_policy_demands_files(record_files, policy):
+    with pytest.raises(ConfigurationError, match="its source is not a list of files"):
+        shard_input(dataset(), policy=policy, rank=0, world_size=2, seed=0)
+    with pytest.raises(ConfigurationError, match="it reads 5 files, fewer than the 6 replicas"):
+        shard_input(
+            tf.data.TFRecordDataset(record_files).batch(2), policy=policy, rank=0, world_size=6, seed=0
+        )
+    data = tf.data.Dataset.from_tensor_slices(record_files).map(tf.io.read_file).batch(2)
+    with pytest.raises(ConfigurationError, match="TensorFlow finds no file reader"):
+        shard_input(data, policy=policy, rank=0, world_size=2, seed=0)
+
+
+def test_the_argument_wins_over_the_options_of_the_dataset(record_files):
+    data = with_policy(tf.data.TFRecordDataset(record_files).batch(4), Policy.DATA)
+    assert shard_input(data, rank=0, world_size=2, seed=0).policy is AutoShardPolicy.DATA
+    chosen = shard_input(data, policy=AutoShardPolicy.FILE, rank=0, world_size=2, seed=0)
+    assert chosen.policy is AutoShardPolicy.FILE
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_off_gives_every_rank_all_data_in_its_share_of_the_batch(world_size):
+    ranks = ranks_of(lambda: (with_policy(dataset(6), Policy.OFF),), world_size)
+    for rank in ranks:
+        assert rank.policy is AutoShardPolicy.OFF
+        batches = list(rank.epoch(0))
+        assert np.concatenate([batch.data[1] for batch in batches]).tolist() == list(range(23))
+        assert max(batch.size for batch in batches) == -(-6 // world_size)
+    first = [next(rank.epoch(1)).size for rank in ranks]
+    assert sum(first) == 6, "the local batches of a step add up to the global batch"
+
+
+def test_the_hint_becomes_a_shard_of_the_rank():
+    def make():
+        data = tf.data.Dataset.range(12).shard(
+            tf.data.experimental.SHARD_HINT, tf.data.experimental.SHARD_HINT
+        )
+        return with_policy(data.batch(4), Policy.HINT)
+
+    ranks = ranks_of(lambda: (make(),), 2)
+    assert [np.concatenate([b.data[0] for b in rank.epoch(0)]).tolist() for rank in ranks] == [
+        [0, 2, 4, 6, 8, 10],
+        [1, 3, 5, 7, 9, 11],
+    ]
+
+
+def test_other_file_lists_have_other_signatures(record_files):
+    def signature(names):
+        return shard_input(tf.data.TFRecordDataset(names).batch(4), rank=0, world_size=2, seed=0).signature
+
+    assert signature(record_files) == signature(list(record_files))
+    assert signature(record_files) != signature(record_files[::-1])
+
+
+def test_policy_values_are_those_of_tensorflow():
+    assert {policy.name: policy.value for policy in AutoShardPolicy} == {
+        policy.name: policy.value for policy in Policy
+    }
