@@ -33,7 +33,7 @@ class PendingHandle:
         """
         if not self._finished.wait(timeout_s):
             raise CollectiveTimeoutError(
-                f"{self._name} has not finished within {timeout_s:g} s of waiting. It goes on in the background."
+                f"{self._name} has not finished within {timeout_s:g} s. It goes on in the background."
             )
         if self._error is not None:
             raise self._error

@@ -364,8 +364,8 @@ class GroupCommunicator:
         results = _outputs("all_reduce", arrays, out)
         reduction = Reduction(
             operation.layouts,
-            [array.reshape(-1) for array in arrays],  # Copies those that are not contiguous.
-            [array.reshape(-1) for array in results],
+            [array.ravel() for array in arrays],  # Copies those that are not contiguous.
+            [array.ravel() for array in results],
             _scales(arrays, op, scale),
             op,
             self.world_size if op is ReduceOp.MEAN else 1,
@@ -409,7 +409,7 @@ def _outputs(name: str, arrays: Sequence[Array], out: Sequence[Array] | None) ->
                 f"{name} got out[{index}] of {_describe(target)} for an input of {_describe(array)}; "
                 f"they must be equal."
             )
-        if not target.flags.c_contiguous or not target.flags.writeable:
+        if not target.flags.carray:
             raise ConfigurationError(
                 f"{name} got out[{index}] that is not contiguous or not writeable. Pass an array made with "
                 f"np.empty, or none."

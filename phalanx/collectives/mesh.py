@@ -409,9 +409,9 @@ class Mesh:
         me = self.membership.me
         return CollectiveTimeoutError(
             f"{me.task} (rank {me.rank}) waited {waited_s:.1f} s in {call}, since {since}, for {names}, "
-            f"which {'is' if len(missing) == 1 else 'are'} connected but did not come. Look whether that process "
-            f"hangs (`py-spy dump --pid PID`), is stopped, has more or other work per step than the rest, or "
-            f"ended its loop early. If it only needs longer, raise timeout_seconds."
+            f"which {'is' if len(missing) == 1 else 'are'} connected but did not come. Look whether that "
+            f"process hangs (`py-spy dump --pid PID`), is stopped, has more or other work per step than the "
+            f"rest, or ended its loop early. If it only needs longer, raise timeout_seconds."
         )
 
     def _aborted(self, rank: Rank, abort: _Abort) -> PhalanxError:

@@ -119,8 +119,8 @@ def _difference(rank: int, mine: Description, reference_rank: int, reference: De
     index = next(i for i, (a, b) in enumerate(zip(mine.arrays, reference.arrays, strict=True)) if a != b)
     return (
         f"{mine.name} on rank {rank} got {mine.arrays[index]} as array {index}; rank {reference_rank} "
-        f"brought {reference.arrays[index]}. All ranks must pass equal shapes and dtypes. Pad or drop the last "
-        f"partial batch, or look for what differs between the ranks."
+        f"brought {reference.arrays[index]}. All ranks must pass equal shapes and dtypes. Pad or drop the "
+        f"last partial batch, or look for what differs between the ranks."
     )
 
 

@@ -67,14 +67,15 @@ def load(source: Array, scale: float, target: Array) -> None:
 
     With scale 0 the source is not read: its NaN or infinities do not matter.
     """
+    # Assignment casts as np.copyto(casting="unsafe") does, at half the cost for a small array.
     if scale == 1.0:
-        np.copyto(target, source, casting="unsafe")
+        target[...] = source
     elif scale == 0.0:
         target.fill(0)
     elif source.dtype == target.dtype:
         np.multiply(source, scale, out=target)
     else:
-        np.copyto(target, source, casting="unsafe")
+        target[...] = source
         np.multiply(target, scale, out=target)
 
 
@@ -87,13 +88,13 @@ def merge_rows(rows: Sequence[Array], out: Array, op: ReduceOp, divisor: int = 1
     first = rows[0]
     target = out if out.dtype == first.dtype else np.empty_like(first)
     if len(rows) == 1:
-        if target is not first:
-            np.copyto(target, first)
+        target[...] = first
     else:
         ufunc(first, rows[1], out=target)
         for row in rows[2:]:
             ufunc(target, row, out=target)
-    finish(target, out, divisor)
+    if divisor != 1 or target is not out:
+        finish(target, out, divisor)
 
 
 def finish(merged: Array, out: Array, divisor: int = 1) -> None:
@@ -101,4 +102,4 @@ def finish(merged: Array, out: Array, divisor: int = 1) -> None:
     if divisor != 1:
         np.divide(merged, divisor, out=merged)
     if merged is not out:
-        np.copyto(out, merged, casting="unsafe")
+        out[...] = merged

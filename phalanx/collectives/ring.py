@@ -236,6 +236,4 @@ def _pack(pieces: list[Piece], reduction: Reduction, work: Array) -> None:
 
 def _unpack(pieces: list[Piece], merged: Array, reduction: Reduction) -> None:
     for index, start, stop, offset, _ in pieces:
-        np.copyto(
-            reduction.outputs[index][start:stop], merged[offset : offset + stop - start], casting="unsafe"
-        )
+        reduction.outputs[index][start:stop] = merged[offset : offset + stop - start]

@@ -42,7 +42,7 @@ import threading
 import time
 import weakref
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -76,21 +76,34 @@ _SIGNATURES = 1
 _WAITS_FOR = 8
 
 
+class _Part(NamedTuple):
+    """Elements `start` to `stop` of number `array`, or the `whole` of it, and where they lie in a slot.
+
+    `rows` holds a view of them in the slot of each position.
+    """
+
+    array: int
+    start: int
+    stop: int
+    whole: bool
+    rows: list[Array]
+
+
 class _Chunk:
-    """A chunk of a layout, with the views of the slots that its pieces use, made when first needed.
+    """A chunk of a layout, and the views of the slots that it uses, which are made when first needed.
 
     Attributes:
         pieces: the ranges of arrays that it is made of.
         size: in elements.
-        rows: for each slot, for each piece, its view in the slot of every position.
+        parts: the same with views, for slot 0 and slot 1.
     """
 
-    __slots__ = ("pieces", "rows", "size")
+    __slots__ = ("parts", "pieces", "size")
 
     def __init__(self, pieces: list[Piece]):
         self.pieces = pieces
         self.size = pieces[-1].offset + pieces[-1].stop - pieces[-1].start
-        self.rows: list[list[list[Array]] | None] = [None, None]
+        self.parts: list[list[_Part] | None] = [None, None]
 
 
 class SharedMemoryEngine:
@@ -154,19 +167,17 @@ class SharedMemoryEngine:
         for layout in reduction.layouts:
             share_from = SHARED_MERGE_BYTES // layout.wire.itemsize if self._size > 2 else None
             for chunk in self._chunks.get(layout) or self._cut(layout):
-                slot = self._slot
-                rows = chunk.rows[slot] or self._views(chunk, slot, layout)
-                for (index, start, stop, _, whole), views in zip(chunk.pieces, rows, strict=True):
-                    source = inputs[index]
-                    load(source if whole else source[start:stop], scales[index], views[position])
+                parts = chunk.parts[self._slot] or self._views(chunk, layout)
+                for array, start, stop, whole, rows in parts:
+                    source = inputs[array] if whole else inputs[array][start:stop]
+                    load(source, scales[array], rows[position])
                 self._synchronise(call)
                 if share_from is None or chunk.size < share_from:
-                    for (index, start, stop, _, whole), views in zip(chunk.pieces, rows, strict=True):
-                        target = outputs[index]
-                        merge_rows(views, target if whole else target[start:stop], op, divisor)
+                    for array, start, stop, whole, rows in parts:
+                        merge_rows(rows, outputs[array] if whole else outputs[array][start:stop], op, divisor)
                 else:
                     self._merge_shares(call, chunk, layout, reduction)
-                self._slot = 1 - slot
+                self._slot = 1 - self._slot
 
     def _merge_shares(self, call: Call, chunk: _Chunk, layout: Layout, reduction: Reduction) -> None:
         """Merge this rank's share of a chunk in its own slot, then copy everyone's."""
@@ -180,8 +191,8 @@ class SharedMemoryEngine:
             merge_rows([row[low:high] for row in slots], merged, reduction.op, reduction.divisor)
             np.copyto(slots[self._position][low:high], merged)
         self._synchronise(call)
-        for index, start, stop, offset, _ in chunk.pieces:
-            target = reduction.outputs[index][start:stop]
+        for array, start, stop, offset, _ in chunk.pieces:
+            target = reduction.outputs[array][start:stop]
             for row, (share_low, share_high) in zip(slots, bounds, strict=True):
                 first, last = max(share_low, offset), min(share_high, offset + stop - start)
                 if first < last:
@@ -193,14 +204,14 @@ class SharedMemoryEngine:
         self._chunks[layout] = chunks
         return chunks
 
-    def _views(self, chunk: _Chunk, slot: int, layout: Layout) -> list[list[Array]]:
-        slots = [memory.view(layout.wire) for memory in self._slots[slot]]
-        rows = [
-            [row[piece.offset : piece.offset + piece.stop - piece.start] for row in slots]
-            for piece in chunk.pieces
+    def _views(self, chunk: _Chunk, layout: Layout) -> list[_Part]:
+        slots = [memory.view(layout.wire) for memory in self._slots[self._slot]]
+        parts = [
+            _Part(array, start, stop, whole, [row[offset : offset + stop - start] for row in slots])
+            for array, start, stop, offset, whole in chunk.pieces
         ]
-        chunk.rows[slot] = rows
-        return rows
+        chunk.parts[self._slot] = parts
+        return parts
 
     # ------------------------------------------------------------------ others
 
