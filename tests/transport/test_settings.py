@@ -1,0 +1,72 @@
+"""The environment is read once; what is wrong in it is named, with what to write instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from phalanx.errors import ConfigurationError
+from phalanx.settings import Settings
+
+
+def test_an_empty_environment_gives_the_defaults() -> None:
+    settings = Settings.from_environment({})
+    assert settings == Settings()
+    assert settings.rendezvous_timeout_s == 300
+    assert settings.timeout_s == 600
+
+
+def test_every_variable_is_read(tmp_path: Path) -> None:
+    files = {}
+    for name in ("CERT", "KEY", "CA"):
+        (tmp_path / name).touch()
+        files[f"PHALANX_TLS_{name}"] = str(tmp_path / name)
+    settings = Settings.from_environment(
+        {
+            "PHALANX_SECRET": "0123456789abcdef",
+            "PHALANX_JOB_ID": "job",
+            "PHALANX_RENDEZVOUS_TIMEOUT": "1.5",
+            "PHALANX_TIMEOUT": "2",
+            "PHALANX_HOST_ID": "host",
+            "PHALANX_LOG_DIR": "logs",
+            "PHALANX_LISTEN_FD": "5",
+            "PHALANX_SEED": "0",
+            **files,
+        }
+    )
+    assert (settings.secret, settings.job_id, settings.host_id) == (b"0123456789abcdef", "job", "host")
+    assert (settings.rendezvous_timeout_s, settings.timeout_s) == (1.5, 2)
+    assert (settings.log_dir, settings.listen_fd, settings.seed) == (Path("logs"), 5, 0)
+    assert settings.tls is not None
+    assert settings.tls.authority == tmp_path / "CA"
+
+
+def test_the_secret_is_not_printed() -> None:
+    assert "0123456789abcdef" not in repr(Settings(secret=b"0123456789abcdef"))
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"PHALANX_SECRET": ""}, "PHALANX_SECRET has 0 characters.*token_hex"),
+        ({"PHALANX_SECRET": "short"}, "PHALANX_SECRET has 5 characters"),
+        ({"PHALANX_TIMEOUT": "ten"}, "PHALANX_TIMEOUT='ten' is no time. Write a number of seconds"),
+        ({"PHALANX_TIMEOUT": "0"}, "PHALANX_TIMEOUT='0'"),
+        ({"PHALANX_TIMEOUT": "nan"}, "PHALANX_TIMEOUT='nan'"),
+        ({"PHALANX_RENDEZVOUS_TIMEOUT": "inf"}, "PHALANX_RENDEZVOUS_TIMEOUT='inf'"),
+        ({"PHALANX_SEED": "-1"}, "PHALANX_SEED='-1' is no whole number"),
+        ({"PHALANX_LISTEN_FD": "x"}, "PHALANX_LISTEN_FD='x'"),
+        (
+            {"PHALANX_TLS_KEY": "key.pem"},
+            "PHALANX_TLS_KEY is set, but not PHALANX_TLS_CERT and PHALANX_TLS_CA",
+        ),
+        (
+            {"PHALANX_TLS_KEY": "no", "PHALANX_TLS_CERT": "no", "PHALANX_TLS_CA": "no"},
+            "PHALANX_TLS_CERT='no' is not a file",
+        ),
+    ],
+)
+def test_a_bad_value_is_named(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Settings.from_environment(environment)
