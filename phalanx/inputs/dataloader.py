@@ -43,15 +43,12 @@ def dataloader_source(loader: Any, *, rank: int, world_size: int, seed: int) -> 
             rank=rank,
             world_size=world_size,
             num_batches=len(loader),
-            uniform=True,  # it pads every rank's samples to equal number
             per_rank=True,
             reads_ahead=loader.num_workers > 0,
             policy=AutoShardPolicy.OFF,
             reason="its sampler has divided the samples already, and its batch size is that of one replica",
             signature=f"{_KIND} of {len(loader)} batches of one rank",
-            shares=[
-                f"reads the samples of its sampler, shard {r} of {world_size}" for r in range(world_size)
-            ],
+            shares=[f"reads the samples of its sampler, shard {r} of {world_size}" for r in range(world_size)],
         )
     batches = sampler if loader.batch_sampler is None else loader.batch_sampler
     if isinstance(loader.dataset, IterableDataset) or not hasattr(batches, "__len__"):
@@ -116,8 +113,7 @@ class MapStyleSource:
         parts = [local_range(len(indices), rank, world_size) for indices in chosen]
         # An empty share loads one sample, as a stand-in.
         local = [
-            indices[low:high] if low < high else indices[:1]
-            for indices, (low, high) in zip(chosen, parts, strict=True)
+            indices[low:high] if low < high else indices[:1] for indices, (low, high) in zip(chosen, parts, strict=True)
         ]
         for element, indices, (low, high), own in zip(
             _elements(self._rebuilt(local)), chosen, parts, local, strict=True
@@ -150,9 +146,7 @@ class MapStyleSource:
     def shares(self, world_size: int) -> list[str]:
         if not self._by_sample:
             return same_stream(self.kind, world_size)
-        return [
-            f"loads part {rank + 1} of {world_size} of each batch's samples" for rank in range(world_size)
-        ]
+        return [f"loads part {rank + 1} of {world_size} of each batch's samples" for rank in range(world_size)]
 
     def _pass(self, key: int) -> list[Any]:
         """The indices of each global batch of a pass; kept, because a pass may last for several epochs."""

@@ -85,9 +85,7 @@ def standardize(batch: Any, class_weight: dict[int, float] | None) -> Any:
         )
     if class_weight is not None:
         if len(batch) == 3 and batch[2] is not None:
-            raise ConfigurationError(
-                "You cannot specify `class_weight` and `sample_weight` at the same time."
-            )
+            raise ConfigurationError("You cannot specify `class_weight` and `sample_weight` at the same time.")
         if len(batch) >= 2:
             batch = (batch[0], batch[1], keras_adapters.class_weights(batch[1], class_weight))
     return batch
@@ -144,12 +142,8 @@ class PyDatasetSource:
         else:
             positions = range(self.num_batches)[start:stop]
         across_processes = self._pooled and self._dataset.use_multiprocessing
-        reader = _Reader(
-            self._dataset, positions, self._rank, self._world_size, self._class_weight, across_processes
-        )
-        return (
-            self._pool(reader, len(positions)) if self._pooled else map(reader.share, range(len(positions)))
-        )
+        reader = _Reader(self._dataset, positions, self._rank, self._world_size, self._class_weight, across_processes)
+        return self._pool(reader, len(positions)) if self._pooled else map(reader.share, range(len(positions)))
 
     def _pool(self, reader: _Reader, count: int) -> Iterator[Share]:
         dataset = self._dataset

@@ -124,9 +124,7 @@ def make_source(
         from phalanx.inputs.arrays import ArraySource
 
         if x is None or not keras_adapters.is_arrays(x, y, sample_weight):
-            raise TypeError(
-                f"The input x is {_name(x)}. Accepted are {ACCEPTED}.{_advice(x, y, sample_weight)}"
-            )
+            raise TypeError(f"The input x is {_name(x)}. Accepted are {ACCEPTED}.{_advice(x, y, sample_weight)}")
         return ArraySource(
             x,
             y,

@@ -80,8 +80,7 @@ def same_stream(kind: str, world_size: int) -> list[str]:
     if world_size == 1:
         return [f"reads every batch of the {kind}"]
     return [
-        f"reads every batch of the {kind} and keeps its part {rank + 1} of {world_size}"
-        for rank in range(world_size)
+        f"reads every batch of the {kind} and keeps its part {rank + 1} of {world_size}" for rank in range(world_size)
     ]
 
 

@@ -287,9 +287,7 @@ def _reseeded(dataset: Any, seed: int) -> Any:
                 node.input[position] = fresh.name + suffix
             if len(node.input) > 4 and node.op == "ShuffleDatasetV3" and ":" not in node.input[4]:
                 # The handle of the old generator of seeds; without one TensorFlow makes it from the seeds.
-                nodes.append(
-                    node_def_pb2.NodeDef(name=f"{node.name}/phalanx_generator", op="DummySeedGenerator")
-                )
+                nodes.append(node_def_pb2.NodeDef(name=f"{node.name}/phalanx_generator", op="DummySeedGenerator"))
                 node.input[4] = nodes[-1].name
 
     seed_shuffles(graph.node)

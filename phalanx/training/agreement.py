@@ -61,8 +61,12 @@ def joint_batches(source: ShardedInput, epoch: int, replica: Replica) -> Iterato
 def _known(source: ShardedInput, epoch: int, replica: Replica) -> Iterator[JointBatch]:
     rank, world_size = replica.rank, replica.world_size
     cuts: dict[int, tuple[int, ...]] = {}
-    for batch in source.epoch(epoch):
+    for step, batch in enumerate(source.epoch(epoch)):
         assert batch.global_size is not None
+        if step < COMPARED_BATCHES and source.fingerprint is not None:
+            notes = replica.communicator.all_gather(np.array([source.fingerprint()], np.int64))
+            if any(note[0] != notes[0][0] for note in notes):
+                raise DisagreementError(f"Batch {step} of epoch {epoch}: {source.disagreement()}")
         sizes = cuts.get(batch.global_size)
         if sizes is None:
             ranges = [local_range(batch.global_size, r, world_size) for r in range(world_size)]

@@ -20,7 +20,7 @@ from keras.src.utils.python_utils import pythonify_logs
 from phalanx.backends import make_engine
 from phalanx.backends.engine import Engine
 from phalanx.errors import UnsupportedError
-from phalanx.inputs import ShardedInput, shard_input
+from phalanx.inputs import ShardedInput, accepts_batch_size, shard_input
 from phalanx.training import callbacks as callback_lists
 from phalanx.training import state
 from phalanx.training.agreement import JointBatch, compare_inputs, joint_batches
@@ -72,9 +72,9 @@ class ReplicaTrainer:
         validation = None
         if validation_data is not None:
             val_x, val_y, val_weight = data_adapter_utils.unpack_x_y_sample_weight(validation_data)
-            validation = self._shard(
-                val_x, val_y, val_weight, validation_batch_size or batch_size, validation_steps
-            )
+            if validation_batch_size is None and accepts_batch_size(val_x):
+                validation_batch_size = batch_size
+            validation = self._shard(val_x, val_y, val_weight, validation_batch_size, validation_steps)
         engine = self._prepare(source)
         watched = callback_lists.watches_batches(callbacks, "train")
         callbacks = self._callbacks(callbacks, verbose, epochs, source.num_batches, history=True)
@@ -305,6 +305,7 @@ class ReplicaTrainer:
         model.reset_metrics()
         own = everyone = 0
         logs: Mapping[str, Any] = {}
+        source.reset()  # every evaluation begins with the first batch, also with `validation_steps`
         engine.begin()
         try:
             for first, last, batches in self._executions(source, 0):

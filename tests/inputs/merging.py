@@ -13,10 +13,7 @@ SEED = 11
 
 def ranks_of(make, world_size: int, **options) -> list[ShardedInput]:
     """`make()` gives each rank its own (x, y, sample_weight), as each process makes its own."""
-    return [
-        shard_input(*make(), rank=rank, world_size=world_size, seed=SEED, **options)
-        for rank in range(world_size)
-    ]
+    return [shard_input(*make(), rank=rank, world_size=world_size, seed=SEED, **options) for rank in range(world_size)]
 
 
 def as_tuple(data):

@@ -238,8 +238,5 @@ def test_explain_says_what_each_rank_reads():
     lines = sharded.explain().splitlines()
     assert lines[0] == sharded.policy_line
     assert lines[0].startswith("Input sharding: DATA (arrays): each of the 3 replicas takes its part")
-    assert (
-        lines[1]
-        == "  rank 0 indexes samples 0 to 2 of each 8 of the 23, in an order shuffled alike on every rank"
-    )
+    assert lines[1] == "  rank 0 indexes samples 0 to 2 of each 8 of the 23, in an order shuffled alike on every rank"
     assert len(lines) == 4

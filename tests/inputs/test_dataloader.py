@@ -40,9 +40,7 @@ def loader(**options):
 KINDS = {
     "map": loader,
     "drop_last": lambda: loader(drop_last=True),
-    "batch sampler": lambda: data.DataLoader(
-        data.TensorDataset(X, Y), batch_sampler=[[1, 2, 3], [4], [5, 6, 7, 8, 0]]
-    ),
+    "batch sampler": lambda: data.DataLoader(data.TensorDataset(X, Y), batch_sampler=[[1, 2, 3], [4], [5, 6, 7, 8, 0]]),
     "batches made by the dataset": lambda: data.DataLoader(
         [(X[i : i + 5], Y[i : i + 5]) for i in range(0, 23, 5)], batch_size=None
     ),
@@ -92,9 +90,7 @@ def test_shuffling_is_the_same_on_all_ranks_and_differs_between_epochs(world_siz
 def test_a_rank_loads_only_its_own_samples():
     datasets = [Recording() for _ in range(3)]
     for rank, dataset in enumerate(datasets):
-        sharded = shard_input(
-            data.DataLoader(dataset, batch_size=6, shuffle=True), rank=rank, world_size=3, seed=0
-        )
+        sharded = shard_input(data.DataLoader(dataset, batch_size=6, shuffle=True), rank=rank, world_size=3, seed=0)
         assert len(list(sharded.epoch(0))) == 4
     assert sorted(itertools.chain(*(dataset.asked for dataset in datasets))) == list(range(23))
 
@@ -146,9 +142,7 @@ def test_a_distributed_sampler_has_divided_the_samples_already():
     assert [batch.size for batch in batches] == [4, 4, 4]
     assert batches[0].global_size is None
     assert batches[0].data[1].tolist() == [1, 3, 5, 7]
-    with pytest.raises(
-        ConfigurationError, match=r"DistributedSampler is for rank 1 of 2, but this is rank 1 of 3"
-    ):
+    with pytest.raises(ConfigurationError, match=r"DistributedSampler is for rank 1 of 2, but this is rank 1 of 3"):
         make(1, 3)
 
 

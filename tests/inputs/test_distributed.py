@@ -106,8 +106,6 @@ def test_fit_takes_a_distributed_dataset(own):
 def test_the_context_is_that_of_tf_distribute():
     context = InputContext(num_input_pipelines=3, input_pipeline_id=1, num_replicas_in_sync=3)
     assert context.get_per_replica_batch_size(6) == 2
-    with pytest.raises(
-        ConfigurationError, match="`global_batch_size` 7 is not divisible by `num_replicas_in_sync`"
-    ):
+    with pytest.raises(ConfigurationError, match="`global_batch_size` 7 is not divisible by `num_replicas_in_sync`"):
         context.get_per_replica_batch_size(7)
     assert str(context) == "InputContext(input pipeline id 1, total: 3)"

@@ -51,9 +51,7 @@ def test_with_steps_no_epoch_reads_more_than_its_batches():
     source = endless()
     sharded = shard_input(source, steps_per_epoch=3, rank=0, world_size=2, seed=0)
     for epoch in range(3):
-        assert [batch.data[0][0, 0] for batch in sharded.epoch(epoch)] == [
-            3 * epoch + step for step in range(3)
-        ]
+        assert [batch.data[0][0, 0] for batch in sharded.epoch(epoch)] == [3 * epoch + step for step in range(3)]
     assert next(source)[0][0, 0] == 9, "the generator stands where training stopped"
 
 

@@ -26,9 +26,7 @@ def test_importing_the_layer_imports_neither_keras_nor_a_backend():
         "import sys, phalanx.inputs; "
         "print([name for name in ('keras', 'jax', 'tensorflow', 'torch', 'pandas') if name in sys.modules])"
     )
-    output = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert output.stdout.strip() == "[]"
 
 
@@ -42,7 +40,5 @@ def test_arrays_do_not_import_tensorflow_or_torch():
         import pytest
 
         pytest.skip("needs the JAX backend: TensorFlow's and PyTorch's import what is looked for here")
-    output = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert output.stdout.strip() == "[]"

@@ -64,9 +64,7 @@ def nested_shuffle():
         lambda: dataset(1).unbatch().shuffle(10).shuffle(10).map(lambda x, y: (x, y)).batch(4).prefetch(2),
         lambda: nested_shuffle().batch(4),
         lambda: (
-            tf.data.Dataset.from_generator(
-                lambda: iter(range(23)), output_signature=tf.TensorSpec((), tf.int64)
-            )
+            tf.data.Dataset.from_generator(lambda: iter(range(23)), output_signature=tf.TensorSpec((), tf.int64))
             .shuffle(23)
             .batch(4)
         ),
@@ -75,9 +73,7 @@ def nested_shuffle():
 )
 def test_shuffles_without_a_seed_are_the_same_on_all_ranks_and_differ_between_epochs(make):
     ranks = ranks_of(lambda: (make(),), 3)
-    orders = [
-        np.concatenate([batch[-1] for batch in merged_epoch(ranks, epoch)]).tolist() for epoch in range(2)
-    ]
+    orders = [np.concatenate([batch[-1] for batch in merged_epoch(ranks, epoch)]).tolist() for epoch in range(2)]
     total = len(orders[0])
     assert sorted(orders[0]) == list(range(total)), "each sample once"
     assert sorted(orders[1]) == list(range(total))
@@ -130,9 +126,7 @@ def test_endless_files_need_steps(record_files):
 
 
 def test_endless_data_needs_steps():
-    with pytest.raises(
-        ConfigurationError, match="infinitely repeating dataset, you must specify the `steps_per"
-    ):
+    with pytest.raises(ConfigurationError, match="infinitely repeating dataset, you must specify the `steps_per"):
         shard_input(dataset().repeat(), rank=0, world_size=2, seed=0)
 
 
@@ -156,9 +150,7 @@ def test_class_weights_become_sample_weights():
 
 
 def test_sparse_and_ragged_elements_become_dense():
-    data = tf.data.Dataset.from_tensor_slices(
-        (tf.sparse.from_dense(X), tf.ragged.constant([[1], [2, 3]] * 11 + [[4]]))
-    )
+    data = tf.data.Dataset.from_tensor_slices((tf.sparse.from_dense(X), tf.ragged.constant([[1], [2, 3]] * 11 + [[4]])))
     got = merged_epoch(ranks_of(lambda: (data.batch(23),), 2), 0)
     np.testing.assert_array_equal(got[0][0], X)
     assert got[0][1].shape == (23, 2)
@@ -274,9 +266,7 @@ def test_the_file_policy_demands_files(record_files, policy):
     with pytest.raises(ConfigurationError, match="its source is not a list of files"):
         shard_input(dataset(), policy=policy, rank=0, world_size=2, seed=0)
     with pytest.raises(ConfigurationError, match="it reads 5 files, fewer than the 6 replicas"):
-        shard_input(
-            tf.data.TFRecordDataset(record_files).batch(2), policy=policy, rank=0, world_size=6, seed=0
-        )
+        shard_input(tf.data.TFRecordDataset(record_files).batch(2), policy=policy, rank=0, world_size=6, seed=0)
     data = tf.data.Dataset.from_tensor_slices(record_files).map(tf.io.read_file).batch(2)
     with pytest.raises(ConfigurationError, match="TensorFlow finds no file reader"):
         shard_input(data, policy=policy, rank=0, world_size=2, seed=0)
@@ -303,9 +293,7 @@ def test_off_gives_every_rank_all_data_in_its_share_of_the_batch(world_size):
 
 def test_the_hint_becomes_a_shard_of_the_rank():
     def make():
-        data = tf.data.Dataset.range(12).shard(
-            tf.data.experimental.SHARD_HINT, tf.data.experimental.SHARD_HINT
-        )
+        data = tf.data.Dataset.range(12).shard(tf.data.experimental.SHARD_HINT, tf.data.experimental.SHARD_HINT)
         return with_policy(data.batch(4), Policy.HINT)
 
     ranks = ranks_of(lambda: (make(),), 2)
@@ -324,6 +312,4 @@ def test_other_file_lists_have_other_signatures(record_files):
 
 
 def test_policy_values_are_those_of_tensorflow():
-    assert {policy.name: policy.value for policy in AutoShardPolicy} == {
-        policy.name: policy.value for policy in Policy
-    }
+    assert {policy.name: policy.value for policy in AutoShardPolicy} == {policy.name: policy.value for policy in Policy}
