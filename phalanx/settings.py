@@ -126,9 +126,7 @@ def _whole_number(values: Mapping[str, str], name: str) -> int | None:
         return None
     # Not int() alone, which also takes "1_000" and digits of other scripts.
     if not (text.isascii() and text.isdigit()):
-        raise ConfigurationError(
-            f"{name}={text!r} is no whole number of at least 0. Write for example {name}=3."
-        )
+        raise ConfigurationError(f"{name}={text!r} is no whole number of at least 0. Write for example {name}=3.")
     return int(text)
 
 

@@ -54,11 +54,13 @@ class _Mesh:
                 f"Install the same one everywhere.",
             )
         joined = self._roll_call.joined
+        rank = self._me.rank_of(newcomer.task)
+        if rank is not None:
+            self._roll_call.saw(rank)
         if disagreement := describe_disagreement(self._me.statement, newcomer):
             if not joined:
                 self._roll_call.end_with(DisagreementError(disagreement))
             return Welcome(refusal=DISAGREEMENT, reason=disagreement)
-        rank = self._me.rank_of(newcomer.task)
         if rank is None or rank <= self._me.rank:
             return Welcome(
                 refusal=DUPLICATE,

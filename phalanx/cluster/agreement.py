@@ -76,9 +76,8 @@ def describe_disagreement(one: Statement, other: Statement) -> str | None:
     differences = list(_differences(first, second))
     if not differences:
         return None
-    return (
-        f"{first.whereabouts} and {second.whereabouts} cannot train together, because they disagree:\n"
-        + "\n".join(f"  - {difference}" for difference in differences)
+    return f"{first.whereabouts} and {second.whereabouts} cannot train together, because they disagree:\n" + "\n".join(
+        f"  - {difference}" for difference in differences
     )
 
 
@@ -123,9 +122,7 @@ def _differences(a: Statement, b: Statement) -> Iterator[str]:
         "seed", a.facts.seed, b.facts.seed, "Set the same seed in every task (keras.utils.set_random_seed)."
     )
     for name in sorted({*a.facts.others, *b.facts.others}):
-        yield from both(
-            name, a.facts.others.get(name), b.facts.others.get(name), "Make it the same in every task."
-        )
+        yield from both(name, a.facts.others.get(name), b.facts.others.get(name), "Make it the same in every task.")
 
 
 def _cluster_differences(a: Statement, b: Statement) -> Iterator[str]:

@@ -45,15 +45,15 @@ def keep_linked(me: Identity, roll_call: RollCall, rank: Rank) -> None:
         while True:
             started_at = time.monotonic()
             try:
-                link, welcome = me.dial(
-                    me.tasks[rank], MESH, details, deadline=started_at + ATTEMPT_TIMEOUT_S
-                )
+                link, welcome = me.dial(me.tasks[rank], MESH, details, deadline=started_at + ATTEMPT_TIMEOUT_S)
                 roll_call.enter(rank, Peer(_statement(link, welcome), link))
                 break
             except (LinkClosedError, LinkTimeoutError) as error:
                 failing_since, failure = None, error
             except HandshakeError as error:
                 failing_since, failure = failing_since or started_at, error
+                if isinstance(error, RefusedError):
+                    roll_call.saw(rank)
                 if verdict := final_verdict(error, rank, time.monotonic() - failing_since):
                     roll_call.end_with(verdict)
             roll_call.note(rank, str(failure))

@@ -65,9 +65,7 @@ def investigate(me: Identity, roll_call: RollCall) -> None:
         elif isinstance(found, str):
             roll_call.note(rank, found)
         elif found.task == str(me.tasks[rank]):
-            roll_call.note(
-                rank, f"pid {found.pid} on {found.host} runs, but has not reached {me.task} at {me.address}"
-            )
+            roll_call.note(rank, f"pid {found.pid} on {found.host} runs, but has not reached {me.task} at {me.address}")
         else:
             roll_call.note(rank, f"{found.whereabouts} listens there instead")
 
@@ -107,17 +105,14 @@ def list_missing(me: Identity, roll_call: RollCall) -> list[str]:
         name = peer.statement.whereabouts
         if peer.missing is None:
             lines.append(f"{name}: is linked, but says nothing; it may be stopped")
-        lines += [
-            f"{name} to reach {task}: {why or 'not called'}" for task, why in (peer.missing or {}).items()
-        ]
+        lines += [f"{name} to reach {task}: {why or 'not called'}" for task, why in (peer.missing or {}).items()]
     return lines
 
 
 def in_threads(function: Callable[[Rank], None], ranks: Iterable[Rank], *, until: float) -> None:
     """Call the function for each rank at once; returns when all are done, or at `until` (monotonic)."""
     threads = [
-        threading.Thread(target=function, args=(rank,), name=f"phalanx-ask-{rank}", daemon=True)
-        for rank in ranks
+        threading.Thread(target=function, args=(rank,), name=f"phalanx-ask-{rank}", daemon=True) for rank in ranks
     ]
     for thread in threads:
         thread.start()

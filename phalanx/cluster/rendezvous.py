@@ -108,7 +108,7 @@ def meet(
     except BaseException as error:
         roll_call.finish(joined=False)
         if isinstance(error, DisagreementError):
-            _spread(me, error)
+            _spread(me, roll_call, error)
         if listener is not None:
             listener.close()
         for peer in roll_call.peers.values():
@@ -274,8 +274,8 @@ def _receive(link: Link, kind: type[_Message]) -> _Message | None:
         raise FrameError(f"{link.peer} sent something else than a {kind.__name__}: {error}") from error
 
 
-def _spread(me: Identity, verdict: DisagreementError) -> None:
-    """Tell all others why the job cannot begin; those that do not answer are given a moment to start."""
+def _spread(me: Identity, roll_call: RollCall, verdict: DisagreementError) -> None:
+    """Tell all others why the job cannot begin; those that were not here yet are given a moment to start."""
     until = time.monotonic() + SPREAD_VERDICT_S
 
     def tell(rank: Rank) -> None:
@@ -287,6 +287,8 @@ def _spread(me: Identity, verdict: DisagreementError) -> None:
             except RefusedError:
                 return
             except PhalanxError:
+                if roll_call.has_seen(rank):
+                    return  # It has heard it before, and ended.
                 time.sleep(0.05)
 
     in_threads(tell, me.other_ranks, until=until)

@@ -68,9 +68,7 @@ class Identity:
     def rank_of(self, task: str) -> Rank | None:
         return next((rank for rank, known in enumerate(self.tasks) if str(known) == task), None)
 
-    def dial(
-        self, task: Task, purpose: str, details: bytes = b"", *, deadline: float
-    ) -> tuple[Link, Welcome]:
+    def dial(self, task: Task, purpose: str, details: bytes = b"", *, deadline: float) -> tuple[Link, Welcome]:
         """Connect to another task for a purpose; raises as `phalanx.transport.dial.dial`."""
         hello = Hello(
             purpose=purpose,
@@ -99,6 +97,7 @@ class RollCall:
         self._peers: dict[Rank, Peer] = {}
         self._departed: dict[Rank, Peer] = {}  # the last one with a broken link
         self._causes: dict[Rank, str] = {}
+        self._seen: set[Rank] = set()
         self._verdict: PhalanxError | None = None
         self._joined = False
         self._over = False
@@ -142,6 +141,15 @@ class RollCall:
         """Why there is no link to a task yet."""
         with self._changed:
             self._causes[rank] = cause
+
+    def saw(self, rank: Rank) -> None:
+        """A task has been spoken to, whatever came of it."""
+        with self._changed:
+            self._seen.add(rank)
+
+    def has_seen(self, rank: Rank) -> bool:
+        with self._changed:
+            return rank in self._seen or rank in self._peers or rank in self._departed
 
     def end_with(self, verdict: PhalanxError) -> None:
         """Let the rendezvous end with this error, unless it is over or has another."""

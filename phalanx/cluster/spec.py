@@ -75,8 +75,7 @@ class ClusterSpec:
             where = f"cluster.{job_name}"
             check_task_type(job_name, where=f"the cluster's key {job_name!r}")
             self._tasks[job_name] = {
-                index: str(Address.parse(text, where=f"{where}[{index}]"))
-                for index, text in _indexed(tasks, where)
+                index: str(Address.parse(text, where=f"{where}[{index}]")) for index, text in _indexed(tasks, where)
             }
         self._check_addresses_differ()
         if len(self._tasks.get(CHIEF, ())) > 1:
@@ -137,8 +136,7 @@ class ClusterSpec:
         tasks = self._job(job_name)
         if task_index not in tasks:
             raise ConfigurationError(
-                f"there is no {job_name}/{task_index} in the cluster, which has "
-                f"{_list_tasks(job_name, tasks)}."
+                f"there is no {job_name}/{task_index} in the cluster, which has {_list_tasks(job_name, tasks)}."
             )
         return tasks[task_index]
 
@@ -165,9 +163,7 @@ class ClusterSpec:
     def tasks(self) -> tuple[Task, ...]:
         """All tasks: chief, workers, parameter servers, evaluators, each by index."""
         return tuple(
-            Task(job_name, index)
-            for job_name in TASK_TYPES
-            for index in sorted(self._tasks.get(job_name, ()))
+            Task(job_name, index) for job_name in TASK_TYPES for index in sorted(self._tasks.get(job_name, ()))
         )
 
     @property
@@ -192,9 +188,7 @@ class ClusterSpec:
         """The task with rank 0."""
         ranked = self.ranked_tasks
         if not ranked:
-            raise ConfigurationError(
-                f"the cluster has neither chief nor worker, only {self.jobs}. Add a worker."
-            )
+            raise ConfigurationError(f"the cluster has neither chief nor worker, only {self.jobs}. Add a worker.")
         return ranked[0]
 
     def check_member(self, task: Task) -> None:
@@ -220,9 +214,7 @@ def check_task_type(name: object, *, where: str) -> None:
         return
     meant = _MISTAKEN_TYPES.get(str(name).strip().lower()) or str(name).strip().lower()
     advice = f"Write {meant!r}." if meant in TASK_TYPES else f"Write one of {', '.join(TASK_TYPES)}."
-    raise ConfigurationError(
-        f"{where}: {name!r} is no type of task. There are {', '.join(TASK_TYPES)}. {advice}"
-    )
+    raise ConfigurationError(f"{where}: {name!r} is no type of task. There are {', '.join(TASK_TYPES)}. {advice}")
 
 
 def _indexed(tasks: Any, where: str) -> Iterable[tuple[int, object]]:
@@ -237,9 +229,7 @@ def _index(key: object, where: str) -> int:
     # JSON has only strings as keys, so "1" is an index too.
     text = str(key)
     if isinstance(key, bool) or not (text.isascii() and text.isdigit()):
-        raise ConfigurationError(
-            f"{where} has the key {key!r}. Its keys are task indices: whole numbers from 0."
-        )
+        raise ConfigurationError(f"{where} has the key {key!r}. Its keys are task indices: whole numbers from 0.")
     return int(text)
 
 

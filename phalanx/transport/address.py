@@ -41,9 +41,7 @@ class Address:
         Raises: ConfigurationError saying what is wrong and what to write instead.
         """
         if not isinstance(text, str):
-            raise ConfigurationError(
-                f"{where} is {text!r}, which is no address. Write a string like 'host:2222'."
-            )
+            raise ConfigurationError(f"{where} is {text!r}, which is no address. Write a string like 'host:2222'.")
         stripped = text.strip()
         bare = re.sub(r"^[A-Za-z][A-Za-z0-9+.-]*://", "", stripped).split("/")[0]
         if bare != stripped:

@@ -174,8 +174,7 @@ def describe_stranger(data: bytes) -> str:
         return f"it is an HTTP client (it sent {data[:24]!r}), perhaps a browser or a health check"
     if start[:2] in (b"\x16\x03", b"\x15\x03"):
         return (
-            "it speaks TLS and this task does not: PHALANX_TLS_CERT, _KEY and _CA must be set on all tasks "
-            "or on none"
+            "it speaks TLS and this task does not: PHALANX_TLS_CERT, _KEY and _CA must be set on all tasks or on none"
         )
     if start[:4] == b"SSH-":
         return "it speaks SSH"

@@ -211,9 +211,7 @@ class Listener:
         try:
             if self._tls is not None:
                 connection.setblocking(False)
-                connection = self._tls.listener.wrap_socket(
-                    connection, server_side=True, do_handshake_on_connect=False
-                )
+                connection = self._tls.listener.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
             link = Link(connection, name)
         except OSError:
             connection.close()  # Gone already.
@@ -241,9 +239,7 @@ class Listener:
         try:
             hello = arrival.advance()
         except WrongSecretError:
-            self._refuse(
-                arrival, "wrong secret: its PHALANX_SECRET is not the one of this job, or is not set"
-            )
+            self._refuse(arrival, "wrong secret: its PHALANX_SECRET is not the one of this job, or is not set")
         except (HandshakeError, FrameError, msgspec.MsgspecError) as error:
             self._refuse(arrival, str(error))
         except LinkClosedError as error:
@@ -415,9 +411,7 @@ def _describe_break(error: LinkClosedError, *, tls: bool) -> str:
 # ------------------------------------------------------------------ opening the port
 
 
-def open_sockets(
-    address: Address, *, secret: bytes | None, listen_fd: int | None = None
-) -> list[socket.socket]:
+def open_sockets(address: Address, *, secret: bytes | None, listen_fd: int | None = None) -> list[socket.socket]:
     """Listening sockets for a task's address, on its port.
 
     A task whose address is loopback listens there only. Any other task listens on all interfaces, since its
@@ -466,9 +460,7 @@ def _adopt_descriptor(descriptor: int, port: int) -> socket.socket:
     try:
         sock = socket.socket(fileno=os.dup(descriptor))
     except OSError as error:
-        raise ConfigurationError(
-            f"{LISTEN_FD}={descriptor} is no socket ({error.strerror}). {advice}"
-        ) from error
+        raise ConfigurationError(f"{LISTEN_FD}={descriptor} is no socket ({error.strerror}). {advice}") from error
     try:
         listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
         own_port = sock.getsockname()[1] if sock.family in (socket.AF_INET, socket.AF_INET6) else None
@@ -545,8 +537,7 @@ def _cannot_listen(address: Address, error: OSError) -> ConfigurationError:
         )
     if error.errno == errno.EACCES:
         return ConfigurationError(
-            f"port {address.port} may not be opened by this user: ports below 1024 are the system's. Choose "
-            f"another."
+            f"port {address.port} may not be opened by this user: ports below 1024 are the system's. Choose another."
         )
     if isinstance(error, socket.gaierror):
         return ConfigurationError(f"this task's own host name {address.host!r} cannot be resolved ({error}).")

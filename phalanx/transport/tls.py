@@ -29,9 +29,7 @@ def load_tls(files: TLSFiles | None) -> TLS | None:
     """
     if files is None:
         return None
-    return TLS(
-        listener=_context(ssl.PROTOCOL_TLS_SERVER, files), dialer=_context(ssl.PROTOCOL_TLS_CLIENT, files)
-    )
+    return TLS(listener=_context(ssl.PROTOCOL_TLS_SERVER, files), dialer=_context(ssl.PROTOCOL_TLS_CLIENT, files))
 
 
 def _context(protocol: int, files: TLSFiles) -> ssl.SSLContext:

@@ -46,8 +46,7 @@ def test_equal_tasks_agree() -> None:
         ),
         (
             {"cluster": {**cluster_by_task(SPEC), "worker/2": "c:1"}},
-            "worker/2 is at no address (it is not in the cluster) according to worker/0, and at c:1 "
-            "according to",
+            "worker/2 is at no address (it is not in the cluster) according to worker/0, and at c:1 according to",
         ),
     ],
 )

@@ -48,9 +48,7 @@ KUBERNETES = {
     "PHALANX_NUM_WORKERS": "3",
     "PHALANX_SERVICE": "train",
 }
-TF_CONFIG = {
-    "TF_CONFIG": json.dumps({"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}})
-}
+TF_CONFIG = {"TF_CONFIG": json.dumps({"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}})}
 
 
 # --------------------------------------------------------------------------- lists of hosts
@@ -72,9 +70,7 @@ def test_node_lists_are_expanded_in_their_order(text: str, hosts: list[str]) -> 
     assert expand_host_list(text) == hosts
 
 
-@pytest.mark.parametrize(
-    "text", ["", "a[1", "a1]", "a[[1]]", "a[]", "a[3-1]", "a[x]", "a[1-999999999]", "a[1-2-3]"]
-)
+@pytest.mark.parametrize("text", ["", "a[1", "a1]", "a[[1]]", "a[]", "a[3-1]", "a[x]", "a[1-999999999]", "a[1-2-3]"])
 def test_malformed_node_lists_are_refused(text: str) -> None:
     with pytest.raises(ConfigurationError):
         expand_host_list(text)
@@ -147,9 +143,7 @@ def test_slurm_tasks_per_node_can_be_given() -> None:
         ({"PHALANX_PORT_BASE": "70000"}, "the first port is 70000"),
     ],
 )
-def test_a_slurm_environment_that_does_not_fit_is_refused(
-    changes: dict[str, str | None], message: str
-) -> None:
+def test_a_slurm_environment_that_does_not_fit_is_refused(changes: dict[str, str | None], message: str) -> None:
     environ = {name: value for name, value in {**SLURM, **changes}.items() if value is not None}
     resolver = SlurmClusterResolver(environ=environ)
     with pytest.raises(ConfigurationError, match=message):
@@ -232,9 +226,7 @@ def test_kubernetes_pods_are_workers_by_index(changes: dict[str, str | None]) ->
         ({"JOB_COMPLETION_INDEX": "x"}, "mnist-1", "JOB_COMPLETION_INDEX='x'"),
     ],
 )
-def test_a_pod_that_was_told_too_little_is_refused(
-    changes: dict[str, str | None], hostname: str, message: str
-) -> None:
+def test_a_pod_that_was_told_too_little_is_refused(changes: dict[str, str | None], hostname: str, message: str) -> None:
     environ = {name: value for name, value in {**KUBERNETES, **changes}.items() if value is not None}
     with pytest.raises(ConfigurationError, match=message):
         KubernetesClusterResolver(environ=environ, hostname=hostname).cluster_spec()

@@ -94,9 +94,7 @@ def test_a_task_must_be_one_of_the_cluster_unless_it_is_an_evaluator() -> None:
     spec = ClusterSpec({"worker": ["a:1", "b:1"]})
     spec.check_member(Task("worker", 1))
     spec.check_member(Task("evaluator", 0))
-    with pytest.raises(
-        ConfigurationError, match=r"worker/2, but the cluster has only worker/0 \(a:1\), worker/1"
-    ):
+    with pytest.raises(ConfigurationError, match=r"worker/2, but the cluster has only worker/0 \(a:1\), worker/1"):
         spec.check_member(Task("worker", 2))
     with pytest.raises(ConfigurationError, match="the cluster has no 'ps' tasks, only 'worker'"):
         spec.check_member(Task("ps", 0))
@@ -104,9 +102,7 @@ def test_a_task_must_be_one_of_the_cluster_unless_it_is_an_evaluator() -> None:
         ClusterSpec({"worker": ["a:1"], "evaluator": ["b:1"]}).check_member(Task("evaluator", 1))
 
 
-@pytest.mark.parametrize(
-    ("task_type", "index"), [("boss", 0), ("worker", -1), ("worker", True), ("worker", "0")]
-)
+@pytest.mark.parametrize(("task_type", "index"), [("boss", 0), ("worker", -1), ("worker", True), ("worker", "0")])
 def test_a_wrong_task_is_refused(task_type: str, index: int) -> None:
     with pytest.raises(ConfigurationError):
         Task(task_type, index)

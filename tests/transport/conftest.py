@@ -58,16 +58,12 @@ def make_certificates(directory: Path) -> dict[str, TLSFiles]:
             "req", "-x509", *new_key, "-days", "2", "-subj", f"/CN={name}", "-keyout", f"{name}-ca.key",
             "-out", f"{name}-ca.pem",
         )  # fmt: skip
-        openssl(
-            "req", *new_key, "-subj", f"/CN={name} member", "-keyout", f"{name}.key", "-out", f"{name}.csr"
-        )
+        openssl("req", *new_key, "-subj", f"/CN={name} member", "-keyout", f"{name}.key", "-out", f"{name}.csr")
         openssl(
             "x509", "-req", "-in", f"{name}.csr", "-CA", f"{name}-ca.pem", "-CAkey", f"{name}-ca.key",
             "-days", "2", "-set_serial", "1", "-out", f"{name}.pem",
         )  # fmt: skip
-        files[name] = TLSFiles(
-            directory / f"{name}.pem", directory / f"{name}.key", directory / f"{name}-ca.pem"
-        )
+        files[name] = TLSFiles(directory / f"{name}.pem", directory / f"{name}.key", directory / f"{name}-ca.pem")
     return files
 
 

@@ -74,9 +74,7 @@ def test_random_bytes_after_a_right_magic_are_refused_or_awaited(data: bytes) ->
     assert reader.wanted().nbytes <= frames.MAX_HEADER_BYTES + 8 * frames.MAX_BUFFERS
 
 
-@pytest.mark.parametrize(
-    ("header_length", "count"), [(2**32 - 1, 0), (0, 2**32 - 1), (frames.MAX_HEADER_BYTES + 1, 0)]
-)
+@pytest.mark.parametrize(("header_length", "count"), [(2**32 - 1, 0), (0, 2**32 - 1), (frames.MAX_HEADER_BYTES + 1, 0)])
 def test_a_huge_length_is_refused_at_the_preamble(header_length: int, count: int) -> None:
     with pytest.raises(FrameError, match="at most"):
         read(struct.pack("!4sII", frames.MAGIC, header_length, count), FrameReader(), 100)

@@ -26,9 +26,7 @@ Pair = tuple[Link, Link]
 def test_a_frame_arrives_as_it_was_sent(links: Pair) -> None:
     a, b = links
     array = np.random.default_rng(0).random((500, 1000))
-    sender = threading.Thread(
-        target=a.send, args=(b"header", [array, b"", b"x"]), kwargs={"deadline": soon()}
-    )
+    sender = threading.Thread(target=a.send, args=(b"header", [array, b"", b"x"]), kwargs={"deadline": soon()})
     sender.start()
     header, buffers = b.receive(deadline=soon())
     sender.join()

@@ -99,9 +99,7 @@ def test_a_task_of_another_job_is_refused(port: Port) -> None:
         dial_port(port, job="another")
 
 
-def test_a_service_with_a_defect_does_not_take_the_port_down(
-    port: Port, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_service_with_a_defect_does_not_take_the_port_down(port: Port, caplog: pytest.LogCaptureFixture) -> None:
     class Broken(Echo):
         def admit(self, hello: Hello) -> Welcome:
             raise RuntimeError("a defect")
@@ -280,9 +278,7 @@ def test_members_get_in_with_tls(tls_port: Port, tls: TLS) -> None:
     assert_members_get_in(tls_port, tls=tls)
 
 
-def test_plain_text_to_a_tls_port_is_refused(
-    tls_port: Port, tls: TLS, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_plain_text_to_a_tls_port_is_refused(tls_port: Port, tls: TLS, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(LinkClosedError, match=r"only one of the two ends has TLS"):
         dial_port(tls_port)
     with tls_port.connect() as stranger:
@@ -362,12 +358,8 @@ def test_a_server_of_another_kind_is_named() -> None:
         thread = threading.Thread(target=serve)
         thread.start()
         address = Address("127.0.0.1", server.getsockname()[1])
-        with pytest.raises(
-            HandshakeError, match="what listens at the address of worker/0 is not it: it speaks SSH"
-        ):
-            dial(
-                address, Hello(purpose="mesh", task="worker/1"), peer="worker/0", secret=None, deadline=soon()
-            )
+        with pytest.raises(HandshakeError, match="what listens at the address of worker/0 is not it: it speaks SSH"):
+            dial(address, Hello(purpose="mesh", task="worker/1"), peer="worker/0", secret=None, deadline=soon())
         thread.join(10)
 
 

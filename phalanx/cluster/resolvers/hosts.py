@@ -40,9 +40,7 @@ def expand_counts(text: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part.strip())
         if match is None:
-            raise ConfigurationError(
-                f"{text!r} is no list of tasks per host: {part!r} is not like '2' or '2(x3)'."
-            )
+            raise ConfigurationError(f"{text!r} is no list of tasks per host: {part!r} is not like '2' or '2(x3)'.")
         counts.extend([int(match[1])] * int(match[2] or 1))
         _check_size(len(counts), text)
     return counts
@@ -108,9 +106,7 @@ def _expand_ranges(ranges: str, text: str) -> Sequence[str]:
     for item in ranges.split(","):
         match = re.fullmatch("([0-9]{1,18})(?:-([0-9]{1,18}))?", item.strip())
         if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise ConfigurationError(
-                f"the list of hosts {text!r} has {item!r} in brackets; expected '3' or '1-3'."
-            )
+            raise ConfigurationError(f"the list of hosts {text!r} has {item!r} in brackets; expected '3' or '1-3'.")
         first, last = int(match[1]), int(match[2] or match[1])
         _check_size(last - first + 1, text)
         # The width of the first number is the width of all: [01-03] is 01, 02, 03.

@@ -125,6 +125,4 @@ class KubernetesClusterResolver(ClusterResolver):
 
 def started_by_kubernetes(environ: Mapping[str, str]) -> bool:
     """Whether this is a pod of an indexed Job, or one that was told the number of workers."""
-    return "KUBERNETES_SERVICE_HOST" in environ and (
-        "JOB_COMPLETION_INDEX" in environ or NUM_WORKERS in environ
-    )
+    return "KUBERNETES_SERVICE_HOST" in environ and ("JOB_COMPLETION_INDEX" in environ or NUM_WORKERS in environ)

@@ -45,9 +45,7 @@ _LAUNCHERS = (
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
     # MVAPICH, before PMI because it sets that too.
-    _Launcher(
-        "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"
-    ),
+    _Launcher("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
     # MPICH and Intel MPI (Hydra).
     _Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     # Launchers of PMIx that set a size beside it (PRRTE's prun does when asked to).

@@ -84,9 +84,7 @@ class ClusterResolver(abc.ABC):
             )
         return Task(task_type, task_id)
 
-    def master(
-        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
-    ) -> str:
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
         """The address of a task (this one, if not said otherwise), as `rpc_layer://host:port`.
 
         Empty if the cluster has only one task, as in `tf.distribute`.

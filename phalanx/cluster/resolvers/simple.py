@@ -45,12 +45,8 @@ class SimpleClusterResolver(ClusterResolver):
     def environment(self) -> str:
         return self._environment
 
-    def master(
-        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
-    ) -> str:
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
         """The address of the named task, else the `master` given at construction."""
         if task_type is None or task_id is None:
             return format_master_url(self._master, (rpc_layer or self.rpc_layer) if self._master else None)
-        return format_master_url(
-            self._cluster_spec.task_address(task_type, task_id), rpc_layer or self.rpc_layer
-        )
+        return format_master_url(self._cluster_spec.task_address(task_type, task_id), rpc_layer or self.rpc_layer)

@@ -96,9 +96,7 @@ class TFConfigClusterResolver(ClusterResolver):
     def environment(self) -> str:
         return self._environment
 
-    def master(
-        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
-    ) -> str:
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
         """As in the base class; `session_master` of TF_CONFIG comes first, as in TensorFlow."""
         session_master = self._config().get("session_master")
         return str(session_master) if session_master else super().master(task_type, task_id, rpc_layer)
@@ -119,9 +117,7 @@ def load_tf_config(text: str) -> dict[str, Any]:
             f"TF_CONFIG is not JSON: {error}. It is {_shorten(text)}.{hint} Write for example {EXAMPLE}"
         ) from error
     if not isinstance(config, dict):
-        raise ConfigurationError(
-            f"TF_CONFIG is {_shorten(text)}: JSON, but no object. Write for example {EXAMPLE}"
-        )
+        raise ConfigurationError(f"TF_CONFIG is {_shorten(text)}: JSON, but no object. Write for example {EXAMPLE}")
     return config
 
 
@@ -133,9 +129,7 @@ def read_cluster(config: Mapping[str, Any]) -> ClusterSpec:
     if not config:
         return ClusterSpec({})
     if "cluster" not in config:
-        raise ConfigurationError(
-            f"TF_CONFIG has no 'cluster', only {sorted(config)}. Write for example {EXAMPLE}"
-        )
+        raise ConfigurationError(f"TF_CONFIG has no 'cluster', only {sorted(config)}. Write for example {EXAMPLE}")
     try:
         spec = ClusterSpec(config["cluster"])
         ranked = spec.ranked_tasks

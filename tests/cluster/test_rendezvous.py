@@ -1,0 +1,449 @@
+"""The rendezvous: tasks in any order become ranks; whatever prevents it is an error that says so."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import socket
+import threading
+import time
+
+import msgspec
+import pytest
+
+from phalanx.cluster import ClusterSpec, Facts, Node, Task, TFConfigClusterResolver, dialling, join, missing, rendezvous
+from phalanx.cluster.admission import DUPLICATE, MESH, RUNNING
+from phalanx.cluster.dialling import final_verdict
+from phalanx.cluster.host import host_identity
+from phalanx.cluster.roll_call import Identity
+from phalanx.errors import (
+    ConfigurationError,
+    DisagreementError,
+    HandshakeError,
+    LinkClosedError,
+    RendezvousError,
+    UnsupportedError,
+)
+from phalanx.settings import Settings
+from phalanx.transport.dial import RefusedError
+from phalanx.transport.handshake import Welcome
+from phalanx.transport.link import Link
+from phalanx.transport.listener import _listen
+from tests.cluster.conftest import SECRET, Meeting, Ports, exchange, wait_until
+from tests.transport.conftest import make_certificates
+
+
+def workers(spec: ClusterSpec) -> list[Task]:
+    return list(spec.ranked_tasks)
+
+
+# ----------------------------------------------------------------------------- it succeeds
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0]], ids=str)
+def test_tasks_that_start_in_any_order_become_ranks_with_links_between_all(
+    order: list[int], ports: Ports, meeting: Meeting
+) -> None:
+    spec = ports.workers(3)
+    for index in order:
+        meeting.start(spec, Task("worker", index))
+    nodes = meeting.nodes()
+    for node in nodes:
+        assert node.membership.rank == node.task.index
+        assert [member.task for member in node.membership.members] == ["worker/0", "worker/1", "worker/2"]
+        assert node.membership.members == nodes[0].membership.members
+        assert node.membership.me.address == spec.task_address("worker", node.task.index)
+        assert sorted(node.membership.links) == [rank for rank in range(3) if rank != node.membership.rank]
+        for rank, link in node.membership.links.items():
+            assert link.peer == f"worker/{rank}"
+    exchange(nodes)
+
+
+def test_the_chief_is_rank_0_and_others_do_not_count(ports: Ports, meeting: Meeting) -> None:
+    spec = ClusterSpec(
+        {"ps": [ports.new()], "worker": [ports.new()], "chief": [ports.new()], "evaluator": [ports.new()]}
+    )
+    meeting.start(spec, Task("worker", 0))
+    meeting.start(spec, Task("chief", 0))
+    by_rank = sorted(meeting.nodes(), key=lambda node: node.membership.rank)
+    assert [str(node.task) for node in by_rank] == ["chief/0", "worker/0"]
+    assert by_rank[0].membership.world_size == 2
+
+
+def test_hosts_can_be_pretended(ports: Ports, meeting: Meeting) -> None:
+    spec = ports.workers(3)
+    for index, host in enumerate(["a", "b", "a"]):
+        meeting.start(spec, Task("worker", index), host_id=host)
+    by_rank = sorted(meeting.nodes(), key=lambda node: node.membership.rank)
+    assert [node.membership.local_ranks for node in by_rank] == [(0, 2), (1,), (0, 2)]
+    assert by_rank[2].membership.local_rank == 1
+    assert host_identity() == host_identity(None) != host_identity("a") == "a"
+
+
+def test_ipv6_addresses_work(ports: Ports, meeting: Meeting) -> None:
+    try:
+        spec = ports.workers(2, host="::1")
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    for task in workers(spec):
+        meeting.start(spec, task)
+    exchange(meeting.nodes())
+
+
+def test_tls_works(ports: Ports, meeting: Meeting, tmp_path_factory: pytest.TempPathFactory) -> None:
+    tls = make_certificates(tmp_path_factory.mktemp("certificates"))["ours"]
+    spec = ports.workers(3)
+    for task in workers(spec):
+        meeting.start(spec, task, tls=tls)
+    exchange(meeting.nodes())
+
+
+def test_strangers_do_not_disturb_it(ports: Ports, meeting: Meeting) -> None:
+    spec = ports.workers(2)
+    meeting.start(spec, Task("worker", 0))
+    address = spec.address(Task("worker", 0))
+    garbage = [b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\xff", bytes(range(256)), b"", b"PHALANX\x01"]
+    idle = []
+    for data in garbage:
+        wait_until(lambda: can_connect(idle, address.host, address.port))
+        with contextlib.suppress(ConnectionError):
+            idle[-1].sendall(data)
+    meeting.start(spec, Task("worker", 1))
+    exchange(meeting.nodes())
+    for sock in idle:
+        sock.close()
+
+
+def can_connect(connected: list[socket.socket], host: str, port: int) -> bool:
+    try:
+        connected.append(socket.create_connection((host, port), timeout=5))
+    except OSError:
+        return False
+    return True
+
+
+def test_a_link_that_breaks_before_the_start_is_made_again(
+    ports: Ports, meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered: list[Link] = []
+    original = rendezvous.RollCall.enter
+
+    def enter(roll_call: rendezvous.RollCall, rank: int, peer: object) -> None:
+        entered.append(peer.link)  # type: ignore[attr-defined]
+        original(roll_call, rank, peer)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(rendezvous.RollCall, "enter", enter)
+    spec = ports.workers(3)
+    meeting.start(spec, Task("worker", 0))
+    meeting.start(spec, Task("worker", 1))
+    wait_until(lambda: len(entered) == 2)
+    for link in list(entered):
+        link._sock.shutdown(socket.SHUT_RDWR)
+    wait_until(lambda: len(entered) >= 4)
+    meeting.start(spec, Task("worker", 2))
+    exchange(meeting.nodes())
+
+
+# ---------------------------------------------------------------------------- worlds of one
+
+
+def test_a_single_worker_needs_no_port(ports: Ports) -> None:
+    spec = ports.workers(1)
+    with join(spec, Task("worker", 0), settings=Settings()) as node:
+        assert (node.membership.rank, node.membership.world_size, node.listener) == (0, 1, None)
+        assert node.membership.me.task == "worker/0"
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_an_evaluator_waits_for_nobody(inside: bool, ports: Ports) -> None:
+    cluster = {"worker": [ports.new(), ports.new()]} | ({"evaluator": [ports.new()]} if inside else {})
+    with join(ClusterSpec(cluster), Task("evaluator", 0), settings=Settings()) as node:
+        assert (node.membership.world_size, node.membership.me.task) == (1, "evaluator/0")
+
+
+def test_a_parameter_server_is_told_what_it_needs(ports: Ports) -> None:
+    spec = ClusterSpec({"worker": [ports.new()], "ps": [ports.new()]})
+    with pytest.raises(UnsupportedError, match="ParameterServerStrategy"):
+        join(spec, Task("ps", 0), settings=Settings())
+
+
+def test_a_cluster_without_a_task_is_refused(ports: Ports) -> None:
+    with pytest.raises(ConfigurationError, match="nothing says which of them"):
+        join(ports.workers(2), settings=Settings())
+
+
+def test_the_environment_is_what_join_looks_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHALANX_HOST_ID", "pretended")
+    with join(TFConfigClusterResolver(environ={})) as node:
+        assert node.membership.me.host == "pretended"
+
+
+# -------------------------------------------------------------------------------- it fails
+
+
+def test_a_worker_that_is_alone_never_goes_on_and_names_the_missing(ports: Ports, meeting: Meeting) -> None:
+    spec = ports.workers(3)
+    meeting.start(spec, Task("worker", 1), timeout_s=0.3)
+    error = meeting.wait()["worker/1"]
+    assert isinstance(error, RendezvousError)
+    text = str(error)
+    assert "worker/1 (rank 1, at 127.0.0.1:" in text
+    assert "has waited 0.3 s for the 2 other tasks" in text
+    for index in (0, 2):
+        assert f"worker/{index} at {spec.task_address('worker', index)}: nothing listens" in text
+    assert "PHALANX_RENDEZVOUS_TIMEOUT" in text
+
+
+def test_who_is_missing_is_said_once_while_waiting(
+    ports: Ports, meeting: Meeting, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(missing, "NOTICE_AFTER_S", 0.1)
+    spec = ports.workers(3)
+    meeting.start(spec, Task("worker", 0))
+    wait_until(lambda: "waits" in caplog.text)
+    (notice,) = [record for record in caplog.records if "waits" in record.getMessage()]
+    assert notice.levelno == logging.WARNING
+    pattern = r"worker/0 waits, for up to 60 s, for:\n  worker/1 at .*\n  worker/2 at "
+    assert re.search(pattern, notice.getMessage())
+    monkeypatch.setattr(missing, "NOTICE_AFTER_S", 60)
+    meeting.start(spec, Task("worker", 1))
+    meeting.start(spec, Task("worker", 2))
+    meeting.nodes()
+    assert caplog.text.count("waits") == 1
+
+
+def test_a_task_that_runs_but_cannot_reach_this_one_is_told_apart(
+    ports: Ports, meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block(monkeypatch, "worker/1", "worker/0", MESH)
+    spec = ports.workers(2)
+    meeting.start(spec, Task("worker", 1), timeout_s=5)
+    meeting.start(spec, Task("worker", 0), timeout_s=1)
+    text = str(meeting.wait()["worker/0"])
+    assert "runs, but has not reached worker/0" in text
+    assert "worker/0 at" in str(meeting.results["worker/1"])
+
+
+def test_two_tasks_that_cannot_reach_each_other_are_named_by_the_chief(
+    ports: Ports, meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block(monkeypatch, "worker/2", "worker/1", MESH)
+    spec = ports.workers(3)
+    for task in workers(spec):
+        meeting.start(spec, task, timeout_s=1.5 if task.index == 0 else 3)
+    text = str(meeting.wait()["worker/0"])
+    assert re.search(r"worker/2 \(pid \d+ on .*\) to reach worker/1: a firewall", text)
+
+
+def block(monkeypatch: pytest.MonkeyPatch, source: str, target: str, purpose: str) -> None:
+    original = Identity.dial
+
+    def dial(me: Identity, task: Task, what: str, *args: bytes, deadline: float) -> tuple[Link, Welcome]:
+        if (str(me.task), str(task), what) == (source, target, purpose):
+            raise LinkClosedError("a firewall")
+        return original(me, task, what, *args, deadline=deadline)
+
+    monkeypatch.setattr(Identity, "dial", dial)
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_a_disagreement_ends_all_tasks_with_the_same_message(odd: int, ports: Ports, meeting: Meeting) -> None:
+    spec = ports.workers(3)
+    for task in workers(spec):
+        meeting.start(spec, task, facts=Facts(seed=2 if task.index == odd else 1))
+    results = meeting.wait()
+    for error in results.values():
+        assert isinstance(error, DisagreementError)
+        assert re.search(r"seed: (1|2) on worker/\d, (1|2) on worker/\d", str(error))
+        assert f"worker/{odd}" in str(error)
+
+
+def test_tasks_that_disagree_about_the_cluster_say_so(ports: Ports, meeting: Meeting) -> None:
+    addresses = [ports.new() for _ in range(3)]
+    meeting.start(ClusterSpec({"worker": addresses[:2]}), Task("worker", 0))
+    meeting.start(ClusterSpec({"worker": addresses}), Task("worker", 1))
+    for error in meeting.wait().values():
+        assert isinstance(error, DisagreementError)
+        assert (
+            f"worker/2 is at no address (it is not in the cluster) according to worker/0, and at "
+            f"{addresses[2]}" in str(error)
+        )
+
+
+def test_a_task_that_has_not_found_the_odd_one_hears_of_the_disagreement(ports: Ports, meeting: Meeting) -> None:
+    """The first two wait already when a third one disagrees with the first it meets."""
+    spec = ports.workers(3)
+    meeting.start(spec, Task("worker", 0))
+    meeting.start(spec, Task("worker", 1))
+    time.sleep(0.2)  # Most likely they are linked by now; the outcome is the same if they are not.
+    meeting.start(spec, Task("worker", 2), facts=Facts(seed=2))
+    messages = {str(error) for error in meeting.wait().values()}
+    assert all(isinstance(error, DisagreementError) for error in meeting.results.values())
+    assert all("worker/2" in message for message in messages)
+
+
+def test_an_evaluator_in_only_one_cluster_is_no_disagreement(ports: Ports, meeting: Meeting) -> None:
+    addresses = [ports.new(), ports.new()]
+    meeting.start(ClusterSpec({"worker": addresses, "evaluator": [ports.new()]}), Task("worker", 0))
+    meeting.start(ClusterSpec({"worker": addresses}), Task("worker", 1))
+    meeting.nodes()
+
+
+def test_another_secret_ends_the_newcomer_and_is_named_by_the_one_that_waits(
+    ports: Ports, meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dialling, "HANDSHAKE_FAILURES_S", 0.3)
+    spec = ports.workers(2)
+    meeting.start(spec, Task("worker", 0), timeout_s=1.5)
+    meeting.start(spec, Task("worker", 1), secret=b"another secret of tests")
+    results = meeting.wait()
+    assert isinstance(results["worker/1"], HandshakeError)
+    assert "PHALANX_SECRET differs" in str(results["worker/1"])
+    assert isinstance(results["worker/0"], RendezvousError)
+    assert "Refused connections meanwhile: 127.0.0.1" in str(results["worker/0"])
+    assert "wrong secret" in str(results["worker/0"])
+
+
+def test_a_task_of_another_job_is_not_waited_for(ports: Ports, meeting: Meeting) -> None:
+    spec = ports.workers(2)
+    meeting.start(spec, Task("worker", 0), timeout_s=1, job_id="one")
+    meeting.start(spec, Task("worker", 1), timeout_s=1, job_id="other")
+    results = meeting.wait()
+    assert all(isinstance(error, RendezvousError) for error in results.values())
+    assert "of job 'one', not of job 'other'" in str(results["worker/1"])
+
+
+# ------------------------------------------------------------------- the same task twice
+
+
+def test_a_second_process_on_the_same_host_gets_the_error_and_the_job_goes_on(ports: Ports, meeting: Meeting) -> None:
+    spec = ports.workers(2)
+    for task in workers(spec):
+        meeting.start(spec, task)
+    nodes = meeting.nodes()
+    with pytest.raises(ConfigurationError, match=r"worker/1 runs already: worker/1 \(pid \d+ on .*same task"):
+        join(spec, Task("worker", 1), facts=Facts(seed=1), settings=Settings(secret=SECRET))
+    with pytest.raises(ConfigurationError, match="worker/0 runs already"):
+        join(spec, Task("worker", 0), facts=Facts(seed=1), settings=Settings(secret=SECRET))
+    exchange(nodes)
+
+
+def test_a_second_process_elsewhere_is_refused_by_the_chief_and_the_job_goes_on(
+    ports: Ports, meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On another host it can open the port; here it gets another one, unknown to the rest."""
+    original = rendezvous.open_sockets
+
+    def open_sockets(*args: object, **options: object) -> list[socket.socket]:
+        if threading.current_thread().name == "test-second":
+            return [_listen(socket.AF_INET, ("127.0.0.1", 0))]
+        return original(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(rendezvous, "open_sockets", open_sockets)
+    spec = ports.workers(3)
+    meeting.start(spec, Task("worker", 0))
+    meeting.start(spec, Task("worker", 1))
+    wait_until(lambda: can_connect([], *endpoint(spec, 1)))
+    time.sleep(0.2)  # Let the first one reach the chief.
+    meeting.start(spec, Task("worker", 1), name="second")
+    wait_until(lambda: "second" in meeting.results)
+    assert isinstance(meeting.results["second"], ConfigurationError)
+    assert "worker/1 is here already: worker/1 (pid" in str(meeting.results["second"])
+    meeting.start(spec, Task("worker", 2))
+    meeting.wait()
+    del meeting.results["second"]
+    exchange(meeting.nodes())
+
+
+def test_a_second_chief_elsewhere_finds_the_first_at_its_address(
+    ports: Ports, meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(missing, "NOTICE_AFTER_S", 0.2)
+    original = rendezvous.open_sockets
+
+    def open_sockets(*args: object, **options: object) -> list[socket.socket]:
+        if threading.current_thread().name == "test-second":
+            return [_listen(socket.AF_INET, ("127.0.0.1", 0))]
+        return original(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(rendezvous, "open_sockets", open_sockets)
+    spec = ports.workers(2)
+    meeting.start(spec, Task("worker", 0))
+    wait_until(lambda: can_connect([], *endpoint(spec, 0)))
+    meeting.start(spec, Task("worker", 0), name="second")
+    wait_until(lambda: "second" in meeting.results)
+    assert "worker/0 runs already" in str(meeting.results["second"])
+    del meeting.results["second"]
+    meeting.start(spec, Task("worker", 1))
+    exchange([node for node in meeting.wait().values() if isinstance(node, Node)])
+
+
+def endpoint(spec: ClusterSpec, index: int) -> tuple[str, int]:
+    address = spec.address(Task("worker", index))
+    return address.host, address.port
+
+
+def test_who_comes_when_the_job_has_begun_is_told_so(ports: Ports, meeting: Meeting) -> None:
+    spec = ports.workers(2)
+    for task in workers(spec):
+        meeting.start(spec, task)
+    nodes = sorted(meeting.nodes(), key=lambda node: node.membership.rank)
+    newcomer = Identity(spec, Task("worker", 1), Facts(seed=1), Settings(secret=SECRET))
+
+    def dial() -> Welcome:
+        with pytest.raises(RefusedError) as caught:
+            newcomer.dial(
+                Task("worker", 0), MESH, msgspec.msgpack.encode(newcomer.statement), deadline=time.monotonic() + 10
+            )
+        return caught.value.welcome
+
+    assert dial().refusal == RUNNING
+    assert "the job has begun, with worker/1 (pid" in dial().reason
+    exchange(nodes)
+    nodes[1].close()
+    wait_until(lambda: "lost worker/1" in dial().reason)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "rank", "kind"),
+    [
+        ("disagreement", 1, DisagreementError),
+        (RUNNING, 1, RendezvousError),
+        (DUPLICATE, 0, ConfigurationError),
+        (DUPLICATE, 1, type(None)),
+        ("unavailable", 0, type(None)),
+        ("other job", 0, type(None)),
+    ],
+)
+def test_only_refusals_that_will_not_pass_are_final(refusal: str, rank: int, kind: type) -> None:
+    error = RefusedError("refused", Welcome(refusal=refusal, reason="because"))
+    assert type(final_verdict(error, rank, failing_s=1000)) is kind
+
+
+def test_a_taken_port_is_named(ports: Ports, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "PORT_TAKEN_PATIENCE_S", 0.1)
+    monkeypatch.setattr(missing, "PROBE_TIMEOUT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = f"127.0.0.1:{other.getsockname()[1]}"
+        spec = ClusterSpec({"worker": [taken, ports.new()]})
+        with pytest.raises(ConfigurationError, match=r"worker/0 cannot start: port .* taken by another process"):
+            join(spec, Task("worker", 0), settings=Settings(secret=SECRET))
+
+
+def test_nothing_is_left_after_a_failure(ports: Ports, meeting: Meeting) -> None:
+    spec = ports.workers(2)
+    meeting.start(spec, Task("worker", 1), timeout_s=0.2)
+    assert isinstance(meeting.wait()["worker/1"], RendezvousError)
+    wait_until(lambda: not [one for one in threading.enumerate() if one.name.startswith("phalanx-")])
+    assert not can_connect([], *endpoint(spec, 1))
+
+
+def test_closing_a_node_twice_is_safe_and_ends_its_threads(ports: Ports, meeting: Meeting) -> None:
+    spec = ports.workers(2)
+    for task in workers(spec):
+        meeting.start(spec, task)
+    for node in meeting.nodes():
+        node.close()
+        node.close()
+    wait_until(lambda: not [one for one in threading.enumerate() if one.name.startswith("phalanx-")])
