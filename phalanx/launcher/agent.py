@@ -77,9 +77,7 @@ class Agent:
                 try:
                     os.chdir(folder)
                 except OSError as error:
-                    self._answer(
-                        Refused(f"cannot work in {folder}: {error.strerror}. It must exist there too")
-                    )
+                    self._answer(Refused(f"cannot work in {folder}: {error.strerror}. It must exist there too"))
                     return
                 self._answer(Prepared(self._host.prepare(workers, address=None)))
             case Start(orders):
@@ -99,7 +97,8 @@ class Agent:
 def main() -> None:
     # Ctrl-C at the launcher reaches ssh's group, and with it an agent that runs on the same host: the
     # launcher decides.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A handler and not SIG_IGN, which the workers would inherit.
+    signal.signal(signal.SIGINT, lambda number, frame: None)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     adopt_orphans()
     Agent().run()

@@ -67,9 +67,7 @@ def _encode_error(error: Exception) -> bytes:
     text = "".join(traceback.format_exception(error))
     try:
         content: bytes = cloudpickle.dumps(Raised(error.with_traceback(None), text))
-        pickle.loads(
-            content
-        )  # an error whose __init__ wants other arguments pickles well and unpickles badly
+        pickle.loads(content)  # an error whose __init__ wants other arguments pickles well and unpickles badly
     except Exception:
         # Any error may come from a class's own pickling code; the original's text is not lost by it.
         stand_in = RuntimeError(f"{type(error).__name__}: {error}")

@@ -85,6 +85,8 @@ def main() -> None:
     faulthandler.register(STACKS_SIGNAL, order.stacks, all_threads=True)
     sys.excepthook = _ErrorRecorder(order.error)
     exit_codes.install()
+    # A job in the background of a script inherits SIGINT ignored, but here it comes from the launcher alone.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     progress.report("start of the program")  # tells the launcher that STACKS_SIGNAL is handled from now on
     arguments = sys.argv[1:]
     if arguments[0] == FUNCTION:
@@ -148,9 +150,7 @@ class _ErrorRecorder:
     def __init__(self, fd: int):
         self._fd = fd
 
-    def __call__(
-        self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-    ) -> None:
+    def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
             traceback = traceback.tb_next
         error = error.with_traceback(traceback)

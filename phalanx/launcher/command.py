@@ -92,9 +92,7 @@ def run(
             screen.close()
         verdict = outcome.verdict
         if not verdict.success:
-            screen.message(
-                page.render(verdict, outcome.ends, log_dir=str(log_dir) if log_dir else None, full=False)
-            )
+            screen.message(page.render(verdict, outcome.ends, log_dir=str(log_dir) if log_dir else None, full=False))
             if log_dir is not None:
                 page.write(log_dir, verdict, outcome.ends)
     return verdict.code
@@ -114,9 +112,7 @@ class _Narrator:
     def started(self, rank: int, pid: int) -> None:
         if self._verbose:
             placement = self._placements[rank]
-            self._screen.message(
-                f"phalanx: {placement.task} (rank {rank}) started on {placement.host.name}, pid {pid}"
-            )
+            self._screen.message(f"phalanx: {placement.task} (rank {rank}) started on {placement.host.name}, pid {pid}")
 
     def exited(self, end: End) -> None:
         self._screen.finish(end.rank)
@@ -124,14 +120,12 @@ class _Narrator:
             self._screen.message(f"phalanx: {end.task} (rank {end.rank}) ended with exit code {end.code}")
 
     def failed(self, end: End) -> None:
-        self._screen.message(
-            f"phalanx: {end.task} (rank {end.rank}) failed with exit code {end.code}; ending the job"
-        )
+        self._screen.message(f"phalanx: {end.task} (rank {end.rank}) failed with exit code {end.code}; ending the job")
 
 
 @contextlib.contextmanager
 def _signals(job: Job, resize: Callable[[], None] | None) -> Iterator[None]:
-    """While inside, the signals that mean the end stop the job."""
+    """While inside, the signals that mean the end stop the job; those that are ignored (nohup) stay so."""
 
     def on_end(number: int, frame: FrameType | None) -> None:
         job.stop(number)
@@ -140,7 +134,8 @@ def _signals(job: Job, resize: Callable[[], None] | None) -> Iterator[None]:
         if resize is not None:
             resize()
 
-    handlers: dict[int, Handler] = dict.fromkeys(_ENDING_SIGNALS, on_end)
+    heeded = [number for number in _ENDING_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    handlers: dict[int, Handler] = dict.fromkeys(heeded, on_end)
     if resize is not None:
         handlers[signal.SIGWINCH] = on_resize
     previous_wakeup = signal.set_wakeup_fd(job.wakeup_fd, warn_on_full_buffer=False)

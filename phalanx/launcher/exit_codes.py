@@ -91,8 +91,7 @@ MEANINGS: dict[int, Meaning] = {
     SIGNAL_BASE + signal.SIGKILL: Meaning(
         "killed",
         "SIGKILL was received, which a process cannot catch",
-        "memory: the kernel kills the largest process when none is left (`dmesg | grep -i oom`, "
-        "the container's limit)",
+        "memory: the kernel kills the largest process when none is left (`dmesg | grep -i oom`, the container's limit)",
     ),
     SIGNAL_BASE + signal.SIGSEGV: Meaning(
         "segmentation fault",
@@ -166,9 +165,7 @@ class _ExitCodeHook:
     def __init__(self, previous: Hook):
         self._previous = previous
 
-    def __call__(
-        self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-    ) -> None:
+    def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         self._previous(kind, error, traceback)
         code = of_error(error)
         if isinstance(error, Exception) and code != 1:

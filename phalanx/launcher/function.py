@@ -134,8 +134,6 @@ def _error(outcome: Outcome, call: Any) -> BaseException:
         error = result.error
         error.__cause__ = WorkerTraceback(cause.task, result.traceback)
     else:
-        error = PeerLostError(
-            f"The job ended: {verdict.reason}.", rank=cause.rank, task=cause.task, host=cause.host
-        )
+        error = PeerLostError(f"The job ended: {verdict.reason}.", rank=cause.rank, task=cause.task, host=cause.host)
     error.add_note(page.render(verdict, outcome.ends, full=False, traceback=False))
     return error

@@ -59,9 +59,7 @@ def parse_hosts(text: str) -> list[HostShare]:
             )
         workers = int(match["workers"] or 1)
         if workers < 1:
-            raise ConfigurationError(
-                f"--hosts: {entry.strip()!r} has no worker. Leave the host out, or give it 1."
-            )
+            raise ConfigurationError(f"--hosts: {entry.strip()!r} has no worker. Leave the host out, or give it 1.")
         shares.append(HostShare(match["name"], workers, match["user"]))
     _check(shares)
     return shares

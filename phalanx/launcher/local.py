@@ -160,9 +160,7 @@ class LocalHost:
         listener.close()
         function.close()
         line.started()
-        worker = _Worker(
-            order.rank, process, line, record, stacks, error, result, reading, _open_pidfd(process.pid)
-        )
+        worker = _Worker(order.rank, process, line, record, stacks, error, result, reading, _open_pidfd(process.pid))
         self._workers[order.rank] = worker
         for fd in (*reading, *([worker.pidfd] if worker.pidfd >= 0 else [])):
             self._selector.register(fd, selectors.EVENT_READ)
@@ -318,9 +316,7 @@ def listen(address: str | None) -> socket.socket:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         return socket.create_server((address, 0), family=family, backlog=LISTEN_BACKLOG)
     if socket.has_dualstack_ipv6():
-        return socket.create_server(
-            ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=LISTEN_BACKLOG
-        )
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=LISTEN_BACKLOG)
     return socket.create_server(("", 0), backlog=LISTEN_BACKLOG)
 
 

@@ -121,9 +121,7 @@ def render(
 def write(folder: Path, verdict: Verdict, ends: Sequence[End]) -> None:
     """Write the page and its JSON form into the log directory."""
     (folder / PAGE_FILE).write_text(render(verdict, ends, log_dir=str(folder)))
-    (folder / JSON_FILE).write_bytes(
-        msgspec.json.format(msgspec.json.encode(report(verdict, ends)), indent=2)
-    )
+    (folder / JSON_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(report(verdict, ends)), indent=2))
 
 
 @contextlib.contextmanager

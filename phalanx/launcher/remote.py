@@ -71,9 +71,7 @@ class RemoteHost:
         remote = f"exec {shlex.quote(python)} -P -m phalanx.launcher.agent"
         command = [*shlex.split(self._environ.get(SSH, DEFAULT_SSH)), self.share.login, remote]
         # A session of its own: Ctrl-C is for the launcher, which ends the job in order.
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-        )
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         self._send(Prepare(self.share.workers, os.getcwd()))
 
     def ports(self, deadline: float) -> list[int]:
@@ -114,10 +112,7 @@ class RemoteHost:
 
     def start(self, orders: Sequence[Order]) -> list[Event]:
         environment = forwarded(self._environ)
-        orders = [
-            msgspec.structs.replace(order, environment={**environment, **order.environment})
-            for order in orders
-        ]
+        orders = [msgspec.structs.replace(order, environment={**environment, **order.environment}) for order in orders]
         process = self._process
         assert process is not None
         assert process.stdout is not None
@@ -159,6 +154,8 @@ class RemoteHost:
         process = self._process
         if process is None:
             return
+        if not self._registered and process.poll() is None:  # nothing runs there; ssh may be stuck on the way
+            os.killpg(process.pid, signal.SIGKILL)
         self._unregister()
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:

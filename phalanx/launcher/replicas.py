@@ -203,9 +203,7 @@ def _limit_running_libraries(threads: int) -> None:
 class _Watch:
     """Rank 0's watch over the other replicas: a thread that runs their job and reports how it ended."""
 
-    def __init__(
-        self, placements: Sequence[Placement], selector: selectors.BaseSelector, tasks: Sequence[str]
-    ):
+    def __init__(self, placements: Sequence[Placement], selector: selectors.BaseSelector, tasks: Sequence[str]):
         self._selector = selector
         self._screen = Screen(tasks, sys.stderr, sys.stderr)
         self._job = Job(placements, selector, self)
@@ -242,9 +240,7 @@ class _Watch:
         self._closing.set()
         if not self._ended.wait(wait_s):
             if wait_s > 0:
-                self._screen.message(
-                    f"phalanx: replicas still ran {wait_s:g} s after rank 0 had ended; ending them"
-                )
+                self._screen.message(f"phalanx: replicas still ran {wait_s:g} s after rank 0 had ended; ending them")
             self._job.stop(signal.SIGTERM)
             self._job.stop(signal.SIGTERM)
             self._ended.wait(GRACE_S)

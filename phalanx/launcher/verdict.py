@@ -131,9 +131,5 @@ def _reason(cause: End, ends: Sequence[End]) -> str:
             return f"{who} waited in vain: {', '.join(hung)} hung"
     if error is not None:
         first_line = error.message.partition("\n")[0]
-        return (
-            f"{who} failed with {error.kind}: {first_line}"
-            if first_line
-            else f"{who} failed with {error.kind}"
-        )
+        return f"{who} failed with {error.kind}: {first_line}" if first_line else f"{who} failed with {error.kind}"
     return f"{who} ended with exit code {cause.code}"

@@ -110,9 +110,7 @@ def hang():
 """
 
 
-def wait_until(
-    condition: Callable[[], object], message: Callable[[], str] = lambda: "", bound_s: float = 15.0
-) -> None:
+def wait_until(condition: Callable[[], object], message: Callable[[], str] = lambda: "", bound_s: float = 15.0) -> None:
     deadline = time.monotonic() + bound_s
     while not condition():
         if time.monotonic() > deadline:

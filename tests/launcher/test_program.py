@@ -27,9 +27,7 @@ def test_the_program_is_found_behind_the_interpreters_options(command: str, prog
     assert parse_command(command.split()) == program
 
 
-@pytest.mark.parametrize(
-    "command", ["python", "python -i", "python -i train.py", "python -", "python -q", "python --"]
-)
+@pytest.mark.parametrize("command", ["python", "python -i", "python -i train.py", "python -", "python -q", "python --"])
 def test_an_interactive_session_is_no_program(command: str) -> None:
     assert parse_command(command.split()) is None
 

@@ -30,6 +30,21 @@ os.chdir("/")
 os.execve("/bin/sh", ["sh", "-c", command], environment)
 """
 
+# The real ssh stays between both ends, and nothing but its death ends the connection.
+RELAY = """
+import subprocess, threading
+far = subprocess.Popen(["sh", "-c", command], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+def relay(source, target):
+    while data := os.read(source, 65536):
+        os.write(target, data)
+    os.close(target)
+threading.Thread(target=relay, args=(0, far.stdin.fileno()), daemon=True).start()
+with open({pid_file!r}, "w") as file:
+    file.write(str(os.getpid()))
+relay(far.stdout.fileno(), 1)
+sys.exit(far.wait())
+"""
+
 
 @pytest.fixture
 def remote(launcher: Launcher) -> Launcher:
@@ -39,9 +54,7 @@ def remote(launcher: Launcher) -> Launcher:
 
 def install_ssh(launcher: Launcher, before: str = "") -> None:
     path = launcher.folder / "fake-ssh"
-    path.write_text(
-        FAKE_SSH.format(python=sys.executable, log=str(launcher.folder / "ssh.log"), before=before)
-    )
+    path.write_text(FAKE_SSH.format(python=sys.executable, log=str(launcher.folder / "ssh.log"), before=before))
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     launcher.environment["PHALANX_SSH"] = str(path)
 
@@ -60,9 +73,7 @@ def test_workers_run_on_their_hosts_with_ports_of_their_own(remote: Launcher) ->
     remote.environment["OF_THE_LAUNCHER"] = "yes"
     job = remote.run("--hosts", f"{A}:2,{B}:1", "--backend", "torch", script)
     assert job.code == 0, job.err
-    reports = {
-        report["rank"]: report for report in (json.loads(line.partition("] ")[2]) for line in job.lines)
-    }
+    reports = {report["rank"]: report for report in (json.loads(line.partition("] ")[2]) for line in job.lines)}
     assert [reports[rank]["host"] for rank in range(3)] == [A, A, B]
     for rank, report in reports.items():
         assert report["cluster"] == reports[0]["cluster"]
@@ -103,9 +114,7 @@ def test_the_stack_of_a_worker_that_hangs_elsewhere_is_shown(remote: Launcher) -
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_told_to_end_the_workers_elsewhere_end(number: signal.Signals, remote: Launcher) -> None:
-    script = remote.script(
-        "touch(f'there-{rank}')\ntry:\n    hang()\nfinally:\n    touch(f'finally-{rank}')\n"
-    )
+    script = remote.script("touch(f'there-{rank}')\ntry:\n    hang()\nfinally:\n    touch(f'finally-{rank}')\n")
     process = remote.start_run("--hosts", f"{A}:1,{B}:1", script)
     wait_until(lambda: all((remote.folder / f"there-{rank}").exists() for rank in range(2)), bound_s=60)
     process.send_signal(number)
@@ -117,14 +126,7 @@ def test_told_to_end_the_workers_elsewhere_end(number: signal.Signals, remote: L
 
 @pytest.mark.parametrize("victim", ["launcher", "connection", "agent"])
 def test_nothing_is_left_elsewhere_whatever_is_killed(victim: str, remote: Launcher) -> None:
-    if victim == "connection":  # an ssh that stays between launcher and agent, as the real one does
-        install_ssh(
-            remote,
-            before="import subprocess\n"
-            "touch = os.open('connection', os.O_CREAT | os.O_WRONLY, dir_fd=os.open(os.path.dirname(sys.argv[0]), 0))\n"
-            "os.write(touch, str(os.getpid()).encode())\n"
-            "sys.exit(subprocess.call(['sh', '-c', command], env=environment))",
-        )
+    install_ssh(remote, before=RELAY.format(pid_file=str(remote.folder / "connection")))
     script = remote.script("touch(f'there-{rank}')\nPath('agent').write_text(str(os.getppid()))\nhang()")
     process = remote.start_run("--hosts", f"{A}:2", script)
     wait_until(lambda: all((remote.folder / f"there-{rank}").exists() for rank in range(2)), bound_s=60)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import textwrap
 
 import pytest
 
@@ -27,7 +28,7 @@ START = """
 
 
 def program(launcher: Launcher, code: str, count: int = 2) -> str:
-    return launcher.script(START.format(count=count) + code)
+    return launcher.script(textwrap.dedent(START.format(count=count)) + textwrap.dedent(code))
 
 
 def test_the_same_program_runs_once_for_each_rank(launcher: Launcher) -> None:
@@ -36,7 +37,8 @@ def test_the_same_program_runs_once_for_each_rank(launcher: Launcher) -> None:
         """
     touch(f"part-{rank}")
     Path(f"part-{rank}").write_text(json.dumps({
-        "argv": sys.argv, "config": json.loads(os.environ["TF_CONFIG"]), "secret": os.environ["PHALANX_SECRET"],
+        "argv": sys.argv, "config": json.loads(os.environ["TF_CONFIG"]),
+        "secret": os.environ["PHALANX_SECRET"],
         "cores": sorted(os.sched_getaffinity(0)), "flags": sys.flags.optimize, "count": replicas.count,
         "again": start_local_replicas(3) is replicas}))
     print("out of", rank)
@@ -62,7 +64,7 @@ def test_the_same_program_runs_once_for_each_rank(launcher: Launcher) -> None:
 
 
 def test_a_module_runs_again_as_a_module(launcher: Launcher) -> None:
-    program(launcher, "print(__spec__.name)\n    Path(f'name-{rank}').write_text(__spec__.name)")
+    program(launcher, "Path(f'name-{rank}').write_text(__spec__.name)")
     job = launcher.python("-m", "program", "x")
     assert job.code == 0, job.err
     assert [(launcher.folder / f"name-{rank}").read_text() for rank in range(2)] == ["program", "program"]
@@ -70,13 +72,11 @@ def test_a_module_runs_again_as_a_module(launcher: Launcher) -> None:
 
 def test_code_on_the_command_line_runs_again(launcher: Launcher) -> None:
     code = (
-        "from phalanx.launcher.replicas import start_local_replicas as s; from pathlib import Path; import sys; "
-        "Path(f'part-{s(2).rank}').write_text(repr(sys.argv))"
+        "from phalanx.launcher.replicas import start_local_replicas as s; from pathlib import Path; "
+        "import sys; Path(f'part-{s(2).rank}').write_text(repr(sys.argv))"
     )
     assert launcher.python("-c", code, "a").code == 0
-    assert (
-        (launcher.folder / "part-1").read_text() == (launcher.folder / "part-0").read_text() == "['-c', 'a']"
-    )
+    assert (launcher.folder / "part-1").read_text() == (launcher.folder / "part-0").read_text() == "['-c', 'a']"
 
 
 def test_threads_that_run_already_are_bound_too(launcher: Launcher) -> None:
@@ -116,9 +116,7 @@ def test_a_failing_replica_says_why_and_decides_the_exit_code(launcher: Launcher
 
 
 def test_a_rank_0_that_does_not_notice_is_ended(launcher: Launcher) -> None:
-    script = program(
-        launcher, "if rank == 1:\n        sys.exit(6)\n    def stuck():\n        hang()\n    stuck()"
-    )
+    script = program(launcher, "if rank == 1:\n    sys.exit(6)\ndef stuck():\n    hang()\nstuck()")
     job = launcher.python(script)
     assert job.code == 6
     assert "ended with exit code 6" in job.err
@@ -153,7 +151,6 @@ def test_close_waits_and_raises_what_failed(launcher: Launcher) -> None:
     except PeerLostError as error:
         print("caught", error.task, error)
         sys.stdout.flush()
-    replicas_closed = True
     os._exit(0)
     """,
     )
@@ -163,9 +160,7 @@ def test_close_waits_and_raises_what_failed(launcher: Launcher) -> None:
 
 
 def test_an_error_of_rank_0_ends_the_replicas_without_a_word(launcher: Launcher) -> None:
-    script = program(
-        launcher, "touch(f'there-{rank}')\n    wait_for('there-1')\n    1 / 0 if rank == 0 else hang()"
-    )
+    script = program(launcher, "touch(f'there-{rank}')\nwait_for('there-1')\n1 / 0 if rank == 0 else hang()")
     job = launcher.python(script)
     assert job.code == 1
     assert job.err.rstrip().endswith("ZeroDivisionError: division by zero")
@@ -173,7 +168,7 @@ def test_an_error_of_rank_0_ends_the_replicas_without_a_word(launcher: Launcher)
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_replicas_die_with_rank_0(number: signal.Signals, launcher: Launcher) -> None:
-    process = launcher.start(program(launcher, "touch(f'there-{rank}')\n    hang()", count=3))
+    process = launcher.start(program(launcher, "touch(f'there-{rank}')\nhang()", count=3))
     wait_until(lambda: all((launcher.folder / f"there-{rank}").exists() for rank in range(3)), bound_s=60)
     process.send_signal(number)
     process.communicate(timeout=END_BOUND_S)
@@ -197,9 +192,7 @@ def test_a_fork_of_rank_0_does_not_keep_replicas_alive(launcher: Launcher) -> No
     """,
     )
     process = launcher.start(script, stdout=None, stderr=None)
-    wait_until(
-        lambda: (launcher.folder / "fork").exists() and (launcher.folder / "fork").read_text(), bound_s=60
-    )
+    wait_until(lambda: (launcher.folder / "fork").exists() and (launcher.folder / "fork").read_text(), bound_s=60)
     replica = int((launcher.folder / "there-1").read_text())
     process.kill()
     process.wait()
@@ -221,7 +214,7 @@ def test_one_replica_starts_nothing(launcher: Launcher) -> None:
     ],
 )
 def test_a_wrong_number_is_explained(code: str, message: str, launcher: Launcher) -> None:
-    script = program(launcher, f"if rank == 0:\n        {code}\n    wait_for('never', 2)\n")
+    script = program(launcher, f"if rank == 0:\n    {code}\nwait_for('never', 2)\n")
     job = launcher.python(script)
     assert job.code == 64
     assert message in job.err

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import sys
 from pathlib import Path
 
 import psutil
@@ -110,9 +111,7 @@ def test_a_module_a_package_folder_and_code_run_too(launcher: Launcher) -> None:
     (package / "__init__.py").touch()
     (package / "__main__.py").write_text("import sys; print(__name__, sys.argv[1:], __package__)")
     (package / "part.py").write_text("import sys; print(__name__, sys.argv[1:], __spec__.name)")
-    assert launcher.run("-n", "1", "-m", "package.part", "-x").lines == [
-        "[worker/0] __main__ ['-x'] package.part"
-    ]
+    assert launcher.run("-n", "1", "-m", "package.part", "-x").lines == ["[worker/0] __main__ ['-x'] package.part"]
     assert launcher.run("-n", "1", "-m", "package", "y").lines == ["[worker/0] __main__ ['y'] package"]
     assert launcher.run("-n", "1", "package", "z").lines == ["[worker/0] __main__ ['z'] "]
 
@@ -340,6 +339,17 @@ def test_told_to_end_the_whole_job_ends(number: signal.Signals, launcher: Launch
     assert re.search(r"program.py.* in hang", (launcher.folder / "logs" / "failure.txt").read_text())
 
 
+def test_under_nohup_a_closed_terminal_does_not_matter(launcher: Launcher) -> None:
+    script = launcher.script("touch('there')\nwait_for('go on')\nprint('done')")
+    code = "import os, signal, sys; signal.signal(1, signal.SIG_IGN); os.execv(sys.executable, sys.argv[1:])"
+    process = launcher.start("-c", code, sys.executable, "-m", "phalanx", "run", "-n", "1", script)
+    pid_in(launcher.folder / "there")
+    process.send_signal(signal.SIGHUP)
+    (launcher.folder / "go on").touch()
+    out, _ = process.communicate(timeout=END_BOUND_S)
+    assert (process.returncode, out) == (0, "[worker/0] done\n")
+
+
 def test_told_twice_it_ends_at_once(launcher: Launcher) -> None:
     script = launcher.script(
         """
@@ -462,9 +472,7 @@ def test_no_file_is_left_in_the_temporary_folders(launcher: Launcher) -> None:
         (["-n", "1", "--log-dir", "/proc/nowhere", "."], 64, ""),
     ],
 )
-def test_a_bad_command_line_is_explained(
-    arguments: list[str], code: int, message: str, launcher: Launcher
-) -> None:
+def test_a_bad_command_line_is_explained(arguments: list[str], code: int, message: str, launcher: Launcher) -> None:
     (launcher.folder / "__main__.py").touch()
     job = launcher.run(*arguments)
     assert job.code == code, job.err
@@ -479,9 +487,7 @@ def test_the_version_is_told(launcher: Launcher) -> None:
 
 
 def test_the_launcher_imports_no_framework(launcher: Launcher) -> None:
-    code = (
-        "import sys, phalanx.cli, phalanx.launcher.command as c; print({'keras', 'numpy'} & {*sys.modules})"
-    )
+    code = "import sys, phalanx.cli, phalanx.launcher.command as c; print({'keras', 'numpy'} & {*sys.modules})"
     assert launcher.python("-c", code).out.strip() == "set()"
 
 

@@ -28,9 +28,7 @@ class Terminal:
             import sys
 
             os.chdir(launcher.folder)
-            os.execve(
-                sys.executable, [sys.executable, "-m", "phalanx", "run", *arguments], launcher.environment
-            )
+            os.execve(sys.executable, [sys.executable, "-m", "phalanx", "run", *arguments], launcher.environment)
         self.text = ""
 
     def read_until(self, pattern: str | None) -> str:
