@@ -178,8 +178,7 @@ class Channel:
             )
         if kind != Kind.DATA and length > MAX_MESSAGE_BYTES:
             raise FrameError(
-                f"{self.link.peer} announced a message of {length} bytes; at most {MAX_MESSAGE_BYTES} "
-                f"are allowed."
+                f"{self.link.peer} announced a message of {length} bytes; at most {MAX_MESSAGE_BYTES} are allowed."
             )
         return Header(Kind(kind), epoch, call, signature, length)
 

@@ -71,9 +71,7 @@ class Communicator(Protocol):
         """
         ...
 
-    def broadcast(
-        self, arrays: Sequence[Array], root: int = 0, *, out: Sequence[Array] | None = None
-    ) -> list[Array]:
+    def broadcast(self, arrays: Sequence[Array], root: int = 0, *, out: Sequence[Array] | None = None) -> list[Array]:
         """The arrays of rank `root`, on every rank. Other ranks bring arrays of equal shape and dtype."""
         ...
 

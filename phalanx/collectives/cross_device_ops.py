@@ -113,13 +113,10 @@ class ReductionToOneDevice:
         """
         if self._root >= communicator.world_size:
             raise ConfigurationError(
-                f"reduce_to_device is {self.reduce_to_device!r}; the job has ranks 0 to "
-                f"{communicator.world_size - 1}."
+                f"reduce_to_device is {self.reduce_to_device!r}; the job has ranks 0 to {communicator.world_size - 1}."
             )
         if self.accumulation_fn is not None and op not in (ReduceOp.SUM, ReduceOp.MEAN):
-            raise ConfigurationError(
-                f"accumulation_fn stands for the sum; it cannot be used with op {op.name}."
-            )
+            raise ConfigurationError(f"accumulation_fn stands for the sum; it cannot be used with op {op.name}.")
         sources = [np.asarray(array) for array in arrays]
         for array in sources:
             check_reducible(array.dtype, op)

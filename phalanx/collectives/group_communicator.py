@@ -159,9 +159,7 @@ class GroupCommunicator:
 
     # -------------------------------------------------------------- broadcasts
 
-    def broadcast(
-        self, arrays: Sequence[Array], root: int = 0, *, out: Sequence[Array] | None = None
-    ) -> list[Array]:
+    def broadcast(self, arrays: Sequence[Array], root: int = 0, *, out: Sequence[Array] | None = None) -> list[Array]:
         """See `Communicator.broadcast`."""
         self._check_root(root)
         arrays = [np.asarray(array) for array in arrays]
@@ -181,9 +179,7 @@ class GroupCommunicator:
     def broadcast_bytes(self, payload: bytes, root: int = 0) -> bytes:
         """See `Communicator.broadcast_bytes`."""
         self._check_root(root)
-        operation = self._operation(
-            ("broadcast_bytes", root), lambda: Description("broadcast_bytes", f"root={root}")
-        )
+        operation = self._operation(("broadcast_bytes", root), lambda: Description("broadcast_bytes", f"root={root}"))
 
         def body(call: Call) -> bytes:
             length = np.array([len(payload)], np.int64)

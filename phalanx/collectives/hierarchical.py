@@ -48,9 +48,7 @@ class HierarchicalEngine:
         ones = [1.0] * len(partial)
         self._local.all_reduce(
             call,
-            Reduction(
-                reduction.layouts, reduction.inputs, partial, reduction.scales, reduction.op, divisor=1
-            ),
+            Reduction(reduction.layouts, reduction.inputs, partial, reduction.scales, reduction.op, divisor=1),
         )
         if self._leaders is not None:
             self._leaders.all_reduce(

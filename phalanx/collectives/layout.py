@@ -76,8 +76,7 @@ def group_by_dtype(dtypes: Sequence[DType], sizes: Sequence[int]) -> tuple[Layou
         if sizes[index]:
             groups.setdefault(dtype, []).append(index)
     return tuple(
-        Layout(dtype, tuple(indices), tuple(sizes[index] for index in indices))
-        for dtype, indices in groups.items()
+        Layout(dtype, tuple(indices), tuple(sizes[index] for index in indices)) for dtype, indices in groups.items()
     )
 
 

@@ -62,6 +62,10 @@ SPIN_S = 50e-6
 """How long to look for bytes before sleeping in `poll`, which costs about as much to wake from."""
 
 
+_FATAL = (Kind.DESCRIBE, Kind.ABORT)
+"""What ends a collective. From a peer that is ahead they wait: this rank can finish what the peer has finished."""
+
+
 class _Abort(msgspec.Struct, frozen=True):
     """Why a rank failed: `lost` (and which rank), `timeout`, or `left` for anything else."""
 
@@ -131,9 +135,7 @@ class Mesh:
         if idle:
             self._flush(rank)
 
-    def expect(
-        self, rank: Rank, views: Sequence[memoryview] = (), then: Callable[[], None] | None = None
-    ) -> None:
+    def expect(self, rank: Rank, views: Sequence[memoryview] = (), then: Callable[[], None] | None = None) -> None:
         """Put the payload of the next data packet from `rank` into `views`, then call `then`."""
         self._expected.setdefault(rank, deque()).append(_Receive(views, then))
 
@@ -264,6 +266,8 @@ class Mesh:
                 return channel.discard()
             if header.kind is Kind.DATA:
                 return self._receive_data(rank, channel, header)
+            if header.kind in _FATAL and self._is_ahead(header):
+                return False
             message = channel.message()
         except LinkClosedError:
             self._ended[rank] = time.monotonic()
@@ -278,13 +282,11 @@ class Mesh:
     def _receive_data(self, rank: Rank, channel: Channel, header: Header) -> bool:
         if self._describing:
             return channel.discard()
-        call = self._call
-        if call is None or header.call > call.number:
-            return False  # The peer is ahead.
+        if self._is_ahead(header):
+            return False
+        call = self.call
         if header.call < call.number:
-            raise PhalanxError(
-                f"{self._name(rank)} sent values of collective {header.call} during {call}: a defect."
-            )
+            raise PhalanxError(f"{self._name(rank)} sent values of collective {header.call} during {call}: a defect.")
         if header.signature != call.signature:
             self.mismatch()
         queue = self._expected.get(rank)
@@ -293,8 +295,7 @@ class Mesh:
         receive = queue[0]
         if header.length != receive.length:
             raise PhalanxError(
-                f"{self._name(rank)} sent {header.length} bytes in {call}, {receive.length} were "
-                f"expected: a defect."
+                f"{self._name(rank)} sent {header.length} bytes in {call}, {receive.length} were expected: a defect."
             )
         moved = False
         while receive.position < len(receive.views):
@@ -316,6 +317,10 @@ class Mesh:
             receive.then()
         return True
 
+    def _is_ahead(self, header: Header) -> bool:
+        """Whether a packet belongs to a later collective than this rank's; then it stays parked."""
+        return not self._describing and (self._call is None or header.call > self._call.number)
+
     def _control(self, rank: Rank, header: Header, message: memoryview) -> None:
         if header.kind is Kind.PRESENT:
             self._present[rank] = header.call
@@ -333,10 +338,12 @@ class Mesh:
     def _poll(self, timeout_s: float) -> None:
         """Wait for any link, then read and send what can be."""
         for rank, channel in self._channels.items():
+            # Packets that were parked may be wanted by now. Of those that hung up, read the last words.
+            if channel.parked or rank in self._hung_up:
+                while self._receive(rank):
+                    pass
+        for rank, channel in self._channels.items():
             self._set_mask(rank, channel)
-        for rank in tuple(self._hung_up):
-            while self._receive(rank):  # Its last words, if nothing is in front of them.
-                pass
         for fileno, events in self._poller.poll(timeout_s * 1000):
             rank = self._by_fileno[fileno]
             if events & select.POLLOUT:
@@ -393,6 +400,8 @@ class Mesh:
                     raise self._lost(rank) from error
 
     def _lost(self, rank: Rank) -> PeerLostError:
+        if rank in self._left:
+            return self._gone(rank, "closed its communicator and left")
         return self.membership.peer_lost(rank, str(self._call or "setup"))
 
     def _timed_out(self, needed: Collection[Rank]) -> CollectiveTimeoutError:
@@ -423,10 +432,13 @@ class Mesh:
             what = f"lost its connection to {self.membership.me.task} (rank {self.rank}) and left"
         else:
             what = f"left because of its own error ({abort.text})"
-        member = self.membership.members[rank]
+        return self._gone(rank, what)
+
+    def _gone(self, rank: Rank, what: str) -> PeerLostError:
+        member, me = self.membership.members[rank], self.membership.me
         return PeerLostError(
-            f"{self._name(rank)} {what}, while {self.membership.me.task} (rank {self.rank}) was in "
-            f"{self.call}. Look at the end of that task's output for the cause.",
+            f"{self._name(rank)} {what}, while {me.task} (rank {me.rank}) was in {self.call}. Look at the end of "
+            f"that task's output for the cause.",
             rank=rank,
             task=member.task,
             host=member.host,

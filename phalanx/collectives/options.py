@@ -49,8 +49,7 @@ class CommunicationOptions:
     def __post_init__(self) -> None:
         if self.bytes_per_pack < 0:
             raise ConfigurationError(
-                f"bytes_per_pack is {self.bytes_per_pack}; it must be 0 (chosen automatically) or a number "
-                f"of bytes."
+                f"bytes_per_pack is {self.bytes_per_pack}; it must be 0 (chosen automatically) or a number of bytes."
             )
         if self.timeout_seconds is not None and not self.timeout_seconds > 0:
             raise ConfigurationError(
@@ -58,9 +57,7 @@ class CommunicationOptions:
                 f"{DEFAULT_TIMEOUT_S:g} s."
             )
         if not isinstance(self.implementation, CommunicationImplementation):
-            known = ", ".join(
-                f"CommunicationImplementation.{item.name}" for item in CommunicationImplementation
-            )
+            known = ", ".join(f"CommunicationImplementation.{item.name}" for item in CommunicationImplementation)
             raise ConfigurationError(f"implementation is {self.implementation!r}; choose one of {known}.")
 
     @property

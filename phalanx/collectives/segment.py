@@ -82,9 +82,7 @@ class Segment:
         """Map a segment that another process offers. Raises OSError if it is not to be had from here."""
         descriptor = os.open(offer.path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            if os.fstat(descriptor).st_size != offer.size or (
-                os.pread(descriptor, TOKEN_BYTES, 0) != offer.token
-            ):
+            if os.fstat(descriptor).st_size != offer.size or (os.pread(descriptor, TOKEN_BYTES, 0) != offer.token):
                 raise OSError(f"{offer.path} is not the segment that was offered")
             segment = cls(descriptor, offer, named=False)
         except BaseException:

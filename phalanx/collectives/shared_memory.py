@@ -31,8 +31,9 @@ blocks it stores whom it waits for in its page, fences, and looks at the counter
 after the store and then looks whether anybody waits for it, and sends that one a packet. One of the two
 sees the other's store (Dekker 1965). Each wait is bounded all the same.
 
-Failure. A rank that gives up sets its counter to 0: a rank that comes later waits for it in vain, looks at
-its links, and finds the reason there.
+Failure. A rank that gives up while it waits takes its post back. A rank that comes later waits for it in
+vain, looks at its links, and finds the reason there; one that has not yet seen the post before is not kept
+from finishing what was complete.
 """
 
 from __future__ import annotations
@@ -137,19 +138,15 @@ class SharedMemoryEngine:
         self._words = segment.memory[:pages].cast("Q")
         memory = np.frombuffer(segment.memory, np.uint8)
         self._slots = [
-            [
-                _slice(memory, pages + (2 * position + slot) * slot_bytes, slot_bytes)
-                for position in range(size)
-            ]
+            [_slice(memory, pages + (2 * position + slot) * slot_bytes, slot_bytes) for position in range(size)]
             for slot in range(2)
         ]
         self._slot = 0
-        self._count = 0
+        self._count = 0  # Posts of this rank.
+        self._completed = 0  # Those that all others have been seen to match.
         self._page = self._position * _WORDS_PER_PAGE
         self._peers = [
-            (rank, position * _WORDS_PER_PAGE)
-            for position, rank in enumerate(self.ranks)
-            if rank != mesh.rank
+            (rank, position * _WORDS_PER_PAGE) for position, rank in enumerate(self.ranks) if rank != mesh.rank
         ]
         self._waiting_for_me = mesh.rank + 1
         self._chunks: weakref.WeakKeyDictionary[Layout, list[_Chunk]] = weakref.WeakKeyDictionary()
@@ -299,6 +296,7 @@ class SharedMemoryEngine:
         for _, peer in self._peers:
             if words[peer + which] != signature:
                 self._mesh.mismatch()
+        self._completed = count
 
     def _wait_for(self, rank: Rank, word: int, count: int) -> None:
         words = self._words
@@ -328,7 +326,7 @@ class SharedMemoryEngine:
     # ----------------------------------------------------------------- endings
 
     def fail(self) -> None:
-        self._words[self._page + _COUNTER] = 0
+        self._words[self._page + _COUNTER] = self._completed
 
     def close(self) -> None:
         self._chunks.clear()
