@@ -40,21 +40,27 @@ class Peer:
 
 
 class Identity:
-    """Who this process is in the cluster, and how it speaks to the other tasks. Does not change."""
+    """Who this process is in the cluster, and how it speaks to the other tasks. Does not change.
+
+    Attributes:
+        tasks: the tasks that have a rank, in rank order.
+        rank: that of this task; -1 if it has none.
+        other_ranks: all ranks but this one.
+    """
 
     def __init__(self, spec: ClusterSpec, task: Task, facts: Facts, settings: Settings):
         self.spec = spec
         self.task = task
         self.settings = settings
         self.tasks = spec.ranked_tasks
-        self.rank: Rank = self.tasks.index(task)
+        self.rank: Rank = self.tasks.index(task) if task in self.tasks else -1
         self.other_ranks = tuple(rank for rank in range(len(self.tasks)) if rank != self.rank)
         self.tls = load_tls(settings.tls)
         self.statement = Statement(
             task=str(task),
             incarnation=secrets.token_hex(8),
             host=host_identity(settings.host_id),
-            address=str(spec.address(task)),
+            address=str(spec.address(task)) if task in spec else "",
             pid=os.getpid(),
             cluster=cluster_by_task(spec),
             phalanx=__version__,

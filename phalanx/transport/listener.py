@@ -313,6 +313,9 @@ def _close_inherited_listeners() -> None:
     for listener in list(_listeners):
         listener._stopping = True
         listener._free()
+    while _adopted:
+        with contextlib.suppress(OSError):
+            os.close(_adopted.pop())
 
 
 if hasattr(os, "register_at_fork"):
@@ -471,10 +474,16 @@ def _adopt_descriptor(descriptor: int, port: int) -> socket.socket:
     except BaseException:
         sock.close()
         raise
-    # The program's own children must not keep the port.
+    # The original stays open, so that the process can leave the job and join it again. Its own children must not
+    # have it: neither programs that it starts nor processes that it forks.
     with contextlib.suppress(OSError):
         os.set_inheritable(descriptor, False)
+    _adopted.add(descriptor)
     return sock
+
+
+_adopted: set[int] = set()
+"""Descriptors of the launcher's listening sockets, to be closed in forked children."""
 
 
 def _listen_on_loopback(address: Address) -> list[socket.socket]:
