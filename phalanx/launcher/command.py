@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from phalanx.launcher import page
+from phalanx.launcher.environment import grace_s
 from phalanx.launcher.hosts import HostShare
 from phalanx.launcher.job import Job, Placement
 from phalanx.launcher.lifeline import adopt_orphans, end_orphans
@@ -44,6 +45,7 @@ def run(
     Args:
         arguments: the program's command line, as after `python`.
     """
+    grace = grace_s(os.environ)
     tasks = task_names(sum(share.workers for share in shares))
     adopt_orphans()
     terminal = sys.stdout.isatty()
@@ -75,7 +77,7 @@ def run(
             log_dir=str(log_dir.absolute()) if log_dir else None,
             start_timeout_s=start_timeout_s,
         )
-        job = Job(placements, selector, _Narrator(screen, placements, verbose=verbose))
+        job = Job(placements, selector, _Narrator(screen, placements, verbose=verbose), grace_s=grace)
 
         def resize() -> None:
             screen.columns = shutil.get_terminal_size().columns

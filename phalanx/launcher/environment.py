@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 
+from phalanx.errors import ConfigurationError
 from phalanx.settings import HOST_ID, JOB_ID, LOG_DIR, RENDEZVOUS_TIMEOUT, SECRET
 
 CHILD = "PHALANX_CHILD"
 PROGRESS_FILE = "PHALANX_PROGRESS_FILE"
+GRACE = "PHALANX_GRACE"
+# Survivors of a failed worker notice at once, and need a moment to raise and print their own PeerLostError.
+DEFAULT_GRACE_S = 4.0
 
 # Variables of the launcher's environment that go along to other hosts. What describes the launcher's own
 # host, such as CUDA_VISIBLE_DEVICES, is left out on purpose.
@@ -69,6 +74,20 @@ def worker_environment(base: Mapping[str, str], job: Mapping[str, str], threads:
     # Unbuffered, or a worker's last lines before a crash would be lost in its buffer.
     defaults = {**thread_settings(threads), "PYTHONUNBUFFERED": "1"}
     return {**defaults, **base, **job}
+
+
+def grace_s(environ: Mapping[str, str]) -> float:
+    """Seconds that the survivors of a failed worker get to end by themselves (PHALANX_GRACE)."""
+    text = environ.get(GRACE)
+    if not text:
+        return DEFAULT_GRACE_S
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise ConfigurationError(f"{GRACE}={text!r} is no time. Write a number of seconds, for example {GRACE}=4.")
+    return seconds
 
 
 def forwarded(base: Mapping[str, str]) -> dict[str, str]:

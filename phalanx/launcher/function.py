@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import selectors
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 from phalanx.errors import ConfigurationError, PeerLostError, PhalanxError
 from phalanx.launcher import page
 from phalanx.launcher.child import FUNCTION
+from phalanx.launcher.environment import grace_s
 from phalanx.launcher.hosts import HostShare
 from phalanx.launcher.job import Job, Outcome
 from phalanx.launcher.local import Streams
@@ -85,7 +87,7 @@ def launch(
             log_dir=str(folder.absolute()) if folder else None,
             start_timeout_s=start_timeout_s,
         )
-        job = Job(placements, selector, _Narrator(screen))
+        job = Job(placements, selector, _Narrator(screen), grace_s=grace_s(os.environ))
         job.start()
         outcome = job.run()
     if not outcome.verdict.success:

@@ -16,12 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from phalanx.launcher.environment import DEFAULT_GRACE_S
 from phalanx.launcher.messages import Event, Exited, LastWords, Order, Output, Started
 from phalanx.launcher.verdict import End, Verdict, judge
 from phalanx.launcher.waker import Waker
 
-# Survivors of a failed worker notice at once, and need a moment to raise and print their own PeerLostError.
-GRACE_S = 4.0
 # A signal handler in C writes the stacks: quick, but a host with more workers than cores takes turns.
 STACKS_S = 0.5
 # Between SIGTERM and SIGKILL: time to flush a file, not to write a checkpoint.
@@ -65,7 +64,7 @@ class Step(enum.Enum):
 Schedule = tuple[tuple[float, Step], ...]
 
 
-def after_failure(now: float, grace_s: float = GRACE_S) -> Schedule:
+def after_failure(now: float, grace_s: float = DEFAULT_GRACE_S) -> Schedule:
     """How the survivors of a failed worker are ended."""
     stacks = now + grace_s
     terminate = stacks + STACKS_S
@@ -147,7 +146,7 @@ class Job:
         selector: selectors.BaseSelector,
         observer: Observer,
         *,
-        grace_s: float = GRACE_S,
+        grace_s: float = DEFAULT_GRACE_S,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._placements = {placement.order.rank: placement for placement in placements}

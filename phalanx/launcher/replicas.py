@@ -27,8 +27,8 @@ from collections.abc import Mapping, Sequence
 from phalanx.errors import ConfigurationError, PeerLostError
 from phalanx.launcher import cores, exit_codes, page
 from phalanx.launcher.cores import host_shares
-from phalanx.launcher.environment import job_settings, thread_settings
-from phalanx.launcher.job import GRACE_S, Job, Outcome, Placement
+from phalanx.launcher.environment import grace_s, job_settings, thread_settings
+from phalanx.launcher.job import Job, Outcome, Placement
 from phalanx.launcher.local import LocalHost, listen
 from phalanx.launcher.messages import Order
 from phalanx.launcher.placement import LOOPBACK, SECRET_BYTES, task_names
@@ -206,7 +206,8 @@ class _Watch:
     def __init__(self, placements: Sequence[Placement], selector: selectors.BaseSelector, tasks: Sequence[str]):
         self._selector = selector
         self._screen = Screen(tasks, sys.stderr, sys.stderr)
-        self._job = Job(placements, selector, self)
+        self._grace_s = grace_s(os.environ)
+        self._job = Job(placements, selector, self, grace_s=self._grace_s)
         self._thread = threading.Thread(target=self._run, name="phalanx-replicas", daemon=True)
         self._outcome: Outcome | None = None
         self._reported = False
@@ -243,7 +244,7 @@ class _Watch:
                 self._screen.message(f"phalanx: replicas still ran {wait_s:g} s after rank 0 had ended; ending them")
             self._job.stop(signal.SIGTERM)
             self._job.stop(signal.SIGTERM)
-            self._ended.wait(GRACE_S)
+            self._ended.wait(self._grace_s)
 
     @property
     def failure(self) -> Outcome | None:
@@ -274,7 +275,7 @@ class _Watch:
             return  # `_at_exit` or the caller of `close` reports it
         self._report(failure)
         # Rank 0 meets the loss at its next collective, if it comes to one: after that time it is ended.
-        if not self._closing.wait(GRACE_S):
+        if not self._closing.wait(self._grace_s):
             faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
             _end_process(failure.verdict.code)
 
@@ -290,7 +291,7 @@ class _Watch:
         elif own_error:
             self.close(0.0)  # the replicas only wait for a rank that will not come
         else:
-            self.close(GRACE_S)  # a replica's end was the cause: let it say why
+            self.close(self._grace_s)  # a replica's end was the cause: let it say why
         failure = self.failure
         if failure is not None and not own_error:
             if not self._reported:

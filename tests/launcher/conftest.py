@@ -40,7 +40,7 @@ class Launcher:
     def __init__(self, folder: Path):
         self.folder = folder
         self.mark = uuid.uuid4().hex
-        self.environment = {**os.environ, MARK: self.mark, "PYTHONPATH": str(ROOT)}
+        self.environment = {**os.environ, MARK: self.mark, "PYTHONPATH": str(ROOT), "PHALANX_GRACE": "1"}
         for name in ("TF_CONFIG", "PHALANX_SECRET", "PHALANX_JOB_ID", "OMP_NUM_THREADS"):
             self.environment.pop(name, None)
 

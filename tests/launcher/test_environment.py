@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
+from phalanx.errors import ConfigurationError
 from phalanx.launcher import environment
 
 
@@ -51,3 +54,11 @@ def test_other_hosts_get_the_settings_but_not_what_describes_this_host() -> None
         "PATH": "/bin",
     }
     assert environment.forwarded(base) == {"KERAS_BACKEND": "jax", "XLA_FLAGS": "x", "PHALANX_TIMEOUT": "5"}
+
+
+def test_the_grace_time_is_the_users_to_choose() -> None:
+    assert environment.grace_s({}) == environment.DEFAULT_GRACE_S
+    assert environment.grace_s({"PHALANX_GRACE": "0.5"}) == 0.5
+    for bad in ("soon", "-1", "inf"):
+        with pytest.raises(ConfigurationError, match=f"PHALANX_GRACE='{bad}' is no time"):
+            environment.grace_s({"PHALANX_GRACE": bad})
