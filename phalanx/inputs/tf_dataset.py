@@ -7,6 +7,8 @@ the datasets' serialized graphs.
 
 from __future__ import annotations
 
+import itertools
+import logging
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +19,6 @@ from tensorflow.core.framework import graph_pb2, node_def_pb2
 from tensorflow.python.data.experimental.ops import distribute
 from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.data.ops.options import ExternalStatePolicy
-from tensorflow.python.ops import gen_experimental_dataset_ops
 
 from phalanx.errors import ConfigurationError
 from phalanx.inputs import keras_adapters
@@ -25,12 +26,15 @@ from phalanx.inputs.policy import AutoShardPolicy
 from phalanx.inputs.source import StreamSource
 from phalanx.inputs.structure import leaves, map_leaves, to_numpy
 
+_log = logging.getLogger(__name__)
+
 _KIND = "tf.data.Dataset"
 
 RESEED_LIMIT_BYTES = 1 << 30
 """Largest in-memory data for which a dataset is serialized to seed its shuffles: protobuf ends at 2 GiB, and
 the copies made on the way take some five times the data."""
 
+_LARGE_CONSTANT_BYTES = 1 << 16
 _READ_AHEAD = 2
 _MAX_NAMES = 3  # file names that an explanation shows for each rank
 
@@ -266,8 +270,16 @@ def _reseeded(dataset: Any, seed: int) -> Any:
     try:
         serialized = dataset._as_serialized_graph(external_state_policy=ExternalStatePolicy.IGNORE)
         graph = graph_pb2.GraphDef.FromString(serialized.numpy())
-    except (tf.errors.OpError, ValueError):
+        _seed_shuffles(graph, seed)
+        variant = _run(graph)
+    except (tf.errors.OpError, ValueError) as error:
+        _log.info("A shuffle without a seed is left as it is, for its dataset cannot be copied: %s", error)
         return dataset
+    return dataset_ops._VariantDataset(variant, dataset.element_spec)
+
+
+def _seed_shuffles(graph: Any, seed: int) -> None:
+    """Set the seeds of a dataset's graph, in place."""
     seeds = iter(np.random.SeedSequence([seed, 0x5EED]).generate_state(256).tolist())
 
     def seed_shuffles(nodes: Any) -> None:
@@ -293,8 +305,56 @@ def _reseeded(dataset: Any, seed: int) -> Any:
     seed_shuffles(graph.node)
     for function in graph.library.function:
         seed_shuffles(function.node_def)
-    variant = gen_experimental_dataset_ops.dataset_from_graph(graph.SerializeToString())
-    return dataset_ops._VariantDataset(variant, dataset.element_spec)
+    _rename_functions(graph, f"_phalanx_{seed}")
+
+
+def _rename_functions(graph: Any, suffix: str) -> None:
+    """Append `suffix` to the names of a graph's functions, in place.
+
+    TensorFlow holds functions under the old names, without our seeds, and would take those.
+    """
+    names = {function.signature.name for function in graph.library.function}
+    for function in graph.library.function:
+        function.signature.name += suffix
+    bodies = [function.node_def for function in graph.library.function]
+    for node in itertools.chain(graph.node, *bodies):
+        if node.op in names:
+            node.op += suffix
+        for value in node.attr.values():
+            for called in (value.func, *value.list.func):
+                if called.name in names:
+                    called.name += suffix
+
+
+def _run(graph: Any) -> Any:
+    """The dataset that a graph makes.
+
+    Large constants, the data in memory, are handed over as tensors: compiling them into the graph would take
+    seconds for a hundred megabytes.
+    """
+    rest = graph_pb2.GraphDef(library=graph.library, versions=graph.versions)
+    large: dict[str, Any] = {}
+    result = ""
+    for node in graph.node:
+        if node.op == "_Retval":
+            result = node.input[0]
+        elif node.op == "Const" and node.ByteSize() > _LARGE_CONSTANT_BYTES:
+            large[node.name] = _constant(node.attr["value"].tensor)
+        else:
+            rest.node.append(node)
+
+    def make(*tensors: Any) -> Any:
+        given = dict(zip(large, tensors, strict=True))
+        return tf.graph_util.import_graph_def(rest, input_map=given, return_elements=[f"{result}:0"], name="")[0]
+
+    specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in large.values()]
+    with tf.device("CPU:0"):
+        return tf.compat.v1.wrap_function(make, specs)(*large.values())
+
+
+def _constant(proto: Any) -> Any:
+    with tf.device("CPU:0"):
+        return tf.io.parse_tensor(proto.SerializeToString(), tf.as_dtype(proto.dtype))
 
 
 def _constant_value(node: Any) -> int:
