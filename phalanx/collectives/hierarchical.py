@@ -5,8 +5,9 @@ collective runs within the hosts, then among the leaders, then within the hosts 
 different numbers of ranks. Each value crosses the network once for each host, instead of once for each
 rank, which is what counts; the steps within a host are an order of magnitude cheaper.
 
-Partial sums of narrow floats stay in float32 between the steps. A block of the vector goes through all three
-steps before the next one starts, so that it stays in cache.
+Partial sums of narrow floats stay in float32 between the steps. The order of merging is that of ranks within
+a host, then that of hosts, so the bits are the same on every rank and in every run, but not those of one flat
+reduction.
 """
 
 from __future__ import annotations

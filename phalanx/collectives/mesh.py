@@ -424,15 +424,15 @@ class Mesh:
         )
 
     def _aborted(self, rank: Rank, abort: _Abort) -> PhalanxError:
-        if abort.reason == "lost" and abort.rank not in (self.rank, -1):
-            return self._lost(abort.rank)
         if abort.reason == "timeout":
             return CollectiveTimeoutError(f"{self._name(rank)} gave up: {abort.text}")
-        if abort.reason == "lost":
-            what = f"lost its connection to {self.membership.me.task} (rank {self.rank}) and left"
-        else:
-            what = f"left because of its own error ({abort.text})"
-        return self._gone(rank, what)
+        if abort.reason == "left":
+            return self._gone(rank, f"left because of its own error ({abort.text})")
+        if abort.rank in (self.rank, -1):
+            return self._gone(rank, "lost its connection to this process and left")
+        member = self.membership.members[abort.rank]
+        # In the words of the rank that saw it, which may know more than the end of a link tells.
+        return PeerLostError(abort.text, rank=abort.rank, task=member.task, host=member.host)
 
     def _gone(self, rank: Rank, what: str) -> PeerLostError:
         member, me = self.membership.members[rank], self.membership.me

@@ -72,3 +72,6 @@ KINDS: Sequence[Kind] = (
     Kind("hierarchical-uneven", ("a", "b", "a", "a", "c"), "hierarchical"),
     Kind("hierarchical-no-memory", ("a", "a", "b"), "hierarchical", segment_methods=()),
 )
+
+SLOW = ("shared3-file", "ring2", "hierarchical-even", "hierarchical-no-memory")
+"""Kinds that differ little from others: the contract suite runs on them only when the slow tests do."""

@@ -12,9 +12,12 @@ import pytest
 from phalanx.collectives import ReduceOp
 from phalanx.collectives.group_communicator import GroupCommunicator
 from phalanx.errors import ConfigurationError, PhalanxError
-from tests.collectives.kinds import KINDS, Kind
+from tests.collectives.kinds import KINDS, SLOW, Kind
 
-pytestmark = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+pytestmark = pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, id=kind.name, marks=[pytest.mark.slow] if kind.name in SLOW else []) for kind in KINDS],
+)
 
 UFUNCS = {
     ReduceOp.SUM: np.add,

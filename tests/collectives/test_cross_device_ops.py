@@ -1,0 +1,134 @@
+"""The algorithms with tf.distribute's names, and its options."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import phalanx.collectives as collectives
+from phalanx.collectives import (
+    CollectiveCommunication,
+    CollectiveHints,
+    CommunicationImplementation,
+    CommunicationOptions,
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReduceOp,
+    ReductionToOneDevice,
+)
+from phalanx.collectives.group_communicator import GroupCommunicator
+from phalanx.collectives.options import DEFAULT_TIMEOUT_S
+from phalanx.errors import ConfigurationError
+from tests.collectives.kinds import KINDS, Kind
+
+kinds = pytest.mark.parametrize(
+    "kind",
+    [kind for kind in KINDS if kind.name in ("single", "shared3-file", "ring3", "hierarchical-even")],
+    ids=lambda kind: kind.name,
+)
+
+EXPORTED = [
+    "CollectiveCommunication",
+    "CollectiveHints",
+    "CommunicationImplementation",
+    "CommunicationOptions",
+    "Communicator",
+    "CrossDeviceOps",
+    "Handle",
+    "HierarchicalCopyAllReduce",
+    "NcclAllReduce",
+    "ReduceOp",
+    "ReductionToOneDevice",
+    "connect",
+]
+
+
+def test_the_public_names_change_only_on_purpose() -> None:
+    assert sorted(collectives.__all__) == EXPORTED
+    assert all(hasattr(collectives, name) for name in EXPORTED)
+
+
+@kinds
+@pytest.mark.parametrize(
+    "ops",
+    [HierarchicalCopyAllReduce(), HierarchicalCopyAllReduce(num_packs=2), ReductionToOneDevice()],
+    ids=["copy", "copy-packs", "one-device"],
+)
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.MAX])
+def test_every_algorithm_merges_the_same(kind: Kind, ops: CrossDeviceOps, op: ReduceOp) -> None:
+    def body(communicator: GroupCommunicator) -> list[np.ndarray]:
+        r = communicator.rank + 1.0
+        arrays = [np.full((4, 3), r, np.float32), np.array(r), np.full(5, r, ml_dtypes.bfloat16)]
+        return ops.all_reduce(communicator, arrays, op, scale=2.0 if op is ReduceOp.SUM else 1.0)
+
+    n = kind.world_size
+    total = n * (n + 1) / 2
+    exact = {ReduceOp.SUM: 2 * total, ReduceOp.MEAN: total / n, ReduceOp.MAX: n}[op]
+    for merged in kind.run(body):
+        assert [array.shape for array in merged] == [(4, 3), (), (5,)]
+        assert all((array == exact).all() for array in merged)
+
+
+@kinds
+def test_reduction_to_one_device_merges_with_the_user_s_function_on_the_rank_named(kind: Kind) -> None:
+    def body(communicator: GroupCommunicator) -> list[float]:
+        last = communicator.world_size - 1
+        seen = []
+
+        def median(rows: list[np.ndarray]) -> np.ndarray:
+            seen.append(communicator.rank)
+            return np.median(rows, axis=0)
+
+        ops = ReductionToOneDevice(f"cpu:{last}", median)
+        (merged,) = ops.all_reduce(communicator, [np.full(3, float(communicator.rank**2))])
+        assert seen == ([last] if communicator.rank == last else [])
+        return merged.tolist()
+
+    exact = float(np.median([rank**2 for rank in range(kind.world_size)]))
+    assert kind.run(body) == [[exact] * 3] * kind.world_size
+
+
+def test_arguments_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="must be a rank"):
+        ReductionToOneDevice("the big one")
+    with pytest.raises(ConfigurationError, match="num_packs"):
+        HierarchicalCopyAllReduce(num_packs=-1)
+    with pytest.raises(ConfigurationError, match="needs GPUs"):
+        NcclAllReduce()
+
+
+@kinds
+def test_a_device_that_is_no_rank_of_the_job_is_refused(kind: Kind) -> None:
+    def body(communicator: GroupCommunicator) -> bool:
+        with pytest.raises(ConfigurationError, match="ranks 0 to"):
+            ReductionToOneDevice(99).all_reduce(communicator, [np.ones(1)])
+        with pytest.raises(ConfigurationError, match="stands for the sum"):
+            ReductionToOneDevice(None, sum).all_reduce(communicator, [np.ones(1)], ReduceOp.MAX)
+        return True
+
+    assert all(kind.run(body))
+
+
+def test_options_are_those_of_tf_distribute() -> None:
+    options = CommunicationOptions()
+    assert (options.bytes_per_pack, options.timeout_seconds) == (0, None)
+    assert options.implementation is CommunicationImplementation.AUTO
+    assert options.timeout_s == DEFAULT_TIMEOUT_S
+    assert CollectiveCommunication.RING is CommunicationImplementation.RING
+    assert CollectiveHints(50 * 1024 * 1024, 120.0).timeout_s == 120.0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"bytes_per_pack": -1}, "number of bytes"),
+        ({"timeout_seconds": 0}, "greater than 0"),
+        ({"timeout_seconds": float("nan")}, "greater than 0"),
+        ({"implementation": "RING"}, "CommunicationImplementation.RING"),
+    ],
+)
+def test_wrong_options_say_what_to_write(wrong: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        CommunicationOptions(**wrong)  # type: ignore[arg-type]
