@@ -103,7 +103,7 @@ class ArraySource:
         assert stop is not None, "the length of arrays is known"
         return self._slices(self._permutation(key) if self._shuffle else None, start, stop)
 
-    def peek(self) -> Share:
+    def peek(self, *, restart: bool = False) -> Share:
         return next(self._slices(None, 0, 1))
 
     def _slices(self, order: Array | None, start: int, stop: int) -> Iterator[Share]:

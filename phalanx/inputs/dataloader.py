@@ -127,9 +127,15 @@ class MapStyleSource:
                 )
             yield Share(element, high - low, len(indices), _checksum(indices))
 
-    def peek(self) -> Share:
+    def peek(self, *, restart: bool = False) -> Share:
+        generator = self._loader.generator
+        state = None if generator is None else generator.get_state()
+        if generator is not None:
+            _draw(generator)
         with _seeded(self._seed, 0):
             first = next(iter(self._batches))
+        if state is not None and not restart:
+            generator.set_state(state)
         if not self._by_sample:
             return cut(next(_elements(self._rebuilt([first], 0))), self._rank, self._world_size, _KIND)
         low, high = local_range(len(first), self._rank, self._world_size)

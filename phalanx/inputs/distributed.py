@@ -38,8 +38,8 @@ class PerRankSource:
     def read(self, key: int, start: int, stop: int | None) -> Iterator[Share]:
         return map(_own, self._source.read(key, start, stop))
 
-    def peek(self) -> Share:
-        return _own(self._source.peek())
+    def peek(self, *, restart: bool = False) -> Share:
+        return _own(self._source.peek(restart=restart))
 
     def on_epoch_begin(self) -> None:
         self._source.on_epoch_begin()

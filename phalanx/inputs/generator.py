@@ -21,7 +21,7 @@ def generator_source(generator: Iterator[Any], *, rank: int, world_size: int) ->
     Whether it ends at all cannot be known: without `steps_per_epoch` an endless one trains for ever.
     """
     elements = map(_standardize, generator)
-    return StreamSource(lambda key: elements, kind=_KIND, rank=rank, world_size=world_size)
+    return StreamSource(lambda key: elements, kind=_KIND, rank=rank, world_size=world_size, once=True)
 
 
 def _standardize(element: Any) -> Any:

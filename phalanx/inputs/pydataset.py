@@ -164,7 +164,7 @@ class PyDatasetSource:
             enqueuer.stop(drain_queue_and_join=done < count)
             thread.join()
 
-    def peek(self) -> Share:
+    def peek(self, *, restart: bool = False) -> Share:
         return _Reader(self._dataset, [0], self._rank, self._world_size, self._class_weight, False).share(0)
 
     def on_epoch_begin(self) -> None:

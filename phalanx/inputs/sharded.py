@@ -122,13 +122,18 @@ class ShardedInput:
             "`strategy.distribute_datasets_from_function(fn)` to fit instead."
         )
 
-    def peek(self) -> LocalBatch:
-        """The first local batch, which the next epoch will yield again; for building a model.
+    def peek(self, *, restart: bool = False) -> LocalBatch:
+        """A first local batch, for building a model: of streams the one that the next epoch will yield again.
+
+        Args:
+            restart: the next epoch opens the dataset anew, which so has drawn once from the seeds of its
+                shuffles. Keras does this on JAX and PyTorch in the first `fit` of a model; only so do the
+                epochs of a dataset that shuffles itself come in the order that they have without Phalanx.
 
         Raises: ConfigurationError if there is no data.
         """
         try:
-            return _local(self._source.peek())
+            return _local(self._source.peek(restart=restart))
         except StopIteration:
             raise self._no_data() from None
 

@@ -62,8 +62,13 @@ class Source(Protocol):
         """
         ...
 
-    def peek(self) -> Share:
-        """The first share of the next pass, which `read` will yield again."""
+    def peek(self, *, restart: bool = False) -> Share:
+        """The first share of a pass, which `read` will yield again.
+
+        Args:
+            restart: `read` opens the data anew, where it can be: a dataset that draws another order for
+                each pass has then used up one.
+        """
         ...
 
     def on_epoch_begin(self) -> None: ...
@@ -90,6 +95,7 @@ class StreamSource:
     Args:
         open_pass: given a pass's key, an iterator over the elements (structures of NumPy arrays). It may be
             the same iterator each time, for data that cannot be read twice.
+        once: the data cannot be read twice.
         per_rank: the elements are already this rank's own and are not cut.
     """
 
@@ -103,6 +109,7 @@ class StreamSource:
         num_batches: int | None = None,
         uniform: bool = False,
         endless: bool = False,
+        once: bool = False,
         per_rank: bool = False,
         reads_ahead: bool = False,
         policy: AutoShardPolicy = AutoShardPolicy.DATA,
@@ -120,6 +127,7 @@ class StreamSource:
         self.reads_ahead = reads_ahead
         self.signature = kind if signature is None else signature
         self._open_pass = open_pass
+        self._once = once
         self._rank = rank
         self._world_size = world_size
         self._per_rank = per_rank
@@ -136,7 +144,7 @@ class StreamSource:
         for element in limited:
             yield self._share(element)
 
-    def peek(self) -> Share:
+    def peek(self, *, restart: bool = False) -> Share:
         if not self._untouched or self._running is None:
             running = self._open_pass(0)
             first = list(itertools.islice(running, 1))
@@ -145,7 +153,11 @@ class StreamSource:
         first = list(itertools.islice(self._running, 1))
         if not first:
             raise StopIteration
-        self._running = itertools.chain(first, self._running)
+        if restart and not self._once:
+            self._running = None
+            self._untouched = False
+        else:
+            self._running = itertools.chain(first, self._running)
         return self._share(first[0])
 
     def on_epoch_begin(self) -> None:

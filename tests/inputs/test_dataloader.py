@@ -63,6 +63,8 @@ def test_the_local_batches_of_all_ranks_are_the_batches_of_keras(name, world_siz
 def test_a_loader_with_its_own_generator_keeps_the_order_that_it_has_without_phalanx():
     plain = KINDS["seeded"]()
     ranks = ranks_of(lambda: (KINDS["seeded"](),), 3)
+    for rank in ranks:
+        rank.peek()
     for epoch in range(3):
         expected = [tuple(tensor.numpy() for tensor in batch) for batch in plain]
         assert_same_batches(merged_epoch(ranks, epoch), expected)

@@ -153,6 +153,16 @@ def test_peek_takes_nothing_away():
     assert [batch.size for batch in sharded.epoch(0)] == [2, 2, 2, 2, 2, 1]
 
 
+def test_peek_can_open_the_data_anew_as_keras_does_when_it_builds_a_model():
+    plain = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(23, seed=4).batch(23)
+    first, second = (next(iter(plain))[1].numpy().tolist() for _ in range(2))
+    for restart, expected in [(False, first), (True, second)]:
+        data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(23, seed=4).batch(23)
+        sharded = shard_input(data, rank=0, world_size=1, seed=0)
+        assert sharded.peek(restart=restart).data[1].tolist() == first
+        assert next(sharded.epoch(0)).data[1].tolist() == expected
+
+
 def test_class_weights_become_sample_weights():
     expected = keras_batches(dataset(), class_weight={0: 3.0, 22: 0.5})
     got = merged_epoch(ranks_of(lambda: (dataset(),), 2, class_weight={0: 3.0, 22: 0.5}), 0)
