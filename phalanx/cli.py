@@ -5,12 +5,15 @@ Imports no Keras and no NumPy: the launcher's own start is part of a job's.
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pathlib import Path
 
 import click
 
 from phalanx.errors import ConfigurationError, PhalanxError
+from phalanx.launcher.exit_codes import SIGNAL_BASE
 from phalanx.version import __version__
 
 BACKENDS = ("jax", "tensorflow", "torch")
@@ -37,9 +40,7 @@ def cli() -> None:
     metavar="S",
     help="Seconds that hosts and tasks wait for each other at the start.",
 )
-@click.option(
-    "-m", "module", metavar="MODULE", help="Run a module, as `python -m` does, instead of a script."
-)
+@click.option("-m", "module", metavar="MODULE", help="Run a module, as `python -m` does, instead of a script.")
 @click.option("-v", "--verbose", is_flag=True, help="Say when which task starts and ends.")
 @click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
 def run(
@@ -75,14 +76,19 @@ def run(
         arguments = program
     else:
         raise click.UsageError("Name the script to run, or a module with -m.")
-    code = command.run(
-        shares,
-        arguments,
-        backend=backend,
-        log_dir=log_dir,
-        start_timeout_s=start_timeout,
-        verbose=verbose,
-    )
+    try:
+        code = command.run(
+            shares,
+            arguments,
+            backend=backend,
+            log_dir=log_dir,
+            start_timeout_s=start_timeout,
+            verbose=verbose,
+        )
+    except BrokenPipeError:
+        # Whoever read the output has gone (`| head`). The workers are ended by now; nothing can be said.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        code = SIGNAL_BASE + signal.SIGPIPE
     sys.exit(code)
 
 

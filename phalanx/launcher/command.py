@@ -71,7 +71,7 @@ def run(
                 terminal=_terminal_size(prefix) if terminal else None,
                 # A background group that reads the terminal is stopped by the kernel: only pipes and files go
                 # on.
-                inherit_input=not sys.stdin.isatty(),
+                inherit_input=sys.stdin is not None and not sys.stdin.isatty(),
             ),
             backend=backend,
             log_dir=str(log_dir.absolute()) if log_dir else None,

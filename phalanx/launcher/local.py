@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import selectors
@@ -27,6 +28,10 @@ from phalanx.launcher.messages import Event, Exited, LastWords, Order, Output, S
 from phalanx.settings import LISTEN_FD
 
 READ_BYTES = 65536
+# A pipe or a terminal holds far less than this many reads; more would come from a process that left the group.
+LAST_READS = 1000
+# A killed process may hang in the kernel; it is left to it.
+KILL_WAIT_S = 2.0
 # A worker's stacks are written by a signal handler, within a millisecond unless the host is badly overloaded.
 MAX_STACK_CHARACTERS = 40_000
 LISTEN_BACKLOG = 128
@@ -198,10 +203,11 @@ class LocalHost:
                     events += self._bury(worker)
         return events
 
-    def _read(self, worker: _Worker) -> list[Event]:
+    def _read(self, worker: _Worker, *, reads: int = 1) -> list[Event]:
+        """What the worker has written, in at most so many reads: the others must be heard too."""
         events: list[Event] = []
         for fd, is_error in list(worker.outputs.items()):
-            while True:
+            for _ in range(reads):
                 try:
                     data = os.read(fd, READ_BYTES)
                 except BlockingIOError:
@@ -212,15 +218,13 @@ class LocalHost:
                     self._close_output(worker, fd)
                     break
                 events.append(Output(worker.rank, is_error, data))
-                if len(data) < READ_BYTES:
-                    break
         return events
 
     def _bury(self, worker: _Worker) -> list[Event]:
         # The dead leader is not reaped yet, so its group's id cannot belong to anybody else: end what it
         # left.
         _signal_group(worker.process.pid, signal.SIGKILL)
-        events = self._read(worker)
+        events = self._read(worker, reads=LAST_READS)
         returncode = worker.process.wait()
         worker.ended = True
         words_ = self._last_words(worker)
@@ -290,7 +294,8 @@ class LocalHost:
             if not worker.ended:
                 worker.ended = True
                 _signal_group(worker.process.pid, signal.SIGKILL)
-                worker.process.wait()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    worker.process.wait(KILL_WAIT_S)
                 self._release(worker)
 
     def _release(self, worker: _Worker) -> None:

@@ -104,7 +104,9 @@ def render(
     name_width = max((len(end.task) for end in ends), default=0)
     lines += [f"  {end.task:<{name_width}}  {_end(end)}; {_last(end)}" for end in ends]
     for end in ends:
-        if end.words.stacks and (full or end.hung or end is cause):
+        # Who was interrupted has shown its traceback itself.
+        silent = cause is None and end.words.error is None
+        if end.words.stacks and (full or end.hung or end is cause or silent):
             lines += ["", f"Stacks of {end.task}{_state(end.words)} (innermost call first):"]
             lines += _indent(_innermost(end.words.stacks, full))
     if log_dir is not None:

@@ -210,6 +210,7 @@ class _Watch:
         self._job = Job(placements, selector, self, grace_s=self._grace_s)
         self._thread = threading.Thread(target=self._run, name="phalanx-replicas", daemon=True)
         self._outcome: Outcome | None = None
+        self._pid = os.getpid()
         self._reported = False
         self._closing = threading.Event()  # rank 0 is ending on its own
         self._ended = threading.Event()  # all replicas have
@@ -284,6 +285,8 @@ class _Watch:
         self._screen.message(page.render(failure.verdict, failure.ends, full=False))
 
     def _at_exit(self) -> None:
+        if os.getpid() != self._pid:  # a fork of rank 0 is ending
+            return
         error = getattr(sys, "last_value", None)
         own_error = error is not None and exit_codes.of_error(error) not in exit_codes.CONSEQUENCES
         if error is None:

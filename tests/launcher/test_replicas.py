@@ -200,6 +200,24 @@ def test_a_fork_of_rank_0_does_not_keep_replicas_alive(launcher: Launcher) -> No
     os.kill(int((launcher.folder / "fork").read_text()), signal.SIGKILL)
 
 
+def test_a_fork_of_rank_0_that_ends_normally_touches_nothing(launcher: Launcher) -> None:
+    script = program(
+        launcher,
+        """
+    if rank == 0 and os.fork() == 0:
+        sys.exit(0)
+    if rank == 0:
+        os.wait()
+        touch("done")
+    wait_for("done")
+    time.sleep(0.2)
+    touch(f"end-{rank}")
+    """,
+    )
+    assert launcher.python(script).code == 0
+    assert (launcher.folder / "end-1").exists()
+
+
 def test_one_replica_starts_nothing(launcher: Launcher) -> None:
     job = launcher.python(program(launcher, "print(replicas.rank, 'TF_CONFIG' in os.environ)", count=1))
     assert (job.code, job.lines) == (0, ["0 False"])

@@ -309,6 +309,39 @@ def test_much_output_arrives_whole_and_in_order(launcher: Launcher) -> None:
         assert own == [f"[worker/{rank}] line {i}" for i in range(20_000)]
 
 
+def test_a_worker_that_never_stops_writing_is_ended_as_well(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        if rank == 0:
+            while True:
+                os.write(1, b"x" * 70 + b"\\n")
+        time.sleep(0.5)
+        sys.exit(3)
+        """
+    )
+    with open(os.devnull, "w") as nowhere:
+        job = launcher.run("-n", "2", script, stdout=nowhere)
+    assert job.code == 3
+
+
+def test_a_reader_that_goes_away_ends_the_job_quietly(launcher: Launcher) -> None:
+    process = launcher.start_run("-n", "2", launcher.script("while True:\n    print('line')\n"))
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    process.wait(END_BOUND_S)
+    assert process.returncode == 141
+    assert process.stderr is not None
+    assert "Traceback" not in process.stderr.read().replace("[worker", "")
+    process.stderr.close()
+
+
+def test_doctor_without_a_job_says_what_is_missing(launcher: Launcher) -> None:
+    job = launcher.python("-m", "phalanx", "doctor")
+    assert "Traceback" not in job.err
+    assert job.code in (0, 64)
+
+
 def test_stdout_and_stderr_in_one_file_keep_their_order(launcher: Launcher) -> None:
     script = launcher.script(
         "for i in range(300):\n    print(i, file=sys.stderr if i % 2 else sys.stdout, flush=True)\n"

@@ -106,6 +106,14 @@ def test_a_progress_bar_stays_in_place_while_others_write(launcher: Launcher) ->
     assert text.count("[worker/0] 2/2 done\r\n") == 1
 
 
+def test_a_lot_of_output_at_the_very_end_arrives(launcher: Launcher) -> None:
+    script = launcher.script("sys.stdout.write(''.join(f'line {i}\\n' for i in range(2000))); sys.stdout.flush()")
+    terminal = Terminal(launcher, "-n", "1", script)
+    assert terminal.end() == 0
+    lines = ESCAPE.sub("", terminal.text).splitlines()
+    assert lines == [f"[worker/0] line {i}" for i in range(2000)]
+
+
 def test_ctrl_c_ends_the_job(launcher: Launcher) -> None:
     script = launcher.script(
         """
