@@ -109,7 +109,52 @@ _EXPORTS = {
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 _MODULES = ("errors", "experimental")
 
-__all__ = ["__version__", *_MODULES, *sorted(_MODULE_OF)]
+__all__ = [
+    "__version__",
+    "errors",
+    "experimental",
+    "AutoShardPolicy",
+    "ClusterSpec",
+    "CollectiveCommunication",
+    "CollectiveMismatchError",
+    "CollectiveTimeoutError",
+    "CommunicationImplementation",
+    "CommunicationOptions",
+    "ConfigurationError",
+    "DisagreementError",
+    "DistributedDataset",
+    "HierarchicalCopyAllReduce",
+    "InputContext",
+    "InputOptions",
+    "KubernetesClusterResolver",
+    "MPIClusterResolver",
+    "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
+    "NcclAllReduce",
+    "OneDeviceStrategy",
+    "PeerLostError",
+    "PhalanxError",
+    "ReduceOp",
+    "ReductionToOneDevice",
+    "RendezvousError",
+    "ReplicaContext",
+    "SimpleClusterResolver",
+    "SlurmClusterResolver",
+    "Strategy",
+    "TFConfigClusterResolver",
+    "Task",
+    "UnsupportedError",
+    "ValueContext",
+    "compute_average_loss",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+    "launch",
+    "leave_job",
+    "resolve",
+    "scale_regularization_loss",
+]
 
 
 def __getattr__(name: str) -> Any:

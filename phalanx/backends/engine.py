@@ -32,8 +32,11 @@ class Engine(Protocol):
     rank; if a step raises (a lost peer), they are as before it, apart from random seeds.
     """
 
-    def build(self, data: Batch) -> None:
-        """Create all variables of model, metrics and optimizer for batches like `data`."""
+    def build(self, data: Batch) -> bool:
+        """Create all variables of model, metrics and optimizer for batches like `data`.
+
+        Returns: whether Keras's own `fit` on this backend would have read a batch ahead to do so.
+        """
         ...
 
     def begin(self) -> None:

@@ -29,6 +29,7 @@ from keras.src import tree
 from keras.src.backend.jax.trainer import JAXTrainer
 from keras.src.trainers.trainer import Trainer
 
+from phalanx.backends import model_state
 from phalanx.backends.engine import Batch, Merge
 from phalanx.backends.layout import WEIGHT_OF_AGGREGATION, Layout, Weight
 from phalanx.errors import UnsupportedError
@@ -62,9 +63,7 @@ class _Recipe:
     def read(self, flats: Sequence[Any]) -> tuple[Values, Values, Values, dict[str, Any]]:
         values = self.layout.cut(flats)
         ends = np.cumsum([self.gradients, len(self.state), len(self.metrics)])
-        gradients, state, metrics, logs = (
-            values[a:b] for a, b in zip([0, *ends], [*ends, None], strict=True)
-        )
+        gradients, state, metrics, logs = (values[a:b] for a, b in zip([0, *ends], [*ends, None], strict=True))
         return gradients, state, metrics, dict(zip(self.logs, logs, strict=True))
 
 
@@ -82,8 +81,10 @@ class JaxEngine:
         self._update: Callable[..., Any] | None = None
         self._test_logs: dict[str, Any] = {}
 
-    def build(self, data: Batch) -> None:
+    def build(self, data: Batch) -> bool:
+        unbuilt = model_state.is_unbuilt(self._model)
         self._model._symbolic_build(data_batch=data)
+        return unbuilt
 
     def begin(self) -> None:
         # Keras's own convention: True says that the variables hold the newest values.
@@ -107,13 +108,12 @@ class JaxEngine:
         for index, value in [*zip(recipe.state, state, strict=True), *local.private.items()]:
             non_trainable[index] = value
         self._keep(trainable, non_trainable, optimizer, metrics)
-        return logs
+        merged_logs: Mapping[str, Any] = logs
+        return merged_logs
 
     def test(self, data: Batch, *, counted: bool) -> None:
         trainable, non_trainable, _, metrics = self._state(with_optimizer=False)
-        start = (
-            metrics if counted else [jnp.copy(value) for value in metrics]
-        )  # the function consumes its own
+        start = metrics if counted else [jnp.copy(value) for value in metrics]  # the function consumes its own
         new_metrics, changed, self._test_logs = self._test(trainable, non_trainable, start, data)
         if counted:
             metrics = new_metrics
@@ -163,9 +163,7 @@ class JaxEngine:
         }
         floating = {i: v for i, v in changed.items() if jnp.issubdtype(v.dtype, jnp.floating)}
         private = {i: v for i, v in changed.items() if i not in floating}
-        return _Local(
-            gradients, floating, list(new_metrics), _own_logs(self._model, "train_step", logs), private
-        )
+        return _Local(gradients, floating, list(new_metrics), _own_logs(self._model, "train_step", logs), private)
 
     def _trace_update(self, recipe: _Recipe, silent: frozenset[str]) -> Callable[..., Any]:
         def update(trainable: Values, optimizer: Values, metrics: Values, flats: Values) -> Any:
@@ -274,11 +272,8 @@ def _only_call(calls: list[tuple[Any, Any, Any]], state: tuple[Any, ...], traina
             f"`strategy.run` and `strategy.reduce` instead (docs/custom_loops.md)."
         )
     optimizer_variables, gradients, variables = calls[0]
-    if (
-        not _same(variables, trainable)
-        or not _same(state[0], variables)
-        or not _same(state[2], optimizer_variables)
-    ):
+    assert isinstance(gradients, list)
+    if not _same(variables, trainable) or not _same(state[0], variables) or not _same(state[2], optimizer_variables):
         raise UnsupportedError(
             "`train_step` changes the weights or the optimizer's variables outside `optimizer.stateless_apply`; "
             "under a strategy on the JAX backend all changes must come from that one call. Write a custom training "
@@ -310,8 +305,7 @@ def _choose_logs(averages: dict[str, Any], results: dict[str, Any], silent: froz
     if not averages:
         return results
     return {
-        name: results[name] if name in results and name not in silent else value
-        for name, value in averages.items()
+        name: results[name] if name in results and name not in silent else value for name, value in averages.items()
     }
 
 
@@ -328,8 +322,9 @@ class JaxTensors:
     ) -> list[Any]:
         if any(isinstance(tensor, jax.core.Tracer) for tensor in tensors):
             raise UnsupportedError(
-                "A value was merged over the replicas inside a function compiled by JAX. A compiled function cannot wait "
-                "for other processes: compute the gradients in one jitted function, merge them with `strategy.reduce` or "
-                "`get_replica_context().all_reduce` outside, and apply them in a second (examples/custom_loop_jax.py)."
+                "A value was merged over the replicas inside a function compiled by JAX. A compiled function cannot "
+                "wait for other processes: compute the gradients in one jitted function, merge them with "
+                "`strategy.reduce` or `get_replica_context().all_reduce` outside, and apply them in a second "
+                "(examples/custom_loop_jax.py)."
             )
         return [self.from_host(array) for array in function([np.asarray(tensor) for tensor in tensors])]

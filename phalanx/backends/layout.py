@@ -42,6 +42,10 @@ WEIGHT_OF_AGGREGATION = {
 }
 
 
+# XLA on CPU copies arguments that are aligned to less (a fifth of the time of a small model's step).
+ALIGNMENT_BYTES = 64
+
+
 @dataclass(frozen=True)
 class Layout:
     """Shapes, dtypes and weights of the arrays of one merge, in order."""
@@ -83,11 +87,11 @@ class Layout:
         return tuple(places)
 
     def allocate(self) -> list[Array]:
-        """Fresh flat buffers, zeroed."""
+        """Fresh flat buffers, zeroed, at addresses from which a backend can compute without copying them."""
         sizes = [0] * len(self.flat_dtypes)
         for buffer, _, stop in self._places:
             sizes[buffer] = max(sizes[buffer], stop)
-        return [np.zeros(size, dtype) for size, dtype in zip(sizes, self.flat_dtypes, strict=True)]
+        return [_aligned(size, np.dtype(dtype)) for size, dtype in zip(sizes, self.flat_dtypes, strict=True)]
 
     def cut(self, flats: Sequence[Any]) -> list[Any]:
         """The arrays inside flat buffers: views of NumPy buffers, slices of traced ones."""
@@ -95,3 +99,9 @@ class Layout:
             flats[buffer][start:stop].reshape(shape)
             for (buffer, start, stop), shape in zip(self._places, self.shapes, strict=True)
         ]
+
+
+def _aligned(size: int, dtype: np.dtype[Any]) -> Array:
+    memory = np.zeros(size * dtype.itemsize + ALIGNMENT_BYTES, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT_BYTES
+    return memory[start : start + size * dtype.itemsize].view(dtype)

@@ -26,6 +26,13 @@ def layer_state(model: Any) -> list[Any]:
     return list(seen.values())
 
 
+def is_unbuilt(model: Any) -> bool:
+    """Whether the model, its loss or its metrics wait for a first batch to create their variables."""
+    parts = [model._compile_metrics, model._compile_loss]
+    layers = model._flatten_layers()
+    return not all(layer.built for layer in layers) or any(part is not None and not part.built for part in parts)
+
+
 def metric_weights(model: Any) -> tuple[Weight, ...]:
     """How each of `model.metrics_variables` counts in the sum over ranks."""
     return tuple(WEIGHT_OF_AGGREGATION[variable.aggregation] for variable in model.metrics_variables)
@@ -54,7 +61,4 @@ def choose_logs(
     merged = dict(results())
     if not averages:
         return merged
-    return {
-        name: merged[name] if name in merged and name not in silent else value
-        for name, value in averages.items()
-    }
+    return {name: merged[name] if name in merged and name not in silent else value for name, value in averages.items()}

@@ -44,11 +44,12 @@ class TensorFlowEngine:
         self._test = self._function(model.test_step, jit_compile=model.jit_compile)
         self._predict = self._function(model.predict_step, jit_compile=model.jit_compile)
 
-    def build(self, data: Batch) -> None:
+    def build(self, data: Batch) -> bool:
         self._model._symbolic_build(data_batch=data)
         self._state = model_state.layer_state(self._model)
         self._metrics = list(self._model.metrics_variables)
         self._weights = model_state.metric_weights(self._model)
+        return False  # built while tracing
 
     def begin(self) -> None:
         pass
@@ -130,13 +131,9 @@ class TensorFlowEngine:
             *[tf.cast(value, tf.float32) for value in logs.values()],
         ]
         share = [Weight.SHARE] * (len(gradients) + len(self._state))
-        values = self._host_merge(
-            tensors, [*share, *self._weights, *[Weight.SHARE] * len(logs)], metrics_at=len(share)
-        )
+        values = self._host_merge(tensors, [*share, *self._weights, *[Weight.SHARE] * len(logs)], metrics_at=len(share))
         ends = np.cumsum([len(gradients), len(self._state), len(self._metrics)])
-        merged, state, metrics, averages = (
-            values[a:b] for a, b in zip([0, *ends], [*ends, None], strict=True)
-        )
+        merged, state, metrics, averages = (values[a:b] for a, b in zip([0, *ends], [*ends, None], strict=True))
         for variable, value in zip(self._state, state, strict=True):
             variable.assign(value)
         for variable, value, weight, old in zip(self._metrics, metrics, self._weights, before, strict=True):

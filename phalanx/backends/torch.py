@@ -39,11 +39,13 @@ class TorchEngine:
         self._silent: frozenset[str] | None = None
         self._test_logs: dict[str, Any] = {}
 
-    def build(self, data: Batch) -> None:
+    def build(self, data: Batch) -> bool:
+        unbuilt = model_state.is_unbuilt(self._model)
         self._model._symbolic_build(data_batch=data)
         self._state = model_state.layer_state(self._model)
         self._metrics = list(self._model.metrics_variables)
         self._weights = model_state.metric_weights(self._model)
+        return unbuilt
 
     def begin(self) -> None:
         pass
@@ -147,9 +149,7 @@ class TorchEngine:
 
     @property
     def _logs(self) -> dict[str, Any]:
-        return model_state.choose_logs(
-            self._averages, self._model.get_metrics_result, self._silent or frozenset()
-        )
+        return model_state.choose_logs(self._averages, self._model.get_metrics_result, self._silent or frozenset())
 
     def test(self, data: Batch, *, counted: bool) -> None:
         before = None if counted else [variable.value.clone() for variable in self._metrics]
@@ -174,9 +174,7 @@ class TorchEngine:
             silent = model_state.silent_metrics(self._model, values[: len(own)])
             averages = dict(zip(logs, values[len(own) :], strict=True))
             results = model_state.choose_logs(averages, self._model.get_metrics_result, silent)
-            results = (
-                {name: float(_scalar(value)) for name, value in results.items()} if not final else results
-            )
+            results = {name: float(_scalar(value)) for name, value in results.items()} if not final else results
             if not final:
                 for variable, value in zip(self._metrics, own, strict=True):
                     variable.value.copy_(value)
@@ -245,10 +243,7 @@ class TorchTensors:
 
     def call(self, function: HostFunction, tensors: Sequence[Any], *, keeps_shapes: bool) -> list[Any]:
         tensors = [
-            tensor if isinstance(tensor, torch.Tensor) else torch.as_tensor(np.asarray(tensor))
-            for tensor in tensors
+            tensor if isinstance(tensor, torch.Tensor) else torch.as_tensor(np.asarray(tensor)) for tensor in tensors
         ]
         merged = function([_to_host(tensor) for tensor in tensors])
-        return [
-            _from_host(np.array(array), tensor.device) for array, tensor in zip(merged, tensors, strict=True)
-        ]
+        return [_from_host(np.array(array), tensor.device) for array, tensor in zip(merged, tensors, strict=True)]

@@ -6,7 +6,7 @@ a batch is a view of the arrays.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,8 @@ from phalanx.inputs import keras_adapters
 from phalanx.inputs.policy import AutoShardPolicy
 from phalanx.inputs.split import Share, local_range
 from phalanx.inputs.structure import Array, describe, map_leaves, to_numpy
+
+Orders = Callable[[int, int, bool | str], Iterator[Array]]
 
 
 class _Converted:
@@ -49,8 +51,9 @@ class ArraySource:
     """Arrays of equal length, cut into global batches of `batch_size`.
 
     Args:
-        shuffle: True: all rows, by one permutation per pass that depends on `seed` and the pass alone.
-            "batch": rows within each batch only.
+        shuffle: True: all rows, in an order of its own for each pass. "batch": rows within each batch only.
+        orders: called with the number of samples, the batch size and `shuffle`; the orders of the passes,
+            equal on all ranks. None: they follow from `seed` and the pass.
     """
 
     kind = "arrays"
@@ -74,6 +77,7 @@ class ArraySource:
         rank: int,
         world_size: int,
         seed: int,
+        orders: Orders | None = None,
     ):
         if batch_size is not None and batch_size < 1:
             raise ConfigurationError(f"batch_size must be at least 1; got {batch_size}.")
@@ -92,6 +96,7 @@ class ArraySource:
         self._rank = rank
         self._world_size = world_size
         self._seed = seed
+        self._orders = orders(self._samples, self._batch_size, shuffle) if orders and shuffle else None
         self._order: tuple[int, Array] | None = None
         self.num_batches: int | None = -(-self._samples // self._batch_size)
         self.signature = (
@@ -144,6 +149,9 @@ class ArraySource:
     def _permutation(self, key: int) -> Array:
         """The order of a pass; kept, because a pass may last for several epochs."""
         if self._order is None or self._order[0] != key:
+            if self._orders is not None:
+                self._order = (key, next(self._orders))
+                return self._order[1]
             random = np.random.default_rng([self._seed, key])
             if self._shuffle == "batch":
                 # Sorting batch number + a fraction shuffles each batch in itself, all batches at once.

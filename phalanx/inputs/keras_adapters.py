@@ -5,7 +5,10 @@ Keras decides here what arrays it accepts, which dtypes they get and what its er
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
 
 from phalanx.errors import ConfigurationError
 from phalanx.inputs.structure import leaves
@@ -47,6 +50,35 @@ def standardize_arrays(
     )
     sliceables = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="numpy")
     return sliceables, int(adapter._num_samples), int(adapter.batch_size)
+
+
+def shuffled_orders(
+    samples: int, batch_size: int, shuffle: bool | str, *, peeked: bool
+) -> Iterator[np.ndarray[Any, Any]]:
+    """The orders in which Keras itself would visit the samples of arrays, pass after pass, on the present backend.
+
+    Keras's own iterator shuffles the sample numbers in place of samples, and so draws the same random numbers; a
+    program seeded with `keras.utils.set_random_seed` sees the same batches as without Phalanx.
+
+    Args:
+        peeked: whether Keras would have read one batch before the first pass, to build the model.
+    """
+    import keras
+    from keras.src.trainers.epoch_iterator import EpochIterator
+
+    # In one batch, unless only the rows within each are to be shuffled: the order is the same and comes at once.
+    size = batch_size if shuffle == "batch" else samples
+    passes = EpochIterator(np.arange(samples), batch_size=size, shuffle=shuffle)
+    passes._get_iterator = {
+        "jax": passes.data_adapter.get_jax_iterator,
+        "tensorflow": passes.data_adapter.get_tf_dataset,
+        "torch": passes.data_adapter.get_torch_dataloader,
+    }[keras.backend.backend()]
+    if peeked:
+        next(next(passes._enumerate_iterator())[2])
+        passes.reset()
+    while True:
+        yield np.concatenate([np.asarray(next(batches)) for _, _, batches in passes._enumerate_iterator()])
 
 
 def class_weights(y: Any, class_weight: dict[int, float]) -> Any:

@@ -6,6 +6,7 @@ import types
 from typing import Any
 
 from phalanx.errors import ConfigurationError
+from phalanx.inputs.arrays import ArraySource, Orders
 from phalanx.inputs.policy import AutoShardPolicy
 from phalanx.inputs.sharded import ShardedInput
 from phalanx.inputs.source import Source
@@ -30,6 +31,7 @@ def shard_input(
     rank: int,
     world_size: int,
     seed: int,
+    orders: Orders | None = None,
     policy: AutoShardPolicy | None = None,
 ) -> ShardedInput:
     """What one rank reads of an input of `fit`, `evaluate` or `predict`; arguments mean what they do there.
@@ -40,6 +42,7 @@ def shard_input(
         shuffle: for arrays and PyDatasets, as in Keras; the order depends on `seed` and the epoch alone, so
             it is the same on all ranks. Ignored for datasets that shuffle themselves.
         seed: equal on all ranks.
+        orders: for arrays: makes the orders of the passes instead, equal on all ranks (see `ArraySource`).
         policy: for tf.data.Dataset; None: the one in the dataset's options, AUTO if there is none.
 
     Raises: TypeError for an input that is not accepted; ConfigurationError (a ValueError) for arguments that
@@ -60,6 +63,7 @@ def shard_input(
         rank=rank,
         world_size=world_size,
         seed=seed,
+        orders=orders,
         policy=None if policy is None else AutoShardPolicy.of(policy),
     )
     if source.endless and steps_per_epoch is None:
@@ -109,6 +113,7 @@ def make_source(
     rank: int,
     world_size: int,
     seed: int,
+    orders: Orders | None = None,
     policy: AutoShardPolicy | None = None,
 ) -> Source:
     """The source for one rank of an input; arguments and errors as for `shard_input`."""
@@ -121,7 +126,6 @@ def make_source(
         )
     if kind is None:
         from phalanx.inputs import keras_adapters
-        from phalanx.inputs.arrays import ArraySource
 
         if x is None or not keras_adapters.is_arrays(x, y, sample_weight):
             raise TypeError(f"The input x is {_name(x)}. Accepted are {ACCEPTED}.{_advice(x, y, sample_weight)}")
@@ -136,6 +140,7 @@ def make_source(
             rank=rank,
             world_size=world_size,
             seed=seed,
+            orders=orders,
         )
     _check_dataset_arguments(kind, y=y, sample_weight=sample_weight, batch_size=batch_size)
     if kind == "PyDataset":

@@ -9,9 +9,7 @@ import keras
 from phalanx.strategies import context
 
 
-def compute_average_loss(
-    per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None
-) -> Any:
+def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None) -> Any:
     """The sum of this replica's losses over the global batch size (`tf.nn.compute_average_loss`).
 
     Args:

@@ -73,14 +73,14 @@ def join_job(
         atexit.register(leave_job)
     elif resolver.cluster_spec() != _job.resolver.cluster_spec():
         raise ConfigurationError(
-            f"This process is {_job.membership.me.task} of the cluster {_job.resolver.cluster_spec()} already, and a new "
-            f"strategy asks for {resolver.cluster_spec()}. A process belongs to one cluster; close the first with "
-            f"`phalanx.leave_job()`."
+            f"This process is {_job.membership.me.task} of the cluster {_job.resolver.cluster_spec()} already, and "
+            f"a new strategy asks for {resolver.cluster_spec()}. A process belongs to one cluster; leave the first "
+            f"with `phalanx.leave_job()`."
         )
     elif options != _job.options:
         raise ConfigurationError(
-            f"The job communicates with {_job.options}, and a new strategy asks for {options}. Use the same options for "
-            f"all strategies of a program."
+            f"The job communicates with {_job.options}, and a new strategy asks for {options}. Use the same options "
+            f"for all strategies of a program."
         )
     if cross_device_ops is not None:
         _job.replica.cross_device_ops = cross_device_ops
@@ -98,9 +98,7 @@ def leave_job() -> None:
 def _join(resolver: ClusterResolver, options: CommunicationOptions) -> Job:
     exit_codes.install()
     settings = Settings.from_environment()
-    with_timeout = (
-        options if options.timeout_seconds else replace(options, timeout_seconds=settings.timeout_s)
-    )
+    with_timeout = options if options.timeout_seconds else replace(options, timeout_seconds=settings.timeout_s)
     facts = Facts(
         keras=keras.__version__,
         backend=keras.backend.backend(),

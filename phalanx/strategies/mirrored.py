@@ -29,19 +29,17 @@ class MirroredStrategy(Strategy):
     Raises: ConfigurationError in a notebook or an interactive session, which cannot be run again.
     """
 
-    def __init__(
-        self, devices: int | Sequence[str] | None = None, cross_device_ops: CrossDeviceOps | None = None
-    ):
+    def __init__(self, devices: int | Sequence[str] | None = None, cross_device_ops: CrossDeviceOps | None = None):
         self._devices = _devices(devices)
         if JOB_ID not in os.environ or REPLICAS in os.environ:
             start_local_replicas(len(self._devices), self._devices)
-        elif devices is not None and len(self._devices) != len(resolve().cluster_spec().ranked_tasks()):
-            raise ConfigurationError(
-                f"MirroredStrategy was given {len(self._devices)} devices, and the job was started with "
-                f"{len(resolve().cluster_spec().ranked_tasks())} workers. Leave `devices` out, or give --workers the same "
-                f"number."
-            )
         resolver = resolve()
+        workers = len(resolver.cluster_spec().ranked_tasks)
+        if devices is not None and workers > 1 and len(self._devices) != workers:
+            raise ConfigurationError(
+                f"MirroredStrategy was given {len(self._devices)} devices, and the job was started with {workers} "
+                f"workers. Leave `devices` out, or give `phalanx run --workers` the same number."
+            )
         self._job = join_job(resolver, None, cross_device_ops)
         super().__init__(self._job.replica, resolver)
 

@@ -146,7 +146,7 @@ class Strategy:
     # Data.
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> inputs.DistributedDataset:
-        """This replica's part of a dataset whose batches are global batches. Takes whatever `fit` takes as a dataset."""
+        """This replica's part of a dataset whose batches are global batches. Takes all datasets that `fit` takes."""
         return inputs.distribute_dataset(dataset, options, **self._input_arguments())
 
     def distribute_datasets_from_function(
@@ -195,17 +195,13 @@ def _reduce_along(replica: Replica, op: ReduceOp, arrays: list[Array], axis: int
         merged = communicator.all_reduce([*sums, *counts])
         pairs = zip(merged[: len(sums)], merged[len(sums) :], arrays, strict=True)
         return [np.asarray(total / count[0]).astype(array.dtype) for total, count, array in pairs]
-    along = {ReduceOp.SUM: np.sum, ReduceOp.MIN: np.min, ReduceOp.MAX: np.max, ReduceOp.PRODUCT: np.prod}[op]
-    return communicator.all_reduce(
-        [np.asarray(along(array, axis=axis)).astype(array.dtype) for array in arrays], op
-    )
+    along: Callable[..., Any] = getattr(np, {ReduceOp.PRODUCT: "prod"}.get(op, op.value))
+    return communicator.all_reduce([np.asarray(along(array, axis=axis)).astype(array.dtype) for array in arrays], op)
 
 
 def _gather_along(replica: Replica, array: Array, axis: int) -> Array:
     if array.ndim == 0:
-        raise ConfigurationError(
-            "gather() got a scalar, which has no axis to concatenate along. Give it shape (1,)."
-        )
+        raise ConfigurationError("gather() got a scalar, which has no axis to concatenate along. Give it shape (1,).")
     parts = replica.communicator.all_gather(np.moveaxis(array, axis, 0))
     return np.ascontiguousarray(np.moveaxis(np.concatenate(parts), 0, axis))
 

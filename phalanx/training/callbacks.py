@@ -98,9 +98,7 @@ def watches_batches(callbacks: Any, phase: str) -> bool:
     if isinstance(callbacks, CallbackList):
         callbacks = callbacks.callbacks
     own = [
-        callback
-        for callback in _flat(callbacks)
-        if not isinstance(callback, (*CHIEF_ONLY, keras.callbacks.History))
+        callback for callback in _flat(callbacks) if not isinstance(callback, (*CHIEF_ONLY, keras.callbacks.History))
     ]
     return any(_overrides(callback, hook) for callback in own for hook in _BATCH_HOOKS[phase])
 

@@ -26,14 +26,12 @@ _MARK = "_phalanx_replica"
 _TRAINER = "_phalanx_trainer"
 
 _originals: dict[tuple[type, str], Any] = {}
-_current_replica: Callable[[], Replica | None] = lambda: None
-_merge_gradients: Callable[[list[Any]], list[Any]] = lambda gradients: gradients
+_current_replica: Callable[[], Replica | None]
+_merge_gradients: Callable[[list[Any]], list[Any]]
 _applying = threading.local()
 
 
-def install(
-    current_replica: Callable[[], Replica | None], merge_gradients: Callable[[list[Any]], list[Any]]
-) -> None:
+def install(current_replica: Callable[[], Replica | None], merge_gradients: Callable[[list[Any]], list[Any]]) -> None:
     """Put the dispatchers in; safe to call again.
 
     Args:
@@ -71,7 +69,7 @@ def replica_of(model: Any) -> Replica | None:
     return replica
 
 
-def _trainer_class() -> type:
+def _trainer_class() -> Any:
     """Keras's trainer of the present backend, from which `keras.Model` inherits `fit`."""
     return next(base for base in keras.Model.__mro__ if "fit" in vars(base) and base is not keras.Model)
 
@@ -130,7 +128,7 @@ def _merging(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _trainer_of(model: Any, replica: Replica) -> ReplicaTrainer:
-    trainer = vars(model).get(_TRAINER)
+    trainer: ReplicaTrainer | None = vars(model).get(_TRAINER)
     if trainer is None:
         trainer = vars(model)[_TRAINER] = ReplicaTrainer(model, replica)
     return trainer

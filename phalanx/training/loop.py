@@ -7,6 +7,7 @@ is that of the global batch. All ranks must call the same methods in the same or
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -21,6 +22,7 @@ from phalanx.backends import make_engine
 from phalanx.backends.engine import Engine
 from phalanx.errors import UnsupportedError
 from phalanx.inputs import ShardedInput, accepts_batch_size, shard_input
+from phalanx.inputs.keras_adapters import shuffled_orders
 from phalanx.training import callbacks as callback_lists
 from phalanx.training import state
 from phalanx.training.agreement import JointBatch, compare_inputs, joint_batches
@@ -36,6 +38,8 @@ class ReplicaTrainer:
         self._replica = replica
         self._engine: Engine | None = None
         self._synchronised = False
+        self._peeked = False
+        self._seeds_given = 0
 
     # The public methods, as Keras has them.
 
@@ -193,9 +197,7 @@ class ReplicaTrainer:
         _check_supported(self._model)
         if class_weight is not None:
             if sample_weight is not None:
-                raise ValueError(
-                    "Arguments `sample_weight` and `class_weight` cannot be specified at the same time."
-                )
+                raise ValueError("Arguments `sample_weight` and `class_weight` cannot be specified at the same time.")
             sample_weight = data_adapter_utils.class_weight_to_sample_weights(y, class_weight)
         batch, engine = self._single(x, y, sample_weight)
         self._model.reset_metrics()
@@ -206,9 +208,7 @@ class ReplicaTrainer:
             engine.end()
         return self._batch_result(logs, return_dict)
 
-    def test_on_batch(
-        self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
-    ) -> Any:
+    def test_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False) -> Any:
         self._model._assert_compile_called("test_on_batch")
         _check_supported(self._model)
         batch, engine = self._single(x, y, sample_weight)
@@ -254,15 +254,36 @@ class ReplicaTrainer:
             class_weight=class_weight,
             rank=self._replica.rank,
             world_size=self._replica.world_size,
-            seed=int(self._replica.from_chief(int(np.random.randint(2**31 - 1)))),  # type: ignore[call-overload]
+            orders=self._orders,
+            seed=self._new_seed(),
         )
+
+    def _new_seed(self) -> int:
+        """A seed for one pass of `fit`, equal on all ranks. It follows from the state of Python's `random` (so
+        `keras.utils.set_random_seed` makes it reproducible), but takes no number from it: Keras's own draws
+        stay what they are without Phalanx."""
+        copy = random.Random()
+        copy.setstate(random.getstate())
+        self._seeds_given += 1
+        seed: Any = self._replica.from_chief(copy.getrandbits(31) ^ self._seeds_given)
+        return int(seed)
+
+    def _orders(self, samples: int, batch_size: int, shuffle: bool | str) -> Iterator[np.ndarray[Any, Any]]:
+        """The orders of the samples, pass after pass: the chief shuffles, as Keras does it, and tells the others."""
+        own = None
+        if self._replica.is_chief:
+            own = shuffled_orders(samples, batch_size, shuffle, peeked=self._peeked)
+        while True:
+            order = np.empty(samples, np.int64) if own is None else next(own).astype(np.int64)
+            yield self._replica.communicator.broadcast([order])[0]
 
     def _prepare(self, source: ShardedInput) -> Engine:
         """The engine, with all variables created for the source's batches."""
         if self._engine is None:
             self._engine = make_engine(self._model, StepMerge(self._replica))
         compare_inputs(source, self._replica)
-        self._engine.build(source.peek().data)
+        # Keras's `fit` draws a first batch to build from, and with it an order of the samples.
+        self._peeked = self._engine.build(source.peek().data)
         return self._engine
 
     def _synchronise(self) -> None:
@@ -270,9 +291,7 @@ class ReplicaTrainer:
             state.synchronise(self._model, self._replica)
             self._synchronised = True
 
-    def _callbacks(
-        self, callbacks: Any, verbose: Any, epochs: int, steps: int | None, *, history: bool = False
-    ) -> Any:
+    def _callbacks(self, callbacks: Any, verbose: Any, epochs: int, steps: int | None, *, history: bool = False) -> Any:
         return callback_lists.make_list(
             callbacks,
             model=self._model,
@@ -353,9 +372,7 @@ class ReplicaTrainer:
         """The chief's learning rate on every rank, where callbacks may have set it."""
         optimizer = self._model.optimizer
         rate = getattr(optimizer, "_learning_rate", None)
-        if not isinstance(
-            rate, keras.Variable
-        ):  # a schedule follows the step count, which is the same everywhere
+        if not isinstance(rate, keras.Variable):  # a schedule follows the step count, which is the same everywhere
             return
         own = float(keras.ops.convert_to_numpy(rate.value))
         chief = float(self._replica.from_chief(own))  # type: ignore[arg-type]
