@@ -5,6 +5,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 
+PEERS_PIP := .venv-peers/bin/python -m pip install --quiet --disable-pip-version-check
+
 # The CPU builds, at versions tried together; a newer torch would bring CUDA.
 PACKAGE_jax := jax
 PACKAGE_tensorflow := tensorflow-cpu
@@ -46,6 +48,20 @@ lint: $(VENV)/.lint
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+# MPICH is left out where there is no wheel of it: only the all-reduce's comparison with it goes missing.
+# tf_keras itself asks for `tensorflow`, the same code as `tensorflow-cpu` with CUDA.
+.venv-peers/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-peers
+	$(PEERS_PIP) $(PACKAGE_torch) tensorflow-cpu==2.21.0 jax -e .
+	$(PEERS_PIP) --no-deps tf_keras==2.21.0
+	-$(PEERS_PIP) --only-binary :all: mpi4py mpich
+	@touch $@
+
+bench-peers: .venv-peers/.installed
+
+bench: $(addprefix $(VENV)/.backend-,$(BACKENDS)) $(VENV)/.demo
+	$(PY) -m benchmarks.run $(ARGS)
 
 clean:
 	rm -rf $(VENV) .venv-peers build dist

@@ -1,0 +1,233 @@
+"""The tools that are compared, and what each must reach: the two tables of the comparison."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.work import WORKS
+
+# The bars were set on two cores and two workers; a machine with more cores is held to two of them.
+CORES = 2
+PROCESSES = 2
+
+# The one work that is not a training; its cases are sizes in bytes.
+ALL_REDUCE = "all-reduce"
+# In a tool's arguments: the path of the file for its figures, where BENCH_RESULT is not read.
+RESULT_FILE = "{result}"
+
+
+class Kind(enum.Enum):
+    """How a tool's job is started."""
+
+    PHALANX = "phalanx run starts the workers"
+    PEER = "one process for each rank, in the environment of the peers"
+    SINGLE = "one process, without any distribution"
+    COLLECTIVE = "one process that starts the ranks and times a collective instead of a training"
+
+
+class Share(enum.Enum):
+    """Which of the cores a process may use."""
+
+    OWN = "a core each"
+    ALL = "all cores"
+    ONE = "one core"
+
+
+@dataclass(frozen=True)
+class Tool:
+    """One way to train, timed on every work.
+
+    Attributes:
+        name: short, without spaces; what `--only` and the bars refer to.
+        module: what is run, with `arguments` and those of every timed script.
+        backend: KERAS_BACKEND, where the script leaves the choice open.
+        works: names of the works it is timed on.
+        launched_by: what stands before the interpreter.
+        paired_with: name of the tool whose figures the same process measures too, in alternation.
+    """
+
+    name: str
+    title: str
+    kind: Kind
+    share: Share
+    module: str
+    arguments: tuple[str, ...] = ()
+    backend: str | None = None
+    works: tuple[str, ...] = tuple(WORKS)
+    launched_by: tuple[str, ...] = ()
+    paired_with: str | None = None
+
+    @property
+    def needs_peers(self) -> bool:
+        """Whether it runs only in the peers' environment."""
+        return ".peers." in self.module
+
+    @property
+    def ranks(self) -> int:
+        """Processes that train together."""
+        return 1 if self.kind is Kind.SINGLE else PROCESSES
+
+    @property
+    def starts(self) -> int:
+        """Processes that must be started; they start the rest."""
+        return PROCESSES if self.kind is Kind.PEER else 1
+
+
+TITLES = {"jax": "JAX", "tensorflow": "TensorFlow", "torch": "PyTorch"}
+
+
+def _phalanx(backend: str) -> Tool:
+    return Tool(
+        f"phalanx-{backend}",
+        f"Phalanx, Keras fit on {TITLES[backend]}",
+        Kind.PHALANX,
+        Share.OWN,
+        "benchmarks.fit",
+        ("--strategy", "MultiWorkerMirroredStrategy"),
+        backend=backend,
+    )
+
+
+def _keras(backend: str, share: Share) -> Tool:
+    suffix = "" if share is Share.ALL else "-one-core"
+    title = f"one process, Keras fit on {TITLES[backend]}, {share.value}"
+    return Tool(f"keras-{backend}{suffix}", title, Kind.SINGLE, share, "benchmarks.fit", backend=backend)
+
+
+def _one_replica(backend: str) -> Tool:
+    return Tool(
+        f"one-replica-{backend}",
+        f"Phalanx, one replica on {TITLES[backend]}, all cores",
+        Kind.SINGLE,
+        Share.ALL,
+        "benchmarks.one_replica",
+        backend=backend,
+        paired_with=f"no-phalanx-{backend}",
+    )
+
+
+_TF_DISTRIBUTE = "benchmarks.peers.tf_multiworker"
+
+TOOLS = {
+    tool.name: tool
+    for tool in (
+        *(_phalanx(backend) for backend in TITLES),
+        Tool("ddp", "PyTorch DDP, gloo", Kind.PEER, Share.OWN, "benchmarks.peers.ddp"),
+        Tool(
+            "keras-ddp",
+            "Keras on PyTorch in DDP, gloo",
+            Kind.PEER,
+            Share.OWN,
+            "benchmarks.peers.keras_torch_ddp",
+        ),
+        Tool("tf-distribute", "tf.distribute, RING, tf_keras fit", Kind.PEER, Share.OWN, _TF_DISTRIBUTE),
+        Tool(
+            "tf-distribute-20",
+            "the same, steps_per_execution=20",
+            Kind.PEER,
+            Share.OWN,
+            _TF_DISTRIBUTE,
+            ("--steps-per-execution", "20"),
+        ),
+        # Bound to a core each, this one is more than twice as slow at batch 64: XLA's threads wait for each
+        # other on the one core, a whole tick of the scheduler at a time.
+        Tool(
+            "keras-dataparallel",
+            "Keras DataParallel on JAX, XLA's gloo",
+            Kind.PEER,
+            Share.ALL,
+            "benchmarks.peers.keras_jax_dataparallel",
+        ),
+        *(_keras(backend, share) for share in (Share.ALL, Share.ONE) for backend in TITLES),
+        *(_one_replica(backend) for backend in TITLES),
+        Tool(
+            "communicators",
+            "all-reduce of Phalanx and gloo",
+            Kind.COLLECTIVE,
+            Share.ALL,
+            "benchmarks.all_reduce",
+            ("--json", RESULT_FILE),
+            works=(ALL_REDUCE,),
+        ),
+        Tool(
+            "mpich",
+            "all-reduce of MPICH",
+            Kind.COLLECTIVE,
+            Share.ALL,
+            "benchmarks.peers.mpich_all_reduce",
+            works=(ALL_REDUCE,),
+            launched_by=("mpiexec", "-n", str(PROCESSES)),
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class SpeedBar:
+    """`tool` must do at least `factor` times the samples/s of `against`, in the same round.
+
+    For all-reduce, `work` is a size in bytes and the ratio is one of calls per second.
+    """
+
+    work: str
+    tool: str
+    against: str
+    factor: float
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class StartBar:
+    """From the start of the job to the end of its first training step: at most `seconds`."""
+
+    work: str
+    tool: str
+    seconds: float
+
+
+def _speed(tool: str, against: str, factors: dict[str, float], note: str = "") -> list[SpeedBar]:
+    return [SpeedBar(work, tool, against, factor, note) for work, factor in factors.items()]
+
+
+# Horovod 0.28 needs Keras 2 and a build of its own: it was timed once, beside DDP, with MPICH (ms per step).
+HOROVOD_MS = {"mlp64": 3.8, "mlp512": 6.9, "cnn64": 19.1}
+DDP_BESIDE_HOROVOD_MS = {"mlp64": 3.5, "mlp512": 7.3, "cnn64": 16.1}
+_NOT_SLOWER_THAN_HOROVOD = {work: round(DDP_BESIDE_HOROVOD_MS[work] / HOROVOD_MS[work], 2) for work in HOROVOD_MS}
+
+# At most 3 % above the time without Phalanx, and at most 25 % above the time of one process with all cores.
+ONE_REPLICA_FACTOR = 1 / 1.03
+CNN_FACTOR = 1 / 1.25
+
+SPEED_BARS: Sequence[SpeedBar] = (
+    *_speed("phalanx-jax", "ddp", {"mlp64": 3.5, "mlp512": 2.3}),
+    *_speed("phalanx-jax", "tf-distribute", {"mlp64": 14, "mlp512": 5}),
+    *_speed("phalanx-jax", "keras-dataparallel", {"mlp64": 7, "mlp512": 3.7}),
+    *_speed("phalanx-jax", "keras-jax-one-core", {"mlp512": 1.85}, "two workers against one"),
+    *_speed("phalanx-tensorflow", "tf-distribute", {"mlp64": 4.5, "mlp512": 3.3, "cnn64": 1.8}),
+    *_speed("phalanx-tensorflow", "ddp", _NOT_SLOWER_THAN_HOROVOD, "Horovod's time, through DDP's"),
+    *_speed("phalanx-tensorflow", "keras-tensorflow", {"cnn64": CNN_FACTOR}, "at most 25 % above"),
+    *_speed("phalanx-torch", "keras-ddp", dict.fromkeys(WORKS, 1.0)),
+    *(
+        bar
+        for backend in TITLES
+        for bar in _speed(
+            f"one-replica-{backend}",
+            f"no-phalanx-{backend}",
+            dict.fromkeys(WORKS, ONE_REPLICA_FACTOR),
+            "at most 3 % above",
+        )
+    ),
+)
+
+# Systems of `benchmarks.all_reduce`; MPICH is timed by a script of its own.
+GLOO, MPICH, SHARED_MEMORY, RING = "gloo", "MPICH", "shared memory", "ring"
+ALL_REDUCE_SYSTEMS = (SHARED_MEMORY, RING, GLOO, MPICH)
+ALL_REDUCE_BARS: Sequence[SpeedBar] = (
+    *_speed(SHARED_MEMORY, GLOO, {"4096": 10, "65536": 10, "1080000": 10, "16000000": 3, "100000000": 2}),
+    *_speed(SHARED_MEMORY, MPICH, dict.fromkeys(("1080000", "16000000", "100000000"), 1.0)),
+    *_speed(RING, GLOO, dict.fromkeys(("4096", "65536", "1080000", "16000000", "100000000"), 1.0)),
+)
+
+START_BARS: Sequence[StartBar] = (StartBar("mlp64", "phalanx-jax", 3.0),)

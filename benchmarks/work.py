@@ -1,0 +1,97 @@
+"""The works that every tool is timed on: models, batch sizes and synthetic data.
+
+The data are float32 arrays in memory from a fixed seed, so that no tool waits for a disk. Models are written
+once for Keras (Keras 3 and tf_keras have the same layers) and once for PyTorch, layer by layer the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+CLASSES = 10
+SEED = 7
+
+
+@dataclass(frozen=True)
+class Work:
+    """One model at one global batch size.
+
+    Attributes:
+        name: as `--only` and the tables have it.
+        model: `mlp` or `cnn`.
+        batch: samples of one step over all processes: the global batch.
+        steps: steps of one timed window, and of one epoch for the tools that have epochs.
+    """
+
+    name: str
+    model: str
+    batch: int
+    steps: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one sample, channels last."""
+        return (784,) if self.model == "mlp" else (32, 32, 3)
+
+    def data(self, steps: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Samples of shape (steps * batch, *shape), float32, and their labels, int32."""
+        rng = np.random.default_rng(SEED)
+        count = (self.steps if steps is None else steps) * self.batch
+        return rng.random((count, *self.shape), dtype=np.float32), rng.integers(0, CLASSES, count, dtype=np.int32)
+
+    def keras_model(self, keras: Any) -> Any:
+        """The model, not compiled, made of the layers of `keras` (Keras 3 or tf_keras)."""
+        layers = keras.layers
+        if self.model == "mlp":
+            hidden = [layers.Dense(256, activation="relu"), layers.Dense(256, activation="relu")]
+        else:
+            hidden = [
+                layers.Conv2D(32, 3, activation="relu"),
+                layers.MaxPooling2D(),
+                layers.Conv2D(64, 3, activation="relu"),
+                layers.MaxPooling2D(),
+                layers.Conv2D(64, 3, activation="relu"),
+                layers.Flatten(),
+                layers.Dense(64, activation="relu"),
+            ]
+        return keras.Sequential([layers.Input(self.shape), *hidden, layers.Dense(CLASSES)])
+
+    def compiled_keras_model(self, keras: Any, **compile_options: Any) -> Any:
+        """The model with Adam and cross entropy, and no metric but the loss."""
+        model = self.keras_model(keras)
+        model.compile(
+            optimizer=keras.optimizers.Adam(),
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            **compile_options,
+        )
+        return model
+
+    def torch_model(self) -> Any:
+        """The same model in plain PyTorch; images are channels first."""
+        from torch import nn
+
+        if self.model == "mlp":
+            hidden = [nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU()]
+            return nn.Sequential(*hidden, nn.Linear(256, CLASSES))
+        hidden = [
+            *(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(64, 64, 3), nn.ReLU(), nn.Flatten()),
+            *(nn.Linear(1024, 64), nn.ReLU()),
+        ]
+        return nn.Sequential(*hidden, nn.Linear(64, CLASSES))
+
+
+# A window is long enough that the clock and the turn of an epoch are small beside it, and short enough
+# that five of them on the slowest tool stay within half a minute.
+WORKS = {
+    work.name: work
+    for work in (
+        Work("mlp64", "mlp", batch=64, steps=200),
+        Work("mlp512", "mlp", batch=512, steps=100),
+        Work("cnn64", "cnn", batch=64, steps=40),
+    )
+}
