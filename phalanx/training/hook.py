@@ -45,7 +45,10 @@ def install(current_replica: Callable[[], Replica | None], merge_gradients: Call
         return
     trainer = _trainer_class()
     _replace(trainer, "__init__", _marking(trainer.__init__))
-    _replace(trainer, "compile", _marking(trainer.compile))
+    # Where it is defined: a `compile` that differs from the base trainer's tells Keras that a model has its own, and
+    # then `load_model` would not compile it.
+    owner = next(base for base in trainer.__mro__ if "compile" in vars(base))
+    _replace(owner, "compile", _marking(owner.compile))
     for name in _DISPATCHED:
         _replace(trainer, name, _dispatching(getattr(trainer, name)))
     for optimizer in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
