@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from phalanx.cluster.membership import Membership
+from phalanx.cluster.membership import Membership, Rank
 from phalanx.collectives import segment as segments
 from phalanx.collectives.engine import Engine
 from phalanx.collectives.group_communicator import GroupCommunicator
@@ -82,6 +82,8 @@ def connect(
     links = RingEngine(mesh, ranks, options.bytes_per_pack)
     communicator = GroupCommunicator(mesh, links, "ring", options.timeout_s)
     facts = _agree(communicator, options)
+    if not _core_for_each(membership.local_ranks, facts):
+        mesh.spin_s = 0.0
     if options.implementation is CommunicationImplementation.AUTO and len(membership.hosts) < len(ranks):
         engine = _engine(communicator, options, facts, segment_methods, links)
         kind = "shared memory" if len(membership.hosts) == 1 else "hierarchical"
@@ -131,8 +133,7 @@ def _engine(
     if len(local_ranks) == 1:
         local = SingleEngine(membership.rank)
     elif segment is not None:
-        cores = {core for rank in local_ranks for core in facts[rank].cores}
-        spin = len(cores) >= len(local_ranks)
+        spin = _core_for_each(local_ranks, facts)
         local = SharedMemoryEngine(mesh, local_ranks, segment, slot_bytes, spin=spin)
     else:
         local = RingEngine(mesh, local_ranks, options.bytes_per_pack)
@@ -145,6 +146,11 @@ def _engine(
         leaders=RingEngine(mesh, leaders, options.bytes_per_pack) if membership.rank in leaders else None,
         whole=links,
     )
+
+
+def _core_for_each(local_ranks: Sequence[Rank], facts: Sequence[_Facts]) -> bool:
+    """Whether the ranks of a host may use at least as many cores as there are ranks."""
+    return len({core for rank in local_ranks for core in facts[rank].cores}) >= len(local_ranks)
 
 
 def _share(communicator: GroupCommunicator, size: int, methods: Sequence[str]) -> Segment | None:

@@ -58,9 +58,13 @@ FLUSH_S = 0.5
 link."""
 POLL_S = 0.05
 """Longest single wait. Everything that matters ends a wait at once; this bounds what could be overlooked."""
-SPIN_S = 50e-6
-"""How long to look for bytes before sleeping in `poll`, which costs about as much to wake from."""
+SPIN_S = 1e-3
+"""How long to look for bytes before sleeping in `poll`: as long as a message takes on most networks. Waking takes
+50 us on an idle core, and milliseconds on one that others use."""
 
+let_threads_run = select.poll().poll
+"""Called with 0, it releases the interpreter's lock and takes it again, without giving up the core as
+`time.sleep(0)` or `sched_yield` do: on a core that is shared, those come back only milliseconds later."""
 
 _FATAL = (Kind.DESCRIBE, Kind.ABORT)
 """What ends a collective. From a peer that is ahead they wait: this rank can finish what the peer has finished."""
@@ -88,9 +92,14 @@ class _Receive:
 
 
 class Mesh:
-    """The channels to all other members. One thread at a time may use it."""
+    """The channels to all other members. One thread at a time may use it.
+
+    Attributes:
+        spin_s: how long to look for bytes before sleeping; 0 where there are more ranks than cores.
+    """
 
     def __init__(self, membership: Membership):
+        self.spin_s = SPIN_S
         self.membership = membership
         self.rank = membership.rank
         self._channels = {rank: channel_of(link) for rank, link in membership.links.items()}
@@ -235,11 +244,11 @@ class Mesh:
         return moved
 
     def _spin(self) -> bool:
-        until = time.perf_counter() + SPIN_S
+        until = time.perf_counter() + self.spin_s
         while time.perf_counter() < until:
             if self._advance():
                 return True
-            time.sleep(0)  # Lets other threads have the interpreter.
+            let_threads_run(0)
         return not (self._expected or self._sending)
 
     def _flush(self, rank: Rank) -> bool:

@@ -25,11 +25,12 @@ release semantics followed by one with acquire semantics, which no earlier store
 cross, in any C library that implements locks at all. It costs 60 ns. It stands between writing data and
 posting, between seeing a counter and reading data, and between a store and a load in the protocol below.
 
-Sleeping. A rank spins on a counter for a little while (if there is a core for every rank), yields for a
-little longer, and then blocks in `Mesh.pause`, where it also notices what happens on the links. Before it
-blocks it stores whom it waits for in its page, fences, and looks at the counter once more; who posts fences
-after the store and then looks whether anybody waits for it, and sends that one a packet. One of the two
-sees the other's store (Dekker 1965). Each wait is bounded all the same.
+Sleeping. A rank spins on a counter for a little while, for a little longer it lets its other threads run in
+between (and other processes, if there are more ranks than cores), and then it blocks in `Mesh.pause`, where
+it also notices what happens on the links. Before it blocks it stores whom it waits for in its page, fences,
+and looks at the counter once more; who posts fences after the store and then looks whether anybody waits
+for it, and sends that one a packet. One of the two sees the other's store (Dekker 1965). Each wait is
+bounded all the same.
 
 Failure. A rank that gives up while it waits takes its post back. A rank that comes later waits for it in
 vain, looks at its links, and finds the reason there; one that has not yet seen the post before is not kept
@@ -51,7 +52,7 @@ from phalanx.cluster.membership import Rank
 from phalanx.collectives.communicator import Array
 from phalanx.collectives.engine import Reduction, Views, copy_views, total_bytes
 from phalanx.collectives.layout import Layout, Piece, byte_view, shares, views_between
-from phalanx.collectives.mesh import Mesh
+from phalanx.collectives.mesh import Mesh, let_threads_run
 from phalanx.collectives.operation import Call
 from phalanx.collectives.reduction import finish, load, merge_rows
 from phalanx.collectives.segment import Segment
@@ -66,7 +67,7 @@ SPIN_S = 100e-6
 """How long to look at a counter before yielding: longer than a chunk takes, so that ranks in step never
 sleep."""
 YIELD_S = 1e-3
-"""How long to look, yielding the core each time, before sleeping, from which it takes some 50 us to wake."""
+"""How long to look, letting others run each time, before sleeping, from which it takes some 50 us to wake."""
 
 _PAGE_BYTES = 4096
 _WORDS_PER_PAGE = _PAGE_BYTES // 8
@@ -309,8 +310,9 @@ class SharedMemoryEngine:
         while time.perf_counter() < until:
             if words[word] >= count:
                 return
-            os.sched_yield()
-            time.sleep(0)  # Up to Python 3.11, sched_yield keeps the interpreter's lock.
+            let_threads_run(0)
+            if not self._spin_s:
+                os.sched_yield()
         waits_for = self._page + _WAITS_FOR
         while True:
             words[waits_for] = rank + 1
