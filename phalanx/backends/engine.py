@@ -32,11 +32,13 @@ class Engine(Protocol):
     rank; if a step raises (a lost peer), they are as before it, apart from random seeds.
     """
 
-    def build(self, data: Batch) -> bool:
-        """Create all variables of model, metrics and optimizer for batches like `data`.
+    @property
+    def builds_from_a_batch(self) -> bool:
+        """Whether Keras's own `fit` would now read a batch ahead, to build model or metrics from it."""
+        ...
 
-        Returns: whether Keras's own `fit` on this backend would have read a batch ahead to do so.
-        """
+    def build(self, data: Batch) -> None:
+        """Create all variables of model, metrics and optimizer for batches like `data`."""
         ...
 
     def begin(self) -> None:

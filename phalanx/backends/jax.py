@@ -81,10 +81,12 @@ class JaxEngine:
         self._update: Callable[..., Any] | None = None
         self._test_logs: dict[str, Any] = {}
 
-    def build(self, data: Batch) -> bool:
-        unbuilt = model_state.is_unbuilt(self._model)
+    @property
+    def builds_from_a_batch(self) -> bool:
+        return model_state.is_unbuilt(self._model)
+
+    def build(self, data: Batch) -> None:
         self._model._symbolic_build(data_batch=data)
-        return unbuilt
 
     def begin(self) -> None:
         # Keras's own convention: True says that the variables hold the newest values.

@@ -44,12 +44,15 @@ class TensorFlowEngine:
         self._test = self._function(model.test_step, jit_compile=model.jit_compile)
         self._predict = self._function(model.predict_step, jit_compile=model.jit_compile)
 
-    def build(self, data: Batch) -> bool:
+    @property
+    def builds_from_a_batch(self) -> bool:
+        return False  # it builds while it traces
+
+    def build(self, data: Batch) -> None:
         self._model._symbolic_build(data_batch=data)
         self._state = model_state.layer_state(self._model)
         self._metrics = list(self._model.metrics_variables)
         self._weights = model_state.metric_weights(self._model)
-        return False  # built while tracing
 
     def begin(self) -> None:
         pass

@@ -39,13 +39,15 @@ class TorchEngine:
         self._silent: frozenset[str] | None = None
         self._test_logs: dict[str, Any] = {}
 
-    def build(self, data: Batch) -> bool:
-        unbuilt = model_state.is_unbuilt(self._model)
+    @property
+    def builds_from_a_batch(self) -> bool:
+        return model_state.is_unbuilt(self._model)
+
+    def build(self, data: Batch) -> None:
         self._model._symbolic_build(data_batch=data)
         self._state = model_state.layer_state(self._model)
         self._metrics = list(self._model.metrics_variables)
         self._weights = model_state.metric_weights(self._model)
-        return unbuilt
 
     def begin(self) -> None:
         pass

@@ -54,12 +54,19 @@ class _Reporter:
     def __init__(self, path: str | None):
         self._record = _map(path) if path else None
         self._number = 0
+        self._epoch: int | None = None
+        self._step: int | None = None
         self._phases: dict[str, bytes] = {}
 
     def report(self, phase: str, *, epoch: int | None = None, step: int | None = None) -> None:
+        self._epoch, self._step = epoch, step
+        self.enter(phase)
+
+    def enter(self, phase: str) -> None:
         record = self._record
         if record is None:
             return
+        epoch, step = self._epoch, self._step
         name = self._phases.get(phase)
         if name is None:
             name = self._phases[phase] = phase.encode(errors="replace")[:PHASE_BYTES]
@@ -86,10 +93,19 @@ def report(phase: str, *, epoch: int | None = None, step: int | None = None) -> 
         phase: the operation, up to 40 bytes of UTF-8 (the rest is cut off).
         epoch, step: where in the training, 0 or more.
     """
+    _the_reporter().report(phase, epoch=epoch, step=step)
+
+
+def enter(phase: str) -> None:
+    """Say that this process now does something else in the same epoch and step."""
+    _the_reporter().enter(phase)
+
+
+def _the_reporter() -> _Reporter:
     global _reporter
     if _reporter is None:
         _reporter = _Reporter(os.environ.get(PROGRESS_FILE))
-    _reporter.report(phase, epoch=epoch, step=step)
+    return _reporter
 
 
 def blank() -> bytes:

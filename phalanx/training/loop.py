@@ -7,6 +7,7 @@ is that of the global batch. All ranks must call the same methods in the same or
 
 from __future__ import annotations
 
+import logging
 import random
 import warnings
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ import keras
 import numpy as np
 from keras.src import tree
 from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
+from keras.src.utils import io_utils
 from keras.src.utils.python_utils import pythonify_logs
 
 from phalanx.backends import make_engine
@@ -23,11 +25,14 @@ from phalanx.backends.engine import Engine
 from phalanx.errors import UnsupportedError
 from phalanx.inputs import ShardedInput, accepts_batch_size, shard_input
 from phalanx.inputs.keras_adapters import shuffled_orders
+from phalanx.launcher import progress
 from phalanx.training import callbacks as callback_lists
 from phalanx.training import state
 from phalanx.training.agreement import JointBatch, compare_inputs, joint_batches
 from phalanx.training.merge import StepMerge
 from phalanx.training.replica import Replica
+
+logger = logging.getLogger(__name__)
 
 
 class ReplicaTrainer:
@@ -39,6 +44,7 @@ class ReplicaTrainer:
         self._engine: Engine | None = None
         self._synchronised = False
         self._peeked = False
+        self._announced = False
         self._seeds_given = 0
 
     # The public methods, as Keras has them.
@@ -80,6 +86,7 @@ class ReplicaTrainer:
                 validation_batch_size = batch_size
             validation = self._shard(val_x, val_y, val_weight, validation_batch_size, validation_steps)
         engine = self._prepare(source)
+        self._announce(source, verbose)
         watched = callback_lists.watches_batches(callbacks, "train")
         callbacks = self._callbacks(callbacks, verbose, epochs, source.num_batches, history=True)
         listened = callback_lists.listens_to_batches(callbacks, "train")
@@ -87,6 +94,7 @@ class ReplicaTrainer:
         callbacks.on_train_begin()
         # A callback of the chief may just have restored a backup.
         initial_epoch = int(replica.from_chief(model._initial_epoch or initial_epoch))  # type: ignore[call-overload]
+        progress.report("initial values")
         state.synchronise(model, replica)
         self._synchronised = True
         logs: Mapping[str, Any] = {}
@@ -100,7 +108,8 @@ class ReplicaTrainer:
                 for first, last, batches in self._executions(source, epoch):
                     if listened:
                         callbacks.on_train_batch_begin(first)
-                    for batch in batches:
+                    for step, batch in enumerate(batches, first):
+                        progress.report("gradients", epoch=epoch, step=step)
                         logs = engine.train(batch.data, batch.share)
                         self._count(callbacks, batch)
                     if listened:
@@ -161,6 +170,7 @@ class ReplicaTrainer:
         model = self._model
         callbacks = self._callbacks(callbacks, verbose, 1, source.num_batches)
         listened = callback_lists.listens_to_batches(callbacks, "predict")
+        progress.report("predict")
         model.stop_predicting = False
         callbacks.on_predict_begin()
         own: list[Any] = []
@@ -282,9 +292,17 @@ class ReplicaTrainer:
         if self._engine is None:
             self._engine = make_engine(self._model, StepMerge(self._replica))
         compare_inputs(source, self._replica)
-        # Keras's `fit` draws a first batch to build from, and with it an order of the samples.
-        self._peeked = self._engine.build(source.peek().data)
+        self._peeked = self._engine.builds_from_a_batch
+        self._engine.build(source.peek(restart=self._peeked).data)
         return self._engine
+
+    def _announce(self, source: ShardedInput, verbose: Any) -> None:
+        """The chief says once for each model how its training data are divided."""
+        if self._replica.is_chief and not self._announced:
+            self._announced = True
+            logger.info("%s", source.policy_line)
+            if verbose != 0:
+                io_utils.print_msg(source.policy_line)
 
     def _synchronise(self) -> None:
         if not self._synchronised:
@@ -319,6 +337,7 @@ class ReplicaTrainer:
     def _evaluate(self, source: ShardedInput, callbacks: Any, *, watched: bool) -> dict[str, Any]:
         model, engine, replica = self._model, self._engine, self._replica
         assert engine is not None
+        progress.report("evaluate")
         model.stop_evaluating = False
         callbacks.on_test_begin()
         model.reset_metrics()

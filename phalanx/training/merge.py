@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.backends.layout import Layout, Weight
+from phalanx.launcher import progress
 from phalanx.training.replica import Replica
 
 Array = np.ndarray[Any, Any]
@@ -25,8 +26,10 @@ class StepMerge:
         self._scales: dict[tuple[Layout, float, bool], tuple[float, ...]] = {}
 
     def __call__(self, layout: Layout, arrays: Sequence[Array], share: float) -> list[Array]:
+        progress.enter("all_reduce")
         flats, views = self._next_buffers(layout)
         self._replica.all_reduce(arrays, scale=self._scale(layout, share), out=views)
+        progress.enter("update")
         return flats
 
     def _next_buffers(self, layout: Layout) -> tuple[list[Array], list[Array]]:
