@@ -2,20 +2,23 @@
 
 Theory
 ------
-Each rank has a page with its counter and two *slots*, buffers that fit into the L2 cache. A vector of any
-size passes through them in chunks: chunk s through slot s mod 2. For each chunk a rank
+Each rank has a page with its counter and four *slots*, buffers small enough to stay in cache. A vector
+of any size passes through them in chunks: chunk s through slot s mod 4. For each chunk a rank
 
 1. writes its values to its own slot,
 2. *posts*: adds one to its counter,
 3. waits until every other counter is as high, and
 4. reads the slots of all ranks, merging them in rank order straight into the result.
 
-One synchronisation per chunk is enough. Slot s mod 2 is written again for chunk s + 2. The writer has by
-then seen all counters of chunk s + 1, and a rank posts s + 1 only after it has read all of s. So nobody
-still reads. The same holds for the signatures, of which each rank has two.
+It does 1 and 2 of chunk s + 1 before 3 and 4 of chunk s, so that ranks that are up to a chunk apart do not
+wait for each other.
+
+One post per chunk is enough. A rank writes to slot s mod 4 again for chunk s + 4, after its step 4 of chunk
+s + 2: it has then seen all counters of chunk s + 2, and a rank posts s + 2 only after its step 4 of chunk
+s. So nobody still reads. The same holds for the signatures, of which each rank has four as well.
 
 With three ranks or more, step 4 would read every slot on every rank. Large chunks are therefore merged in two
-steps: each rank merges its share of the chunk, in place, in its own slot (which nobody else reads or writes
+rounds: each rank merges its share of the chunk, in place, in its own slot (which nobody else reads or writes
 in that range); they synchronise; each copies all shares out.
 
 Ordering. The counter is an aligned 8-byte word that CPython reads and writes with one instruction (a
@@ -32,7 +35,7 @@ and looks at the counter once more; who posts fences after the store and then lo
 for it, and sends that one a packet. One of the two sees the other's store (Dekker 1965). Each wait is
 bounded all the same.
 
-Failure. A rank that gives up while it waits takes its post back. A rank that comes later waits for it in
+Failure. A rank that gives up while it waits takes its posts back. A rank that comes later waits for it in
 vain, looks at its links, and finds the reason there; one that has not yet seen the post before is not kept
 from finishing what was complete.
 """
@@ -57,8 +60,10 @@ from phalanx.collectives.operation import Call
 from phalanx.collectives.reduction import finish, load, merge_rows
 from phalanx.collectives.segment import Segment
 
-SLOT_BYTES = 256 * 1024
-"""Size of a slot. Two ranks' slots and the arrays' ranges that go with them fit into 1 MiB of L2 cache."""
+SLOTS = 4
+SLOT_BYTES = 512 * 1024
+"""Size of a slot: small enough that what a chunk touches stays in cache, large enough that posting
+(some 5 us) does not count."""
 MIN_SLOT_BYTES = 4096
 SHARED_MERGE_BYTES = 64 * 1024
 """With three ranks or more, chunks from this size on are merged in shares; below, the second
@@ -74,7 +79,7 @@ _WORDS_PER_PAGE = _PAGE_BYTES // 8
 # Words of a rank's page. The signatures share the counter's cache line, so that one transfer brings both; the
 # word that others read at each post, and its owner writes rarely, has a line of its own.
 _COUNTER = 0
-_SIGNATURES = 1
+_SIGNATURES = 1  # to 4
 _WAITS_FOR = 8
 
 
@@ -97,7 +102,7 @@ class _Chunk:
     Attributes:
         pieces: the ranges of arrays that it is made of.
         size: in elements.
-        parts: the same with views, for slot 0 and slot 1.
+        parts: the same with views, for each slot.
     """
 
     __slots__ = ("parts", "pieces", "size")
@@ -105,7 +110,7 @@ class _Chunk:
     def __init__(self, pieces: list[Piece]):
         self.pieces = pieces
         self.size = pieces[-1].offset + pieces[-1].stop - pieces[-1].start
-        self.parts: list[list[_Part] | None] = [None, None]
+        self.parts: list[list[_Part] | None] = [None] * SLOTS
 
 
 class SharedMemoryEngine:
@@ -139,8 +144,8 @@ class SharedMemoryEngine:
         self._words = segment.memory[:pages].cast("Q")
         memory = np.frombuffer(segment.memory, np.uint8)
         self._slots = [
-            [_slice(memory, pages + (2 * position + slot) * slot_bytes, slot_bytes) for position in range(size)]
-            for slot in range(2)
+            [_slice(memory, pages + (SLOTS * position + slot) * slot_bytes, slot_bytes) for position in range(size)]
+            for slot in range(SLOTS)
         ]
         self._slot = 0
         self._count = 0  # Posts of this rank.
@@ -158,24 +163,43 @@ class SharedMemoryEngine:
     # -------------------------------------------------------------- all-reduce
 
     def all_reduce(self, call: Call, reduction: Reduction) -> None:
-        inputs, outputs, scales = reduction.inputs, reduction.outputs, reduction.scales
-        op, divisor, position = reduction.op, reduction.divisor, self._position
+        outputs, op, divisor = reduction.outputs, reduction.op, reduction.divisor
         if not reduction.layouts:
             self._synchronise(call)
+
+        def merge(count: int, parts: list[_Part]) -> None:
+            self._await(call, count)
+            for array, start, stop, whole, rows in parts:
+                merge_rows(rows, outputs[array] if whole else outputs[array][start:stop], op, divisor)
+
+        behind: tuple[int, list[_Part]] | None = None  # The chunk that is posted and not yet merged.
         for layout in reduction.layouts:
             share_from = SHARED_MERGE_BYTES // layout.wire.itemsize if self._size > 2 else None
             for chunk in self._chunks.get(layout) or self._cut(layout):
                 parts = chunk.parts[self._slot] or self._views(chunk, layout)
-                for array, start, stop, whole, rows in parts:
-                    source = inputs[array] if whole else inputs[array][start:stop]
-                    load(source, scales[array], rows[position])
-                self._synchronise(call)
                 if share_from is None or chunk.size < share_from:
-                    for array, start, stop, whole, rows in parts:
-                        merge_rows(rows, outputs[array] if whole else outputs[array][start:stop], op, divisor)
+                    self._load(parts, reduction)
+                    posted = self._post(call)
+                    if behind is not None:
+                        merge(*behind)
+                    behind = posted, parts
                 else:
+                    if behind is not None:
+                        merge(*behind)
+                        behind = None
+                    self._load(parts, reduction)
+                    self._synchronise(call)
                     self._merge_shares(call, chunk, layout, reduction)
-                self._slot = 1 - self._slot
+                self._slot = (self._slot + 1) % SLOTS
+        if behind is not None:
+            merge(*behind)
+
+    def _load(self, parts: list[_Part], reduction: Reduction) -> None:
+        """Write this rank's values to its slot."""
+        inputs, scales, position = reduction.inputs, reduction.scales, self._position
+        for array, start, stop, whole, rows in parts:
+            source = inputs[array] if whole else inputs[array][start:stop]
+            load(source, scales[array], rows[position])
 
     def _merge_shares(self, call: Call, chunk: _Chunk, layout: Layout, reduction: Reduction) -> None:
         """Merge this rank's share of a chunk in its own slot, then copy everyone's."""
@@ -268,7 +292,7 @@ class SharedMemoryEngine:
                         [slots[position][first - low : last - low]],
                         views_between(views, first - start, last - start),
                     )
-            self._slot = 1 - self._slot
+            self._slot = (self._slot + 1) % SLOTS
 
     # --------------------------------------------------------- synchronisation
 
@@ -278,22 +302,30 @@ class SharedMemoryEngine:
         self._acquire()
 
     def _synchronise(self, call: Call) -> None:
-        """Post: what this rank has written is there. Return when all other ranks have posted as often."""
+        """Return when all other ranks have posted as often as this one, this post included."""
+        self._await(call, self._post(call))
+
+    def _post(self, call: Call) -> int:
+        """Tell the others that what this rank has written is there; the number of this post."""
         words, page = self._words, self._page
         self._count = count = self._count + 1
-        signature = call.signature
-        which = _SIGNATURES + (count & 1)
-        words[page + which] = signature
+        words[page + _SIGNATURES + count % SLOTS] = call.signature
         self._fence()
         words[page + _COUNTER] = count
         self._fence()
         for rank, peer in self._peers:
             if words[peer + _WAITS_FOR] == self._waiting_for_me:
                 self._mesh.notify(rank)
+        return count
+
+    def _await(self, call: Call, count: int) -> None:
+        """Return when all other ranks have made post `count`."""
+        words, signature = self._words, call.signature
         for rank, peer in self._peers:
             if words[peer + _COUNTER] < count:
                 self._wait_for(rank, peer + _COUNTER, count)
         self._fence()
+        which = _SIGNATURES + count % SLOTS
         for _, peer in self._peers:
             if words[peer + which] != signature:
                 self._mesh.mismatch()
@@ -339,7 +371,7 @@ class SharedMemoryEngine:
 
 def segment_bytes(ranks: int, slot_bytes: int) -> int:
     """Bytes that the segment of a group needs."""
-    return ranks * (_PAGE_BYTES + 2 * slot_bytes)
+    return ranks * (_PAGE_BYTES + SLOTS * slot_bytes)
 
 
 def _slice(memory: np.ndarray[Any, np.dtype[np.uint8]], start: int, size: int) -> Array:
