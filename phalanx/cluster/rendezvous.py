@@ -1,5 +1,4 @@
-"""The rendezvous: the tasks of a cluster find each other, compare notes, and become ranks with links between
-them.
+"""The rendezvous: the tasks of a cluster find each other, compare notes, and become ranks with links.
 
 Every task listens on its port and dials all tasks of lower rank; so each pair has one link. At the
 first contact the two compare what must agree (`phalanx.cluster.agreement`). When a task has a link to every
@@ -19,8 +18,7 @@ Nobody reads a link between two others, because its first bytes may already belo
 that was told to start a moment earlier.
 
 Two processes with the same task: the chief takes the first one and refuses the other, which ends with an
-error. Other tasks may meet the wrong one first; they tell the newcomer to ask again, until the refused one is
-gone.
+error. Other tasks may meet the wrong one first; they tell the newcomer to ask again, until that one is gone.
 """
 
 from __future__ import annotations
@@ -201,7 +199,7 @@ class _ChiefsPart:
                 while (status := _receive(peer.link, _Status)) is not None:
                     peer.missing = status.missing
             except (LinkClosedError, FrameError) as error:
-                self._roll_call.leave(rank, f"was here before, but {error}")
+                self._roll_call.leave(rank, peer, f"was here before, but {error}")
         peers = self._roll_call.peers
         if len(peers) < len(self._me.other_ranks) or any(peer.missing != {} for peer in peers.values()):
             return None
@@ -246,7 +244,7 @@ class _MembersPart:
                     self._told = (chief.link, missing)
                 return None
             except (LinkClosedError, LinkTimeoutError, FrameError) as error:
-                self._roll_call.leave(CHIEF_RANK, f"was here before, but {error}")
+                self._roll_call.leave(CHIEF_RANK, chief, f"was here before, but {error}")
         self._drop_broken_links()
         return None
 
@@ -254,7 +252,7 @@ class _MembersPart:
         """Links to others than the chief are not read, only watched."""
         for rank, peer in self._roll_call.peers.items():
             if rank != CHIEF_RANK and peer.link.peer_closed():
-                self._roll_call.leave(rank, "was here before, but its process ended or its connection broke")
+                self._roll_call.leave(rank, peer, "was here before, but its process ended or its connection broke")
 
 
 def _send(link: Link, message: _Status | _Start) -> None:

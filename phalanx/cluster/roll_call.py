@@ -131,12 +131,12 @@ class RollCall:
             former.link.close()
         self._tell()
 
-    def leave(self, rank: Rank, cause: str) -> None:
-        """A link is broken; it may be made again."""
+    def leave(self, rank: Rank, peer: Peer, cause: str) -> None:
+        """A link is broken; it may be made again, and may have been by now."""
         with self._changed:
-            peer = self._peers.pop(rank, None)
-            if peer is None:
+            if self._peers.get(rank) is not peer:
                 return
+            del self._peers[rank]
             self._departed[rank] = peer
             self._causes[rank] = cause
             self._changed.notify_all()

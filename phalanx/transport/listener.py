@@ -207,7 +207,8 @@ class Listener:
         self._set_accepting(False)
 
     def _begin(self, connection: socket.socket, where: tuple[object, ...]) -> None:
-        name = f"{where[0]}:{where[1]}"
+        # A port for both kinds of IP shows IPv4 addresses as ::ffff:10.0.0.1.
+        name = f"{str(where[0]).removeprefix('::ffff:')}:{where[1]}"
         try:
             if self._tls is not None:
                 connection.setblocking(False)

@@ -1,5 +1,4 @@
-"""The cluster of processes that an MPI launcher started: `mpirun -n 4 python train.py`. MPI itself is not
-used."""
+"""The cluster of processes that an MPI launcher started: `mpirun -n 4 python train.py`. MPI is not used."""
 
 from __future__ import annotations
 
