@@ -69,9 +69,7 @@ def phalanx_times(rank: int, implementation: str, link: socket.socket, pids: lis
             assert (out[0] == 2).all()
         arrays = [np.ones(length, np.float32) for length in MLP_ARRAYS]
         merged = [np.zeros_like(array) for array in arrays]
-        times["mlp"] = time_calls(
-            lambda: communicator.all_reduce(arrays, out=merged), communicator.barrier, 100
-        )
+        times["mlp"] = time_calls(lambda: communicator.all_reduce(arrays, out=merged), communicator.barrier, 100)
         fifty = [np.ones(5_400, np.float32) for _ in range(50)]
         merged_fifty = [np.zeros_like(array) for array in fifty]
         times["50 arrays"] = time_calls(

@@ -47,7 +47,7 @@ import threading
 import time
 import weakref
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -143,10 +143,10 @@ class SharedMemoryEngine:
         pages = size * _PAGE_BYTES
         self._words = segment.memory[:pages].cast("Q")
         memory = np.frombuffer(segment.memory, np.uint8)
-        self._slots = [
-            [_slice(memory, pages + (SLOTS * position + slot) * slot_bytes, slot_bytes) for position in range(size)]
-            for slot in range(SLOTS)
-        ]
+        starts = [pages + number * slot_bytes for number in range(SLOTS * size)]
+        slots = [memory[start : start + slot_bytes] for start in starts]
+        # Position p has slots SLOTS * p to SLOTS * p + SLOTS - 1 of these; here they are by slot, then position.
+        self._slots: list[list[Array]] = [slots[number::SLOTS] for number in range(SLOTS)]
         self._slot = 0
         self._count = 0  # Posts of this rank.
         self._completed = 0  # Those that all others have been seen to match.
@@ -372,7 +372,3 @@ class SharedMemoryEngine:
 def segment_bytes(ranks: int, slot_bytes: int) -> int:
     """Bytes that the segment of a group needs."""
     return ranks * (_PAGE_BYTES + SLOTS * slot_bytes)
-
-
-def _slice(memory: np.ndarray[Any, np.dtype[np.uint8]], start: int, size: int) -> Array:
-    return memory[start : start + size]

@@ -65,9 +65,7 @@ def membership_of(
         Member(index, f"worker/{index}", host, f"127.0.0.1:{20000 + index}", pid)
         for index, (host, pid) in enumerate(zip(hosts, pids, strict=True))
     )
-    links = {
-        peer: Link(sock, f"worker/{peer}") for (owner, peer), sock in sorted(ends.items()) if owner == rank
-    }
+    links = {peer: Link(sock, f"worker/{peer}") for (owner, peer), sock in sorted(ends.items()) if owner == rank}
     return Membership(1, rank, members, links)
 
 
@@ -163,9 +161,7 @@ def run_threads(
     """As `run_ranks`, in threads of this process, for what does not need to be real. Returns the results."""
     ends = socket_mesh(world_size)
     pids = [os.getpid()] * world_size
-    memberships = [
-        membership_of(rank, hosts or hosts_of(world_size), pids, ends) for rank in range(world_size)
-    ]
+    memberships = [membership_of(rank, hosts or hosts_of(world_size), pids, ends) for rank in range(world_size)]
     results: list[Any] = [None] * world_size
 
     def body(rank: int) -> None:
