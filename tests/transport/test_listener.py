@@ -127,10 +127,11 @@ def test_a_stranger_gets_one_line_and_the_port_lives_on(
 ) -> None:
     data, reason = STRANGERS[name]
     with port.connect() as stranger:
-        stranger.sendall(data)
-        stranger.shutdown(socket.SHUT_WR)
         answer = b""
-        with contextlib.suppress(ConnectionError):
+        # It may be thrown out, with a reset, before it has said all.
+        with contextlib.suppress(OSError):
+            stranger.sendall(data)
+            stranger.shutdown(socket.SHUT_WR)
             while piece := stranger.recv(1000):
                 answer += piece
     assert len(answer) <= 40  # A random number at most.
@@ -253,22 +254,21 @@ def test_closing_frees_the_port_and_the_thread_and_may_be_repeated() -> None:
 
 
 def test_a_forked_child_does_not_keep_the_port(port: Port) -> None:
-    reader, writer = os.pipe()
+    parent, child = socket.socketpair()
     pid = os.fork()
     if pid == 0:
-        os.close(writer)
-        os.read(reader, 1)
+        parent.close()
+        child.send(b"here")
+        child.recv(1)  # Until the parent is done, or gone.
         os._exit(0)
-    try:
+    child.close()
+    with parent:
+        assert parent.recv(4) == b"here"
         assert_members_get_in(port)
         port.listener.close()
         for sock in open_sockets(port.address, secret=SECRET):
             sock.close()
-    finally:
-        os.write(writer, b"x")
-        os.waitpid(pid, 0)
-        os.close(reader)
-        os.close(writer)
+    os.waitpid(pid, 0)
 
 
 # ------------------------------------------------------------------------------- TLS
@@ -281,10 +281,9 @@ def test_members_get_in_with_tls(tls_port: Port, tls: TLS) -> None:
 def test_plain_text_to_a_tls_port_is_refused(tls_port: Port, tls: TLS, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(LinkClosedError, match=r"only one of the two ends has TLS"):
         dial_port(tls_port)
-    with tls_port.connect() as stranger:
+    with tls_port.connect() as stranger, contextlib.suppress(ConnectionError):
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        with contextlib.suppress(ConnectionError):
-            stranger.recv(100)
+        stranger.recv(100)
     wait_until(lambda: len(refusals(caplog)) == 2)
     assert "plain text" in refusals(caplog)[0]
     assert "HTTP" in refusals(caplog)[1]
