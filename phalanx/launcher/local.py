@@ -20,8 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from phalanx.cluster.gpus import count_gpus
 from phalanx.launcher import child, progress, words
 from phalanx.launcher.cores import CoreShare, host_shares
+from phalanx.launcher.devices import gpu_shares
 from phalanx.launcher.environment import CHILD, PROGRESS_FILE, worker_environment
 from phalanx.launcher.lifeline import Lifeline
 from phalanx.launcher.messages import Event, Exited, LastWords, Order, Output, Started
@@ -113,9 +115,10 @@ class LocalHost:
     def start(self, orders: Sequence[Order]) -> list[Event]:
         """Start the workers, for which `prepare` has opened ports."""
         shares = host_shares(len(orders)) if self._shares is None else self._shares
+        devices = gpu_shares(len(orders), count_gpus(os.environ), os.environ)
         events: list[Event] = []
-        for order, listener, share in zip(orders, self._listeners, shares, strict=True):
-            environment = worker_environment(os.environ, order.environment, share.threads)
+        for order, listener, share, device in zip(orders, self._listeners, shares, devices, strict=True):
+            environment = worker_environment({**os.environ, **device}, order.environment, share.threads)
             worker = self._start(order, listener, share.cores, environment)
             events.append(Started(order.rank, worker.process.pid))
         return events

@@ -15,18 +15,18 @@ import json
 import logging
 import multiprocessing
 import os
-import re
 import secrets
 import selectors
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from phalanx.errors import ConfigurationError, PeerLostError
 from phalanx.launcher import cores, exit_codes, page
 from phalanx.launcher.cores import host_shares
+from phalanx.launcher.devices import device_settings
 from phalanx.launcher.environment import grace_s, job_settings, thread_settings
 from phalanx.launcher.job import Job, Outcome, Placement
 from phalanx.launcher.local import LocalHost, listen
@@ -41,7 +41,6 @@ from phalanx.settings import JOB_ID, LISTEN_FD
 REPLICAS = "PHALANX_LOCAL_REPLICAS"
 # Replicas run the same program as rank 0 and end when it does, give or take what only the others do.
 JOIN_S = 30.0
-_DEVICE = re.compile(r"(?:/?(?:physical_)?device:|/)?(cpu|gpu|cuda)(?::(\d+))?", re.IGNORECASE)
 
 logger = logging.getLogger(__name__)
 
@@ -165,31 +164,6 @@ def _own_program() -> Program:
             "phalanx.launch(function, workers=N) with MultiWorkerMirroredStrategy inside it."
         )
     return program
-
-
-def device_settings(device: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment in which a process sees only this device.
-
-    Args:
-        device: `cpu:0`, `gpu:1`, `/gpu:1`, `/device:GPU:1` or `cuda:1`.
-        environ: CUDA_VISIBLE_DEVICES in it is what the numbers count.
-    """
-    match = _DEVICE.fullmatch(device.strip())
-    if match is None:
-        raise ConfigurationError(f"{device!r} is not a device. Write cpu:0, gpu:1 or /gpu:1.")
-    if match[1].lower() == "cpu":
-        return {"CUDA_VISIBLE_DEVICES": ""}
-    index = int(match[2] or 0)
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return {"CUDA_VISIBLE_DEVICES": str(index)}
-    names = [name for name in visible.split(",") if name.strip()]
-    if index >= len(names):
-        raise ConfigurationError(
-            f"{device!r} is not there: CUDA_VISIBLE_DEVICES={visible} shows {len(names)} GPU(s), "
-            "which are counted from 0."
-        )
-    return {"CUDA_VISIBLE_DEVICES": names[index]}
 
 
 def _limit_running_libraries(threads: int) -> None:

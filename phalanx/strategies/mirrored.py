@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from phalanx.cluster.gpus import count_gpus
 from phalanx.cluster.resolvers.resolve import resolve
-from phalanx.cluster.resolvers.resolver import count_gpus
 from phalanx.collectives.cross_device_ops import CrossDeviceOps
 from phalanx.errors import ConfigurationError
 from phalanx.launcher.replicas import REPLICAS, start_local_replicas

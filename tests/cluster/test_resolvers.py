@@ -24,7 +24,7 @@ from phalanx.cluster.resolvers.hosts import (
     parse_hosts,
     worker_cluster,
 )
-from phalanx.cluster.resolvers.resolver import count_gpus
+from phalanx.cluster.gpus import count_gpus
 from phalanx.errors import ConfigurationError
 
 SLURM = {

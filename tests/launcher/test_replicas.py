@@ -10,7 +10,7 @@ import textwrap
 import pytest
 
 from phalanx.errors import ConfigurationError
-from phalanx.launcher.replicas import device_settings
+from phalanx.launcher.devices import device_settings, gpu_shares
 from tests.launcher.conftest import Launcher, wait_until
 
 END_BOUND_S = 40.0
@@ -288,3 +288,16 @@ def test_on_a_cpu_no_gpu_is_seen() -> None:
 def test_a_device_that_is_none_or_not_there_is_an_error(name: str) -> None:
     with pytest.raises(ConfigurationError, match=r"is not a device|is not there"):
         device_settings(name, {"CUDA_VISIBLE_DEVICES": "4,6"})
+
+
+def test_each_worker_gets_a_gpu_of_its_own_where_there_are_enough() -> None:
+    assert gpu_shares(2, 4, {}) == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
+    assert gpu_shares(2, 2, {"CUDA_VISIBLE_DEVICES": "4,6"}) == [
+        {"CUDA_VISIBLE_DEVICES": "4"},
+        {"CUDA_VISIBLE_DEVICES": "6"},
+    ]
+
+
+def test_gpus_are_left_to_the_user_where_there_are_fewer_than_workers() -> None:
+    assert gpu_shares(2, 1, {}) == [{}, {}]
+    assert gpu_shares(2, 0, {}) == [{}, {}]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import abc
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
+from phalanx.cluster.gpus import count_gpus
 from phalanx.cluster.spec import ClusterSpec, Task
 from phalanx.errors import ConfigurationError
 
@@ -118,20 +118,6 @@ class ClusterResolver(abc.ABC):
 
 def format_master_url(address: str, rpc_layer: str | None) -> str:
     return f"{rpc_layer}://{address}" if rpc_layer else address
-
-
-def count_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> int:
-    """NVIDIA GPUs that this process may use."""
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return sum(1 for path in devices.glob("nvidia[0-9]*"))
-    # CUDA stops at the first entry that is no device: "-1" and "" hide all.
-    count = 0
-    for entry in visible.split(","):
-        if not entry.strip() or entry.strip().startswith("-"):
-            break
-        count += 1
-    return count
 
 
 def whole_number(environment: Mapping[str, str], name: str, *, reader: str) -> int:

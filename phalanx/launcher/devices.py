@@ -1,0 +1,49 @@
+"""Which GPU each worker sees: one process, one device. Plain functions from values to values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from phalanx.errors import ConfigurationError
+
+_DEVICE = re.compile(r"(?:/?(?:physical_)?device:|/)?(cpu|gpu|cuda)(?::(\d+))?", re.IGNORECASE)
+
+
+def device_settings(device: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment in which a process sees only this device.
+
+    Args:
+        device: `cpu:0`, `gpu:1`, `/gpu:1`, `/device:GPU:1` or `cuda:1`.
+        environ: CUDA_VISIBLE_DEVICES in it is what the numbers count.
+    """
+    match = _DEVICE.fullmatch(device.strip())
+    if match is None:
+        raise ConfigurationError(f"{device!r} is not a device. Write cpu:0, gpu:1 or /gpu:1.")
+    if match[1].lower() == "cpu":
+        return {"CUDA_VISIBLE_DEVICES": ""}
+    index = int(match[2] or 0)
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return {"CUDA_VISIBLE_DEVICES": str(index)}
+    names = [name for name in visible.split(",") if name.strip()]
+    if index >= len(names):
+        raise ConfigurationError(
+            f"{device!r} is not there: CUDA_VISIBLE_DEVICES={visible} shows {len(names)} GPU(s), "
+            "which are counted from 0."
+        )
+    return {"CUDA_VISIBLE_DEVICES": names[index]}
+
+
+def gpu_shares(workers: int, gpus: int, environ: Mapping[str, str]) -> list[dict[str, str]]:
+    """The environment that gives each local worker a GPU of its own.
+
+    Where there are fewer GPUs than workers nothing is set: who shares a GPU, and how, is for the user to say.
+
+    Args:
+        gpus: how many this host's processes may use.
+        environ: CUDA_VISIBLE_DEVICES in it names those.
+    """
+    if not 0 < workers <= gpus:
+        return [{} for _ in range(workers)]
+    return [device_settings(f"gpu:{index}", environ) for index in range(workers)]
