@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from phalanx.cluster.gpus import count_gpus
+from phalanx.gpus import count_gpus
 from phalanx.launcher import child, progress, words
 from phalanx.launcher.cores import CoreShare, host_shares
 from phalanx.launcher.devices import gpu_shares

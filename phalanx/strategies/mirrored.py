@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from phalanx.cluster.gpus import count_gpus
 from phalanx.cluster.resolvers.resolve import resolve
 from phalanx.collectives.cross_device_ops import CrossDeviceOps
 from phalanx.errors import ConfigurationError
+from phalanx.gpus import count_gpus
 from phalanx.launcher.replicas import REPLICAS, start_local_replicas
 from phalanx.settings import JOB_ID
 from phalanx.strategies.job import join_job

@@ -24,8 +24,8 @@ from phalanx.cluster.resolvers.hosts import (
     parse_hosts,
     worker_cluster,
 )
-from phalanx.cluster.gpus import count_gpus
 from phalanx.errors import ConfigurationError
+from phalanx.gpus import count_gpus
 
 SLURM = {
     "SLURM_PROCID": "2",

@@ -6,9 +6,9 @@ import abc
 import os
 from collections.abc import Mapping
 
-from phalanx.cluster.gpus import count_gpus
 from phalanx.cluster.spec import ClusterSpec, Task
 from phalanx.errors import ConfigurationError
+from phalanx.gpus import count_gpus
 
 DEFAULT_RPC_LAYER = "phalanx"
 """What `rpc_layer` answers where nothing says otherwise. Only programs that print it depend on it."""
