@@ -134,8 +134,8 @@ def _shake_hands(link: Link, secret: bytes | None, deadline: float) -> None:
                 handshake.received(bytes(buffer[:count]))
             elif not link.wait_readable(deadline=deadline):
                 raise LinkTimeoutError(
-                    f"{link.peer} accepted the connection but did not answer: its process is busy or "
-                    f"stopped, or another program listens there"
+                    f"{link.peer} has not answered yet: its process is still starting, busy or stopped, or another "
+                    f"program listens there"
                 )
     except WrongSecretError as error:
         raise WrongSecretError(f"{link.peer}: {error}") from error

@@ -244,15 +244,15 @@ class Listener:
         except (HandshakeError, FrameError, msgspec.MsgspecError) as error:
             self._refuse(arrival, str(error))
         except LinkClosedError as error:
-            silent = arrival.untouched and not _is_tls_failure(error)
+            silent = (arrival.untouched or arrival.gave_up) and not _is_tls_failure(error)
             self._refuse(arrival, _describe_break(error, tls=self._tls is not None), silent=silent)
         else:
             if hello is not None:
                 self._hand_on(arrival, hello)
 
     def _refuse(self, arrival: _Arrival, reason: str, *, silent: bool = False) -> None:
-        """Close the connection, with a line in the log. No line for who says nothing, such as a health
-        check."""
+        """Close the connection, with a line in the log. No line for who says nothing, such as a health check, or is
+        one of ours that stopped waiting while this process was still starting."""
         self._forget(arrival)
         arrival.link.close()
         if silent:
@@ -333,6 +333,11 @@ class _Arrival:
         self._handshake = Handshake(Role.LISTENER, secret)
         # A Hello carries no buffers, so none are allocated for it.
         self._reader = FrameReader(max_payload_bytes=0)
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether it spoke our protocol so far, and only waited for us."""
+        return self._handshake.waits_for_proof
 
     def advance(self) -> Hello | None:
         """Go on as far as possible without waiting; the Hello when it is here.
