@@ -1,0 +1,90 @@
+"""Runs scenarios in real jobs: one process start for many of them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+START_BOUND_S = 90.0
+SCENARIO_BOUND_S = 30.0
+"""Against hanging only; a scenario takes about a second on a free core."""
+
+
+@dataclass
+class Findings:
+    """What a job left behind.
+
+    Attributes:
+        folder: with a pickle for each scenario and rank.
+        world_size: 1 is Keras alone.
+        output: of all its processes, with the exit code.
+    """
+
+    folder: Path
+    world_size: int
+    output: str
+
+    def of(self, scenario: str) -> list[dict[str, Any]]:
+        """Each rank's findings. AssertionError with the job's output if it did not come that far."""
+        found = []
+        for rank in range(self.world_size):
+            path = self.folder / f"{scenario}.{rank}"
+            assert path.exists(), f"rank {rank} did not finish {scenario}; the job said:\n{self.output[-6000:]}"
+            found.append(pickle.loads(path.read_bytes()))
+        return found
+
+
+def run_scenarios(folder: Path, backend: str, world_size: int, names: Sequence[str]) -> Findings:
+    """Run scenarios in a job of `world_size` ranks, or, if that is 1, in Keras without Phalanx."""
+    folder.mkdir(parents=True)
+    module = ["-m", "tests.training.worker"]
+    if world_size == 1:
+        command = [sys.executable, *module, "plain", str(folder), *names]
+    else:
+        run = ["-m", "phalanx", "run", "--workers", str(world_size), "--backend", backend]
+        command = [sys.executable, *run, *module, "job", str(folder), *names]
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment(backend, folder.parent / "compiled"),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=START_BOUND_S + SCENARIO_BOUND_S * len(names))
+        except subprocess.TimeoutExpired:
+            process.kill()  # the workers die with their launcher
+            output = process.communicate()[0] + "\nstopped by the test: it took too long"
+    return Findings(folder, world_size, f"{output}\nexit code {process.returncode}")
+
+
+def environment(backend: str, cache: Path) -> dict[str, str]:
+    """What a job runs in: nothing of a job that this test may be part of itself.
+
+    On JAX nearly all of a scenario's time is compilation: it is made cheap, and shared between scenarios and jobs.
+    """
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PHALANX_")}
+    inherited.pop("TF_CONFIG", None)
+    return {
+        **inherited,
+        "KERAS_BACKEND": backend,
+        "PYTHONPATH": str(ROOT),
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "CUDA_VISIBLE_DEVICES": "",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        # A rank that waits in vain is to say so long before the test's own bound.
+        "PHALANX_TIMEOUT": "60",
+    }

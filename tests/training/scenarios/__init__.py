@@ -1,0 +1,35 @@
+"""What is trained both with and without Phalanx, to be compared: importing this package registers all scenarios."""
+
+from tests.training.scenarios import (
+    batches,
+    callbacks,
+    disagreement,
+    fit_arguments,
+    inputs,
+    layers,
+    losses,
+    metrics,
+    models,
+    optimizers,
+    precision,
+    steps,
+)
+from tests.training.scenarios.registry import SCENARIOS, Scenario, Setting
+
+__all__ = [
+    "SCENARIOS",
+    "Scenario",
+    "Setting",
+    "batches",
+    "callbacks",
+    "disagreement",
+    "fit_arguments",
+    "inputs",
+    "layers",
+    "losses",
+    "metrics",
+    "models",
+    "optimizers",
+    "precision",
+    "steps",
+]

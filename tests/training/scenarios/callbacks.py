@@ -1,0 +1,265 @@
+"""Callbacks: the same logs everywhere, joint decisions, and only the chief writes and prints."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from typing import Any
+
+import keras
+import numpy as np
+from keras import callbacks
+
+from tests.training.scenarios.common import compiled, features, fitted, labels, regressor
+from tests.training.scenarios.registry import Setting, scenario
+
+
+class Record(callbacks.Callback):
+    """Every log that this rank's callbacks see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def _note(self, hook: str, index: Any, logs: Any) -> None:
+        self.seen.append((hook, index, {name: float(value) for name, value in (logs or {}).items()}))
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._note("batch", batch, logs)
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._note("test", batch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._note("epoch", epoch, logs)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self._note("end", 0, logs)
+
+
+@scenario()
+def logs_at_every_batch(setting: Setting) -> dict[str, Any]:
+    record = Record()
+    model = compiled(setting, metrics=["accuracy"])
+    found = fitted(model, callbacks=[record], validation_data=(features(9, seed=1), labels(9, seed=1)))
+    return found | {"seen": record.seen}
+
+
+@scenario()
+def early_stopping_restores_the_best(setting: Setting) -> dict[str, Any]:
+    stop = callbacks.EarlyStopping(monitor="val_loss", patience=2, restore_best_weights=True)
+    model = compiled(setting, optimizer=keras.optimizers.SGD(2.5))
+    found = fitted(model, callbacks=[stop], epochs=12, validation_data=(features(9, seed=1), labels(9, seed=1)))
+    return found | {"stopped": stop.stopped_epoch, "best": stop.best_epoch}
+
+
+@scenario()
+def learning_rate_callbacks(setting: Setting) -> dict[str, Any]:
+    """The rate is in the logs, after the plateau and the schedule have set it."""
+    model = compiled(setting, optimizer=keras.optimizers.SGD(3.0))
+    plateau = callbacks.ReduceLROnPlateau(monitor="loss", factor=0.5, patience=1, min_delta=0.05)
+    first = fitted(model, callbacks=[plateau], epochs=6)
+    schedule = callbacks.LearningRateScheduler(lambda epoch, rate: rate * (0.5 if epoch else 1.0))
+    second = fitted(model, callbacks=[schedule], epochs=3)
+    return {"plateau": first, "schedule": second}
+
+
+@scenario()
+def learning_rate_set_at_batches(setting: Setting) -> dict[str, Any]:
+    class Triangle(callbacks.Callback):
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            self.model.optimizer.learning_rate = 0.1 / (1 + batch)
+
+    return fitted(compiled(setting), callbacks=[Triangle()])
+
+
+@scenario()
+def learning_rate_set_at_batches_by_the_chief_alone(setting: Setting) -> dict[str, Any]:
+    """What only the chief decides holds for all."""
+
+    class Halve(callbacks.Callback):
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            if setting.rank == 0:
+                self.model.optimizer.learning_rate = 0.2 / (1 + batch)
+
+    return fitted(compiled(setting), callbacks=[Halve()])
+
+
+@scenario()
+def terminate_on_nan(setting: Setting) -> dict[str, Any]:
+    x = features()
+    x[20] = np.nan
+    record = Record()
+    model = compiled(setting)
+    model.fit(
+        x, labels(), batch_size=8, epochs=3, shuffle=False, verbose=0, callbacks=[callbacks.TerminateOnNaN(), record]
+    )
+    return {"steps": [entry[:2] for entry in record.seen]}
+
+
+@scenario()
+def one_rank_stops_all(setting: Setting) -> dict[str, Any]:
+    """The last rank alone asks for the end, after batch 1 of epoch 1."""
+
+    class Stop(callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if self.epoch == 1 and batch == 1 and setting.rank == setting.world_size - 1:
+                self.model.stop_training = True
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.epoch = epoch
+
+    record = Record()
+    found = fitted(compiled(setting), callbacks=[Stop(), record], epochs=5)
+    return found | {"seen": record.seen}
+
+
+@scenario()
+def one_rank_stops_all_at_the_end_of_an_epoch(setting: Setting) -> dict[str, Any]:
+    class Stop(callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 1 and setting.rank == setting.world_size - 1:
+                self.model.stop_training = True
+
+    return fitted(compiled(setting), callbacks=[Stop()], epochs=5)
+
+
+@scenario()
+def evaluation_stopped_by_a_callback(setting: Setting) -> dict[str, Any]:
+    class Stop(callbacks.Callback):
+        def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 1 and setting.rank == setting.world_size - 1:
+                self.model.stop_evaluating = True
+
+    model = compiled(setting, metrics=["accuracy"])
+    return {"logs": model.evaluate(features(), labels(), batch_size=8, callbacks=[Stop()], verbose=0, return_dict=True)}
+
+
+@scenario()
+def only_the_chief_writes(setting: Setting) -> dict[str, Any]:
+    """Each rank names files of its own; the chief's appear, the others' do not."""
+    folder = setting.folder
+    model = compiled(setting, metrics=["accuracy"])
+    fitted(
+        model,
+        callbacks=[
+            callbacks.ModelCheckpoint(folder / "best.keras", monitor="loss", save_best_only=True),
+            callbacks.ModelCheckpoint(folder / "{epoch}.weights.h5", save_weights_only=True),
+            callbacks.CSVLogger(folder / "log.csv"),
+            callbacks.BackupAndRestore(folder / "backup"),
+        ],
+    )
+    setting.gather(b"all have finished")
+    written = sorted(path.name for path in folder.rglob("*") if path.is_file())
+    assert setting.rank == 0 or written == [], written
+    return {"own_written": written, "weights": model.get_weights()}
+
+
+@scenario()
+def csv_log_of_the_chief(setting: Setting) -> dict[str, Any]:
+    path = setting.shared / "log.csv"
+    fitted(compiled(setting, metrics=["accuracy"]), callbacks=[callbacks.CSVLogger(path)])
+    setting.gather(b"written")
+    header, *rows = path.read_text().splitlines()
+    return {"header": header, "rows": [[float(cell) for cell in row.split(",") if cell != "NA"] for row in rows]}
+
+
+@scenario(needs=("tensorflow", "tensorboard"))
+def tensorboard_of_the_chief(setting: Setting) -> dict[str, Any]:
+    folder = setting.folder / "board"
+    fitted(compiled(setting), callbacks=[callbacks.TensorBoard(folder, write_graph=False)])
+    assert folder.exists() == (setting.rank == 0)
+    return {}
+
+
+@scenario()
+def backup_resumes_exactly(setting: Setting) -> dict[str, Any]:
+    """Broken off after two of four epochs and begun again in a new model: as if nothing had been."""
+
+    class Break(callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 1:
+                raise InterruptedError
+
+    backup = setting.shared / "backup"
+    model = compiled(setting, optimizer=keras.optimizers.Adam(0.02))
+    with contextlib.suppress(InterruptedError):
+        fitted(model, callbacks=[callbacks.BackupAndRestore(backup), Break()], epochs=4)
+    keras.utils.set_random_seed(99)
+    again = compiled(setting, optimizer=keras.optimizers.Adam(0.02))
+    found = fitted(again, callbacks=[callbacks.BackupAndRestore(backup)], epochs=4)
+    keras.utils.set_random_seed(1)
+    whole = fitted(compiled(setting, optimizer=keras.optimizers.Adam(0.02)), epochs=4)
+    for resumed, straight in zip(found["weights"], whole["weights"], strict=True):
+        np.testing.assert_allclose(resumed, straight, atol=1e-6)
+    return found
+
+
+@scenario()
+def checkpoint_is_loaded_by_all(setting: Setting) -> dict[str, Any]:
+    path = setting.shared / "model.keras"
+    model = compiled(setting, optimizer=keras.optimizers.Adam(0.02))
+    first = fitted(model, callbacks=[callbacks.ModelCheckpoint(path)])
+    setting.gather(b"written")
+    with setting.scope():
+        loaded = keras.saving.load_model(path)
+    for left, right in zip(loaded.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(left, right)
+    return {"first": first, "second": fitted(loaded)}
+
+
+@scenario(plain=False)
+def non_chiefs_print_nothing(setting: Setting) -> dict[str, Any]:
+    printed = io.StringIO()
+    stop = callbacks.EarlyStopping(monitor="loss", patience=0, min_delta=10.0, verbose=1)
+    with contextlib.redirect_stdout(printed):
+        model = compiled(setting, metrics=["accuracy"])
+        fitted(model, verbose=1, epochs=4, callbacks=[stop], validation_data=(features(9, seed=1), labels(9, seed=1)))
+        model.evaluate(features(), labels(), verbose=1)
+        model.predict(features(), verbose=1)
+    text = printed.getvalue()
+    if setting.rank:
+        assert text == "", text
+    else:
+        assert "Epoch 1/4" in text, text
+        for part in ("accuracy", "val_loss", f"{setting.world_size} replicas", "samples/s", "early stopping"):
+            assert part in text, f"{part} is not in {text}"
+    return {}
+
+
+@scenario(plain=False)
+def two_lines_per_epoch(setting: Setting) -> dict[str, Any]:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        fitted(compiled(setting), verbose=2)
+    assert (printed.getvalue() == "") == (setting.rank > 0)
+    return {}
+
+
+@scenario()
+def weights_read_and_changed_at_batches(setting: Setting) -> dict[str, Any]:
+    """A callback that clips the weights after each step, alike on every rank."""
+
+    class Clip(callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            kernel = self.model.layers[0].kernel
+            kernel.assign(keras.ops.clip(kernel, -0.2, 0.2))
+
+    return fitted(compiled(setting, regressor, loss="mse"), y=features()[:, :1], callbacks=[Clip()])
+
+
+@scenario()
+def swap_ema_weights(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting, optimizer=keras.optimizers.SGD(0.2, use_ema=True, ema_momentum=0.8))
+    return fitted(
+        model,
+        callbacks=[callbacks.SwapEMAWeights(swap_on_epoch=True)],
+        validation_data=(features(9, seed=1), labels(9, seed=1)),
+    )
+
+
+@scenario()
+def lambda_callback(setting: Setting) -> dict[str, Any]:
+    seen: list[Any] = []
+    hook = callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append((batch, float(logs["loss"]))))
+    return fitted(compiled(setting), callbacks=hook) | {"seen": seen}

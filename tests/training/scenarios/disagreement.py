@@ -1,0 +1,63 @@
+"""Ranks that differ in what must be equal: the same error on every rank, and the job can go on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from tests.training.scenarios.common import FEATURES, compiled, features, fitted, labels
+from tests.training.scenarios.registry import BACKENDS, Setting, scenario
+
+
+def _on_all(kind: str, text: str) -> dict[str, tuple[str, str]]:
+    return dict.fromkeys(BACKENDS, (kind, text))
+
+
+@scenario(error=_on_all("DisagreementError", "second/kernel"))
+def model_of_other_width_on_one_rank(setting: Setting) -> dict[str, Any]:
+    if setting.alone:
+        return {}
+    width = 5 if setting.rank == setting.world_size - 1 else 4
+
+    def build() -> Any:
+        return keras.Sequential(
+            [
+                keras.Input((FEATURES,)),
+                keras.layers.Dense(3, name="first"),
+                keras.layers.Dense(width, name="second"),
+                keras.layers.Dense(3, activation="softmax", name="third"),
+            ]
+        )
+
+    return fitted(compiled(setting, build))
+
+
+@scenario(error=_on_all("DisagreementError", "optimizer"))
+def other_optimizer_on_one_rank(setting: Setting) -> dict[str, Any]:
+    if setting.alone:
+        return {}
+    optimizer = keras.optimizers.Adam() if setting.rank else keras.optimizers.SGD(momentum=0.9)
+    return fitted(compiled(setting, optimizer=optimizer))
+
+
+@scenario(error=_on_all("DisagreementError", "different data"))
+def other_length_of_data_on_one_rank(setting: Setting) -> dict[str, Any]:
+    if setting.alone:
+        return {}
+    samples = 33 + setting.rank
+    return fitted(compiled(setting), features(samples), labels(samples))
+
+
+@scenario(error=_on_all("DisagreementError", "different data"))
+def other_batch_size_on_one_rank(setting: Setting) -> dict[str, Any]:
+    if setting.alone:
+        return {}
+    return fitted(compiled(setting), batch_size=16 + setting.rank)
+
+
+@scenario(plain=False)
+def other_initial_weights_are_the_chiefs(setting: Setting) -> dict[str, Any]:
+    keras.utils.set_random_seed(100 + setting.rank)
+    model = compiled(setting, optimizer=keras.optimizers.SGD(0.0))
+    return fitted(model)

@@ -1,0 +1,105 @@
+"""The arguments of `fit`, `evaluate` and `predict`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from tests.training.scenarios.common import (
+    compiled,
+    features,
+    fitted,
+    labels,
+    regressor,
+    weights,
+)
+from tests.training.scenarios.registry import Setting, scenario
+
+
+@scenario()
+def validation_data(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting, metrics=["accuracy"])
+    validation = (features(11, seed=1), labels(11, seed=1), weights(11))
+    return fitted(model, validation_data=validation, validation_batch_size=5)
+
+
+@scenario()
+def validation_split(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting, metrics=["accuracy"])
+    return fitted(model, validation_split=0.3, epochs=4, validation_freq=[2, 3], sample_weight=weights())
+
+
+@scenario()
+def validation_steps(setting: Setting) -> dict[str, Any]:
+    validation = (features(20, seed=1), labels(20, seed=1))
+    return fitted(compiled(setting), validation_data=validation, validation_steps=2, validation_batch_size=4)
+
+
+@scenario()
+def initial_epoch(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting)
+    history = model.fit(features(), labels(), batch_size=16, epochs=4, initial_epoch=2, shuffle=False, verbose=0)
+    return {"epochs": history.epoch, "history": history.history, "weights": model.get_weights()}
+
+
+@scenario()
+def steps_per_epoch_of_arrays(setting: Setting) -> dict[str, Any]:
+    """Two of three batches an epoch: the second epoch goes on where the first stopped."""
+    return fitted(compiled(setting), steps_per_epoch=2, epochs=3)
+
+
+@scenario()
+def evaluate_and_predict_steps(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting)
+    return {
+        "evaluate": model.evaluate(features(), labels(), batch_size=8, steps=2, verbose=0, return_dict=True),
+        "list": model.evaluate(features(), labels(), batch_size=8, verbose=0),
+        "predict": model.predict(features(), batch_size=8, steps=2, verbose=0),
+    }
+
+
+@scenario(plain=False, sizes_agree=True)
+def shuffled_arrays(setting: Setting) -> dict[str, Any]:
+    """Keras's backends shuffle each in their own way; here the order depends on the seed alone, not on the number of
+    replicas."""
+    return fitted(compiled(setting, metrics=["accuracy"]), shuffle=True, epochs=3)
+
+
+@scenario(plain=False, sizes_agree=True)
+def shuffled_within_batches(setting: Setting) -> dict[str, Any]:
+    return fitted(compiled(setting), shuffle="batch")
+
+
+@scenario()
+def batch_size_by_default(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting)
+    history = model.fit(features(), labels(), epochs=2, shuffle=False, verbose=0)
+    return {"history": history.history, "predict": model.predict(features(), verbose=0)}
+
+
+@scenario()
+def several_models_in_turn(setting: Setting) -> dict[str, Any]:
+    first, second = compiled(setting), compiled(setting, regressor, loss="mse")
+    found = []
+    for _ in range(2):
+        found.append(fitted(first))
+        found.append(fitted(second, y=features()[:, :1]))
+    return {"found": found}
+
+
+@scenario()
+def learning_rate_set_between_fits(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting)
+    fitted(model)
+    model.optimizer.learning_rate = 0.01
+    found = fitted(model)
+    return found | {"rate": float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))}
+
+
+@scenario()
+def weights_set_between_fits(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting)
+    fitted(model)
+    model.set_weights([0.5 * weight for weight in model.get_weights()])
+    return fitted(model)

@@ -1,0 +1,194 @@
+"""Every kind of input that `fit` takes; what it yields are global batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+from tests.training.scenarios.common import (
+    BATCH,
+    FEATURES,
+    SAMPLES,
+    compiled,
+    features,
+    labels,
+    weights,
+)
+from tests.training.scenarios.registry import Setting, scenario
+
+
+def _fit(model: Any, data: Any, **arguments: Any) -> dict[str, Any]:
+    history = model.fit(data, epochs=2, verbose=0, **{"shuffle": False, **arguments})
+    return {"history": history.history, "weights": model.get_weights()}
+
+
+def _generate(rounds: int = 1) -> Iterator[Any]:
+    x, y, weight = features(), labels(), weights()
+    for _ in range(rounds):
+        for start in range(0, SAMPLES, BATCH):
+            rows = slice(start, start + BATCH)
+            yield x[rows], y[rows], weight[rows]
+
+
+@scenario(needs=("tensorflow",))
+def tf_dataset(setting: Setting) -> dict[str, Any]:
+    import tensorflow as tf
+
+    data = tf.data.Dataset.from_tensor_slices((features(), labels())).batch(BATCH)
+    model = compiled(setting, metrics=["accuracy"])
+    found = _fit(model, data, validation_data=data)
+    return found | {
+        "evaluate": model.evaluate(data, verbose=0, return_dict=True),
+        "predict": model.predict(data, verbose=0),
+    }
+
+
+@scenario(needs=("tensorflow",))
+def tf_dataset_repeated_with_steps(setting: Setting) -> dict[str, Any]:
+    import tensorflow as tf
+
+    data = tf.data.Dataset.from_tensor_slices((features(), labels())).batch(BATCH).repeat()
+    return _fit(compiled(setting), data, steps_per_epoch=4, class_weight={0: 1.0, 1: 2.0, 2: 0.5})
+
+
+@scenario(needs=("tensorflow",))
+def tf_dataset_shuffled_by_seed(setting: Setting) -> dict[str, Any]:
+    import tensorflow as tf
+
+    data = tf.data.Dataset.from_tensor_slices((features(), labels())).shuffle(50, seed=4).batch(BATCH)
+    return _fit(compiled(setting), data)
+
+
+class Pages(keras.utils.PyDataset):
+    def __len__(self) -> int:
+        return -(-SAMPLES // BATCH)
+
+    def __getitem__(self, index: int) -> Any:
+        rows = slice(index * BATCH, (index + 1) * BATCH)
+        return features()[rows], labels()[rows]
+
+
+@scenario()
+def py_dataset(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting, metrics=["accuracy"])
+    found = _fit(model, Pages(workers=1), class_weight={0: 1.0, 1: 2.0, 2: 0.5})
+    return found | {
+        "evaluate": model.evaluate(Pages(workers=1), verbose=0, return_dict=True),
+        "predict": model.predict(Pages(workers=1), verbose=0),
+    }
+
+
+@scenario(needs=("torch",))
+def data_loader(setting: Setting) -> dict[str, Any]:
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    samples = TensorDataset(torch.from_numpy(features()), torch.from_numpy(labels()))
+    model = compiled(setting, metrics=["accuracy"])
+    data = DataLoader(samples, batch_size=BATCH)
+    return _fit(model, data) | {"evaluate": model.evaluate(data, verbose=0, return_dict=True)}
+
+
+@scenario()
+def generator(setting: Setting) -> dict[str, Any]:
+    return _fit(compiled(setting, metrics=["accuracy"]), _generate(2), steps_per_epoch=3)
+
+
+@scenario()
+def generator_predicted(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting)
+    return {"predict": model.predict(((x,) for x, _, _ in _generate()), verbose=0)}
+
+
+@scenario(needs=("pandas",))
+def pandas_frame(setting: Setting) -> dict[str, Any]:
+    import pandas
+
+    frame = pandas.DataFrame(features(), columns=[f"c{i}" for i in range(FEATURES)])
+    model = compiled(setting)
+    history = model.fit(
+        frame,
+        pandas.Series(labels()),
+        sample_weight=pandas.Series(weights()),
+        batch_size=BATCH,
+        epochs=2,
+        shuffle=False,
+        verbose=0,
+    )
+    return {"history": history.history, "predict": model.predict(frame, batch_size=BATCH, verbose=0)}
+
+
+@scenario()
+def tensors_of_the_backend(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting)
+    x, y = keras.ops.convert_to_tensor(features()), keras.ops.convert_to_tensor(labels())
+    history = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
+    return {"history": history.history, "weights": model.get_weights()}
+
+
+@scenario()
+def fewer_samples_than_replicas(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting, metrics=["accuracy"])
+    x, y = features(1), labels(1)
+    history = model.fit(x, y, epochs=2, verbose=0, shuffle=False)
+    return {
+        "history": history.history,
+        "weights": model.get_weights(),
+        "predict": model.predict(x, verbose=0),
+        "evaluate": model.evaluate(x, y, verbose=0, return_dict=True),
+    }
+
+
+@scenario(plain=False)
+def pipelines_of_each_rank(setting: Setting) -> dict[str, Any]:
+    """`distribute_datasets_from_function`: rank 0 has one batch more than the others, and all go through."""
+    model = compiled(setting)
+    samples = 12 if setting.rank == 0 else 8
+    x, y = features(samples, seed=setting.rank), labels(samples, seed=setting.rank)
+
+    class Own(keras.utils.PyDataset):
+        def __len__(self) -> int:
+            return samples // 4
+
+        def __getitem__(self, index: int) -> Any:
+            return x[4 * index : 4 * index + 4], y[4 * index : 4 * index + 4]
+
+    if setting.alone:
+        return {}
+    data = setting.strategy.distribute_datasets_from_function(lambda context: Own())
+    found = _fit(model, data)
+    assert int(keras.ops.convert_to_numpy(model.optimizer.iterations.value)) == 6
+    return found
+
+
+@scenario()
+def pipelines_of_each_rank_merge_as_one_batch(setting: Setting) -> dict[str, Any]:
+    """The ranks' local batches of 5, 3 (and 4) samples are one global batch of 8 (12)."""
+    sizes = [5, 3, 4]
+    ends = np.cumsum([0, *sizes])
+    x, y = features(12), labels(12)
+    found: dict[str, Any] = {}
+    for world in (2, 3):
+        if not setting.alone and world != setting.world_size:
+            continue
+        model = compiled(setting, metrics=["accuracy"])
+        if setting.alone:
+            parts = [slice(0, ends[world])]
+        else:
+            parts = [slice(ends[setting.rank], ends[setting.rank + 1])]
+
+        class One(keras.utils.PyDataset):
+            def __len__(self) -> int:
+                return 1
+
+            def __getitem__(self, index: int, rows: slice = parts[0]) -> Any:
+                return x[rows], y[rows]
+
+        data: Any = One()
+        if not setting.alone:
+            data = setting.strategy.distribute_datasets_from_function(lambda context, d=data: d)
+        found[f"world_{world}"] = _fit(model, data)
+    return found

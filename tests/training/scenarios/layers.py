@@ -1,0 +1,193 @@
+"""Layers that have state, chance or losses of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+from keras import layers, ops
+
+from tests.training.scenarios.common import (
+    BATCH,
+    CLASSES,
+    FEATURES,
+    classifier,
+    compiled,
+    features,
+    fitted,
+    labels,
+    observed,
+)
+from tests.training.scenarios.registry import Setting, scenario
+
+
+@scenario()
+def add_loss_and_weight_regularizers(setting: Setting) -> dict[str, Any]:
+    class Sparse(layers.Layer):
+        def call(self, inputs: Any) -> Any:
+            self.add_loss(0.1 * ops.mean(ops.abs(inputs)))
+            return inputs
+
+    def build() -> Any:
+        return keras.Sequential(
+            [
+                keras.Input((FEATURES,)),
+                layers.Dense(8, activation="tanh", kernel_regularizer="l2", bias_regularizer="l1"),
+                Sparse(),
+                layers.Dense(CLASSES, activation="softmax", kernel_regularizer=keras.regularizers.L1L2(0.01, 0.02)),
+            ]
+        )
+
+    model = compiled(setting, build)
+    return fitted(model) | observed(model)
+
+
+@scenario()
+def activity_regularizer(setting: Setting) -> dict[str, Any]:
+    """Keras sums it over the batch."""
+    model = compiled(setting, lambda: classifier(activity_regularizer="l2"))
+    return fitted(model) | observed(model)
+
+
+@scenario(plain=False)
+def batch_normalisation_trains_and_ranks_agree(setting: Setting) -> dict[str, Any]:
+    """Each replica normalises by its own part of the batch, as `tf.distribute` does, so the numbers of one process
+    cannot come out; but the ranks' weights and moving statistics are the same, and it learns."""
+
+    def build() -> Any:
+        return keras.Sequential(
+            [
+                keras.Input((FEATURES,)),
+                layers.Dense(8),
+                layers.BatchNormalization(momentum=0.5),
+                layers.Activation("relu"),
+                layers.Dense(CLASSES, activation="softmax"),
+            ]
+        )
+
+    model = compiled(setting, build)
+    x = features(48)
+    y = np.argmax(x[:, :CLASSES], axis=1)
+    found = fitted(model, x, y, epochs=8) | observed(model, x, y)
+    losses = found["history"]["loss"]
+    assert losses[-1] < 0.7 * losses[0], losses
+    assert found["evaluate"]["loss"] < 0.9 * losses[0], found["evaluate"]
+    return found
+
+
+@scenario()
+def batch_normalisation_averages_its_statistics(setting: Setting) -> dict[str, Any]:
+    """With equal parts the moving mean over the ranks is that of the global batch."""
+
+    def build() -> Any:
+        return keras.Sequential(
+            [keras.Input((FEATURES,)), layers.BatchNormalization(momentum=0.5, center=False, scale=False)]
+        )
+
+    model = compiled(setting, build, loss="mse", optimizer="sgd")
+    x = features(12)
+    model.fit(x, x, batch_size=6, shuffle=False, verbose=0)
+    return {
+        "mean": model.layers[0].moving_mean.numpy()
+        if setting.backend == "tensorflow"
+        else np.asarray(keras.ops.convert_to_numpy(model.layers[0].moving_mean))
+    }
+
+
+@scenario()
+def batch_normalisation_in_inference_mode(setting: Setting) -> dict[str, Any]:
+    """Frozen statistics: exact again."""
+
+    def build() -> Any:
+        normalisation = layers.BatchNormalization()
+        normalisation.trainable = False
+        return keras.Sequential(
+            [keras.Input((FEATURES,)), layers.Dense(8), normalisation, layers.Dense(CLASSES, activation="softmax")]
+        )
+
+    return fitted(compiled(setting, build))
+
+
+@scenario(plain=False)
+def dropout_differs_between_ranks_on_the_same_start(setting: Setting) -> dict[str, Any]:
+    """A batch of equal samples through dropout alone: what each rank sees are its masks."""
+
+    def build() -> Any:
+        return keras.Sequential([keras.Input((64,)), layers.Dense(4), layers.Dropout(0.5, seed=3)])
+
+    model = compiled(setting, build, loss="mse")
+    start = model.get_weights()
+    x = np.ones((BATCH, 64), "float32")
+    found = fitted(model, x, np.zeros((BATCH, 4), "float32"))
+    own = np.asarray(ops.convert_to_numpy(model.layers[1](np.ones((4, 64), "float32"), training=True)))
+    masks = [np.frombuffer(mask, bool) for mask in setting.gather((own == 0).tobytes())]
+    for rank, mask in enumerate(masks):
+        assert 0.3 < mask.mean() < 0.7
+        assert all((mask != other).any() for other in masks[:rank]), "two ranks drop the same"
+    return {"start": start, **found}
+
+
+@scenario(plain=False)
+def noise_of_keras_random_differs_between_ranks(setting: Setting) -> dict[str, Any]:
+    def build() -> Any:
+        return keras.Sequential(
+            [keras.Input((FEATURES,)), layers.GaussianNoise(0.5), layers.Dense(CLASSES, activation="softmax")]
+        )
+
+    model = compiled(setting, build)
+    found = fitted(model, epochs=4)
+    assert found["history"]["loss"][-1] < found["history"]["loss"][0]
+    return found
+
+
+@scenario()
+def frozen_layers_then_recompiled(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting, optimizer=keras.optimizers.Adam(0.05))
+    model.layers[0].trainable = False
+    with setting.scope():
+        model.compile(keras.optimizers.Adam(0.05), "sparse_categorical_crossentropy", metrics=["accuracy"])
+    frozen = model.layers[0].get_weights()
+    first = fitted(model)
+    np.testing.assert_array_equal(frozen[0], model.layers[0].get_weights()[0])
+    model.layers[0].trainable = True
+    with setting.scope():
+        model.compile(keras.optimizers.Adam(0.05), "sparse_categorical_crossentropy", metrics=["accuracy"])
+    second = fitted(model)
+    assert (frozen[0] != model.layers[0].get_weights()[0]).any()
+    return {"first": first, "second": second, "labels": labels()}
+
+
+@scenario()
+def recurrent_layers_without_masks(setting: Setting) -> dict[str, Any]:
+    def build() -> Any:
+        return keras.Sequential(
+            [
+                keras.Input((5, 2)),
+                layers.GRU(4, return_sequences=True),
+                layers.LSTM(3),
+                layers.Dense(CLASSES, activation="softmax"),
+            ]
+        )
+
+    x = np.random.default_rng(8).normal(size=(33, 5, 2)).astype("float32")
+    return fitted(compiled(setting, build), x)
+
+
+@scenario()
+def state_of_a_layer_of_ones_own(setting: Setting) -> dict[str, Any]:
+    """A moving average that a layer keeps: of the samples' mean, so the mean over the ranks is the global one."""
+
+    class Follow(layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.centre = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False, name="centre")
+
+        def call(self, inputs: Any, training: bool = False) -> Any:
+            if training:
+                self.centre.assign(0.5 * self.centre + 0.5 * ops.mean(inputs, axis=0))
+            return inputs
+
+    def build() -> Any:
+        return keras.Sequential([keras.Input((FEATURES,)), Follow(), layers.Dense(CLASSES, activation="softmax")])
+
+    return fitted(compiled(setting, build))

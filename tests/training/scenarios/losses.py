@@ -1,0 +1,167 @@
+"""Losses whose denominator is not the number of samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+from keras import layers
+
+from tests.training.scenarios.common import (
+    CLASSES,
+    FEATURES,
+    compiled,
+    features,
+    fitted,
+    numbers,
+    observed,
+    regressor,
+    weights,
+)
+from tests.training.scenarios.registry import Setting, scenario
+
+
+@scenario()
+def loss_reduction_sum(setting: Setting) -> dict[str, Any]:
+    loss = keras.losses.MeanSquaredError(reduction="sum")
+    model = compiled(setting, regressor, loss=loss, optimizer=keras.optimizers.SGD(0.005))
+    return fitted(model, y=numbers(), sample_weight=weights()) | observed(model, y=numbers())
+
+
+@scenario()
+def loss_reduction_mean_with_sample_weight(setting: Setting) -> dict[str, Any]:
+    loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    model = compiled(setting, regressor, loss=loss, metrics=["mae"])
+    return fitted(model, y=numbers(), sample_weight=weights()) | observed(model, y=numbers(), sample_weight=weights())
+
+
+@scenario()
+def loss_reductions_of_several_outputs(setting: Setting) -> dict[str, Any]:
+    def build() -> Any:
+        inputs = keras.Input((FEATURES,))
+        hidden = layers.Dense(8, activation="tanh", kernel_regularizer="l2")(inputs)
+        return keras.Model(inputs, [layers.Dense(1, name=name)(hidden) for name in ("a", "b", "c")])
+
+    kinds = ("sum", "mean_with_sample_weight", "sum_over_batch_size")
+    model = compiled(
+        setting,
+        build,
+        loss=[keras.losses.MeanSquaredError(reduction=kind) for kind in kinds],
+        loss_weights=[0.02, 0.7, 1.0],
+        metrics=[["mae"], ["mae"], ["mae"]],
+    )
+    y = [numbers(seed=seed) for seed in range(3)]
+    weight = [weights(), weights()[::-1].copy(), weights()]
+    found = fitted(model, features(), y, sample_weight=weight)
+    return found | {
+        "evaluate": model.evaluate(features(), y, sample_weight=weight, batch_size=16, return_dict=True, verbose=0)
+    }
+
+
+def _sentences(samples: int = 33) -> Any:
+    """Token ids with zeros to be masked at the end: the first rows are short, the last ones long, so that the
+    ranks' parts hold very different numbers of tokens."""
+    tokens = np.random.default_rng(9).integers(1, 12, (samples, 6)).astype("int32")
+    for row in range(samples):
+        tokens[row, 1 + (row * 6) // samples :] = 0
+    return tokens
+
+
+@scenario()
+def masked_sequences_labelled_by_token(setting: Setting) -> dict[str, Any]:
+    """The mean over the tokens that are not masked, over all ranks."""
+
+    def build() -> Any:
+        return keras.Sequential(
+            [
+                keras.Input((6,), dtype="int32"),
+                layers.Embedding(12, 4, mask_zero=True),
+                layers.LSTM(5, return_sequences=True),
+                layers.Dense(CLASSES, activation="softmax"),
+            ]
+        )
+
+    model = compiled(setting, build, metrics=["accuracy"], weighted_metrics=["accuracy"])
+    tokens = _sentences()
+    targets = np.random.default_rng(10).integers(0, CLASSES, tokens.shape).astype("int32")
+    return fitted(model, tokens, targets) | observed(model, tokens, targets)
+
+
+@scenario()
+def masked_sequences_with_one_label(setting: Setting) -> dict[str, Any]:
+    """The mask ends in the recurrent layer; the loss is an ordinary mean."""
+
+    def build() -> Any:
+        return keras.Sequential(
+            [
+                keras.Input((6,), dtype="int32"),
+                layers.Embedding(12, 4, mask_zero=True),
+                layers.GRU(5),
+                layers.Dense(CLASSES, activation="softmax"),
+            ]
+        )
+
+    return fitted(compiled(setting, build), _sentences())
+
+
+@scenario()
+def masked_sequences_with_sample_weight(setting: Setting) -> dict[str, Any]:
+    def build() -> Any:
+        return keras.Sequential(
+            [keras.Input((5, 2)), layers.Masking(), layers.SimpleRNN(4, return_sequences=True), layers.Dense(1)]
+        )
+
+    x = np.random.default_rng(11).normal(size=(33, 5, 2)).astype("float32")
+    for row in range(33):
+        x[row, 1 + row % 5 :] = 0.0
+    y = np.random.default_rng(12).normal(size=(33, 5, 1)).astype("float32")
+    found = {}
+    for reduction in ("sum_over_batch_size", "mean_with_sample_weight"):
+        model = compiled(setting, build, loss=keras.losses.MeanSquaredError(reduction=reduction))
+        # Keras wants the weights in the mask's shape here.
+        found[reduction] = fitted(model, x, y, sample_weight=np.repeat(weights()[:, None], 5, axis=1))
+    return found
+
+
+@scenario()
+def a_rank_whose_samples_are_all_masked(setting: Setting) -> dict[str, Any]:
+    def build() -> Any:
+        return keras.Sequential([keras.Input((5, 2)), layers.Masking(), layers.Dense(1)])
+
+    x = np.random.default_rng(13).normal(size=(16, 5, 2)).astype("float32")
+    x[5:] = 0.0
+    y = np.random.default_rng(14).normal(size=(16, 5, 1)).astype("float32")
+    return fitted(compiled(setting, build, loss="mse"), x, y)
+
+
+@scenario()
+def ignored_class(setting: Setting) -> dict[str, Any]:
+    """The loss itself makes the mask."""
+
+    def build() -> Any:
+        return keras.Sequential([keras.Input((4, 2)), layers.Dense(CLASSES, activation="softmax")])
+
+    x = np.random.default_rng(15).normal(size=(33, 4, 2)).astype("float32")
+    y = np.random.default_rng(16).integers(0, CLASSES, (33, 4)).astype("int32")
+    y[:12] = np.where(np.arange(4) > 0, 1, y[:12])
+    loss = keras.losses.SparseCategoricalCrossentropy(ignore_class=1)
+    model = compiled(setting, build, loss=loss)
+    return fitted(model, x, y) | observed(model, x, y)
+
+
+@scenario(error=dict.fromkeys(("jax", "tensorflow", "torch"), ("UnsupportedError", "reduction")))
+def loss_without_reduction(setting: Setting) -> dict[str, Any]:
+    if setting.alone:
+        return {}
+    return fitted(compiled(setting, regressor, loss=keras.losses.MeanSquaredError(reduction="none")), y=numbers())
+
+
+@scenario()
+def crossentropy_from_logits_with_label_smoothing(setting: Setting) -> dict[str, Any]:
+    def build() -> Any:
+        return keras.Sequential([keras.Input((FEATURES,)), layers.Dense(CLASSES)])
+
+    y = np.eye(CLASSES, dtype="float32")[np.random.default_rng(17).integers(0, CLASSES, 33)]
+    loss = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.1)
+    return fitted(compiled(setting, build, loss=loss), y=y, sample_weight=weights())

@@ -1,0 +1,74 @@
+"""Optimizers and everything that they do beside the plain update, one scenario for each entry of the table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+from keras import optimizers
+
+from tests.training.scenarios.common import compiled, fitted, observed
+from tests.training.scenarios.registry import Setting, add, scenario
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "weight_decay": lambda: optimizers.AdamW(0.05, weight_decay=0.1),
+    "ema": lambda: optimizers.SGD(0.2, use_ema=True, ema_momentum=0.8),
+    "ema_overwritten": lambda: optimizers.SGD(0.2, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=2),
+    "clipnorm": lambda: optimizers.SGD(0.2, clipnorm=0.05),
+    "global_clipnorm": lambda: optimizers.SGD(0.2, global_clipnorm=0.05),
+    "clipvalue": lambda: optimizers.SGD(0.2, clipvalue=0.01),
+    "gradient_accumulation": lambda: optimizers.SGD(0.2, gradient_accumulation_steps=2),
+    "schedule": lambda: optimizers.SGD(optimizers.schedules.ExponentialDecay(0.3, 2, 0.5)),
+    "warmup": lambda: optimizers.Adam(optimizers.schedules.CosineDecay(0.0, 8, warmup_target=0.1, warmup_steps=3)),
+    "loss_scale": lambda: optimizers.LossScaleOptimizer(
+        optimizers.SGD(0.2), initial_scale=64.0, dynamic_growth_steps=2
+    ),
+    "rmsprop": lambda: optimizers.RMSprop(0.02, momentum=0.5, centered=True),
+    "nadam_amsgrad": lambda: optimizers.Adam(0.02, amsgrad=True),
+    "adagrad": lambda: optimizers.Adagrad(0.1),
+    "lion": lambda: optimizers.Lion(0.01),
+}
+
+
+def _scenario_of(make: Callable[[], Any]) -> Callable[[Setting], dict[str, Any]]:
+    def run(setting: Setting) -> dict[str, Any]:
+        model = compiled(setting, optimizer=make())
+        found = fitted(model)
+        found["optimizer"] = [keras.ops.convert_to_numpy(v.value) for v in model.optimizer.variables]
+        return found
+
+    return run
+
+
+for _name, _make in OPTIMIZERS.items():
+    add(f"optimizer_{_name}", _scenario_of(_make))
+
+
+@scenario()
+def optimizer_loss_scale_overflows(setting: Setting) -> dict[str, Any]:
+    """One sample is infinite: the step is left out on every rank, and the scale is halved there alike."""
+    from tests.training.scenarios.common import features
+
+    x = features()
+    x[1] = 3e38
+    make = optimizers.LossScaleOptimizer(optimizers.SGD(0.2), initial_scale=1024.0)
+    model = compiled(setting, _linear, optimizer=make, loss="mse")
+    model.fit(x, x[:, :1], batch_size=16, epochs=2, shuffle=False, verbose=0)
+    return {
+        "weights": model.get_weights(),
+        "scale": float(keras.ops.convert_to_numpy(model.optimizer.dynamic_scale.value)),
+        "iterations": int(keras.ops.convert_to_numpy(model.optimizer.iterations.value)),
+    }
+
+
+def _linear() -> Any:
+    from tests.training.scenarios.common import FEATURES
+
+    return keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(1)])
+
+
+@scenario()
+def optimizer_evaluated_after_ema(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting, optimizer=optimizers.Adam(0.05, use_ema=True, ema_momentum=0.5))
+    return fitted(model) | observed(model)

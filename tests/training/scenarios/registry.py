@@ -1,0 +1,96 @@
+"""The table of scenarios, and what each is given."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+BACKENDS = ("jax", "tensorflow", "torch")
+
+
+@dataclass
+class Setting:
+    """Where a scenario runs.
+
+    Attributes:
+        strategy: of the job; None in the plain Keras process that it is compared with.
+        folder: this process's own, empty.
+        shared: the folder that all ranks share, empty.
+        backend: Keras's.
+    """
+
+    strategy: Any
+    folder: Path
+    shared: Path
+    backend: str
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.strategy is None else self.strategy.rank
+
+    @property
+    def world_size(self) -> int:
+        return 1 if self.strategy is None else self.strategy.num_replicas_in_sync
+
+    @property
+    def alone(self) -> bool:
+        return self.strategy is None
+
+    def scope(self) -> Any:
+        return contextlib.nullcontext() if self.strategy is None else self.strategy.scope()
+
+    def gather(self, value: bytes) -> list[bytes]:
+        """Every rank's bytes; a meeting point as well."""
+        if self.strategy is None:
+            return [value]
+        return self.strategy._replica.communicator.all_gather_bytes(value)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One entry of the table.
+
+    Attributes:
+        function: takes a `Setting`, returns a dict of what is compared. Keys that begin with "own_" may differ between
+            ranks; what they must be is up to the scenario's own test.
+        tolerance: relative, and absolute for weights and outputs.
+        backends: where it runs.
+        needs: modules without which it is left out.
+        plain: whether plain Keras gives the values to compare with. Else only the ranks are compared with each other,
+            and job sizes if `sizes_agree`.
+        error: what every rank of a job must raise instead, by backend: the class's name and a part of the text.
+        slow: left out of CI.
+        worlds: the job sizes that it runs with.
+    """
+
+    name: str
+    function: Callable[[Setting], dict[str, Any]]
+    tolerance: float = 1e-4
+    backends: tuple[str, ...] = BACKENDS
+    needs: tuple[str, ...] = ()
+    plain: bool = True
+    sizes_agree: bool = False
+    error: dict[str, tuple[str, str]] | None = None
+    slow: bool = False
+    worlds: tuple[int, ...] = (2, 3)
+
+
+SCENARIOS: dict[str, Scenario] = {}
+
+
+def scenario(**options: Any) -> Callable[[Callable[[Setting], dict[str, Any]]], Callable[[Setting], dict[str, Any]]]:
+    """Put a function into the table, under its own name."""
+
+    def register(function: Callable[[Setting], dict[str, Any]]) -> Callable[[Setting], dict[str, Any]]:
+        add(function.__name__, function, **options)
+        return function
+
+    return register
+
+
+def add(name: str, function: Callable[[Setting], dict[str, Any]], **options: Any) -> None:
+    assert name not in SCENARIOS, f"two scenarios are called {name}"
+    SCENARIOS[name] = Scenario(name, function, **options)

@@ -1,0 +1,254 @@
+"""Overridden steps, and the ways to run one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+from keras import layers, ops
+
+from tests.training.scenarios.common import (
+    CLASSES,
+    FEATURES,
+    classifier,
+    compiled,
+    fitted,
+    labels,
+    numbers,
+    observed,
+    regressor,
+    weights,
+)
+from tests.training.scenarios.registry import Setting, scenario
+
+
+def _body(cls: type) -> Any:
+    inputs = keras.Input((FEATURES,))
+    hidden = layers.Dense(8, activation="tanh")(inputs)
+    return cls(inputs, layers.Dense(CLASSES, activation="softmax")(hidden))
+
+
+class JaxStep(keras.Model):
+    """As in the Keras guide "Customizing what happens in fit() with JAX"."""
+
+    def compute_loss_and_updates(  # type: ignore[no-untyped-def]
+        self, trainable_variables, non_trainable_variables, x, y, sample_weight, training=False
+    ):
+        y_pred, non_trainable_variables = self.stateless_call(
+            trainable_variables, non_trainable_variables, x, training=training
+        )
+        loss = self.compute_loss(x, y, y_pred, sample_weight)
+        return loss, (y_pred, non_trainable_variables)
+
+    def train_step(self, state: Any, data: Any) -> Any:
+        import jax
+
+        trainable, non_trainable, optimizer, metric_values = state
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        gradient_function = jax.value_and_grad(self.compute_loss_and_updates, has_aux=True)
+        (loss, (y_pred, non_trainable)), grads = gradient_function(
+            trainable, non_trainable, x, y, sample_weight, training=True
+        )
+        trainable, optimizer = self.optimizer.stateless_apply(optimizer, grads, trainable)
+        logs, new_values = {}, []
+        for metric in self.metrics:
+            values = metric_values[: len(metric.variables)]
+            metric_values = metric_values[len(metric.variables) :]
+            if metric.name == "loss":
+                values = metric.stateless_update_state(values, loss, sample_weight=ops.shape(x)[0])
+            else:
+                values = metric.stateless_update_state(values, y, y_pred, sample_weight=sample_weight)
+            logs[metric.name] = metric.stateless_result(values)
+            new_values += values
+        return logs, (trainable, non_trainable, optimizer, new_values)
+
+    def test_step(self, state: Any, data: Any) -> Any:
+        trainable, non_trainable, metric_values = state
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        y_pred, non_trainable = self.stateless_call(trainable, non_trainable, x, training=False)
+        loss = self.compute_loss(x, y, y_pred, sample_weight)
+        new_values = []
+        logs = {}
+        for metric in self.metrics:
+            values = metric_values[: len(metric.variables)]
+            metric_values = metric_values[len(metric.variables) :]
+            if metric.name == "loss":
+                values = metric.stateless_update_state(values, loss, sample_weight=ops.shape(x)[0])
+            else:
+                values = metric.stateless_update_state(values, y, y_pred)
+            logs[metric.name] = metric.stateless_result(values)
+            new_values += values
+        return logs, (trainable, non_trainable, new_values)
+
+
+class TensorFlowStep(keras.Model):
+    def train_step(self, data: Any) -> Any:
+        import tensorflow as tf
+
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.compute_loss(y=y, y_pred=y_pred, sample_weight=sample_weight)
+        gradients = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
+        return _updated(self, x, y, y_pred, loss, sample_weight)
+
+    def test_step(self, data: Any) -> Any:
+        return _tested(self, data)
+
+
+class TorchStep(keras.Model):
+    def train_step(self, data: Any) -> Any:
+        import torch
+
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        self.zero_grad()
+        y_pred = self(x, training=True)
+        loss = self.compute_loss(y=y, y_pred=y_pred, sample_weight=sample_weight)
+        loss.backward()
+        gradients = [weight.value.grad for weight in self.trainable_weights]
+        with torch.no_grad():
+            self.optimizer.apply(gradients, self.trainable_weights)
+        return _updated(self, x, y, y_pred, loss, sample_weight)
+
+    def test_step(self, data: Any) -> Any:
+        return _tested(self, data)
+
+
+def _updated(model: Any, x: Any, y: Any, y_pred: Any, loss: Any, sample_weight: Any) -> dict[str, Any]:
+    for metric in model.metrics:
+        if metric.name == "loss":
+            metric.update_state(loss, sample_weight=ops.shape(x)[0])
+        else:
+            metric.update_state(y, y_pred, sample_weight)
+    return {metric.name: metric.result() for metric in model.metrics}
+
+
+def _tested(model: Any, data: Any) -> dict[str, Any]:
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    y_pred = model(x, training=False)
+    loss = model.compute_loss(y=y, y_pred=y_pred, sample_weight=sample_weight)
+    return _updated(model, x, y, y_pred, loss, None)
+
+
+STEPS = {"jax": JaxStep, "tensorflow": TensorFlowStep, "torch": TorchStep}
+
+
+@scenario()
+def own_train_step_and_test_step(setting: Setting) -> dict[str, Any]:
+    model = compiled(
+        setting,
+        lambda: _body(STEPS[setting.backend]),
+        optimizer=keras.optimizers.Adam(0.02),
+        weighted_metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
+    )
+    return fitted(model, sample_weight=weights()) | observed(model)
+
+
+@scenario()
+def own_train_step_with_a_sum_loss(setting: Setting) -> dict[str, Any]:
+    model = compiled(
+        setting,
+        lambda: _body(STEPS[setting.backend]),
+        loss=keras.losses.SparseCategoricalCrossentropy(reduction="sum"),
+        optimizer=keras.optimizers.SGD(0.01),
+    )
+    return fitted(model)
+
+
+class OwnLoss(keras.Model):
+    def compute_loss(  # type: ignore[no-untyped-def]
+        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
+    ):
+        error = ops.mean(ops.square(y - y_pred))
+        return error + 0.01 * ops.mean(ops.abs(x)) + 0.05 * sum(ops.sum(ops.square(w)) for w in self.trainable_weights)
+
+
+@scenario()
+def own_compute_loss(setting: Setting) -> dict[str, Any]:
+    def build() -> Any:
+        inputs = keras.Input((FEATURES,))
+        return OwnLoss(inputs, layers.Dense(1)(inputs))
+
+    model = compiled(setting, build, loss=None, optimizer=keras.optimizers.SGD(0.05))
+    return fitted(model, y=numbers()) | observed(model, y=numbers())
+
+
+class OwnMetrics(keras.Model):
+    def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> dict[str, Any]:
+        results = super().compute_metrics(x, y, y_pred, sample_weight)
+        results["confidence"] = ops.mean(ops.max(y_pred, axis=-1))
+        return results  # type: ignore[no-any-return]
+
+
+@scenario()
+def own_compute_metrics(setting: Setting) -> dict[str, Any]:
+    """What it logs beside metrics is of the last batch, here of all its samples."""
+    model = compiled(setting, lambda: _body(OwnMetrics), metrics=["accuracy"])
+    return fitted(model) | observed(model)
+
+
+@scenario()
+def run_eagerly(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting, optimizer="adam", metrics=["accuracy"], run_eagerly=True)
+    return fitted(model) | observed(model)
+
+
+@scenario(backends=("jax", "tensorflow"))
+def jit_compiled(setting: Setting) -> dict[str, Any]:
+    """Convolutions, state and a sparse gradient under XLA."""
+    model = compiled(setting, optimizer="adam", metrics=["accuracy"], jit_compile=True)
+    return fitted(model) | observed(model)
+
+
+@scenario(backends=("torch",), slow=True)
+def jit_compiled_by_inductor(setting: Setting) -> dict[str, Any]:
+    return fitted(compiled(setting, optimizer="adam", jit_compile=True))
+
+
+@scenario()
+def not_jit_compiled(setting: Setting) -> dict[str, Any]:
+    return fitted(compiled(setting, jit_compile=False, metrics=["accuracy"]))
+
+
+@scenario(backends=("jax", "tensorflow"))
+def steps_per_execution(setting: Setting) -> dict[str, Any]:
+    """Five steps in groups of three; callbacks see two groups."""
+    seen: list[int] = []
+
+    class Watch(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            seen.append(batch)
+
+    model = compiled(setting, steps_per_execution=3, metrics=["accuracy"])
+    found = fitted(model, batch_size=7, callbacks=[Watch()])
+    return found | observed(model) | {"seen": seen}
+
+
+@scenario(error={"torch": ("ValueError", "steps_per_execution")}, backends=("torch",))
+def steps_per_execution_on_torch(setting: Setting) -> dict[str, Any]:
+    if setting.alone:
+        return {}
+    return fitted(compiled(setting, steps_per_execution=3))
+
+
+@scenario()
+def labels_as_they_are(setting: Setting) -> dict[str, Any]:
+    """Targets of int64 and features of float64 become what Keras makes of them."""
+    from tests.training.scenarios.common import features
+
+    return fitted(compiled(setting, classifier), features().astype("float64"), labels().astype("int64"))
+
+
+@scenario()
+def untrained_model_is_evaluated(setting: Setting) -> dict[str, Any]:
+    return observed(compiled(setting, regressor, loss="mse", metrics=["mae"]), y=numbers())
+
+
+@scenario()
+def predict_without_compile(setting: Setting) -> dict[str, Any]:
+    with setting.scope():
+        model = classifier()
+    from tests.training.scenarios.common import features
+
+    return {"predict": model.predict(features(), batch_size=16, verbose=0)}

@@ -1,0 +1,78 @@
+"""The program of one process: runs scenarios in turn and writes down what each found.
+
+    python -m tests.training.worker plain FOLDER SCENARIO...                        Keras alone
+    phalanx run --workers 2 -m tests.training.worker job FOLDER SCENARIO...         a rank
+
+A scenario that raises does not stop the others. What rank r found in scenario s is pickled to FOLDER/s.r.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+import phalanx
+from tests.training.scenarios import SCENARIOS, Scenario, Setting
+
+SEED = 1
+
+
+def main(kind: str, folder: Path, names: list[str]) -> None:
+    strategy = phalanx.MultiWorkerMirroredStrategy() if kind == "job" else None
+    for name in names:
+        found = _run(SCENARIOS[name], strategy, folder)
+        rank = 0 if strategy is None else strategy.rank
+        partial = folder / f"{name}.{rank}.partial"
+        partial.write_bytes(pickle.dumps(found))
+        partial.rename(folder / f"{name}.{rank}")
+        if strategy is not None and not _all_alike(strategy, name, found):
+            return
+
+
+def _run(scenario: Scenario, strategy: Any, folder: Path) -> dict[str, Any]:
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(SEED)
+    rank = 0 if strategy is None else strategy.rank
+    own, shared = folder / f"{scenario.name}.folder.{rank}", folder / f"{scenario.name}.shared"
+    own.mkdir()
+    shared.mkdir(exist_ok=True)
+    start = time.process_time()
+    found: dict[str, Any] = {}
+    try:
+        found["value"] = _plain_values(scenario.function(Setting(strategy, own, shared, keras.backend.backend())))
+    except Exception as error:
+        found["error"] = (type(error).__name__, str(error), traceback.format_exc())
+    found["cpu_seconds"] = time.process_time() - start
+    return found
+
+
+def _plain_values(value: Any) -> Any:
+    """Without anything of a backend's, so that whoever compares needs none."""
+    if isinstance(value, dict):
+        return {key: _plain_values(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain_values(item) for item in value]
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return value
+    array = np.asarray(keras.ops.convert_to_numpy(value))
+    return array.astype("float32") if array.dtype.name == "bfloat16" else array
+
+
+def _all_alike(strategy: Any, name: str, found: dict[str, Any]) -> bool:
+    """Whether all ranks raised, or none did: else they are out of step, and the job ends here."""
+    with contextlib.suppress(phalanx.PhalanxError):  # the communicator broke: the error is in the scenario's file
+        payload = f"{name} {'error' in found}".encode()
+        return len(set(strategy._replica.communicator.all_gather_bytes(payload))) == 1
+    return False
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])
