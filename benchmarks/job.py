@@ -169,13 +169,18 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
         process.wait()
 
 
+def exit_on_termination() -> None:
+    """Let SIGTERM unwind this process, so that it ends what it has started."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tool", choices=TOOLS)
     parser.add_argument("work", choices=(*WORKS, ALL_REDUCE))
     parser.add_argument("--windows", type=int, default=5, help="timed windows; 0 times the first step only")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that `run` ends what it started
+    exit_on_termination()
     try:
         print(json.dumps(run(TOOLS[args.tool], args.work, args.windows)))
     except JobError as error:

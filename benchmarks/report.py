@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.comparison import Comparison, Spread, Verdict
-from benchmarks.tools import ALL_REDUCE_SYSTEMS, TOOLS, Kind, Tool
+from benchmarks.tools import ALL_REDUCE_SYSTEMS, TOOLS, Kind, Share, Tool
 from benchmarks.work import WORKS
 
 Row = tuple[str, ...]
@@ -39,7 +39,8 @@ def markdown(comparison: Comparison, plot: str | None = None) -> str:
         f"# Benchmarks of {comparison.date}",
         "",
         f"{machine['processor']}, {machine['cores_used']} of {machine['cores']} cores, "
-        f"{machine['memory_gib']} GiB, {machine['system']}; load before the run {machine['load_before']}.",
+        f"{machine['memory_gib']} GiB, {machine['system']}; {machine['matmul_gflops_per_core']} GFlop/s of float32 "
+        f"matrix products per core; load before the run {machine['load_before']}.",
         ", ".join(f"{name} {version}" for name, version in comparison.versions.items()) + ".",
         "",
         "Milliseconds per step: the median over {rounds} rounds with the least and the greatest; each round's "
@@ -148,9 +149,19 @@ _SPEED_HEADER = ("ms per step", "least", "greatest", "samples/s")
 
 
 def _speed_rows(comparison: Comparison, work: str, bars: list[tuple[Tool, Spread]]) -> list[Row]:
+    gflops = comparison.machine["cores_used"] * comparison.machine["matmul_gflops_per_core"]
+    floor = (
+        "(its matrix products alone, at this machine's rate)",
+        Share.ALL.value,
+        f"{1e-6 * WORKS[work].flop / gflops:.2f}",
+        *("", "", ""),
+    )
     return [
-        (tool.title, tool.share.value, *_spread(spread), f"{comparison.samples_per_s(tool.name, work):,.0f}")
-        for tool, spread in bars
+        floor,
+        *(
+            (tool.title, tool.share.value, *_spread(spread), f"{comparison.samples_per_s(tool.name, work):,.0f}")
+            for tool, spread in bars
+        ),
     ]
 
 

@@ -149,6 +149,7 @@ def _arguments() -> argparse.Namespace:
 
 def main() -> None:
     args, console = _arguments(), Console()
+    job.exit_on_termination()
     if args.show is not None:
         comparison = Comparison.from_dict(json.loads(args.show.read_text()))
         report.print_report(comparison, console)

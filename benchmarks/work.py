@@ -36,6 +36,21 @@ class Work:
         """The shape of one sample, channels last."""
         return (784,) if self.model == "mlp" else (32, 32, 3)
 
+    @property
+    def flop(self) -> float:
+        """Floating point operations of one step's matrix products and convolutions.
+
+        Forward, gradient of the weights and gradient of the inputs cost the same; the first layer needs no gradient
+        of its inputs.
+        """
+        if self.model == "mlp":
+            forward = [2 * 784 * 256, 2 * 256 * 256, 2 * 256 * CLASSES]
+        else:
+            # Output height x width x channels, times kernel x input channels.
+            convolutions = [2 * 30**2 * 32 * 9 * 3, 2 * 13**2 * 64 * 9 * 32, 2 * 4**2 * 64 * 9 * 64]
+            forward = [*convolutions, 2 * 1024 * 64, 2 * 64 * CLASSES]
+        return self.batch * (3.0 * sum(forward) - forward[0])
+
     def data(self, steps: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Samples of shape (steps * batch, *shape), float32, and their labels, int32."""
         rng = np.random.default_rng(SEED)

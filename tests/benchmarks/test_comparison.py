@@ -20,6 +20,7 @@ def comparison(*measurements: Measurement) -> Comparison:
         "cores": 4,
         "memory_gib": 8,
         "system": "a system",
+        "matmul_gflops_per_core": 100,
         "load_before": 0.1,
     }
     return Comparison("2026-01-01", machine, {"keras": "3"}, {"rounds": 3, "windows": 3}, list(measurements))
