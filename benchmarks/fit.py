@@ -27,7 +27,8 @@ def main() -> None:
 
         strategy = getattr(phalanx, args.strategy)()
         scope, chief = strategy.scope(), not strategy.cluster_resolver.task_id
-    keras.utils.set_random_seed(0)
+    # Weights are not seeded: `keras.utils.set_random_seed` imports TensorFlow on every backend where it is installed,
+    # which takes seconds of the start, and no time here depends on the weights.
     with scope:
         model = args.work.compiled_keras_model(keras)
 

@@ -14,7 +14,9 @@ from benchmarks.work import WORKS
 
 Row = tuple[str, ...]
 
-# Validated for colour blindness and contrast on white: Phalanx, peers, one process.
+# The start depends on the packages, hardly on the work: one of them is shown.
+START_WORK = "mlp64"
+# Blue, orange and grey differ in lightness as well, for prints and colour-blind readers.
 COLOURS = {Kind.PHALANX: "#1f6feb", Kind.PEER: "#c2611f", Kind.SINGLE: "#8b949e"}
 KINDS = {Kind.PHALANX: "Phalanx", Kind.PEER: "peers", Kind.SINGLE: "one process, not distributed"}
 
@@ -43,7 +45,7 @@ def markdown(comparison: Comparison, plot: str | None = None) -> str:
         f"matrix products per core; load before the run {machine['load_before']}.",
         ", ".join(f"{name} {version}" for name, version in comparison.versions.items()) + ".",
         "",
-        "Milliseconds per step: the median over {rounds} rounds with the least and the greatest; each round's "
+        "Milliseconds per step: the median over {rounds} round(s) with the least and the greatest; each round's "
         "figure is the median of {windows} windows. In a round all tools take turns. Ratios are formed "
         "within a round.".format(**comparison.settings),
     ]
@@ -125,15 +127,14 @@ def _tables(comparison: Comparison) -> Iterator[tuple[str, Row, list[Row]]]:
         if bars:
             yield _work_title(work), ("tool", "cores", *_SPEED_HEADER), _speed_rows(comparison, work, bars)
     starts = [
-        (tool.title, _work_title(work), *_spread(spread))
-        for work in WORKS
+        (tool.title, tool.share.value, *_spread(spread))
         for tool in TOOLS.values()
-        if (spread := comparison.first_step_s(tool.name, work)) is not None and work == "mlp64"
+        if (spread := comparison.first_step_s(tool.name, START_WORK)) is not None
     ]
     if starts:
         yield (
-            "From the start of the job to the end of its first step, seconds",
-            ("tool", "work", "median", "least", "greatest"),
+            f"From the start of the job to the end of its first step ({START_WORK}), seconds",
+            ("tool", "cores", "median", "least", "greatest"),
             starts,
         )
     header, rows = _all_reduce_rows(comparison)
@@ -166,11 +167,10 @@ def _speed_rows(comparison: Comparison, work: str, bars: list[tuple[Tool, Spread
 
 
 def _verdict_row(verdict: Verdict) -> Row:
-    tool, against = _short_title(verdict.tool), _short_title(verdict.against)
     comparative = ">=" if verdict.unit == "x" else "<="
     return (
-        tool,
-        f"{against} ({verdict.note})" if verdict.note and against else against or verdict.note,
+        verdict.tool,
+        f"{verdict.against} ({verdict.note})" if verdict.note and verdict.against else verdict.against or verdict.note,
         verdict.work,
         *(f"{each} {verdict.unit}" for each in _spread(verdict.measured)),
         f"{comparative} {verdict.required:.3g} {verdict.unit}",
@@ -192,10 +192,6 @@ def _all_reduce_rows(comparison: Comparison) -> tuple[Row, list[Row]]:
 
 def _spread(spread: Spread) -> Row:
     return tuple(f"{each:.2f}" for each in (spread.median, spread.least, spread.greatest))
-
-
-def _short_title(tool: str) -> str:
-    return TOOLS[tool].title if tool in TOOLS else tool.replace("no-phalanx-", "no Phalanx, ")
 
 
 def _style(row: Row) -> str | None:

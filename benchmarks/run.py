@@ -33,6 +33,9 @@ RESULTS = Path(__file__).resolve().parent / "results"
 ROUNDS, WINDOWS = 5, 5
 QUICK_ROUNDS, QUICK_WINDOWS = 1, 3
 
+# The width of what is printed into a file or a pipe, where there is no terminal to ask.
+FILE_COLUMNS = 120
+
 # A tool that failed this often on a work is not tried again in later rounds.
 MAX_FAILURES = 2
 # Above the job's own limit: a prefix may have to wait for its turn.
@@ -149,6 +152,8 @@ def _arguments() -> argparse.Namespace:
 
 def main() -> None:
     args, console = _arguments(), Console()
+    if not console.is_terminal:
+        console.width = FILE_COLUMNS
     job.exit_on_termination()
     if args.show is not None:
         comparison = Comparison.from_dict(json.loads(args.show.read_text()))

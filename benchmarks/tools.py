@@ -125,7 +125,7 @@ TOOLS = {
         Tool("tf-distribute", "tf.distribute, RING, tf_keras fit", Kind.PEER, Share.OWN, _TF_DISTRIBUTE),
         Tool(
             "tf-distribute-20",
-            "the same, steps_per_execution=20",
+            "tf.distribute, steps_per_execution=20",
             Kind.PEER,
             Share.OWN,
             _TF_DISTRIBUTE,

@@ -12,7 +12,6 @@ def main() -> None:
     args, place = arguments(), Place.from_environment()
     stopwatch = Stopwatch(args.work, args.windows)
     with gloo(place):
-        torch.manual_seed(0)
         time_ddp(args.work.torch_model(), args.work, place, stopwatch, channels_first=True)
     if place.rank == 0:
         stopwatch.report(torch=torch.__version__)

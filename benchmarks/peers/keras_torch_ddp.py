@@ -19,7 +19,6 @@ def main() -> None:
     args, place = arguments(), Place.from_environment()
     stopwatch = Stopwatch(args.work, args.windows)
     with gloo(place):
-        keras.utils.set_random_seed(0)
         time_ddp(args.work.keras_model(keras), args.work, place, stopwatch, channels_first=False)
     if place.rank == 0:
         stopwatch.report(keras=keras.__version__)
