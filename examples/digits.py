@@ -63,7 +63,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=64, help="samples of a step, over all replicas")
-    parser.add_argument("--learning-rate", type=float, default=5e-3)
+    parser.add_argument("--learning-rate", type=float, default=1e-2)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("runs"), help="folder for the plot")
     parser.add_argument("--verbose", default="auto", help="as in model.fit: 0 shows no progress bar")
@@ -83,14 +83,15 @@ def load_data() -> list[np.ndarray]:
 
 
 def make_model() -> keras.Model:
+    # The averages of batch normalisation must settle within the few hundred steps there are, hence their momentum.
     return keras.Sequential(
         [
             keras.Input((8, 8, 1)),
             keras.layers.Conv2D(16, 3, use_bias=False),
-            keras.layers.BatchNormalization(),
+            keras.layers.BatchNormalization(momentum=0.9),
             keras.layers.ReLU(),
             keras.layers.Conv2D(32, 3, use_bias=False),
-            keras.layers.BatchNormalization(),
+            keras.layers.BatchNormalization(momentum=0.9),
             keras.layers.ReLU(),
             keras.layers.MaxPooling2D(),
             keras.layers.Flatten(),

@@ -1,0 +1,92 @@
+"""Runs programs as a reader would: from the repository's folder, with output to a fresh folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+BACKENDS = tuple(os.environ.get("BACKENDS", "jax tensorflow torch").split())
+JOB_BOUND_S = 300.0
+"""Against hanging only, on a machine with other work; the longest takes 15 s on two free cores."""
+
+Run = Callable[..., str]
+
+
+def environment(backend: str) -> dict[str, str]:
+    """What a reader's shell would have: nothing of a job that this test may be part of itself."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PHALANX_")}
+    inherited.pop("TF_CONFIG", None)
+    # The interpreter of the tests, for commands that say `python`.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{inherited.get('PATH', '')}"
+    return {
+        **inherited,
+        "PATH": path,
+        "KERAS_BACKEND": backend,
+        "PYTHONPATH": str(ROOT),
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "CUDA_VISIBLE_DEVICES": "",
+        "COLUMNS": "200",
+        # A rank that waits in vain is to say so long before the test's own bound.
+        "PHALANX_TIMEOUT": "60",
+        "PHALANX_RENDEZVOUS_TIMEOUT": "90",
+    }
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """`run("examples/digits.py", ..., workers=2, backend="jax")`: its output; it must end with exit code 0.
+
+    `workers=None` runs it as plain `python`. The program finds the examples, and writes where it likes.
+    """
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+
+    def run(
+        *arguments: object,
+        backend: str = BACKENDS[0],
+        workers: int | None = None,
+        more: Mapping[str, str] | None = None,
+    ) -> str:
+        phalanx = [] if workers is None else ["-m", "phalanx", "run", "--workers", str(workers)]
+        command = [sys.executable, *phalanx, *map(str, arguments)]
+        with subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env={**environment(backend), **(more or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        ) as process:
+            try:
+                output, _ = process.communicate(timeout=JOB_BOUND_S)
+            except subprocess.TimeoutExpired:
+                process.kill()  # the workers die with their launcher
+                pytest.fail(f"{command} did not end within {JOB_BOUND_S:g} s:\n{process.communicate()[0]}")
+        assert process.returncode == 0, f"{command} ended with {process.returncode}:\n{output}"
+        return output
+
+    return run
+
+
+def each_backend(*of: str) -> pytest.MarkDecorator:
+    """Run a test once for each of these backends (all, if none is named) that BACKENDS asks for."""
+    names = of or ("jax", "tensorflow", "torch")
+    asked = pytest.mark.skipif
+    return pytest.mark.parametrize(
+        "backend",
+        [
+            pytest.param(
+                name,
+                marks=[getattr(pytest.mark, name), asked(name not in BACKENDS, reason=f"BACKENDS leaves out {name}")],
+            )
+            for name in names
+        ],
+    )

@@ -1,0 +1,107 @@
+"""Every program of examples/, run small, with the result that it promises."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.examples.conftest import BACKENDS, Run, each_backend
+
+pytestmark = pytest.mark.timeout(700)
+
+PNG = b"\x89PNG\r\n\x1a\n"
+FIRST = BACKENDS[0]
+
+
+def percent(output: str, label: str) -> float:
+    """The number after a label, as in `test accuracy 98.61%`."""
+    return float(re.search(rf"{label}\s+([\d.]+)%", output)[1])
+
+
+def losses(output: str) -> list[float]:
+    """The loss of each epoch of a custom loop."""
+    return [float(text) for text in re.findall(r"epoch \d+: loss ([\d.]+)", output)]
+
+
+@each_backend()
+def test_digits_reach_97_percent_on_two_replicas(run: Run, tmp_path: Path, backend: str) -> None:
+    output = run("examples/digits.py", workers=2, backend=backend)
+    assert percent(output, "test accuracy") >= 97
+    assert "2 replica(s)" in output
+    assert float(re.search(r"speed\s+([\d,]+) samples/s", output)[1].replace(",", "")) > 0
+    assert (tmp_path / "runs/digits.png").read_bytes().startswith(PNG)
+    assert "[worker/1]" not in output, "only the chief prints"
+
+
+def test_digits_run_as_a_plain_program(run: Run, tmp_path: Path) -> None:
+    output = run("examples/digits.py", "--epochs", 1, "--verbose", 0, "--out", "elsewhere")
+    assert "1 replica(s)" in output
+    assert (tmp_path / "elsewhere/digits.png").read_bytes().startswith(PNG)
+
+
+def test_mnist_guide_resumes_after_its_last_checkpoint(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    offline = {
+        "HOME": str(tmp_path / "home"),
+        "KERAS_HOME": str(tmp_path / "home"),
+        "https_proxy": "http://127.0.0.1:9",
+    }
+    guide = ("examples/mnist_guide.py", "--samples", 1200, "--epochs")
+    first = run(*guide, 1, workers=2, more=offline)
+    assert "data: scikit-learn's digits" in first
+    assert "restoring" not in first
+    checkpoints = tmp_path / "runs/mnist_guide"
+    assert [path.name for path in checkpoints.iterdir()] == ["epoch-001.keras"]
+
+    second = run(*guide, 3, workers=2, more=offline)
+    assert "restoring runs/mnist_guide/epoch-001.keras" in second
+    assert "Epoch 1/3" not in second
+    assert "Epoch 2/3" in second
+    assert sorted(path.name for path in checkpoints.iterdir()) == [f"epoch-00{epoch}.keras" for epoch in (1, 2, 3)]
+    assert percent(second, "test accuracy") > max(80, percent(first, "test accuracy"))
+
+
+def test_mnist_guide_trains_on_mnist_where_there_is_one(run: Run, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        """
+import runpy, keras, numpy as np
+digits = np.arange(100, dtype=np.uint8) % 10
+images = np.random.default_rng(0).integers(0, 256, (100, 28, 28), np.uint8)
+keras.datasets.mnist.load_data = lambda: ((images, digits), (images, digits))
+runpy.run_path("examples/mnist_guide.py", run_name="__main__")
+"""
+    )
+    assert "data: MNIST" in run(program, "--epochs", 1)
+
+
+@each_backend()
+def test_custom_loops_learn_the_same_on_one_replica_and_on_two(run: Run, backend: str) -> None:
+    loop = (f"examples/custom_loop_{backend}.py", "--epochs", 5)
+    alone, together = run(*loop, backend=backend), run(*loop, workers=2, backend=backend)
+    assert losses(together) == pytest.approx(losses(alone), abs=2e-4)
+    assert len(losses(together)) == 5
+    assert percent(together, "test accuracy") > 90
+    assert "[worker/1]" not in together, "only the chief prints"
+
+
+@each_backend("torch")
+def test_custom_loop_with_an_optimizer_of_pytorch(run: Run, backend: str) -> None:
+    loop = ("examples/custom_loop_torch.py", "--epochs", 3)
+    ours = run(*loop, workers=2, backend=backend)
+    theirs = run(*loop, "--optimizer", "torch", workers=2, backend=backend)
+    assert losses(theirs) == pytest.approx(losses(ours), rel=0.01)
+
+
+def test_cifar_speed_prints_a_table_and_draws_a_plot(run: Run, tmp_path: Path) -> None:
+    output = run(
+        *("examples/cifar_speed.py", "--synthetic", "--samples", 512, "--epochs", 1, "--batch-size", 64),
+        *("--workers", 1, 2, "--backend", FIRST),
+    )
+    rows = re.findall(r"^ +(\d+) +([\d,]+) +([\d.]+)x +([\d.]+) +([\d.]+)%$", output, re.MULTILINE)
+    assert [row[0] for row in rows] == ["1", "2"]
+    one, two = (float(row[3]) for row in rows)
+    assert two == pytest.approx(one, rel=0.02), "the same model on the same batches"
+    assert (tmp_path / "runs/cifar_speed.png").read_bytes().startswith(PNG)

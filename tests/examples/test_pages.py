@@ -1,0 +1,144 @@
+"""The documentation says what is so: its programs run, its links lead somewhere, its commands work as written."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import signal
+import socket
+import subprocess
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.examples.conftest import BACKENDS, EXAMPLES, JOB_BOUND_S, ROOT, environment
+from tests.examples.pages import Program, pages, programs, shell_blocks
+
+pytestmark = pytest.mark.timeout(700)
+
+PAGES = pages()
+PROGRAMS = [program for page in PAGES for program in programs(page)]
+BY_HAND = EXAMPLES / "multi_worker_by_hand.md"
+
+RunPages = Callable[[str], Path]
+
+
+def backend_of(program: Program) -> str:
+    return program.backend or BACKENDS[0]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> RunPages:
+    """`ran(backend)`: the folder with what became of all selected programs for that backend; one job runs them."""
+    selected = [item.callspec.params["program"] for item in request.session.items if "program" in _parameters(item)]
+    folders: dict[str, Path] = {}
+
+    def ran(backend: str) -> Path:
+        if backend not in folders:
+            folder = folders[backend] = tmp_path_factory.mktemp(f"pages-{backend}")
+            names = [program.name for program in selected if backend_of(program) == backend]
+            for program in selected:
+                (folder / f"{program.name}.py").write_text(program.code)
+            command = ["phalanx", "run", "--workers", "2", "-m", "tests.examples.page_runner", str(folder), *names]
+            with subprocess.Popen(
+                ["python", "-m", *command],
+                cwd=ROOT,
+                env=environment(backend),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+            ) as process:
+                try:
+                    output, _ = process.communicate(timeout=JOB_BOUND_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()  # the workers die with their launcher
+                    output = process.communicate()[0] + "\nstopped by the test: it took too long"
+            (folder / "output").write_text(output)
+        return folders[backend]
+
+    return ran
+
+
+def _parameters(item: pytest.Item) -> dict[str, object]:
+    return getattr(getattr(item, "callspec", None), "params", {})
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+def test_a_page_runs_as_written_on_two_replicas(program: Program, ran: RunPages) -> None:
+    backend = backend_of(program)
+    if backend not in BACKENDS:
+        pytest.skip(f"BACKENDS leaves out {backend}")
+    if importlib.util.find_spec(backend) is None:
+        pytest.skip(f"{backend} is not installed")
+    folder = ran(backend)
+    for rank in range(2):
+        assert (folder / f"{program.name}.{rank}").exists(), (
+            f"rank {rank} did not finish {program.name}, or a page before it failed:\n{(folder / 'output').read_text()}"
+        )
+
+
+@pytest.mark.parametrize("page", [*PAGES, BY_HAND], ids=lambda page: page.stem)
+def test_links_lead_to_files(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+        if not link.startswith(("http:", "https:")):
+            assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+@pytest.mark.parametrize("machines", ["one machine", "two machines"])
+def test_two_workers_by_hand_as_written(machines: str, tmp_path: Path) -> None:
+    """The commands of each pair of terminals, with ports that are free and with addresses of this host."""
+    blocks = shell_blocks(BY_HAND)
+    assert len(blocks) == 4
+    terminals = blocks[:2] if machines == "one machine" else blocks[2:]
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    written = sorted(set(re.findall(r"[\d.]+:\d{4,5}", " ".join(terminals))))
+    # Free for now; nothing keeps them so, since the page's own command must open them.
+    addresses = dict(zip(written, free_addresses(len(written)), strict=True))
+    with ExitStack() as stack:
+        processes = []
+        for terminal in terminals:
+            for address, replacement in addresses.items():
+                terminal = terminal.replace(address, replacement)
+            terminal = terminal.replace("digits.py", "digits.py --epochs 2 --verbose 0")
+            process = subprocess.Popen(
+                ["bash", "-euc", terminal],
+                cwd=tmp_path,
+                env={**environment(BACKENDS[0]), "TF_CPP_MIN_LOG_LEVEL": "3"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+            stack.callback(end, process)
+            processes.append(process)
+        chief, other = (process.communicate(timeout=JOB_BOUND_S)[0] for process in processes)
+        assert [process.returncode for process in processes] == [0, 0], chief + other
+    assert "2 replica(s)" in chief
+    assert "test accuracy" in chief
+    assert "test accuracy" not in other, "only the chief prints"
+
+
+def free_addresses(count: int) -> list[str]:
+    with ExitStack() as stack:
+        servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [f"127.0.0.1:{server.getsockname()[1]}" for server in servers]
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """End what a terminal started, if it still runs."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def test_every_example_is_named_in_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for path in EXAMPLES.iterdir():
+        if path.suffix in (".py", ".md"):
+            assert path.name in readme, f"README.md does not name examples/{path.name}"
