@@ -45,12 +45,16 @@ class Engine(Protocol):
         """Call before the first step of an epoch or an evaluation."""
         ...
 
-    def train(self, data: Batch, share: float) -> Mapping[str, Any]:
-        """One training step on the global batch, of which `data` is this rank's part; returns the merged logs."""
+    def train(self, data: Batch, share: float) -> None:
+        """One training step on the global batch, of which `data` is this rank's part."""
         ...
 
-    def test(self, data: Batch, *, counted: bool) -> None:
-        """Add a local batch to this rank's own metric state, or, if not `counted`, only compute it (a stand-in)."""
+    def logs(self) -> Mapping[str, Any]:
+        """The merged logs of the last training step, formed only when they are wanted."""
+        ...
+
+    def test(self, data: Batch, share: float) -> None:
+        """Add a local batch to this rank's own metric state, or, if its share is 0, only compute it (a stand-in)."""
         ...
 
     def merged_metrics(self, share: float, *, final: bool) -> Mapping[str, Any]:

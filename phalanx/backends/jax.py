@@ -31,6 +31,7 @@ from keras.src.trainers.trainer import Trainer
 
 from phalanx.backends import model_state
 from phalanx.backends.engine import Batch, Merge
+from phalanx.backends.global_losses import ScaledLosses, check_losses, scales
 from phalanx.backends.layout import WEIGHT_OF_AGGREGATION, Layout, Weight
 from phalanx.errors import UnsupportedError
 
@@ -74,11 +75,12 @@ class JaxEngine:
         self._model = model
         self._merge = merge
         self._compiled = bool(model.jit_compile) and not model.run_eagerly
-        self._gradients = self._jit(self._trace_gradients)
-        self._test = self._jit(self._trace_test, donate=(2,))
+        self._gradients = _Step(self._trace_gradients, self._jit, merge)
+        self._test = _Step(self._trace_test, self._jit, merge, donate=(2,))
         self._predict = self._jit(model.predict_step)
         self._recipe: _Recipe | None = None
         self._update: Callable[..., Any] | None = None
+        self._logs: dict[str, Any] = {}
         self._test_logs: dict[str, Any] = {}
 
     @property
@@ -87,6 +89,7 @@ class JaxEngine:
 
     def build(self, data: Batch) -> None:
         self._model._symbolic_build(data_batch=data)
+        check_losses(self._model)
 
     def begin(self) -> None:
         # Keras's own convention: True says that the variables hold the newest values.
@@ -96,9 +99,9 @@ class JaxEngine:
         self._model.jax_state_sync()
         self._model._jax_state = None
 
-    def train(self, data: Batch, share: float) -> Mapping[str, Any]:
+    def train(self, data: Batch, share: float) -> None:
         trainable, non_trainable, optimizer, metrics = self._state(with_optimizer=True)
-        local = self._gradients(trainable, non_trainable, optimizer, metrics, data)
+        local = self._gradients(share, trainable, non_trainable, optimizer, metrics, data)
         if self._recipe is None:
             self._recipe = self._write_recipe(local)
         recipe = self._recipe
@@ -106,18 +109,19 @@ class JaxEngine:
         if self._update is None:
             silent = _silent_metrics(self._model, recipe.read(flats)[2])
             self._update = self._jit(self._trace_update(recipe, silent), donate=(0, 1, 2))
-        trainable, optimizer, metrics, state, logs = self._update(trainable, optimizer, metrics, flats)
+        trainable, optimizer, metrics, state, self._logs = self._update(trainable, optimizer, metrics, flats)
         for index, value in [*zip(recipe.state, state, strict=True), *local.private.items()]:
             non_trainable[index] = value
         self._keep(trainable, non_trainable, optimizer, metrics)
-        merged_logs: Mapping[str, Any] = logs
-        return merged_logs
 
-    def test(self, data: Batch, *, counted: bool) -> None:
+    def logs(self) -> Mapping[str, Any]:
+        return self._logs
+
+    def test(self, data: Batch, share: float) -> None:
         trainable, non_trainable, _, metrics = self._state(with_optimizer=False)
-        start = metrics if counted else [jnp.copy(value) for value in metrics]  # the function consumes its own
-        new_metrics, changed, self._test_logs = self._test(trainable, non_trainable, start, data)
-        if counted:
+        start = metrics if share else [jnp.copy(value) for value in metrics]  # the function consumes its own
+        new_metrics, changed, self._test_logs = self._test(share, trainable, non_trainable, start, data)
+        if share:
             metrics = new_metrics
             for index, value in changed.items():
                 non_trainable[index] = value
@@ -247,6 +251,71 @@ class JaxEngine:
             state["optimizer_variables"] = optimizer
         # Past Keras's attribute tracking, which would copy every list.
         vars(self._model).update(_jax_state=state, _jax_state_synced=False)
+
+
+class _DenominatorsNeeded(Exception):
+    """A step met a loss whose scale was not given."""
+
+
+class _Step:
+    """A compiled step whose losses are made global (`global_losses`).
+
+    A compiled function cannot wait for other processes, so where a loss needs it, the denominators come from a function
+    of their own, which runs before: the same step, of which XLA leaves only what the denominators need.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        jit: Callable[..., Callable[..., Any]],
+        merge: Merge,
+        donate: tuple[int, ...] = (),
+    ) -> None:
+        self._function = function
+        self._jit = jit
+        self._merge = merge
+        self._run = jit(self._trace, donate)
+        self._denominators: Callable[..., Any] | None = None
+
+    def __call__(self, share: float, *arguments: Any) -> Any:
+        if self._denominators is None:
+            try:
+                return self._run(*arguments, ())
+            except _DenominatorsNeeded:
+                self._denominators = self._jit(self._trace_denominators)
+        try:
+            denominators = self._denominators(*arguments)
+        except jax.errors.UnexpectedTracerError as error:
+            raise UnsupportedError(
+                "A loss's mask or sample weights are computed inside a transformation of JAX (scan, remat, ...) or "
+                "from weights of the model; what the loss divides by cannot be known over all replicas before the "
+                "step. Reduce the loss with reduction='sum' and divide by a constant instead."
+            ) from error
+        own = [None if denominator is None else np.asarray(denominator) for denominator in denominators]
+        return self._run(*arguments, scales(own, self._merge, share))
+
+    def _trace(self, *arguments: Any) -> Any:
+        *arguments_of_step, given = arguments
+        left = iter(given)
+
+        def scale_of(denominator: Any) -> Any:
+            if not len(given):
+                raise _DenominatorsNeeded
+            return next(left)
+
+        with ScaledLosses(scale_of):
+            return self._function(*arguments_of_step)
+
+    def _trace_denominators(self, *arguments: Any) -> list[Any]:
+        found: list[Any] = []
+
+        def note(denominator: Any) -> float:
+            found.append(denominator)
+            return 1.0
+
+        with ScaledLosses(note):
+            self._function(*arguments)
+        return found
 
 
 @contextmanager

@@ -48,6 +48,18 @@ def logs_differ_from_metrics(model: Any, trainer: type, step: str) -> bool:
     return overrides(model, trainer, step) or overrides(model, Trainer, "compute_metrics")
 
 
+def update_metrics(model: Any, x: Any, y: Any, y_pred: Any, sample_weight: Any) -> dict[str, Any]:
+    """Add a batch to the metrics; returns what the model itself logs about it.
+
+    Keras's own `compute_metrics` also forms the results, which only the merged state will have.
+    """
+    if overrides(model, Trainer, "compute_metrics"):
+        return dict(model.compute_metrics(x, y, y_pred, sample_weight))
+    if model._compile_metrics is not None:
+        model._compile_metrics.update_state(y, y_pred, sample_weight)
+    return {}
+
+
 def silent_metrics(model: Any, merged: Sequence[Any]) -> frozenset[str]:
     """The metrics that a step left alone: a log of the same name is not theirs."""
     touched = {id(v) for v, value in zip(model.metrics_variables, merged, strict=True) if np.any(value)}

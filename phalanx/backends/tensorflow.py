@@ -11,6 +11,7 @@ A model that overrides `train_step` calls the optimizer itself; there the gradie
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,10 +23,18 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
 from phalanx.backends import model_state
 from phalanx.backends.engine import Batch, Merge
+from phalanx.backends.global_losses import ScaledLosses, check_losses, scales
 from phalanx.backends.layout import Layout, Weight
 from phalanx.backends.tensors import HostFunction
 
 Array = np.ndarray[Any, Any]
+
+
+logger = logging.getLogger(__name__)
+
+
+class _HostCallNeeded(Exception):
+    """A loss asks the other ranks in the middle of a function that XLA compiles, which cannot call the host."""
 
 
 class TensorFlowEngine:
@@ -37,12 +46,19 @@ class TensorFlowEngine:
         self._share = 1.0
         self._failure: BaseException | None = None
         self._silent: frozenset[str] | None = None
+        self._averages: dict[str, Any] = {}
+        self._results: dict[str, Any] = {}
         self._test_logs: dict[str, Any] = {}
-        own = not model_state.overrides(model, TensorFlowTrainer, "train_step")
-        self._train = self._function(self._train_own if own else self._train_overridden)
-        self._compiled_part = self._function(self._gradients, jit_compile=model.jit_compile)
-        self._test = self._function(model.test_step, jit_compile=model.jit_compile)
+        self._losses = ScaledLosses(self._scale_of)
         self._predict = self._function(model.predict_step, jit_compile=model.jit_compile)
+        self._make_functions(xla=bool(model.jit_compile) and not model.run_eagerly)
+
+    def _make_functions(self, *, xla: bool) -> None:
+        self._xla = xla
+        own = not model_state.overrides(self._model, TensorFlowTrainer, "train_step")
+        self._train = self._function(self._train_own if own else self._train_overridden)
+        self._compiled_part = self._function(self._gradients, jit_compile=xla)
+        self._test = self._function(self._model.test_step, jit_compile=xla)
 
     @property
     def builds_from_a_batch(self) -> bool:
@@ -50,9 +66,11 @@ class TensorFlowEngine:
 
     def build(self, data: Batch) -> None:
         self._model._symbolic_build(data_batch=data)
+        check_losses(self._model)
         self._state = model_state.layer_state(self._model)
         self._metrics = list(self._model.metrics_variables)
         self._weights = model_state.metric_weights(self._model)
+        self._step_means = list(self._model._compile_loss.metrics) if self._model._compile_loss else []
 
     def begin(self) -> None:
         pass
@@ -60,16 +78,27 @@ class TensorFlowEngine:
     def end(self) -> None:
         pass
 
-    def train(self, data: Batch, share: float) -> Mapping[str, Any]:
+    def train(self, data: Batch, share: float) -> None:
+        self._averages, self._results = self._run("_train", data, share)
+
+    def logs(self) -> Mapping[str, Any]:
+        silent = self._silent or frozenset()
+        return model_state.choose_logs(self._averages, lambda: self._results, silent)
+
+    def _run(self, function: str, data: Batch, share: float) -> Any:
         self._share = share
         try:
-            averages, results = self._train(_tensors(data))
+            with self._losses:
+                return getattr(self, function)(_tensors(data))
+        except _HostCallNeeded:
+            logger.info("XLA is off for %r: its loss is merged over the replicas.", self._model.name)
+            self._make_functions(xla=False)
+            return self._run(function, data, share)
         except tf.errors.OpError:
             if self._failure is not None:  # the merge's own error, not TensorFlow's wrapping of it
                 failure, self._failure = self._failure, None
                 raise failure from None
             raise
-        return model_state.choose_logs(averages, lambda: results, self._silent or frozenset())
 
     # Parts of a step, traced into one function.
 
@@ -77,6 +106,7 @@ class TensorFlowEngine:
         model = self._model
         before = self._start_metrics()
         gradients, logs = self._compiled_part(data)
+        self._count_one_step()
         weights = model.trainable_weights
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
         merged, averages = self._merge_all([gradients[i] for i in present], logs, before)
@@ -98,14 +128,34 @@ class TensorFlowEngine:
         gradients = tape.gradient(scaled, model.trainable_weights)
         logs = model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
         differ = model_state.logs_differ_from_metrics(model, TensorFlowTrainer, "train_step")
-        return [_dense(gradient) for gradient in gradients], dict(logs) if differ else {}
+        return _dense(gradients, model.trainable_weights), dict(logs) if differ else {}
 
     def _train_overridden(self, data: Batch) -> tuple[dict[str, Any], dict[str, Any]]:
         before = self._start_metrics()
         with _merging_apply(self._model.optimizer, self._merge_gradients):
             logs = self._model.train_step(data)
+        self._count_one_step()
         _, averages = self._merge_all([], dict(logs), before)
         return averages, dict(self._model.get_metrics_result())
+
+    def _scale_of(self, denominator: Any) -> Any:
+        """The scale of one loss, by a host call inside the graph."""
+        if self._xla:
+            raise _HostCallNeeded
+        is_sum = denominator is None
+
+        def scale(own: Any) -> np.float32:
+            try:
+                return np.float32(scales([None if is_sum else own], self._merge, self._share)[0])
+            except BaseException as error:
+                self._failure = error
+                raise
+
+        if not tf.inside_function():
+            return scale(None if is_sum else denominator.numpy())
+        value = tf.numpy_function(scale, [1.0 if is_sum else denominator], tf.float32)
+        value.set_shape([])
+        return value
 
     def _start_metrics(self) -> list[Any]:
         """Begin the step's increments at zero; returns what the metrics held before."""
@@ -115,10 +165,20 @@ class TensorFlowEngine:
                 variable.assign(tf.zeros_like(value))
         return before
 
-    def _merge_gradients(self, gradients: Sequence[Any]) -> list[Any]:
+    def _count_one_step(self) -> None:
+        """Let the losses of the single outputs count this step once, over all ranks together.
+
+        Keras weighs them by the batch's size where that is static, which it seldom is on TensorFlow: there they are
+        means over steps. Here too: each rank's part of a step counts by its share (in the merge).
+        """
+        for mean in self._step_means:
+            mean.total.assign(tf.math.divide_no_nan(mean.total.value, mean.count.value))
+            mean.count.assign(tf.minimum(mean.count.value, 1.0))
+
+    def _merge_gradients(self, gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        merged = list(gradients)
-        tensors = [_dense(gradients[i]) for i in present]
+        merged = _dense(gradients, weights)
+        tensors = [merged[i] for i in present]
         for i, value in zip(present, self._host_merge(tensors, [Weight.SHARE] * len(present)), strict=True):
             merged[i] = value
         return merged
@@ -134,7 +194,14 @@ class TensorFlowEngine:
             *[tf.cast(value, tf.float32) for value in logs.values()],
         ]
         share = [Weight.SHARE] * (len(gradients) + len(self._state))
-        values = self._host_merge(tensors, [*share, *self._weights, *[Weight.SHARE] * len(logs)], metrics_at=len(share))
+        of_steps = {id(variable) for mean in self._step_means for variable in mean.variables}
+        metric_weights = [
+            Weight.SHARE if id(variable) in of_steps else weight
+            for variable, weight in zip(self._metrics, self._weights, strict=True)
+        ]
+        values = self._host_merge(
+            tensors, [*share, *metric_weights, *[Weight.SHARE] * len(logs)], metrics_at=len(share)
+        )
         ends = np.cumsum([len(gradients), len(self._state), len(self._metrics)])
         merged, state, metrics, averages = (values[a:b] for a, b in zip([0, *ends], [*ends, None], strict=True))
         for variable, value in zip(self._state, state, strict=True):
@@ -171,9 +238,14 @@ class TensorFlowEngine:
         dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors))
         return _cut(tensors, tf.numpy_function(merge, tensors, dtypes))
 
-    def test(self, data: Batch, *, counted: bool) -> None:
-        before = None if counted else [tf.identity(variable.value) for variable in self._metrics]
-        logs = self._test(_tensors(data))
+    def test(self, data: Batch, share: float) -> None:
+        before = None if share else [tf.identity(variable.value) for variable in self._metrics]
+        sums_before = [(tf.identity(mean.total.value), tf.identity(mean.count.value)) for mean in self._step_means]
+        logs = self._run("_test", data, share)
+        for mean, (total, count) in zip(self._step_means, sums_before, strict=True):  # as in `_count_one_step`
+            step = tf.math.divide_no_nan(mean.total.value - total, mean.count.value - count)
+            mean.total.assign(total + share * step)
+            mean.count.assign(count + share)
         if before is not None:
             for variable, value in zip(self._metrics, before, strict=True):
                 variable.assign(value)
@@ -210,12 +282,13 @@ class TensorFlowEngine:
 
 
 @contextmanager
-def _merging_apply(optimizer: Any, merge: Callable[[Sequence[Any]], list[Any]]) -> Iterator[None]:
+def _merging_apply(optimizer: Any, merge: Callable[[Sequence[Any], Sequence[Any]], list[Any]]) -> Iterator[None]:
     """Let `optimizer.apply` merge its gradients first; for train steps that call the optimizer themselves."""
     apply = optimizer.apply
 
     def merged_apply(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
-        return apply(merge(list(grads)), trainable_variables)
+        weights = optimizer._trainable_variables if trainable_variables is None else list(trainable_variables)
+        return apply(merge(list(grads), weights), trainable_variables)
 
     vars(optimizer)["apply"] = merged_apply
     try:
@@ -229,8 +302,13 @@ def _tensors(data: Batch) -> Batch:
     return converted
 
 
-def _dense(gradient: Any) -> Any:
-    return tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
+def _dense(gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
+    """The gradients as tensors of the weights' shapes, which TensorFlow does not always know (recurrent layers)."""
+    dense = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
+    for gradient, weight in zip(dense, weights, strict=True):
+        if gradient is not None:
+            gradient.set_shape(weight.shape)
+    return dense
 
 
 def _batch_size(x: Any) -> Any:
@@ -257,10 +335,7 @@ class TensorFlowTensors:
         return tf.convert_to_tensor(array)
 
     def call(self, function: HostFunction, tensors: Sequence[Any], *, keeps_shapes: bool) -> list[Any]:
-        tensors = [
-            _dense(tensor) if isinstance(tensor, tf.IndexedSlices) else tf.convert_to_tensor(tensor)
-            for tensor in tensors
-        ]
+        tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]  # of sparse gradients too
         if not tf.inside_function():
             return [tf.convert_to_tensor(array) for array in function([tensor.numpy() for tensor in tensors])]
         results = tf.numpy_function(

@@ -21,6 +21,7 @@ from keras.src.backend.torch.trainer import TorchTrainer
 
 from phalanx.backends import model_state
 from phalanx.backends.engine import Batch, Merge
+from phalanx.backends.global_losses import ScaledLosses, check_losses, scales
 from phalanx.backends.layout import Layout, Weight
 from phalanx.backends.tensors import HostFunction
 
@@ -37,7 +38,10 @@ class TorchEngine:
         self._backward = torch.compile(self._run_backward) if model.jit_compile else self._run_backward
         self._layouts: dict[str, Layout] = {}
         self._silent: frozenset[str] | None = None
+        self._averages: dict[str, Any] = {}
         self._test_logs: dict[str, Any] = {}
+        self._share = 1.0
+        self._losses = ScaledLosses(self._scale_of)
 
     @property
     def builds_from_a_batch(self) -> bool:
@@ -45,6 +49,7 @@ class TorchEngine:
 
     def build(self, data: Batch) -> None:
         self._model._symbolic_build(data_batch=data)
+        check_losses(self._model)
         self._state = model_state.layer_state(self._model)
         self._metrics = list(self._model.metrics_variables)
         self._weights = model_state.metric_weights(self._model)
@@ -55,7 +60,7 @@ class TorchEngine:
     def end(self) -> None:
         pass
 
-    def train(self, data: Batch, share: float) -> Mapping[str, Any]:
+    def train(self, data: Batch, share: float) -> None:
         state_before = [variable.value.clone() for variable in self._state]
         metrics_before = [variable.value.clone() for variable in self._metrics]
         with torch.no_grad():
@@ -64,7 +69,9 @@ class TorchEngine:
                     variable.value.zero_()
         try:
             run = self._train_own if self._own_train_step else self._train_overridden
-            return run(_to_device(data), share, metrics_before)
+            self._share = share
+            with self._losses:
+                run(_to_device(data), share, metrics_before)
         except BaseException:
             with torch.no_grad():
                 for variable, value in zip(self._state, state_before, strict=True):
@@ -73,7 +80,11 @@ class TorchEngine:
                     variable.value.copy_(value)
             raise
 
-    def _train_own(self, data: Batch, share: float, metrics_before: list[Any]) -> Mapping[str, Any]:
+    def logs(self) -> Mapping[str, Any]:
+        silent = self._silent or frozenset()
+        return model_state.choose_logs(self._averages, self._model.get_metrics_result, silent)
+
+    def _train_own(self, data: Batch, share: float, metrics_before: list[Any]) -> None:
         weights, logs = self._backward(data)
         gradients = [w.value.grad for w in weights]
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
@@ -82,29 +93,33 @@ class TorchEngine:
             gradients[i] = gradient
         with torch.no_grad():
             self._model.optimizer.apply(gradients, weights)
-        return self._logs
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _scale_of(self, denominator: Any) -> float:
+        own = None if denominator is None else _to_host(denominator)
+        return float(scales([own], self._merge, self._share)[0])
 
     def _run_backward(self, data: Batch) -> tuple[list[Any], dict[str, Any]]:
         # As TorchTrainer.train_step, up to the optimizer; with the metrics before it, so that they travel along.
         model = self._model
         x, y, sample_weight = data
         y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
-        model.zero_grad()
+        weights = list(model.trainable_weights)
+        for weight in weights:
+            weight.value.grad = None
         loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
         with torch.no_grad():
             model._loss_tracker.update_state(loss.detach(), sample_weight=_batch_size(x))
-        if model.trainable_weights:
+        if weights:
             model.optimizer.scale_loss(loss).backward()
         with torch.no_grad():
-            logs = model.compute_metrics(x, y, tree.map_structure(torch.Tensor.detach, y_pred), sample_weight)
-        differ = model_state.logs_differ_from_metrics(model, TorchTrainer, "train_step")
-        return list(model.trainable_weights), dict(logs) if differ else {}
+            logs = model_state.update_metrics(model, x, y, y_pred, sample_weight)
+        return weights, logs
 
-    def _train_overridden(self, data: Batch, share: float, metrics_before: list[Any]) -> Mapping[str, Any]:
+    def _train_overridden(self, data: Batch, share: float, metrics_before: list[Any]) -> None:
         with _merging_apply(self._model.optimizer, lambda gradients: self._merge_gradients(gradients, share)):
             logs = self._model.train_step(data)
         self._merge_all("rest", [], dict(logs), share, metrics_before)
-        return self._logs
 
     def _merge_gradients(self, gradients: Sequence[Any], share: float) -> list[Any]:
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
@@ -149,13 +164,10 @@ class TorchEngine:
         device = gradients[0].device if gradients else None
         return [_from_host(array, device) for array in merged]
 
-    @property
-    def _logs(self) -> dict[str, Any]:
-        return model_state.choose_logs(self._averages, self._model.get_metrics_result, self._silent or frozenset())
-
-    def test(self, data: Batch, *, counted: bool) -> None:
-        before = None if counted else [variable.value.clone() for variable in self._metrics]
-        with torch.no_grad():
+    def test(self, data: Batch, share: float) -> None:
+        before = None if share else [variable.value.clone() for variable in self._metrics]
+        self._share = share
+        with torch.no_grad(), self._losses:
             logs = self._model.test_step(_to_device(data))
             if before is not None:
                 for variable, value in zip(self._metrics, before, strict=True):

@@ -22,7 +22,6 @@ from keras.src.utils.python_utils import pythonify_logs
 
 from phalanx.backends import make_engine
 from phalanx.backends.engine import Engine
-from phalanx.errors import UnsupportedError
 from phalanx.inputs import ShardedInput, accepts_batch_size, shard_input
 from phalanx.inputs.keras_adapters import shuffled_orders
 from phalanx.launcher import progress
@@ -70,7 +69,6 @@ class ReplicaTrainer:
     ) -> Any:
         model, replica = self._model, self._replica
         model._assert_compile_called("fit")
-        _check_supported(model)
         epochs = _capped(epochs, keras.config.max_epochs(), "epochs")
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = array_slicing.train_validation_split(
@@ -97,9 +95,9 @@ class ReplicaTrainer:
         progress.report("initial values")
         state.synchronise(model, replica)
         self._synchronised = True
-        logs: Mapping[str, Any] = {}
         epoch_logs: dict[str, Any] = {}
         for epoch in range(initial_epoch, epochs):
+            trained = False
             model.reset_metrics()
             callbacks.on_epoch_begin(epoch)
             self._agree_on_learning_rate()
@@ -110,16 +108,17 @@ class ReplicaTrainer:
                         callbacks.on_train_batch_begin(first)
                     for step, batch in enumerate(batches, first):
                         progress.report("gradients", epoch=epoch, step=step)
-                        logs = engine.train(batch.data, batch.share)
+                        engine.train(batch.data, batch.share)
+                        trained = True
                         self._count(callbacks, batch)
                     if listened:
-                        callbacks.on_train_batch_end(last, logs)
+                        callbacks.on_train_batch_end(last, engine.logs())
                     if watched and replica.any(model.stop_training):
                         model.stop_training = True
                         break
             finally:
                 engine.end()
-            epoch_logs = pythonify_logs(logs)
+            epoch_logs = pythonify_logs(engine.logs()) if trained else {}
             if validation is not None and model._should_eval(epoch, validation_freq):
                 val_logs = self._evaluate(
                     validation, callbacks, watched=callback_lists.watches_batches(callbacks, "test")
@@ -146,7 +145,6 @@ class ReplicaTrainer:
         return_dict: bool = False,
     ) -> Any:
         self._model._assert_compile_called("evaluate")
-        _check_supported(self._model)
         source = self._shard(x, y, sample_weight, batch_size, steps)
         self._prepare(source)
         self._synchronise()
@@ -204,7 +202,6 @@ class ReplicaTrainer:
         return_dict: bool = False,
     ) -> Any:
         self._model._assert_compile_called("train_on_batch")
-        _check_supported(self._model)
         if class_weight is not None:
             if sample_weight is not None:
                 raise ValueError("Arguments `sample_weight` and `class_weight` cannot be specified at the same time.")
@@ -213,19 +210,18 @@ class ReplicaTrainer:
         self._model.reset_metrics()
         engine.begin()
         try:
-            logs = engine.train(batch.data, batch.share)
+            engine.train(batch.data, batch.share)
         finally:
             engine.end()
-        return self._batch_result(logs, return_dict)
+        return self._batch_result(engine.logs(), return_dict)
 
     def test_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False) -> Any:
         self._model._assert_compile_called("test_on_batch")
-        _check_supported(self._model)
         batch, engine = self._single(x, y, sample_weight)
         self._model.reset_metrics()
         engine.begin()
         try:
-            engine.test(batch.data, counted=batch.size > 0)
+            engine.test(batch.data, batch.share)
             logs = engine.merged_metrics(batch.share, final=True)
         finally:
             engine.end()
@@ -349,7 +345,7 @@ class ReplicaTrainer:
             for first, last, batches in self._executions(source, 0):
                 callbacks.on_test_batch_begin(first)
                 for batch in batches:
-                    engine.test(batch.data, counted=batch.size > 0)
+                    engine.test(batch.data, batch.share)
                     own += batch.size
                     everyone += batch.global_size
                     self._count(callbacks, batch)
@@ -421,11 +417,3 @@ def _capped(value: Any, cap: int | None, name: str) -> Any:
         warnings.warn(f"Limiting {name} to {cap}", stacklevel=3)
         return cap
     return value
-
-
-def _check_supported(model: Any) -> None:
-    """Refuse what would give wrong numbers."""
-    for loss in keras.tree.flatten(getattr(model._compile_loss, "_flat_losses", None) or []):
-        reduction = getattr(loss, "reduction", None)
-        if reduction in ("sum", "mean_with_sample_weight"):
-            raise UnsupportedError(f"the loss {loss.name!r} has reduction={reduction!r}")

@@ -1,0 +1,118 @@
+"""Losses whose denominator only all ranks together know.
+
+Most losses are a sum over samples divided by their number: the mean over the ranks, weighted by their shares of the
+global batch, is then the loss of the global batch. Three kinds are different: a plain sum, a mean that divides by the
+sum of the sample weights, and a mean over what a mask leaves. On each rank such a loss is multiplied by
+
+    a sum:   1 / share
+    a mean:  D_r / (D * share)       D_r: this rank's denominator, D: the sum of all ranks'
+
+so that the weighted mean over the ranks is the global loss again: the sum over r of
+share_r * (N_r / D_r) * (D_r / (D * share_r)) = N / D. As each loss is put right for itself, several outputs and
+regularizers may stand beside it, and gradients and logged values follow.
+
+Keras forms all these denominators in one function, `keras.src.losses.loss.reduce_weighted_values`; while a step runs
+(or is traced), ours stands in its place, also for losses that an overridden `compute_loss` or `train_step` calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from keras import ops
+from keras.src.losses import loss as keras_loss
+
+from phalanx.backends.engine import Array, Merge
+from phalanx.backends.layout import Layout, Weight
+from phalanx.errors import UnsupportedError
+
+Denominator = Any
+"""A scalar tensor; None for a loss that is a plain sum."""
+
+_DIVIDED = ("sum_over_batch_size", "mean")
+
+
+class ScaledLosses:
+    """A context that multiplies each loss of those three kinds by `scale_of(its denominator on this rank)`.
+
+    `scale_of` is called in the order of the losses; it may be entered again and again (not while it is entered).
+    """
+
+    def __init__(self, scale_of: Callable[[Denominator | None], Any]) -> None:
+        self._scale_of = scale_of
+        self._original: Callable[..., Any] | None = None
+        # One object for all steps: compilers guard on the identity of the functions that they see.
+        self._replacement = self._reduce
+
+    def __enter__(self) -> None:
+        self._original = keras_loss.reduce_weighted_values
+        keras_loss.reduce_weighted_values = self._replacement
+
+    def __exit__(self, *error: object) -> None:
+        keras_loss.reduce_weighted_values = self._original
+
+    def _reduce(
+        self,
+        values: Any,
+        sample_weight: Any = None,
+        mask: Any = None,
+        reduction: Any = "sum_over_batch_size",
+        dtype: Any = None,
+    ) -> Any:
+        assert self._original is not None
+        loss = self._original(values, sample_weight, mask, reduction, dtype)
+        if tuple(values.shape) == () or not _only_all_know(reduction, sample_weight, mask):
+            return loss
+        denominator = None if reduction == "sum" else _denominator(values, sample_weight, mask, reduction)
+        return loss * ops.cast(self._scale_of(denominator), loss.dtype)
+
+
+def scales(denominators: Sequence[Array | None], merge: Merge, share: float) -> Array:
+    """The factor of each loss on this rank, shape (losses,), float32; all ranks must call.
+
+    Args:
+        denominators: this rank's, scalars; None for a loss that is a sum.
+        share: this rank's of the global batch; with 0 its denominators do not count.
+    """
+    own = np.array([1.0 if d is None else d for d in denominators], np.float32)
+    everyone = own
+    if any(d is not None for d in denominators):
+        layout = Layout.of([own], [Weight.ONE])
+        everyone = np.array(layout.cut(merge(layout, [own], share))[0])
+    if not share:
+        return np.zeros_like(own)
+    is_sum = np.array([d is None for d in denominators])
+    part = np.divide(own, everyone, out=np.zeros_like(own), where=everyone != 0)
+    return np.where(is_sum, 1.0, part).astype(np.float32) / np.float32(share)
+
+
+def check_losses(model: Any) -> None:
+    """Raise UnsupportedError for a compiled loss that is no single number."""
+    for entry in getattr(model._compile_loss, "_flat_losses", None) or ():
+        if getattr(entry.loss, "reduction", "mean") in (None, "none"):
+            raise UnsupportedError(
+                f"The loss {entry.loss.name!r} has reduction={entry.loss.reduction!r}: it is one number for each "
+                f"sample, which cannot be merged over the replicas. Compile with reduction='sum_over_batch_size', "
+                f"'sum' or 'mean_with_sample_weight', or reduce it in `compute_loss`."
+            )
+
+
+def _only_all_know(reduction: Any, sample_weight: Any, mask: Any) -> bool:
+    if reduction == "mean_with_sample_weight":
+        return sample_weight is not None or mask is not None
+    return reduction == "sum" or (reduction in _DIVIDED and mask is not None)
+
+
+def _denominator(values: Any, sample_weight: Any, mask: Any, reduction: str) -> Any:
+    """What Keras divides by, as in `reduce_weighted_values`; in float32, because 16 bits do not count beyond 2048."""
+    if reduction in _DIVIDED:
+        return ops.sum(ops.cast(mask, "float32"))
+    values = ops.convert_to_tensor(values)
+    # A copy: Keras multiplies the weights by the mask in place.
+    weight = None if sample_weight is None else ops.copy(ops.convert_to_tensor(sample_weight))
+    mask = None if mask is None else ops.convert_to_tensor(mask)
+    weight = keras_loss.apply_mask(weight, mask, dtype=values.dtype, reduction=reduction)
+    _, weight = keras_loss.squeeze_or_expand_to_same_rank(values, weight)
+    return ops.sum(ops.cast(weight, "float32"))
