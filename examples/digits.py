@@ -47,10 +47,11 @@ def main() -> None:
         batch_size=options.batch_size,
         epochs=options.epochs,
         validation_data=(x_test, y_test),
+        validation_batch_size=len(x_test),  # one shape to compile
         callbacks=[epoch_times],
         verbose=options.verbose,
     ).history
-    _, accuracy = model.evaluate(x_test, y_test, batch_size=256, verbose=0)
+    _, accuracy = model.evaluate(x_test, y_test, batch_size=len(x_test), verbose=0)
 
     if strategy.is_chief:
         path = plot(history, options.out / "digits.png", strategy.num_replicas_in_sync)
