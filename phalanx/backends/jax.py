@@ -33,6 +33,7 @@ from phalanx.backends import model_state
 from phalanx.backends.engine import Batch, Merge
 from phalanx.backends.global_losses import ScaledLosses, check_losses, scales
 from phalanx.backends.layout import WEIGHT_OF_AGGREGATION, Layout, Weight
+from phalanx.backends.tensors import HostFunction
 from phalanx.errors import UnsupportedError
 
 Values = list[Any]
@@ -362,7 +363,7 @@ def _own_logs(model: Any, step: str, logs: Any) -> dict[str, Any]:
     own = getattr(type(model), step) is getattr(JAXTrainer, step)
     if own and type(model).compute_metrics is Trainer.compute_metrics:
         return {}
-    return {name: jnp.asarray(value, "float32") for name, value in logs.items()}
+    return {name: jnp.asarray(value, "float32") for name, value in model_state.flat_logs(logs).items()}
 
 
 def _silent_metrics(model: Any, merged: Values) -> frozenset[str]:
@@ -389,7 +390,12 @@ class JaxTensors:
         return jnp.array(array, copy=True)
 
     def call(
-        self, function: Callable[[list[Any]], list[Any]], tensors: Sequence[Any], *, keeps_shapes: bool
+        self,
+        function: HostFunction,
+        tensors: Sequence[Any],
+        *,
+        keeps_shapes: bool,
+        gradient: HostFunction | None = None,
     ) -> list[Any]:
         if any(isinstance(tensor, jax.core.Tracer) for tensor in tensors):
             raise UnsupportedError(

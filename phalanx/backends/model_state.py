@@ -54,10 +54,18 @@ def update_metrics(model: Any, x: Any, y: Any, y_pred: Any, sample_weight: Any) 
     Keras's own `compute_metrics` also forms the results, which only the merged state will have.
     """
     if overrides(model, Trainer, "compute_metrics"):
-        return dict(model.compute_metrics(x, y, y_pred, sample_weight))
+        return flat_logs(model.compute_metrics(x, y, y_pred, sample_weight))
     if model._compile_metrics is not None:
         model._compile_metrics.update_state(y, y_pred, sample_weight)
     return {}
+
+
+def flat_logs(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """Logs as Keras shows them: those of a nested dictionary stand beside the others."""
+    flat: dict[str, Any] = {}
+    for name, value in logs.items():
+        flat |= flat_logs(value) if isinstance(value, Mapping) else {name: value}
+    return flat
 
 
 def silent_metrics(model: Any, merged: Sequence[Any]) -> frozenset[str]:

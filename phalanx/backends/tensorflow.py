@@ -128,14 +128,14 @@ class TensorFlowEngine:
         gradients = tape.gradient(scaled, model.trainable_weights)
         logs = model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
         differ = model_state.logs_differ_from_metrics(model, TensorFlowTrainer, "train_step")
-        return _dense(gradients, model.trainable_weights), dict(logs) if differ else {}
+        return _dense(gradients, model.trainable_weights), model_state.flat_logs(logs) if differ else {}
 
     def _train_overridden(self, data: Batch) -> tuple[dict[str, Any], dict[str, Any]]:
         before = self._start_metrics()
         with _merging_apply(self._model.optimizer, self._merge_gradients):
             logs = self._model.train_step(data)
         self._count_one_step()
-        _, averages = self._merge_all([], dict(logs), before)
+        _, averages = self._merge_all([], model_state.flat_logs(logs), before)
         return averages, dict(self._model.get_metrics_result())
 
     def _scale_of(self, denominator: Any) -> Any:
@@ -250,7 +250,7 @@ class TensorFlowEngine:
             for variable, value in zip(self._metrics, before, strict=True):
                 variable.assign(value)
         differ = model_state.logs_differ_from_metrics(self._model, TensorFlowTrainer, "test_step")
-        self._test_logs = dict(logs) if differ else {}
+        self._test_logs = model_state.flat_logs(logs) if differ else {}
 
     def merged_metrics(self, share: float, *, final: bool) -> Mapping[str, Any]:
         logs = self._test_logs
@@ -334,14 +334,35 @@ class TensorFlowTensors:
     def from_host(self, array: Array) -> Any:
         return tf.convert_to_tensor(array)
 
-    def call(self, function: HostFunction, tensors: Sequence[Any], *, keeps_shapes: bool) -> list[Any]:
+    def call(
+        self,
+        function: HostFunction,
+        tensors: Sequence[Any],
+        *,
+        keeps_shapes: bool,
+        gradient: HostFunction | None = None,
+    ) -> list[Any]:
         tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]  # of sparse gradients too
-        if not tf.inside_function():
-            return [tf.convert_to_tensor(array) for array in function([tensor.numpy() for tensor in tensors])]
-        results = tf.numpy_function(
-            lambda *arrays: function(list(arrays)), tensors, [tensor.dtype for tensor in tensors]
-        )
-        for tensor, result in zip(tensors, results, strict=True):
-            if keeps_shapes:
-                result.set_shape(tensor.shape)
-        return list(results)
+        if gradient is None:
+            return _on_host(function, tensors, keeps_shapes)
+        floating = [i for i, tensor in enumerate(tensors) if tensor.dtype.is_floating]
+
+        def backward(*grads: Any) -> list[Any]:
+            flowing = iter(_on_host(gradient, [grads[i] for i in floating], True))
+            return [next(flowing) if i in floating else None for i in range(len(grads))]
+
+        def differentiable(*values: Any) -> Any:
+            return _on_host(function, values, keeps_shapes), backward
+
+        return list(tf.custom_gradient(differentiable)(*tensors))
+
+
+def _on_host(function: HostFunction, tensors: Sequence[Any], keeps_shapes: bool) -> list[Any]:
+    if not tf.inside_function():
+        return [tf.convert_to_tensor(array) for array in function([tensor.numpy() for tensor in tensors])]
+    dtypes = [tensor.dtype for tensor in tensors]
+    results = tf.numpy_function(lambda *arrays: function(list(arrays)), tensors, dtypes)
+    for tensor, result in zip(tensors, results, strict=True):
+        if keeps_shapes:
+            result.set_shape(tensor.shape)
+    return list(results)

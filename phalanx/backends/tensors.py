@@ -21,11 +21,20 @@ class Tensors(Protocol):
         """A tensor with its own copy of the values."""
         ...
 
-    def call(self, function: HostFunction, tensors: Sequence[Any], *, keeps_shapes: bool) -> list[Any]:
+    def call(
+        self,
+        function: HostFunction,
+        tensors: Sequence[Any],
+        *,
+        keeps_shapes: bool,
+        gradient: HostFunction | None = None,
+    ) -> list[Any]:
         """`function` of the tensors' values on the host, as tensors; inside a compiled function where that can be.
 
         Args:
             function: gets arrays, returns as many with the same dtypes.
             keeps_shapes: whether the results have the shapes of the arguments.
+            gradient: gets the gradients with respect to the results and returns those with respect to the tensors, for
+                backends that differentiate through host functions. None: there is none.
         """
         ...

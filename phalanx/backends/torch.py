@@ -119,7 +119,7 @@ class TorchEngine:
     def _train_overridden(self, data: Batch, share: float, metrics_before: list[Any]) -> None:
         with _merging_apply(self._model.optimizer, lambda gradients: self._merge_gradients(gradients, share)):
             logs = self._model.train_step(data)
-        self._merge_all("rest", [], dict(logs), share, metrics_before)
+        self._merge_all("rest", [], model_state.flat_logs(logs), share, metrics_before)
 
     def _merge_gradients(self, gradients: Sequence[Any], share: float) -> list[Any]:
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
@@ -173,7 +173,7 @@ class TorchEngine:
                 for variable, value in zip(self._metrics, before, strict=True):
                     variable.value.copy_(value)
         differ = model_state.logs_differ_from_metrics(self._model, TorchTrainer, "test_step")
-        self._test_logs = dict(logs) if differ else {}
+        self._test_logs = model_state.flat_logs(logs) if differ else {}
 
     def merged_metrics(self, share: float, *, final: bool) -> Mapping[str, Any]:
         logs = self._test_logs
@@ -255,9 +255,39 @@ class TorchTensors:
     def from_host(self, array: Array) -> Any:
         return _from_host(np.array(array, copy=True))
 
-    def call(self, function: HostFunction, tensors: Sequence[Any], *, keeps_shapes: bool) -> list[Any]:
+    def call(
+        self,
+        function: HostFunction,
+        tensors: Sequence[Any],
+        *,
+        keeps_shapes: bool,
+        gradient: HostFunction | None = None,
+    ) -> list[Any]:
         tensors = [
             tensor if isinstance(tensor, torch.Tensor) else torch.as_tensor(np.asarray(tensor)) for tensor in tensors
         ]
-        merged = function([_to_host(tensor) for tensor in tensors])
-        return [_from_host(np.array(array), tensor.device) for array, tensor in zip(merged, tensors, strict=True)]
+        if gradient is None:
+            return _on_host(function, tensors)
+        return list(_Differentiable.apply(function, gradient, *tensors))  # type: ignore[no-untyped-call]
+
+
+class _Differentiable(torch.autograd.Function):  # type: ignore[misc]
+    """A host function with its gradient."""
+
+    @staticmethod
+    def forward(context: Any, function: HostFunction, gradient: HostFunction, *tensors: Any) -> Any:
+        context.gradient = gradient
+        context.floating = [i for i, tensor in enumerate(tensors) if tensor.is_floating_point()]
+        results = _on_host(function, tensors)
+        context.mark_non_differentiable(*[result for result in results if not result.is_floating_point()])
+        return tuple(results)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> Any:
+        flowing = iter(_on_host(context.gradient, [gradients[i] for i in context.floating]))
+        return None, None, *[next(flowing) if i in context.floating else None for i in range(len(gradients))]
+
+
+def _on_host(function: HostFunction, tensors: Sequence[Any]) -> list[Any]:
+    results = function([_to_host(tensor) for tensor in tensors])
+    return [_from_host(np.array(array), tensor.device) for array, tensor in zip(results, tensors, strict=True)]

@@ -63,8 +63,8 @@ class Communicator(Protocol):
         Args:
             arrays: equal in number, shapes and dtypes on all ranks.
             scale: factor on this rank's floating arrays before they are merged, one for all or one for
-                each. It may differ between ranks. With scale 0 an array counts as zeros, NaN included,
-                and is not read. Only for SUM.
+                each. It may differ between ranks. With scale 0 an array of any dtype counts as zeros, NaN
+                included, and is not read. Only for SUM.
             out: contiguous arrays that receive the result; they must not overlap the inputs.
 
         Returns: the merged arrays: `out` if given, else fresh ones that the caller owns.

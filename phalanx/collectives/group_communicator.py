@@ -391,7 +391,9 @@ def _scales(arrays: Sequence[Array], op: ReduceOp, scale: float | Sequence[float
         raise ConfigurationError(f"scale has {len(scales)} factors for {len(arrays)} arrays.")
     if op is not ReduceOp.SUM and any(factor != 1.0 for factor in scales):
         raise ConfigurationError(f"scale needs op SUM, not {op.name}.")
-    return [factor if is_float(array.dtype) else 1.0 for factor, array in zip(scales, arrays, strict=True)]
+    return [
+        factor if factor == 0.0 or is_float(array.dtype) else 1.0 for factor, array in zip(scales, arrays, strict=True)
+    ]
 
 
 def _outputs(name: str, arrays: Sequence[Array], out: Sequence[Array] | None) -> list[Array]:

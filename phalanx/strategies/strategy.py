@@ -105,6 +105,9 @@ class Strategy:
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
         """The replicas' values merged into one, on every replica.
 
+        Elementwise sums and means can be differentiated on TensorFlow and PyTorch: what flows back into each replica is
+        the sum (mean) of what flows back on all. So every replica must differentiate where one does.
+
         Args:
             reduce_op: "SUM" or "MEAN" (also "MIN", "MAX", "PRODUCT"), or a `ReduceOp`, also `tf.distribute`'s.
             value: a tensor, or a structure of tensors of equal shapes on all replicas.
@@ -123,7 +126,9 @@ class Strategy:
             def merge(arrays: list[Array]) -> list[Array]:
                 return _reduce_along(self._replica, op, arrays, axis)
 
-        merged = self._tensors.call(merge, leaves, keeps_shapes=axis is None)
+        # The gradient of an all-reduce is itself that all-reduce.
+        linear = axis is None and op in (ReduceOp.SUM, ReduceOp.MEAN)
+        merged = self._tensors.call(merge, leaves, keeps_shapes=axis is None, gradient=merge if linear else None)
         return keras.tree.pack_sequence_as(value, merged)
 
     def gather(self, value: Any, axis: int) -> Any:

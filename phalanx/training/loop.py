@@ -15,6 +15,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from keras.src import backend as keras_backend
 from keras.src import tree
 from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 from keras.src.utils import io_utils
@@ -106,6 +107,10 @@ class ReplicaTrainer:
                 for first, last, batches in self._executions(source, epoch):
                     if listened:
                         callbacks.on_train_batch_begin(first)
+                    if watched:
+                        engine.end()
+                        self._agree_on_learning_rate()
+                        engine.begin()
                     for step, batch in enumerate(batches, first):
                         progress.report("gradients", epoch=epoch, step=step)
                         engine.train(batch.data, batch.share)
@@ -163,7 +168,7 @@ class ReplicaTrainer:
     ) -> Any:
         """The outputs for all samples, in their order, on every rank."""
         source = self._shard(x, None, None, batch_size, steps)
-        engine = self._prepare(source)
+        engine = self._prepare_to_predict(source)
         self._synchronise()
         model = self._model
         callbacks = self._callbacks(callbacks, verbose, 1, source.num_batches)
@@ -228,7 +233,7 @@ class ReplicaTrainer:
         return self._batch_result(logs, return_dict)
 
     def predict_on_batch(self, x: Any) -> Any:
-        batch, engine = self._single(x, None, None)
+        batch, engine = self._single(x, None, None, predicts=True)
         engine.begin()
         try:
             outputs = _rows(engine.predict(batch.data), batch.size)
@@ -292,6 +297,15 @@ class ReplicaTrainer:
         self._engine.build(source.peek(restart=self._peeked).data)
         return self._engine
 
+    def _prepare_to_predict(self, source: ShardedInput) -> Engine:
+        """The engine, with the layers' variables created: a model need not be compiled to predict."""
+        if self._engine is None:
+            self._engine = make_engine(self._model, StepMerge(self._replica))
+        compare_inputs(source, self._replica)
+        if not all(layer.built for layer in self._model._flatten_layers()):
+            keras_backend.compute_output_spec(self._model, _keras_tensors(source.peek().data[0]), training=False)
+        return self._engine
+
     def _announce(self, source: ShardedInput, verbose: Any) -> None:
         """The chief says once for each model how its training data are divided."""
         if self._replica.is_chief and not self._announced:
@@ -321,14 +335,14 @@ class ReplicaTrainer:
         """Batches grouped as `steps_per_execution` says: callbacks see only the first and the last of a group."""
         group: list[JointBatch] = []
         size = self._model.steps_per_execution
-        step = -1
+        first = 0
         for step, batch in enumerate(joint_batches(source, epoch, self._replica)):
             group.append(batch)
             if len(group) == size:
-                yield step + 1 - size, step, group
-                group = []
+                yield first, step, group
+                group, first = [], step + 1
         if group:
-            yield step + 1 - len(group), step, group
+            yield first, first + size - 1, group  # Keras, too, names the last step of a whole group
 
     def _evaluate(self, source: ShardedInput, callbacks: Any, *, watched: bool) -> dict[str, Any]:
         model, engine, replica = self._model, self._engine, self._replica
@@ -360,11 +374,11 @@ class ReplicaTrainer:
         callbacks.on_test_end(logs)
         return dict(logs)
 
-    def _single(self, x: Any, y: Any, sample_weight: Any) -> tuple[JointBatch, Engine]:
+    def _single(self, x: Any, y: Any, sample_weight: Any, *, predicts: bool = False) -> tuple[JointBatch, Engine]:
         """This rank's part of the one batch given."""
         size = len(next(leaf for leaf in tree.flatten(x) if leaf is not None))
         source = self._shard(x, y, sample_weight, size, None)
-        engine = self._prepare(source)
+        engine = self._prepare_to_predict(source) if predicts else self._prepare(source)
         self._synchronise()
         return next(joint_batches(source, 0, self._replica)), engine
 
@@ -398,6 +412,14 @@ class ReplicaTrainer:
         bar = getattr(callbacks, "_progbar", None)
         if isinstance(bar, callback_lists.ReplicaProgbar):
             bar.count(batch.global_size)
+
+
+def _keras_tensors(arrays: Any) -> Any:
+    """Symbolic tensors like these arrays."""
+    return tree.map_structure(
+        lambda a: None if a is None else keras_backend.KerasTensor(a.shape, keras_backend.standardize_dtype(a.dtype)),
+        arrays,
+    )
 
 
 def _rows(outputs: Any, size: int) -> Any:
