@@ -1,0 +1,34 @@
+"""What CI runs of the suite of training scenarios: on every backend, those that each stand for a kind of their own.
+
+All others are marked slow: starting a job and compiling its models takes seconds for each. `make test-slow` runs them.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+CI_SCENARIOS = frozenset(
+    """
+    sequential_adam functional_sgd_momentum_sample_weight subclassed_adam_class_weight several_inputs_and_outputs
+    batch_normalisation_trains_and_ranks_agree dropout_differs_between_ranks_on_the_same_start
+    loss_reduction_sum masked_sequences_labelled_by_token metrics_of_two_classes own_train_step_and_test_step
+    optimizer_global_clipnorm optimizer_gradient_accumulation optimizer_loss_scale steps_per_execution
+    early_stopping_restores_the_best one_rank_stops_all only_the_chief_writes backup_resumes_exactly
+    non_chiefs_print_nothing model_of_other_width_on_one_rank other_length_of_data_on_one_rank
+    other_initial_weights_are_the_chiefs learning_rate_set_at_batches_by_the_chief_alone
+    validation_split shuffled_arrays tf_dataset py_dataset data_loader generator fewer_samples_than_replicas
+    single_batches predict_without_compile
+    """.split()
+)
+CI_SCENARIOS_OF_THREE_RANKS = frozenset(
+    "sequential_adam functional_sgd_momentum_sample_weight subclassed_adam_class_weight fewer_samples_than_replicas".split()
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        if {"backend", "world_size", "scenario"} <= parameters.keys():
+            chosen = CI_SCENARIOS if parameters["world_size"] == 2 else CI_SCENARIOS_OF_THREE_RANKS
+            if parameters["scenario"] not in chosen:
+                item.add_marker(pytest.mark.slow)
