@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-CI_SCENARIOS = frozenset(
-    """
+CI_SCENARIOS = """
     sequential_adam functional_sgd_momentum_sample_weight subclassed_adam_class_weight several_inputs_and_outputs
     batch_normalisation_trains_and_ranks_agree dropout_differs_between_ranks_on_the_same_start
     loss_reduction_sum masked_sequences_labelled_by_token metrics_of_two_classes own_train_step_and_test_step
@@ -18,11 +17,10 @@ CI_SCENARIOS = frozenset(
     other_initial_weights_are_the_chiefs learning_rate_set_at_batches_by_the_chief_alone
     validation_split shuffled_arrays tf_dataset py_dataset data_loader generator fewer_samples_than_replicas
     single_batches predict_without_compile
-    """.split()
-)
-CI_SCENARIOS_OF_THREE_RANKS = frozenset(
-    "sequential_adam functional_sgd_momentum_sample_weight subclassed_adam_class_weight fewer_samples_than_replicas".split()
-)
+"""
+CI_SCENARIOS_OF_THREE_RANKS = """
+    sequential_adam functional_sgd_momentum_sample_weight subclassed_adam_class_weight fewer_samples_than_replicas
+"""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -30,5 +28,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         parameters = getattr(getattr(item, "callspec", None), "params", {})
         if {"backend", "world_size", "scenario"} <= parameters.keys():
             chosen = CI_SCENARIOS if parameters["world_size"] == 2 else CI_SCENARIOS_OF_THREE_RANKS
-            if parameters["scenario"] not in chosen:
+            if parameters["scenario"] not in chosen.split():
                 item.add_marker(pytest.mark.slow)
