@@ -1,6 +1,8 @@
-"""What CI runs of the suite of training scenarios: on every backend, those that each stand for a kind of their own.
+"""What CI runs of the two suites whose tests start jobs: training scenarios and examples.
 
-All others are marked slow: starting a job and compiling its models takes seconds for each. `make test-slow` runs them.
+Of the scenarios, on every backend, those that each stand for a kind of their own; of the examples and pages, the demo
+and the links. All others are marked slow: starting a job and compiling its models takes seconds for each.
+`make test-slow` runs them.
 """
 
 from __future__ import annotations
@@ -23,6 +25,13 @@ CI_SCENARIOS_OF_THREE_RANKS = """
 """
 
 
+CI_EXAMPLES = (
+    "test_digits_reach_97_percent_on_two_replicas[jax]",
+    "test_links_lead_to_files",
+    "test_every_example_is_named_in_the_readme",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         parameters = getattr(getattr(item, "callspec", None), "params", {})
@@ -30,3 +39,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             chosen = CI_SCENARIOS if parameters["world_size"] == 2 else CI_SCENARIOS_OF_THREE_RANKS
             if parameters["scenario"] not in chosen.split():
                 item.add_marker(pytest.mark.slow)
+        if "/examples/" in str(item.path) and not item.name.startswith(CI_EXAMPLES):
+            item.add_marker(pytest.mark.slow)
