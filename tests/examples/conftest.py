@@ -76,17 +76,15 @@ def run(tmp_path: Path) -> Run:
     return run
 
 
-def each_backend(*of: str) -> pytest.MarkDecorator:
+def each_backend(*of: str, slow_after_the_first: bool = False) -> pytest.MarkDecorator:
     """Run a test once for each of these backends (all, if none is named) that BACKENDS asks for."""
-    names = of or ("jax", "tensorflow", "torch")
-    asked = pytest.mark.skipif
-    return pytest.mark.parametrize(
-        "backend",
-        [
-            pytest.param(
-                name,
-                marks=[getattr(pytest.mark, name), asked(name not in BACKENDS, reason=f"BACKENDS leaves out {name}")],
-            )
-            for name in names
-        ],
-    )
+    parameters = []
+    for name in of or ("jax", "tensorflow", "torch"):
+        marks = [
+            getattr(pytest.mark, name),
+            pytest.mark.skipif(name not in BACKENDS, reason=f"BACKENDS leaves out {name}"),
+        ]
+        if slow_after_the_first and name != BACKENDS[0]:
+            marks.append(pytest.mark.slow)
+        parameters.append(pytest.param(name, marks=marks))
+    return pytest.mark.parametrize("backend", parameters)

@@ -25,7 +25,7 @@ def losses(output: str) -> list[float]:
     return [float(text) for text in re.findall(r"epoch \d+: loss ([\d.]+)", output)]
 
 
-@each_backend()
+@each_backend(slow_after_the_first=True)
 def test_digits_reach_97_percent_on_two_replicas(run: Run, tmp_path: Path, backend: str) -> None:
     output = run("examples/digits.py", workers=2, backend=backend)
     assert percent(output, "test accuracy") >= 97
