@@ -1,8 +1,8 @@
 """What CI runs of the two suites whose tests start jobs: training scenarios and examples.
 
 Of the scenarios, on every backend, those that each stand for a kind of their own; of the examples and pages, the demo
-and the links. All others are marked slow: starting a job and compiling its models takes seconds for each.
-`make test-slow` runs them.
+and the links; of the strategy interface everything, with two ranks. All others are marked slow: starting a job and
+compiling its models takes seconds for each. `make test-slow` runs them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         parameters = getattr(getattr(item, "callspec", None), "params", {})
         if {"backend", "world_size", "scenario"} <= parameters.keys():
             chosen = CI_SCENARIOS if parameters["world_size"] == 2 else CI_SCENARIOS_OF_THREE_RANKS
-            if parameters["scenario"] not in chosen.split():
+            of_interface = "/strategies/" in str(item.path) and parameters["world_size"] == 2
+            if parameters["scenario"] not in chosen.split() and not of_interface:
                 item.add_marker(pytest.mark.slow)
         if "/examples/" in str(item.path) and not item.name.startswith(CI_EXAMPLES):
             item.add_marker(pytest.mark.slow)

@@ -81,6 +81,7 @@ class JaxEngine:
         self._predict = self._jit(model.predict_step)
         self._recipe: _Recipe | None = None
         self._update: Callable[..., Any] | None = None
+        self._silent: frozenset[str] | None = None
         self._logs: dict[str, Any] = {}
         self._test_logs: dict[str, Any] = {}
 
@@ -107,9 +108,11 @@ class JaxEngine:
             self._recipe = self._write_recipe(local)
         recipe = self._recipe
         flats = self._merge(recipe.layout, [np.asarray(array) for array in local.merged()], share)
-        if self._update is None:
-            silent = _silent_metrics(self._model, recipe.read(flats)[2])
-            self._update = self._jit(self._trace_update(recipe, silent), donate=(0, 1, 2))
+        if self._update is None or (self._silent and recipe.logs):
+            before = self._silent
+            self._silent = model_state.still_silent(before, self._model, recipe.read(flats)[2])
+            if self._update is None or self._silent != before:
+                self._update = self._jit(self._trace_update(recipe, self._silent), donate=(0, 1, 2))
         trainable, optimizer, metrics, state, self._logs = self._update(trainable, optimizer, metrics, flats)
         for index, value in [*zip(recipe.state, state, strict=True), *local.private.items()]:
             non_trainable[index] = value
@@ -138,7 +141,7 @@ class JaxEngine:
         merged = [jnp.array(value) for value in values[: len(metrics)]]
         averages = dict(zip(logs, values[len(metrics) :], strict=True))
         self._keep(trainable, non_trainable, None, merged if final else metrics)
-        return _choose_logs(averages, self._metric_results(merged), _silent_metrics(self._model, merged))
+        return _choose_logs(averages, self._metric_results(merged), model_state.silent_metrics(self._model, merged))
 
     def predict(self, data: Batch) -> Any:
         trainable, non_trainable, _, metrics = self._state(with_optimizer=False)
@@ -366,12 +369,6 @@ def _own_logs(model: Any, step: str, logs: Any) -> dict[str, Any]:
     return {name: jnp.asarray(value, "float32") for name, value in model_state.flat_logs(logs).items()}
 
 
-def _silent_metrics(model: Any, merged: Values) -> frozenset[str]:
-    """The metrics that a step left alone: a log of the same name is not theirs."""
-    touched = {id(v) for v, value in zip(model.metrics_variables, merged, strict=True) if np.any(value)}
-    return frozenset(m.name for m in model.metrics if not any(id(v) in touched for v in m.variables))
-
-
 def _choose_logs(averages: dict[str, Any], results: dict[str, Any], silent: frozenset[str]) -> dict[str, Any]:
     """Metric results where there are any, else the mean of what the ranks logged."""
     if not averages:
@@ -384,7 +381,10 @@ def _choose_logs(averages: dict[str, Any], results: dict[str, Any], silent: froz
 class JaxTensors:
     """See `phalanx.backends.tensors.Tensors`."""
 
-    merges_in_apply = False
+    @property
+    def merges_in_apply(self) -> bool:
+        # `stateless_apply` runs inside compiled functions, which cannot wait for others: who calls it has merged.
+        return not keras_backend.in_stateless_scope()
 
     def from_host(self, array: Any) -> Any:
         return jnp.array(array, copy=True)

@@ -74,6 +74,14 @@ def silent_metrics(model: Any, merged: Sequence[Any]) -> frozenset[str]:
     return frozenset(m.name for m in model.metrics if not any(id(v) in touched for v in m.variables))
 
 
+def still_silent(before: frozenset[str] | None, model: Any, merged: Sequence[Any]) -> frozenset[str]:
+    """The metrics that every step until now left alone; `before` are those until the last one, None at the first."""
+    if before is not None and not before:
+        return before
+    now = silent_metrics(model, merged)
+    return now if before is None else before & now
+
+
 def choose_logs(
     averages: Mapping[str, Any], results: Callable[[], Mapping[str, Any]], silent: frozenset[str]
 ) -> dict[str, Any]:

@@ -224,9 +224,9 @@ class TensorFlowEngine:
                 if layout is None:
                     layout = Layout.of(arrays, weights)
                 flats = self._merge(layout, arrays, self._share)
-                if self._silent is None and metrics_at is not None:
+                if metrics_at is not None and (self._silent is None or self._silent):
                     counted = layout.cut(flats)[metrics_at : metrics_at + len(self._metrics)]
-                    self._silent = model_state.silent_metrics(self._model, counted)
+                    self._silent = model_state.still_silent(self._silent, self._model, counted)
                 return flats
             except BaseException as error:
                 self._failure = error

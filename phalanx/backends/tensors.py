@@ -14,8 +14,10 @@ HostFunction = Callable[[list[Array]], list[Array]]
 class Tensors(Protocol):
     """Converts between a backend's tensors and host arrays, and calls host functions from where tensors live."""
 
-    merges_in_apply: bool
-    """Whether `optimizer.apply` inside `strategy.run` can merge gradients (not where it is traced without effects)."""
+    @property
+    def merges_in_apply(self) -> bool:
+        """Whether an `optimizer.apply` that happens now, inside `strategy.run`, can merge its gradients first."""
+        ...
 
     def from_host(self, array: Array) -> Any:
         """A tensor with its own copy of the values."""

@@ -149,8 +149,7 @@ class TorchEngine:
         values = layout.cut(self._merge(layout, arrays, share))
         ends = np.cumsum([len(part) for part in parts])
         merged, state, metrics, averages = (values[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True))
-        if self._silent is None:
-            self._silent = model_state.silent_metrics(self._model, metrics)
+        self._silent = model_state.still_silent(self._silent, self._model, metrics)
         with torch.no_grad():
             for variable, value in zip(self._state, state, strict=True):
                 variable.value.copy_(_from_host(value))

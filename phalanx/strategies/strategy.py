@@ -94,9 +94,10 @@ class Strategy:
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Call `fn` on every replica with this replica's arguments; returns this replica's result.
 
-        On TensorFlow and PyTorch, Keras optimizers applied inside merge their gradients first: the sum over replicas,
-        as in `tf.distribute`, so the loss must be scaled by the global batch (see `compute_average_loss`). On JAX merge
-        them with `reduce`, between two jitted functions.
+        Keras optimizers applied inside (`apply`, `apply_gradients`) merge their gradients first: the sum over replicas,
+        as in `tf.distribute`, so the loss must be scaled by the global batch (see `compute_average_loss`). On JAX,
+        `stateless_apply` merges nothing, because it is made for compiled functions: merge the gradients with
+        `get_replica_context().all_reduce`, between two jitted functions.
         """
         hook.install(_current_replica, _merge_gradients)
         with context.running(self):

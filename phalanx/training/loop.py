@@ -84,6 +84,7 @@ class ReplicaTrainer:
             if validation_batch_size is None and accepts_batch_size(val_x):
                 validation_batch_size = batch_size
             validation = self._shard(val_x, val_y, val_weight, validation_batch_size, validation_steps)
+            compare_inputs(validation, replica)
         engine = self._prepare(source)
         self._announce(source, verbose)
         watched = callback_lists.watches_batches(callbacks, "train")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 START_BOUND_S = 90.0
 SCENARIO_BOUND_S = 30.0
 """Against hanging only; a scenario takes about a second on a free core."""
@@ -41,15 +44,16 @@ class Findings:
         return found
 
 
-def run_scenarios(folder: Path, backend: str, world_size: int, names: Sequence[str]) -> Findings:
-    """Run scenarios in a job of `world_size` ranks, or, if that is 1, in Keras without Phalanx."""
+def run_scenarios(folder: Path, table: str, backend: str, world_size: int, names: Sequence[str]) -> Findings:
+    """Run scenarios of a table in a job of `world_size` ranks, or, if that is 1, in Keras without Phalanx."""
     folder.mkdir(parents=True)
     module = ["-m", "tests.training.worker"]
     if world_size == 1:
-        command = [sys.executable, *module, "plain", str(folder), *names]
+        command = [sys.executable, *module, "plain", table, str(folder), *names]
     else:
         run = ["-m", "phalanx", "run", "--workers", str(world_size), "--backend", backend]
-        command = [sys.executable, *run, *module, "job", str(folder), *names]
+        command = [sys.executable, *run, *module, "job", table, str(folder), *names]
+    # The launcher may not outlive this process, whatever ends it, and the workers die with their launcher.
     with subprocess.Popen(
         command,
         cwd=ROOT,
@@ -59,6 +63,7 @@ def run_scenarios(folder: Path, backend: str, world_size: int, names: Sequence[s
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
+        preexec_fn=_die_with_parent,
     ) as process:
         try:
             output, _ = process.communicate(timeout=START_BOUND_S + SCENARIO_BOUND_S * len(names))
@@ -66,6 +71,11 @@ def run_scenarios(folder: Path, backend: str, world_size: int, names: Sequence[s
             process.kill()  # the workers die with their launcher
             output = process.communicate()[0] + "\nstopped by the test: it took too long"
     return Findings(folder, world_size, f"{output}\nexit code {process.returncode}")
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def environment(backend: str, cache: Path) -> dict[str, str]:
@@ -86,5 +96,5 @@ def environment(backend: str, cache: Path) -> dict[str, str]:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         # A rank that waits in vain is to say so long before the test's own bound.
-        "PHALANX_TIMEOUT": "60",
+        "PHALANX_TIMEOUT": "240",
     }

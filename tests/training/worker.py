@@ -1,14 +1,16 @@
 """The program of one process: runs scenarios in turn and writes down what each found.
 
-    python -m tests.training.worker plain FOLDER SCENARIO...                        Keras alone
-    phalanx run --workers 2 -m tests.training.worker job FOLDER SCENARIO...         a rank
+    python -m tests.training.worker plain TABLE FOLDER SCENARIO...                        Keras alone
+    phalanx run --workers 2 -m tests.training.worker job TABLE FOLDER SCENARIO...         a rank
+
+TABLE is a module with a dict `SCENARIOS`, such as tests.training.scenarios.
 
 A scenario that raises does not stop the others. What rank r found in scenario s is pickled to FOLDER/s.r.
 """
 
 from __future__ import annotations
 
-import contextlib
+import importlib
 import pickle
 import sys
 import time
@@ -20,15 +22,16 @@ import keras
 import numpy as np
 
 import phalanx
-from tests.training.scenarios import SCENARIOS, Scenario, Setting
+from tests.training.scenarios.registry import Scenario, Setting
 
 SEED = 1
 
 
-def main(kind: str, folder: Path, names: list[str]) -> None:
+def main(kind: str, table: str, folder: Path, names: list[str]) -> None:
+    scenarios = importlib.import_module(table).SCENARIOS
     strategy = phalanx.MultiWorkerMirroredStrategy() if kind == "job" else None
     for name in names:
-        found = _run(SCENARIOS[name], strategy, folder)
+        found = _run(scenarios[name], strategy, folder)
         rank = 0 if strategy is None else strategy.rank
         partial = folder / f"{name}.{rank}.partial"
         partial.write_bytes(pickle.dumps(found))
@@ -68,11 +71,13 @@ def _plain_values(value: Any) -> Any:
 
 def _all_alike(strategy: Any, name: str, found: dict[str, Any]) -> bool:
     """Whether all ranks raised, or none did: else they are out of step, and the job ends here."""
-    with contextlib.suppress(phalanx.PhalanxError):  # the communicator broke: the error is in the scenario's file
-        payload = f"{name} {'error' in found}".encode()
+    payload = f"{name} {'error' in found}".encode()
+    try:
         return len(set(strategy._replica.communicator.all_gather_bytes(payload))) == 1
-    return False
+    except phalanx.PhalanxError:
+        traceback.print_exc()
+        return False
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), sys.argv[4:])

@@ -16,8 +16,6 @@ def _on_all(kind: str, text: str) -> dict[str, tuple[str, str]]:
 
 @scenario(error=_on_all("DisagreementError", "second/kernel"))
 def model_of_other_width_on_one_rank(setting: Setting) -> dict[str, Any]:
-    if setting.alone:
-        return {}
     width = 5 if setting.rank == setting.world_size - 1 else 4
 
     def build() -> Any:
@@ -35,24 +33,24 @@ def model_of_other_width_on_one_rank(setting: Setting) -> dict[str, Any]:
 
 @scenario(error=_on_all("DisagreementError", "optimizer"))
 def other_optimizer_on_one_rank(setting: Setting) -> dict[str, Any]:
-    if setting.alone:
-        return {}
     optimizer = keras.optimizers.Adam() if setting.rank else keras.optimizers.SGD(momentum=0.9)
     return fitted(compiled(setting, optimizer=optimizer))
 
 
 @scenario(error=_on_all("DisagreementError", "different data"))
 def other_length_of_data_on_one_rank(setting: Setting) -> dict[str, Any]:
-    if setting.alone:
-        return {}
     samples = 33 + setting.rank
     return fitted(compiled(setting), features(samples), labels(samples))
 
 
 @scenario(error=_on_all("DisagreementError", "different data"))
+def other_length_of_validation_data_on_one_rank(setting: Setting) -> dict[str, Any]:
+    validation = features(9 + setting.rank), labels(9 + setting.rank)
+    return fitted(compiled(setting), validation_data=validation)
+
+
+@scenario(error=_on_all("DisagreementError", "different data"))
 def other_batch_size_on_one_rank(setting: Setting) -> dict[str, Any]:
-    if setting.alone:
-        return {}
     return fitted(compiled(setting), batch_size=16 + setting.rank)
 
 

@@ -59,14 +59,13 @@ def evaluate_and_predict_steps(setting: Setting) -> dict[str, Any]:
     }
 
 
-@scenario(plain=False, sizes_agree=True)
+@scenario()
 def shuffled_arrays(setting: Setting) -> dict[str, Any]:
-    """Keras's backends shuffle each in their own way; here the order depends on the seed alone, not on the number of
-    replicas."""
+    """Keras's backends shuffle each in their own way; the order is that of the backend."""
     return fitted(compiled(setting, metrics=["accuracy"]), shuffle=True, epochs=3)
 
 
-@scenario(plain=False, sizes_agree=True)
+@scenario()
 def shuffled_within_batches(setting: Setting) -> dict[str, Any]:
     return fitted(compiled(setting), shuffle="batch")
 

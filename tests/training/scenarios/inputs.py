@@ -156,39 +156,35 @@ def pipelines_of_each_rank(setting: Setting) -> dict[str, Any]:
         def __getitem__(self, index: int) -> Any:
             return x[4 * index : 4 * index + 4], y[4 * index : 4 * index + 4]
 
-    if setting.alone:
-        return {}
     data = setting.strategy.distribute_datasets_from_function(lambda context: Own())
     found = _fit(model, data)
     assert int(keras.ops.convert_to_numpy(model.optimizer.iterations.value)) == 6
     return found
 
 
-@scenario()
-def pipelines_of_each_rank_merge_as_one_batch(setting: Setting) -> dict[str, Any]:
-    """The ranks' local batches of 5, 3 (and 4) samples are one global batch of 8 (12)."""
-    sizes = [5, 3, 4]
+def _merged_pipelines(setting: Setting, sizes: list[int]) -> dict[str, Any]:
     ends = np.cumsum([0, *sizes])
-    x, y = features(12), labels(12)
-    found: dict[str, Any] = {}
-    for world in (2, 3):
-        if not setting.alone and world != setting.world_size:
-            continue
-        model = compiled(setting, metrics=["accuracy"])
-        if setting.alone:
-            parts = [slice(0, ends[world])]
-        else:
-            parts = [slice(ends[setting.rank], ends[setting.rank + 1])]
+    start, stop = (0, ends[-1]) if setting.alone else ends[setting.rank : setting.rank + 2]
 
-        class One(keras.utils.PyDataset):
-            def __len__(self) -> int:
-                return 1
+    class One(keras.utils.PyDataset):
+        def __len__(self) -> int:
+            return 1
 
-            def __getitem__(self, index: int, rows: slice = parts[0]) -> Any:
-                return x[rows], y[rows]
+        def __getitem__(self, index: int) -> Any:
+            return features(12)[start:stop], labels(12)[start:stop]
 
-        data: Any = One()
-        if not setting.alone:
-            data = setting.strategy.distribute_datasets_from_function(lambda context, d=data: d)
-        found[f"world_{world}"] = _fit(model, data)
-    return found
+    data: Any = One()
+    if not setting.alone:
+        data = setting.strategy.distribute_datasets_from_function(lambda context: One())
+    return _fit(compiled(setting, metrics=["accuracy"]), data)
+
+
+@scenario(worlds=(2,))
+def pipelines_of_two_ranks_merge_as_one_batch(setting: Setting) -> dict[str, Any]:
+    """Local batches of 5 and 3 samples are a global batch of 8."""
+    return _merged_pipelines(setting, [5, 3])
+
+
+@scenario(worlds=(3,))
+def pipelines_of_three_ranks_merge_as_one_batch(setting: Setting) -> dict[str, Any]:
+    return _merged_pipelines(setting, [5, 3, 4])

@@ -152,8 +152,6 @@ def ignored_class(setting: Setting) -> dict[str, Any]:
 
 @scenario(error=dict.fromkeys(("jax", "tensorflow", "torch"), ("UnsupportedError", "reduction")))
 def loss_without_reduction(setting: Setting) -> dict[str, Any]:
-    if setting.alone:
-        return {}
     return fitted(compiled(setting, regressor, loss=keras.losses.MeanSquaredError(reduction="none")), y=numbers())
 
 

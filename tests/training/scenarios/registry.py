@@ -49,6 +49,9 @@ class Setting:
         return self.strategy._replica.communicator.all_gather_bytes(value)  # type: ignore[no-any-return]
 
 
+Function = Callable[[Setting], dict[str, Any]]
+
+
 @dataclass(frozen=True)
 class Scenario:
     """One entry of the table.
@@ -59,38 +62,44 @@ class Scenario:
         tolerance: relative, and absolute for weights and outputs.
         backends: where it runs.
         needs: modules without which it is left out.
-        plain: whether plain Keras gives the values to compare with. Else only the ranks are compared with each other,
-            and job sizes if `sizes_agree`.
+        plain: whether plain Keras gives the values to compare with. Else only the ranks are compared with each other.
         error: what every rank of a job must raise instead, by backend: the class's name and a part of the text.
         slow: left out of CI.
         worlds: the job sizes that it runs with.
     """
 
     name: str
-    function: Callable[[Setting], dict[str, Any]]
+    function: Function
     tolerance: float = 1e-4
     backends: tuple[str, ...] = BACKENDS
     needs: tuple[str, ...] = ()
     plain: bool = True
-    sizes_agree: bool = False
     error: dict[str, tuple[str, str]] | None = None
     slow: bool = False
     worlds: tuple[int, ...] = (2, 3)
 
-
-SCENARIOS: dict[str, Scenario] = {}
-
-
-def scenario(**options: Any) -> Callable[[Callable[[Setting], dict[str, Any]]], Callable[[Setting], dict[str, Any]]]:
-    """Put a function into the table, under its own name."""
-
-    def register(function: Callable[[Setting], dict[str, Any]]) -> Callable[[Setting], dict[str, Any]]:
-        add(function.__name__, function, **options)
-        return function
-
-    return register
+    @property
+    def has_reference(self) -> bool:
+        return self.plain and self.error is None
 
 
-def add(name: str, function: Callable[[Setting], dict[str, Any]], **options: Any) -> None:
-    assert name not in SCENARIOS, f"two scenarios are called {name}"
-    SCENARIOS[name] = Scenario(name, function, **options)
+class Table(dict[str, Scenario]):
+    """Scenarios by name."""
+
+    def scenario(self, **options: Any) -> Callable[[Function], Function]:
+        """A decorator that enters a function under its own name; options as `Scenario` has them."""
+
+        def register(function: Function) -> Function:
+            self.add(function.__name__, function, **options)
+            return function
+
+        return register
+
+    def add(self, name: str, function: Function, **options: Any) -> None:
+        assert name not in self, f"two scenarios are called {name}"
+        self[name] = Scenario(name, function, **options)
+
+
+SCENARIOS = Table()
+scenario = SCENARIOS.scenario
+add = SCENARIOS.add

@@ -189,6 +189,34 @@ def own_compute_metrics(setting: Setting) -> dict[str, Any]:
 
 
 @scenario()
+def own_compute_metrics_with_a_metric_that_starts_at_zero(setting: Setting) -> dict[str, Any]:
+    """No hit in the first steps: the metric's state stays at zero for a while, and yet it is no log of the step's."""
+    from tests.training.scenarios.common import features
+
+    hits = keras.metrics.TruePositives(name="hits")
+
+    class Hits(keras.Model):
+        def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> dict[str, Any]:
+            hits.update_state(y, y_pred)
+            return super().compute_metrics(x, y, y_pred, sample_weight) | {"hits": hits.result()}
+
+        @property
+        def metrics(self) -> list[Any]:
+            return [*super().metrics, hits]
+
+    def build() -> Any:
+        inputs = keras.Input((FEATURES,))
+        return Hits(
+            inputs, layers.Dense(1, activation="sigmoid", kernel_initializer="zeros", bias_initializer="ones")(inputs)
+        )
+
+    y = (features()[:, :1] > 0).astype("float32")
+    y[:12] = 0.0
+    model = compiled(setting, build, loss="binary_crossentropy")
+    return fitted(model, y=y, batch_size=6) | observed(model, y=y)
+
+
+@scenario()
 def run_eagerly(setting: Setting) -> dict[str, Any]:
     model = compiled(setting, optimizer="adam", metrics=["accuracy"], run_eagerly=True)
     return fitted(model) | observed(model)
@@ -227,8 +255,6 @@ def steps_per_execution(setting: Setting) -> dict[str, Any]:
 
 @scenario(error={"torch": ("ValueError", "steps_per_execution")}, backends=("torch",))
 def steps_per_execution_on_torch(setting: Setting) -> dict[str, Any]:
-    if setting.alone:
-        return {}
     return fitted(compiled(setting, steps_per_execution=3))
 
 

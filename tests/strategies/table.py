@@ -1,0 +1,538 @@
+"""What a rank checks of the strategy interface; run by `tests.training.worker`."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import keras
+import numpy as np
+
+import phalanx
+from phalanx import ReduceOp
+from phalanx.strategies.strategy import Strategy
+from phalanx.training import hook
+from tests.training.scenarios.common import classifier, features, labels, numbers, regressor
+from tests.training.scenarios.registry import BACKENDS, Setting, Table
+
+SCENARIOS = Table()
+scenario = SCENARIOS.scenario
+
+
+def host(value: Any) -> Any:
+    return keras.tree.map_structure(lambda leaf: np.asarray(keras.ops.convert_to_numpy(leaf)), value)
+
+
+def tensor(value: Any) -> Any:
+    return keras.ops.convert_to_tensor(np.asarray(value))
+
+
+@scenario(plain=False)
+def contexts(setting: Setting) -> dict[str, Any]:
+    """What `get_strategy`, `has_strategy` and `get_replica_context` say at each place, as in `tf.distribute`."""
+    strategy = setting.strategy
+    assert not phalanx.has_strategy()
+    assert not phalanx.in_cross_replica_context()
+    default = phalanx.get_strategy()
+    assert type(default).__name__ == "DefaultStrategy"
+    assert default.num_replicas_in_sync == 1
+    assert phalanx.get_replica_context().num_replicas_in_sync == 1
+    with strategy.scope() as entered:
+        assert entered is strategy
+        assert phalanx.get_strategy() is strategy
+        assert phalanx.has_strategy()
+        assert phalanx.in_cross_replica_context()
+        assert phalanx.get_replica_context() is None
+        with strategy.scope():
+            assert phalanx.get_strategy() is strategy
+        assert phalanx.get_strategy() is strategy
+        with phalanx.OneDeviceStrategy().scope() as inner:
+            assert phalanx.get_strategy() is inner
+            assert phalanx.get_strategy().num_replicas_in_sync == 1
+
+    def replica(number: int, *, word: str) -> str:
+        context = phalanx.get_replica_context()
+        assert context.replica_id_in_sync_group == setting.rank
+        assert context.num_replicas_in_sync == setting.world_size
+        assert context.strategy is strategy is phalanx.get_strategy()
+        assert len(context.devices) == 1
+        assert phalanx.has_strategy()
+        assert not phalanx.in_cross_replica_context()
+
+        def across(given: Strategy, value: int, plus: int = 0) -> int:
+            assert given is strategy
+            assert phalanx.get_replica_context() is None
+            assert phalanx.in_cross_replica_context()
+            return value + plus
+
+        assert context.merge_call(across, args=(1,), kwargs={"plus": 2}) == 3
+        assert phalanx.get_replica_context() is not None
+        return f"{word} {number}"
+
+    assert strategy.run(replica, args=(7,), kwargs={"word": "seven"}) == "seven 7"
+    with strategy.scope():
+        assert strategy.run(replica, (8,), {"word": "eight"}) == "eight 8"
+        assert phalanx.get_replica_context() is None
+    assert not phalanx.has_strategy()
+    return {}
+
+
+@scenario(plain=False)
+def contexts_are_left_when_something_raises(setting: Setting) -> dict[str, Any]:
+    def fail() -> None:
+        raise KeyError("on purpose")
+
+    for enter in (lambda: setting.strategy.run(fail), lambda: _raise_in_scope(setting.strategy)):
+        with contextlib.suppress(KeyError):
+            enter()
+        assert not phalanx.has_strategy()
+        assert phalanx.get_replica_context().num_replicas_in_sync == 1
+    return {}
+
+
+def _raise_in_scope(strategy: Any) -> None:
+    with strategy.scope():
+        raise KeyError("on purpose")
+
+
+@scenario(plain=False)
+def properties(setting: Setting) -> dict[str, Any]:
+    strategy = setting.strategy
+    assert strategy.num_replicas_in_sync == setting.world_size
+    assert strategy.is_chief == (strategy.rank == 0)
+    assert strategy.cluster_resolver.task_type == "worker"
+    assert strategy.cluster_resolver.task_id == strategy.rank
+    assert f"replica {strategy.rank} of {setting.world_size}" in repr(strategy)
+    assert phalanx.MultiWorkerMirroredStrategy().rank == strategy.rank, "a second strategy shares the job"
+    assert phalanx.experimental.MultiWorkerMirroredStrategy().num_replicas_in_sync == setting.world_size
+    return {}
+
+
+@scenario(plain=False)
+def reduce_elementwise(setting: Setting) -> dict[str, Any]:
+    reduce, rank, world = setting.strategy.reduce, setting.rank, setting.world_size
+    ranks = np.arange(world)
+    value = tensor(np.array([1.0, 2.0], "float32") * (rank + 1))
+    total = float((ranks + 1).sum())
+    merged = reduce(ReduceOp.SUM, value)
+    assert keras.ops.is_tensor(merged)
+    np.testing.assert_allclose(host(merged), [total, 2 * total])
+    np.testing.assert_allclose(host(reduce("MEAN", value)), [total / world, 2 * total / world], rtol=1e-6)
+    np.testing.assert_allclose(host(reduce("sum", value, axis=None)), [total, 2 * total])
+    np.testing.assert_array_equal(host(reduce("MAX", value)), [world, 2 * world])
+    np.testing.assert_array_equal(host(reduce("MIN", value)), [1, 2])
+    nested = {"a": value, "b": (tensor(np.int32(rank)), np.float32(rank), rank)}
+    merged = host(reduce("SUM", nested))
+    assert merged["b"][0] == merged["b"][1] == merged["b"][2] == ranks.sum()
+    assert merged["b"][0].dtype == np.int32
+    assert merged["b"][1].shape == ()
+    np.testing.assert_allclose(merged["a"], [total, 2 * total])
+    return {"merged": merged}
+
+
+@scenario(plain=False, needs=("tensorflow",))
+def reduce_op_of_tensorflow(setting: Setting) -> dict[str, Any]:
+    import tensorflow as tf
+
+    merged = setting.strategy.reduce(tf.distribute.ReduceOp.SUM, tensor(np.float32(1)), axis=None)
+    assert float(host(merged)) == setting.world_size
+    return {}
+
+
+@scenario(plain=False)
+def reduce_along_an_axis_of_uneven_lengths(setting: Setting) -> dict[str, Any]:
+    """A mean counts every element once, however many each replica holds; one holds none."""
+    parts = [np.arange(6, dtype="float32").reshape(3, 2), np.zeros((0, 2), "float32"), np.full((2, 2), 9, "float32")]
+    everything = np.concatenate(parts[: setting.world_size])
+    own = tensor(parts[setting.rank])
+    for op, expected in (("MEAN", everything.mean(axis=0)), ("SUM", everything.sum(axis=0))):
+        np.testing.assert_allclose(host(setting.strategy.reduce(op, own, axis=0)), expected, rtol=1e-6)
+    square = tensor(np.ones((2, setting.rank + 1), "float32") * setting.rank)
+    lengths = np.arange(1, setting.world_size + 1)
+    mean = (lengths * np.arange(setting.world_size)).sum() / lengths.sum()
+    np.testing.assert_allclose(host(setting.strategy.reduce("MEAN", square, axis=1)), [mean, mean], rtol=1e-6)
+    return {}
+
+
+@scenario(plain=False, error=dict.fromkeys(BACKENDS, ("ConfigurationError", "SUM, MEAN")))
+def reduce_by_an_unknown_operation(setting: Setting) -> dict[str, Any]:
+    setting.strategy.reduce("MEDIAN", tensor(1.0))
+    return {}
+
+
+@scenario(plain=False)
+def gather_uneven_parts(setting: Setting) -> dict[str, Any]:
+    strategy, rank, world = setting.strategy, setting.rank, setting.world_size
+    own = np.full((rank + 1, 2), rank, "int32")
+    expected = np.concatenate([np.full((r + 1, 2), r) for r in range(world)])
+    np.testing.assert_array_equal(host(strategy.gather(tensor(own), axis=0)), expected)
+    np.testing.assert_array_equal(host(strategy.gather(tensor(own.T.copy()), axis=1)), expected.T)
+    context_value = strategy.run(lambda: phalanx.get_replica_context().all_gather(tensor(own), axis=0))
+    np.testing.assert_array_equal(host(context_value), expected)
+    both = host(strategy.gather({"a": tensor(own), "b": tensor(own[:1])}, axis=0))
+    np.testing.assert_array_equal(both["b"][:, 0], np.arange(world))
+    return {}
+
+
+@scenario(plain=False, error=dict.fromkeys(BACKENDS, ("ConfigurationError", "no axis")))
+def gather_of_a_scalar(setting: Setting) -> dict[str, Any]:
+    setting.strategy.gather(tensor(1.0), axis=0)
+    return {}
+
+
+@scenario(plain=False)
+def values_of_replicas(setting: Setting) -> dict[str, Any]:
+    strategy = setting.strategy
+
+    def value(context: Any) -> Any:
+        assert context.num_replicas_in_sync == setting.world_size
+        return tensor(np.float32(context.replica_id_in_sync_group))
+
+    own = strategy.experimental_distribute_values_from_function(value)
+    results = strategy.experimental_local_results(own)
+    assert len(results) == 1
+    assert float(host(results[0])) == setting.rank
+    doubled = strategy.run(lambda v: 2 * v, args=(own,))
+    assert float(host(strategy.reduce("SUM", doubled, axis=None))) == setting.world_size * (setting.world_size - 1)
+    return {}
+
+
+class Pages(keras.utils.PyDataset):
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Any:
+        rows = slice(5 * index, 5 * index + (5 if index < 2 else 1))
+        return features(11)[rows], labels(11)[rows]
+
+
+@scenario(plain=False)
+def dataset_cut_among_replicas(setting: Setting) -> dict[str, Any]:
+    """The parts of all ranks, put together in rank order, are the global batches, also the one that is too small."""
+    data = setting.strategy.experimental_distribute_dataset(Pages())
+    for _ in range(2):
+        seen = []
+        for x, y in data:
+            assert keras.ops.is_tensor(x)
+            seen.append(host((x, y)))
+        assert len(seen) == 3, "also where a part is empty, or the replicas would lose step"
+        for index, own in enumerate(seen):
+            x, y = host(setting.strategy.gather((tensor(own[0]), tensor(own[1])), axis=0))
+            np.testing.assert_array_equal(x, Pages()[index][0])
+            np.testing.assert_array_equal(y, Pages()[index][1])
+    return {}
+
+
+@scenario(plain=False)
+def datasets_of_each_replica(setting: Setting) -> dict[str, Any]:
+    def make(context: phalanx.InputContext) -> Any:
+        assert context.num_input_pipelines == setting.world_size
+        assert context.input_pipeline_id == setting.rank
+        assert context.get_per_replica_batch_size(6 * setting.world_size) == 6
+
+        class Own(keras.utils.PyDataset):
+            def __len__(self) -> int:
+                return 2
+
+            def __getitem__(self, index: int) -> Any:
+                return np.full((2, 1), 10 * setting.rank + index, "float32"), np.zeros((2,), "float32")
+
+        return Own()
+
+    seen = [host(x)[:, 0].tolist() for x, _ in setting.strategy.distribute_datasets_from_function(make)]
+    assert seen == [[10.0 * setting.rank] * 2, [10.0 * setting.rank + 1] * 2]
+    return {}
+
+
+@scenario(plain=False)
+def sharding_is_explained(setting: Setting) -> dict[str, Any]:
+    text = setting.strategy.explain_sharding(features(), batch_size=16)
+    for rank in range(setting.world_size):
+        assert f"rank {rank}" in text, text
+    return {"text": text}
+
+
+def _train_own_data(rank: int) -> Any:
+    """On data of this rank's own, without a scope."""
+    keras.utils.set_random_seed(5)
+    model = classifier()
+    model.compile(keras.optimizers.SGD(0.2), "sparse_categorical_crossentropy", metrics=["accuracy"])
+    history = model.fit(
+        features(10 + rank, seed=rank), labels(10 + rank, seed=rank), epochs=2, batch_size=4, verbose=0
+    ).history
+    return history, model.get_weights()
+
+
+@scenario(plain=False)
+def models_outside_scopes_are_kerass_own(setting: Setting) -> dict[str, Any]:
+    """Each rank trains a model of its own on data of its own length: exactly the same with Phalanx's hook in place,
+    after a scope was used, and with the hook taken out."""
+    with setting.strategy.scope():
+        inside = classifier()
+    assert hook.replica_of(inside) is not None
+    history, weights = _train_own_data(setting.rank)
+    model = classifier()
+    assert hook.replica_of(model) is None
+    hook.uninstall()
+    other_history, other_weights = _train_own_data(setting.rank)
+    assert history == other_history
+    for left, right in zip(weights, other_weights, strict=True):
+        np.testing.assert_array_equal(left, right)
+    return {}
+
+
+def _methods() -> dict[str, Any]:
+    names = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch", "compile")
+    optimizers = {f"{o.__name__}.apply": o.apply for o in (keras.optimizers.Adam, keras.optimizers.LossScaleOptimizer)}
+    return {name: getattr(keras.Model, name) for name in names} | optimizers
+
+
+@scenario(plain=False)
+def the_hook_comes_out(setting: Setting) -> dict[str, Any]:
+    hook.uninstall()
+    before = _methods()
+    with setting.strategy.scope():
+        inside = _methods()
+    assert all(inside[name] is not before[name] for name in before)
+    hook.uninstall()
+    assert _methods() == before
+    hook.uninstall()
+    assert _methods() == before
+    return {}
+
+
+@scenario(plain=False)
+def a_single_replica_is_plain_keras(setting: Setting) -> dict[str, Any]:
+    """To the last bit, in the default strategy and in `OneDeviceStrategy`, whatever the job around."""
+    hook.uninstall()
+    expected = _train_own_data(0)
+    one = phalanx.OneDeviceStrategy("/cpu:0")
+    assert one.num_replicas_in_sync == 1
+    assert one.local_devices == ("/cpu:0",)
+    for strategy in (one, phalanx.get_strategy()):
+        with strategy.scope():
+            found = _train_own_data(0)
+        assert found[0] == expected[0]
+        for left, right in zip(found[1], expected[1], strict=True):
+            np.testing.assert_array_equal(left, right)
+        assert float(host(strategy.reduce("SUM", tensor(3.0), axis=None))) == 3.0
+        assert strategy.run(lambda: phalanx.get_replica_context().num_replicas_in_sync) == 1
+    return {}
+
+
+@scenario(plain=False)
+def average_loss(setting: Setting) -> dict[str, Any]:
+    losses, weights = tensor(np.array([1.0, 2.0, 3.0], "float32")), tensor(np.array([1.0, 0.5, 0.0], "float32"))
+    assert float(host(phalanx.compute_average_loss(losses, global_batch_size=10))) == np.float32(0.6)
+    assert float(host(phalanx.compute_average_loss(losses, weights, global_batch_size=4))) == 0.5
+    with setting.strategy.scope():
+        world = setting.world_size
+        np.testing.assert_allclose(host(phalanx.compute_average_loss(losses)), 2.0 / world, rtol=1e-6)
+        np.testing.assert_allclose(host(phalanx.scale_regularization_loss(tensor(6.0))), 6.0 / world, rtol=1e-6)
+    return {}
+
+
+@scenario(plain=False, backends=("tensorflow",))
+def all_reduce_is_differentiable_on_tensorflow(setting: Setting) -> dict[str, Any]:
+    """y = sum over ranks of w_r * x_r; dy/dw_r of the sum of all ranks' losses is world_size * x_r."""
+    import tensorflow as tf
+
+    rank, world = setting.rank, setting.world_size
+    weight = tf.Variable([1.0, 2.0])
+    x = tf.constant([rank + 1.0, 1.0])
+
+    def step() -> Any:
+        context = phalanx.get_replica_context()
+        with tf.GradientTape() as tape:
+            total, count = context.all_reduce("SUM", [weight * x, tf.constant(1)])
+            mean = context.all_reduce("MEAN", weight * x)
+            loss = tf.reduce_sum(total) + tf.reduce_sum(mean) * tf.cast(count, tf.float32)
+        return loss, tape.gradient(loss, weight)
+
+    compiled = tf.function(lambda: setting.strategy.run(step))
+    own = np.array([rank + 1.0, 1.0])
+    totals = np.array([world * (world + 1) / 2, world])
+    for run in (lambda: setting.strategy.run(step), compiled, compiled):
+        loss, gradient = run()
+        np.testing.assert_allclose(loss, 2 * (totals * [1.0, 2.0]).sum(), rtol=1e-6)
+        np.testing.assert_allclose(gradient, 2 * world * own, rtol=1e-6)
+    return {}
+
+
+@scenario(plain=False, backends=("torch",))
+def all_reduce_is_differentiable_on_torch(setting: Setting) -> dict[str, Any]:
+    import torch
+
+    rank, world = setting.rank, setting.world_size
+    weight = torch.tensor([1.0, 2.0], requires_grad=True)
+    x = torch.tensor([rank + 1.0, 1.0])
+
+    def step() -> Any:
+        context = phalanx.get_replica_context()
+        total, count = context.all_reduce("SUM", [weight * x, torch.tensor(1)])
+        mean = context.all_reduce("MEAN", weight * x)
+        return total.sum() + mean.sum() * count
+
+    loss = setting.strategy.run(step)
+    loss.backward()
+    totals = np.array([world * (world + 1) / 2, world])
+    np.testing.assert_allclose(loss.item(), 2 * (totals * [1.0, 2.0]).sum(), rtol=1e-6)
+    np.testing.assert_allclose(weight.grad.numpy(), 2 * world * x.numpy(), rtol=1e-6)
+    return {}
+
+
+@scenario(plain=False, backends=("jax",), error={"jax": ("UnsupportedError", "compiled by JAX")})
+def merging_inside_a_compiled_function_on_jax(setting: Setting) -> dict[str, Any]:
+    import jax
+
+    jax.jit(lambda value: setting.strategy.reduce("SUM", value, axis=None))(1.0)
+    return {}
+
+
+@scenario(plain=False)
+def apply_gradients_sums_inside_run(setting: Setting) -> dict[str, Any]:
+    """A learning rate of 1 and gradients of rank + 1: the variable goes down by the sum over the ranks; outside of
+    `run` each rank is alone."""
+    with setting.strategy.scope():
+        variable = keras.Variable(np.zeros(2, "float32"))
+        optimizer = keras.optimizers.SGD(1.0)
+        optimizer.build([variable])
+
+    def step() -> None:
+        gradient = tensor(np.full(2, setting.rank + 1.0, "float32"))
+        optimizer.apply_gradients([(gradient, variable)])
+
+    total = setting.world_size * (setting.world_size + 1) / 2
+    setting.strategy.run(step)
+    np.testing.assert_allclose(host(variable.value), [-total] * 2)
+    setting.strategy.run(step)
+    np.testing.assert_allclose(host(variable.value), [-2 * total] * 2)
+    variable.assign(np.zeros(2, "float32"))
+    step()
+    np.testing.assert_allclose(host(variable.value), [-(setting.rank + 1.0)] * 2)
+    return {}
+
+
+@scenario(plain=False, backends=("tensorflow", "torch"))  # Keras cannot apply it outside of compiled code on JAX
+def apply_gradients_sums_once_through_a_loss_scale(setting: Setting) -> dict[str, Any]:
+    with setting.strategy.scope():
+        variable = keras.Variable(np.zeros(2, "float32"))
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=4.0)
+        optimizer.build([variable])
+    gradient = tensor(np.full(2, 4.0 * (setting.rank + 1), "float32"))
+    setting.strategy.run(lambda: optimizer.apply([gradient], [variable]))
+    total = setting.world_size * (setting.world_size + 1) / 2
+    np.testing.assert_allclose(host(variable.value), [-total] * 2)
+    return {}
+
+
+BATCH = 12
+
+
+def _batches() -> list[Any]:
+    x, y = features(30), numbers(30)
+    return [(x[start : start + BATCH], y[start : start + BATCH]) for start in range(0, 30, BATCH)]
+
+
+class GlobalBatches(keras.utils.PyDataset):
+    def __len__(self) -> int:
+        return len(_batches())
+
+    def __getitem__(self, index: int) -> Any:
+        return _batches()[index]
+
+
+def _loop(setting: Setting, step: Any, model: Any) -> dict[str, Any]:
+    """Two epochs of a custom loop, over the strategy's part of the data, or over all of it in plain Keras."""
+    losses = []
+    for _ in range(2):
+        if setting.alone:
+            for x, y in _batches():
+                losses.append(float(host(step(tensor(x), tensor(y), len(x)))))
+        else:
+            data = setting.strategy.experimental_distribute_dataset(GlobalBatches())
+            for (x, y), (whole, _) in zip(data, _batches(), strict=True):
+                own = setting.strategy.run(step, args=(x, y, len(whole)))
+                losses.append(float(host(setting.strategy.reduce("SUM", own, axis=None))))
+    return {"losses": losses, "weights": model.get_weights()}
+
+
+def _model(setting: Setting) -> tuple[Any, Any]:
+    with setting.scope():
+        model = regressor()
+        optimizer = keras.optimizers.Adam(0.05)
+        optimizer.build(model.trainable_variables)
+    return model, optimizer
+
+
+@scenario(backends=("tensorflow",))
+def custom_loop_on_tensorflow(setting: Setting) -> dict[str, Any]:
+    import tensorflow as tf
+
+    model, optimizer = _model(setting)
+
+    @tf.function(reduce_retracing=True)
+    def step(x: Any, y: Any, global_size: Any) -> Any:
+        with tf.GradientTape() as tape:
+            losses = keras.ops.mean(keras.ops.square(model(x, training=True) - y), axis=-1)
+            loss = phalanx.compute_average_loss(losses, global_batch_size=global_size)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return loss
+
+    return _loop(setting, step, model)
+
+
+@scenario(backends=("torch",))
+def custom_loop_on_torch(setting: Setting) -> dict[str, Any]:
+    import torch
+
+    model, optimizer = _model(setting)
+
+    def step(x: Any, y: Any, global_size: int) -> Any:
+        model.zero_grad()
+        losses = torch.mean(torch.square(model(x, training=True) - y), dim=-1)
+        loss = phalanx.compute_average_loss(losses, global_batch_size=global_size)
+        loss.backward()
+        with torch.no_grad():
+            optimizer.apply([v.value.grad for v in model.trainable_variables], model.trainable_variables)
+        return loss.detach()
+
+    return _loop(setting, step, model)
+
+
+@scenario(backends=("jax",))
+def custom_loop_on_jax(setting: Setting) -> dict[str, Any]:
+    import jax
+
+    model, optimizer = _model(setting)
+
+    def loss_of(trainable: Any, non_trainable: Any, x: Any, y: Any, global_size: Any) -> Any:
+        outputs, _ = model.stateless_call(trainable, non_trainable, x, training=True)
+        losses = keras.ops.mean(keras.ops.square(outputs - y), axis=-1)
+        return phalanx.compute_average_loss(losses, global_batch_size=global_size)
+
+    gradients_of = jax.jit(jax.value_and_grad(loss_of))
+    apply = jax.jit(optimizer.stateless_apply)
+
+    def step(x: Any, y: Any, global_size: int) -> Any:
+        trainable = [v.value for v in model.trainable_variables]
+        non_trainable = [v.value for v in model.non_trainable_variables]
+        loss, gradients = gradients_of(trainable, non_trainable, x, y, global_size)
+        context = phalanx.get_replica_context()
+        gradients = context.all_reduce("SUM", gradients)
+        trainable, optimizer_values = apply([v.value for v in optimizer.variables], gradients, trainable)
+        for variable, value in zip(model.trainable_variables, trainable, strict=True):
+            variable.assign(value)
+        for variable, value in zip(optimizer.variables, optimizer_values, strict=True):
+            variable.assign(value)
+        return loss
+
+    return _loop(setting, step, model)
+
+
+@scenario(plain=False, error=dict.fromkeys(BACKENDS, ("ConfigurationError", "same options")))
+def other_options_for_the_same_job(setting: Setting) -> dict[str, Any]:
+    options = phalanx.CommunicationOptions(implementation=phalanx.CommunicationImplementation.RING)
+    phalanx.MultiWorkerMirroredStrategy(communication_options=options)
+    return {}
