@@ -11,6 +11,14 @@ from phalanx.backends.tensors import Tensors
 from phalanx.errors import UnsupportedError
 
 
+def prepare() -> None:
+    """Call once in a process that takes part in a job, before anything is computed."""
+    if keras.backend.backend() == "jax":
+        from phalanx.backends import jax_cache
+
+        jax_cache.install()
+
+
 def make_engine(model: Any, merge: Merge) -> Engine:
     """The engine for a compiled model on the backend that Keras runs on."""
     match keras.backend.backend():

@@ -37,6 +37,11 @@ class Engine(Protocol):
         """Whether Keras's own `fit` would now read a batch ahead, to build model or metrics from it."""
         ...
 
+    @property
+    def in_variables(self) -> bool:
+        """Whether the newest values are in the model's variables, where a callback may have changed them."""
+        ...
+
     def build(self, data: Batch) -> None:
         """Create all variables of model, metrics and optimizer for batches like `data`."""
         ...

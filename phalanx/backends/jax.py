@@ -16,9 +16,11 @@ of step k. So no buffer is overwritten while it is read.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -32,7 +34,7 @@ from keras.src.trainers.trainer import Trainer
 from phalanx.backends import model_state
 from phalanx.backends.engine import Batch, Merge
 from phalanx.backends.global_losses import ScaledLosses, check_losses, scales
-from phalanx.backends.layout import WEIGHT_OF_AGGREGATION, Layout, Weight
+from phalanx.backends.layout import WEIGHT_OF_AGGREGATION, Layout, Weight, bundles
 from phalanx.backends.tensors import HostFunction
 from phalanx.errors import UnsupportedError
 
@@ -40,30 +42,61 @@ Values = list[Any]
 
 
 class _Local(NamedTuple):
-    """What `gradients` returns: this rank's part of a step. Keys of the dicts are static."""
+    """What `gradients` returns: this rank's part of a step."""
 
-    gradients: Values
-    state: dict[int, Any]  # floating non-trainable variables that the step changed, by index
-    metrics: Values
-    logs: dict[str, Any]
-    private: dict[int, Any]  # other non-trainable variables that it changed (random seeds): never merged
-
-    def merged(self) -> Values:
-        return [*self.gradients, *self.state.values(), *self.metrics, *self.logs.values()]
+    merged: Values
+    private: dict[int, Any]  # non-trainable variables that it changed and that are not merged (random seeds), by index
 
 
 @dataclass(frozen=True)
 class _Recipe:
-    """How to read the merged buffers; the same for all batches of a model."""
+    """How to join what a step merges and to read the merged buffers; the same for all batches of a model.
+
+    Attributes:
+        layout: of all that is merged: gradients, state, metrics, logs.
+        bundles: their indices, in the order in which they travel (`layout.bundles`).
+        gradients: how many.
+        state: indices of the floating non-trainable variables that the step changed.
+        metrics: how each metric variable counts.
+        logs: names of the logs that are not metric results.
+    """
 
     layout: Layout
+    bundles: tuple[tuple[int, ...], ...]
     gradients: int
     state: tuple[int, ...]
     metrics: tuple[Weight, ...]
     logs: tuple[str, ...]
 
+    @cached_property
+    def _order(self) -> tuple[int, ...]:
+        return tuple(index for bundle in self.bundles for index in bundle)
+
+    @cached_property
+    def _contents(self) -> Layout:
+        return self.layout.chosen(self._order)
+
+    def join(self, values: Values) -> Values:
+        """The few arrays that travel, from all that is merged."""
+        return [
+            values[bundle[0]] if len(bundle) == 1 else jnp.concatenate([jnp.ravel(values[index]) for index in bundle])
+            for bundle in self.bundles
+        ]
+
+    @cached_property
+    def travelling(self) -> Layout:
+        """The layout of what `join` returns."""
+        layout = self.layout
+        parts = [layout.chosen(bundle) for bundle in self.bundles]
+        return Layout(
+            tuple(part.shapes[0] if len(part.shapes) == 1 else (sum(map(math.prod, part.shapes)),) for part in parts),
+            tuple(part.dtypes[0] for part in parts),
+            tuple(part.weights[0] for part in parts),
+        )
+
     def read(self, flats: Sequence[Any]) -> tuple[Values, Values, Values, dict[str, Any]]:
-        values = self.layout.cut(flats)
+        by_index = dict(zip(self._order, self._contents.cut(flats), strict=True))
+        values = [by_index[index] for index in range(len(by_index))]
         ends = np.cumsum([self.gradients, len(self.state), len(self.metrics)])
         gradients, state, metrics, logs = (values[a:b] for a, b in zip([0, *ends], [*ends, None], strict=True))
         return gradients, state, metrics, dict(zip(self.logs, logs, strict=True))
@@ -89,6 +122,10 @@ class JaxEngine:
     def builds_from_a_batch(self) -> bool:
         return model_state.is_unbuilt(self._model)
 
+    @property
+    def in_variables(self) -> bool:
+        return bool(self._model._jax_state_synced)
+
     def build(self, data: Batch) -> None:
         self._model._symbolic_build(data_batch=data)
         check_losses(self._model)
@@ -104,10 +141,9 @@ class JaxEngine:
     def train(self, data: Batch, share: float) -> None:
         trainable, non_trainable, optimizer, metrics = self._state(with_optimizer=True)
         local = self._gradients(share, trainable, non_trainable, optimizer, metrics, data)
-        if self._recipe is None:
-            self._recipe = self._write_recipe(local)
         recipe = self._recipe
-        flats = self._merge(recipe.layout, [np.asarray(array) for array in local.merged()], share)
+        assert recipe is not None, "tracing the gradients has written it"
+        flats = self._merge(recipe.travelling, [np.asarray(array) for array in local.merged], share)
         if self._update is None or (self._silent and recipe.logs):
             before = self._silent
             self._silent = model_state.still_silent(before, self._model, recipe.read(flats)[2])
@@ -173,7 +209,15 @@ class JaxEngine:
         }
         floating = {i: v for i, v in changed.items() if jnp.issubdtype(v.dtype, jnp.floating)}
         private = {i: v for i, v in changed.items() if i not in floating}
-        return _Local(gradients, floating, list(new_metrics), _own_logs(self._model, "train_step", logs), private)
+        own_logs = _own_logs(self._model, "train_step", logs)
+        values = [*gradients, *floating.values(), *new_metrics, *own_logs.values()]
+        share_weights = [Weight.SHARE] * (len(gradients) + len(floating))
+        layout = Layout.of(values, [*share_weights, *weights, *[Weight.SHARE] * len(own_logs)])
+        groups = tuple(map(tuple, bundles(layout)))
+        recipe = _Recipe(layout, groups, len(gradients), tuple(floating), weights, tuple(own_logs))
+        if recipe != self._recipe:
+            self._recipe, self._update = recipe, None
+        return _Local(recipe.join(values), private)
 
     def _trace_update(self, recipe: _Recipe, silent: frozenset[str]) -> Callable[..., Any]:
         def update(trainable: Values, optimizer: Values, metrics: Values, flats: Values) -> Any:
@@ -197,21 +241,6 @@ class JaxEngine:
             if new is not old
         }
         return new_metrics, changed, _own_logs(self._model, "test_step", logs)
-
-    def _write_recipe(self, local: _Local) -> _Recipe:
-        metrics = self._metric_weights()
-        weights = [
-            *[Weight.SHARE] * (len(local.gradients) + len(local.state)),
-            *metrics,
-            *[Weight.SHARE] * len(local.logs),
-        ]
-        return _Recipe(
-            Layout.of(local.merged(), weights),
-            len(local.gradients),
-            tuple(local.state),
-            metrics,
-            tuple(local.logs),
-        )
 
     def _metric_weights(self) -> tuple[Weight, ...]:
         return tuple(WEIGHT_OF_AGGREGATION[v.aggregation] for v in self._model.metrics_variables)

@@ -63,6 +63,14 @@ class Layout:
             tuple(weights),
         )
 
+    def chosen(self, indices: Sequence[int]) -> Layout:
+        """The layout of some of the arrays, in that order."""
+        return Layout(
+            tuple(self.shapes[i] for i in indices),
+            tuple(self.dtypes[i] for i in indices),
+            tuple(self.weights[i] for i in indices),
+        )
+
     @cached_property
     def _hash(self) -> int:
         return hash((self.shapes, self.dtypes, self.weights))
@@ -99,6 +107,23 @@ class Layout:
             flats[buffer][start:stop].reshape(shape)
             for (buffer, start, stop), shape in zip(self._places, self.shapes, strict=True)
         ]
+
+
+# Below this many elements, handing an array over costs more than copying it into another.
+SMALL = 4096
+
+
+def bundles(layout: Layout) -> list[list[int]]:
+    """The arrays of a layout grouped for the way: the small ones that count alike may travel as one.
+
+    Each large array is a group of its own. `layout.chosen` of all groups in a row describes the same flat buffers
+    as the layout of the joined arrays.
+    """
+    groups: dict[object, list[int]] = {}
+    for index, (shape, dtype, weight) in enumerate(zip(layout.shapes, layout.dtypes, layout.weights, strict=True)):
+        key = (dtype, weight) if math.prod(shape) < SMALL else index
+        groups.setdefault(key, []).append(index)
+    return list(groups.values())
 
 
 def _aligned(size: int, dtype: np.dtype[Any]) -> Array:

@@ -64,6 +64,10 @@ class TensorFlowEngine:
     def builds_from_a_batch(self) -> bool:
         return False  # it builds while it traces
 
+    @property
+    def in_variables(self) -> bool:
+        return True
+
     def build(self, data: Batch) -> None:
         self._model._symbolic_build(data_batch=data)
         check_losses(self._model)

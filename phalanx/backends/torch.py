@@ -24,6 +24,7 @@ from phalanx.backends.engine import Batch, Merge
 from phalanx.backends.global_losses import ScaledLosses, check_losses, scales
 from phalanx.backends.layout import Layout, Weight
 from phalanx.backends.tensors import HostFunction
+from phalanx.backends.torch_adam import fused
 
 Array = np.ndarray[Any, Any]
 
@@ -46,6 +47,10 @@ class TorchEngine:
     @property
     def builds_from_a_batch(self) -> bool:
         return model_state.is_unbuilt(self._model)
+
+    @property
+    def in_variables(self) -> bool:
+        return True
 
     def build(self, data: Batch) -> None:
         self._model._symbolic_build(data_batch=data)
@@ -91,7 +96,7 @@ class TorchEngine:
         merged = self._merge_all("step", [gradients[i] for i in present], logs, share, metrics_before)
         for i, gradient in zip(present, merged, strict=True):
             gradients[i] = gradient
-        with torch.no_grad():
+        with torch.no_grad(), fused(self._model.optimizer):
             self._model.optimizer.apply(gradients, weights)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -117,7 +122,8 @@ class TorchEngine:
         return weights, logs
 
     def _train_overridden(self, data: Batch, share: float, metrics_before: list[Any]) -> None:
-        with _merging_apply(self._model.optimizer, lambda gradients: self._merge_gradients(gradients, share)):
+        optimizer = self._model.optimizer
+        with fused(optimizer), _merging_apply(optimizer, lambda gradients: self._merge_gradients(gradients, share)):
             logs = self._model.train_step(data)
         self._merge_all("rest", [], model_state.flat_logs(logs), share, metrics_before)
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import keras
 import msgspec
 
+from phalanx.backends import prepare
 from phalanx.cluster import Node, join
 from phalanx.cluster.agreement import Facts
 from phalanx.cluster.membership import Membership
@@ -97,6 +98,7 @@ def leave_job() -> None:
 
 def _join(resolver: ClusterResolver, options: CommunicationOptions) -> Job:
     exit_codes.install()
+    prepare()
     settings = Settings.from_environment()
     with_timeout = options if options.timeout_seconds else replace(options, timeout_seconds=settings.timeout_s)
     facts = Facts(

@@ -108,7 +108,7 @@ class ReplicaTrainer:
                 for first, last, batches in self._executions(source, epoch):
                     if listened:
                         callbacks.on_train_batch_begin(first)
-                    if watched:
+                    if watched and replica.any(engine.in_variables):
                         engine.end()
                         self._agree_on_learning_rate()
                         engine.begin()

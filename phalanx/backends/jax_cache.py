@@ -1,0 +1,87 @@
+"""What JAX has compiled is kept on disk, so that a program's next start, and a worker's replacement, need not wait.
+
+JAX has such a cache (https://docs.jax.dev/en/latest/persistent_compilation_cache.html) and leaves it off. A small
+model's start spends three quarters of its time in compiling, most of it initial values and the two halves of a
+step. An entry is found again only by the same computation, compiler, flags and kind of processor.
+
+A program that sets JAX_COMPILATION_CACHE_DIR, or JAX_ENABLE_COMPILATION_CACHE=false, decides for itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax._src import compilation_cache
+from jax._src.lru_cache import LRUCache
+
+logger = logging.getLogger(__name__)
+
+UNUSED_FOR_S = 30 * 24 * 3600.0
+_SUFFIX = "-cache"
+
+
+class _Cache(LRUCache):  # type: ignore[misc]
+    """JAX's cache of files. A worker may be killed while it writes, and others may be reading: an entry is there
+    whole or not at all. Reading one shows that it is in use."""
+
+    def get(self, key: str) -> bytes | None:
+        value: bytes | None = super().get(key)
+        if value is not None:
+            with contextlib.suppress(OSError):
+                os.utime(self.path / f"{key}{_SUFFIX}")
+        return value
+
+    def put(self, key: str, value: bytes) -> None:
+        partial = self.path / f"{key}.{os.getpid()}.partial"
+        partial.write_bytes(value)
+        partial.replace(self.path / f"{key}{_SUFFIX}")
+
+
+def install() -> None:
+    """Turn the cache on, unless the user has decided about it or no file can be written."""
+    config: Any = jax.config
+    decided = "JAX_COMPILATION_CACHE_DIR" in os.environ or config.jax_compilation_cache_dir
+    if decided or not config.jax_enable_compilation_cache:
+        return
+    folder = _folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _remove_unused(folder)
+    except OSError as error:
+        logger.info("What JAX compiles is not kept: %s", error)
+        return
+    config.update("jax_compilation_cache_dir", str(folder))
+    config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    compilation_cache.reset_cache()
+    compilation_cache._cache, compilation_cache._cache_initialized = _Cache(str(folder), max_size=-1), True
+
+
+def _folder() -> Path:
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return home / "phalanx" / "jax" / _processor()
+
+
+def _processor() -> str:
+    """The kind of processor, by what it can do: homes are shared between machines that differ."""
+    description = platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        description += next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return hashlib.sha256(description.encode()).hexdigest()[:12]
+
+
+def _remove_unused(folder: Path) -> None:
+    before = time.time() - UNUSED_FOR_S
+    for entry in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another process removes it too
+            if entry.stat().st_mtime < before:
+                entry.unlink()

@@ -1,0 +1,73 @@
+"""Keras's Adam on PyTorch, in one pass over the memory.
+
+Keras updates the weights in a dozen passes (`torch._foreach_*`), a fifth of a small model's step on a CPU;
+PyTorch has one kernel for all of it. The two differ in where epsilon stands (Kingma & Ba 2014, section 2, the
+remark after algorithm 1):
+
+    Keras    w -= lr sqrt(1 - b2^t) / (1 - b1^t) * m / (sqrt(v) + eps)
+    PyTorch  w -= lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps')
+
+so that eps' = eps / sqrt(1 - b2^t) makes them the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from keras.src.backend.torch.optimizers.torch_adam import Adam
+
+# What the kernel can be given; all weights of one model nearly always are float32.
+_DTYPES = (torch.float32, torch.float64)
+
+
+@contextmanager
+def fused(optimizer: Any) -> Iterator[None]:
+    """Let `optimizer` use the kernel, if it computes as Keras's Adam does; else change nothing."""
+    update = getattr(optimizer, "_parallel_update_step", None)
+    if update is None or update.__func__ is not Adam._parallel_update_step or optimizer.amsgrad:
+        yield
+        return
+
+    def update_step(gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any) -> None:
+        if not _update_in_one_pass(optimizer, gradients, variables, learning_rate):
+            update(gradients, variables, learning_rate)
+
+    vars(optimizer)["_parallel_update_step"] = update_step
+    try:
+        yield
+    finally:
+        del vars(optimizer)["_parallel_update_step"]
+
+
+def _update_in_one_pass(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any) -> bool:
+    """One update, or False and none if there is a tensor that the kernel does not take."""
+    places = [optimizer._get_variable_index(variable) for variable in variables]
+    weights = [variable.value.detach() for variable in variables]
+    momentums = [optimizer._momentums[place].value for place in places]
+    velocities = [optimizer._velocities[place].value for place in places]
+    dtype = weights[0].dtype
+    tensors = [*weights, *gradients, *momentums, *velocities]
+    if dtype not in _DTYPES or not all(t.dtype is dtype and t.is_cpu and t.is_contiguous() for t in tensors):
+        return False
+    iterations = optimizer.iterations  # an integer tensor while gradients are accumulated, else a variable
+    step = int(getattr(iterations, "value", iterations)) + 1
+    torch._fused_adam_(
+        weights,
+        list(gradients),
+        momentums,
+        velocities,
+        [],
+        [torch.tensor(float(step))] * len(weights),
+        lr=float(learning_rate),
+        beta1=optimizer.beta_1,
+        beta2=optimizer.beta_2,
+        weight_decay=0.0,  # Keras has applied its own
+        eps=optimizer.epsilon / math.sqrt(1.0 - optimizer.beta_2**step),
+        amsgrad=False,
+        maximize=False,
+    )
+    return True

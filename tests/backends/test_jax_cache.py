@@ -1,0 +1,88 @@
+"""What JAX compiles is kept between processes, whole or not at all, and not where the user has decided otherwise."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.jax
+
+PROGRAM = """
+import runpy
+from pathlib import Path
+
+import jax
+import phalanx
+
+# By its path, without the package around it, which would import Keras.
+runpy.run_path(str(Path(phalanx.__file__).parent / "backends" / "jax_cache.py"))["install"]()
+compiled = []
+jax.monitoring.register_event_listener(lambda event, **_: compiled.append(event))
+print(jax.jit(lambda x: 2 * x)(21.0))
+print("hits", compiled.count("/jax/compilation_cache/cache_hits"))
+print("folder", jax.config.jax_compilation_cache_dir)
+"""
+
+
+def run(home: Path, **environment: str) -> str:
+    own = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={**own, "XDG_CACHE_HOME": str(home), "JAX_PLATFORMS": "cpu", **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "42.0" in done.stdout
+    assert "Error" not in done.stderr, done.stderr
+    return done.stdout
+
+
+def entries(home: Path) -> list[Path]:
+    return sorted(home.glob("phalanx/jax/*/*"))
+
+
+def test_a_second_process_finds_what_the_first_compiled(tmp_path: Path) -> None:
+    assert "hits 0" in run(tmp_path)
+    first = entries(tmp_path)
+    assert first
+    assert all(path.name.endswith("-cache") for path in first)
+    assert f"hits {len(first)}" in run(tmp_path)
+    assert entries(tmp_path) == first
+
+
+def test_an_entry_half_written_by_a_killed_process_is_not_read(tmp_path: Path) -> None:
+    run(tmp_path)
+    (entry,) = entries(tmp_path)
+    entry.rename(entry.with_name(f"{entry.name.removesuffix('-cache')}.1234.partial"))
+    assert "hits 0" in run(tmp_path)
+    assert entry.exists()
+
+
+def test_entries_that_nobody_used_for_a_month_go(tmp_path: Path) -> None:
+    run(tmp_path)
+    (entry,) = entries(tmp_path)
+    old = entry.with_name("old-cache")
+    old.write_bytes(b"")
+    os.utime(old, (0, 0))
+    run(tmp_path)
+    assert entries(tmp_path) == [entry]
+
+
+@pytest.mark.parametrize(
+    "decision", [{"JAX_COMPILATION_CACHE_DIR": ""}, {"JAX_ENABLE_COMPILATION_CACHE": "false"}], ids=str
+)
+def test_the_users_own_decision_holds(tmp_path: Path, decision: dict[str, str]) -> None:
+    run(tmp_path, **decision)
+    assert entries(tmp_path) == []
+
+
+def test_a_home_that_cannot_be_written_is_no_obstacle(tmp_path: Path) -> None:
+    obstacle = tmp_path / "file"
+    obstacle.write_text("")
+    assert "hits 0" in run(obstacle)

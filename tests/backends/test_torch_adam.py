@@ -1,0 +1,73 @@
+"""Keras's Adam in one pass gives what Keras's own many passes give."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.torch
+
+PROGRAM = """
+import keras, numpy as np, torch
+from phalanx.backends.torch_adam import fused
+
+optimizers = keras.optimizers
+decaying = optimizers.schedules.ExponentialDecay(0.01, 2, 0.9)
+CASES = {
+    "adam": (lambda: optimizers.Adam(0.01), "float32", True),
+    "large epsilon": (lambda: optimizers.Adam(0.01, epsilon=0.1), "float32", True),
+    "schedule": (lambda: optimizers.Adam(decaying), "float32", True),
+    "adamw": (lambda: optimizers.AdamW(0.01, weight_decay=0.1, global_clipnorm=1.0, use_ema=True), "float32", True),
+    "accumulation": (lambda: optimizers.Adam(0.01, gradient_accumulation_steps=3), "float32", True),
+    "float64": (lambda: optimizers.Adam(0.01), "float64", True),
+    "float16": (lambda: optimizers.Adam(0.01), "float16", False),
+    "amsgrad": (lambda: optimizers.Adam(0.01, amsgrad=True), "float32", False),
+    "sgd": (lambda: optimizers.SGD(0.01, momentum=0.9), "float32", False),
+}
+
+
+def train(make, dtype, context):
+    variables = [keras.Variable(np.full((30, 2), i, dtype)) for i in range(1, 4)]
+    optimizer = make()
+    optimizer.build(variables)
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        gradients = [torch.tensor(rng.normal(size=(30, 2)).astype(dtype)) for _ in variables]
+        with torch.no_grad(), context(optimizer):
+            optimizer.apply(gradients, variables)
+    return [keras.ops.convert_to_numpy(v) for v in (*variables, *optimizer.variables)]
+
+
+class nothing:
+    def __init__(self, optimizer): pass
+    def __enter__(self): pass
+    def __exit__(self, *error): pass
+
+
+kernel, calls = torch._fused_adam_, []
+torch._fused_adam_ = lambda *args, **options: (calls.append(1), kernel(*args, **options))
+for name, (make, dtype, in_one_pass) in CASES.items():
+    calls.clear()
+    expected = train(make, dtype, nothing)
+    assert not calls
+    found = train(make, dtype, fused)
+    assert bool(calls) == in_one_pass, name
+    for a, b in zip(expected, found, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6, err_msg=name)
+    print(name, "ok")
+"""
+
+
+def test_one_pass_gives_the_same_weights_and_state() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={**os.environ, "KERAS_BACKEND": "torch"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("ok") == 9
