@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 
+from phalanx.backends import memory
 from phalanx.backends.engine import Engine, Merge
 from phalanx.backends.tensors import Tensors
 from phalanx.errors import UnsupportedError
@@ -13,6 +14,7 @@ from phalanx.errors import UnsupportedError
 
 def prepare() -> None:
     """Call once in a process that takes part in a job, before anything is computed."""
+    memory.keep_freed()
     if keras.backend.backend() == "jax":
         from phalanx.backends import jax_cache
 
