@@ -174,8 +174,8 @@ def table(times: dict[str, dict[str, float]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", type=Path, help="where to write the figures")
-    times = measure()
     arguments = parser.parse_args()
+    times = measure()
     print(table(times))
     if arguments.json:
         arguments.json.write_text(json.dumps(times, indent=2) + "\n")
