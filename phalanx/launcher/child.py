@@ -27,6 +27,7 @@ if __name__ == "__main__":
         sys.path[0] = _ROOT
 
 import builtins
+import contextlib
 import faulthandler
 import io
 import runpy
@@ -151,6 +152,9 @@ class _ErrorRecorder:
         self._fd = fd
 
     def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        # A Ctrl-C that comes while a lost peer's error is printed would garble it; the process is ending anyway.
+        with contextlib.suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
             traceback = traceback.tb_next
         error = error.with_traceback(traceback)
