@@ -7,7 +7,12 @@ compiling its models takes seconds for each. `make test-slow` runs them.
 
 from __future__ import annotations
 
+import os
+
 import pytest
+
+# The tests themselves use Keras a little, on any backend there is; jobs are told theirs.
+os.environ.setdefault("KERAS_BACKEND", os.environ.get("BACKENDS", "jax").split()[0])
 
 CI_SCENARIOS = """
     sequential_adam functional_sgd_momentum_sample_weight subclassed_adam_class_weight several_inputs_and_outputs

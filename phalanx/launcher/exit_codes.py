@@ -5,6 +5,11 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import gc
+import io
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -150,7 +155,6 @@ def install() -> None:
     """From now on an uncaught error of Phalanx ends this process with the error's `exit_code`.
 
     The traceback is printed as before, by whatever hook is installed. Calling it again changes nothing.
-    CPython honours a SystemExit that is raised inside `sys.excepthook`, and still runs exit handlers.
     """
     previous = sys.excepthook
     if isinstance(previous, _ExitCodeHook):
@@ -168,5 +172,25 @@ class _ExitCodeHook:
     def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         self._previous(kind, error, traceback)
         code = of_error(error)
-        if isinstance(error, Exception) and code != 1:
-            raise SystemExit(code)
+        if isinstance(error, Exception) and code != 1 and not _is_interactive():
+            _end(code)
+
+
+def _is_interactive() -> bool:
+    """Whether somebody sits at a prompt, where an error ends nothing."""
+    return bool(sys.flags.interactive) or hasattr(sys, "ps1")
+
+
+def _end(code: int) -> None:
+    """End this process now: exit handlers run and files are written, but the interpreter is not taken down.
+
+    That takes one to three seconds with a backend loaded, more where the lost peer's host is busy, and waits
+    for threads that may be waiting for the lost peer.
+    """
+    try:
+        atexit._run_exitfuncs()
+    finally:
+        for stream in [each for each in gc.get_objects() if type(each) in (io.TextIOWrapper, io.BufferedWriter)]:
+            with contextlib.suppress(Exception):  # closed, or its reader is gone
+                stream.flush()
+        os._exit(code)

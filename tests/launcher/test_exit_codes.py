@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,26 @@ def test_a_hook_of_the_users_still_prints(launcher: Launcher, tmp_path: Path) ->
         )
     )
     assert (job.code, job.out, job.err) == (65, "mine no\n", "")
+
+
+def test_the_end_waits_for_no_thread_and_loses_no_file(launcher: Launcher, tmp_path: Path) -> None:
+    """A thread may itself be waiting for the peer that is lost."""
+    notes = tmp_path / "notes.txt"
+    start = time.monotonic()
+    job = launcher.python(
+        launcher.script(
+            f"""
+            import threading
+            from phalanx.launcher import exit_codes
+            from phalanx import errors
+            exit_codes.install()
+            threading.Thread(target=threading.Event().wait, args=(600,)).start()
+            notes = open({str(notes)!r}, "w")
+            notes.write("not lost")
+            raise errors.PeerLostError("worker/1 is gone", rank=1, task="worker/1", host="here")
+            """
+        )
+    )
+    assert job.code == errors.PeerLostError.exit_code
+    assert time.monotonic() - start < 60
+    assert notes.read_text() == "not lost"
