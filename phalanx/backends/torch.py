@@ -33,6 +33,11 @@ class TorchEngine:
     """Steps of one Keras model on the PyTorch backend; see `phalanx.backends.engine.Engine`."""
 
     def __init__(self, model: Any, merge: Merge) -> None:
+        if model.steps_per_execution > 1:  # as Keras on PyTorch
+            raise ValueError(
+                f"`steps_per_execution` must be 1 with the PyTorch backend; the model was compiled with "
+                f"steps_per_execution={model.steps_per_execution}."
+            )
         self._model = model
         self._merge = merge
         self._own_train_step = not model_state.overrides(model, TorchTrainer, "train_step")

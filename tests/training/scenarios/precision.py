@@ -25,7 +25,7 @@ def _policy(name: str) -> Iterator[None]:
 @scenario(tolerance=2e-2)
 def mixed_float16(setting: Setting) -> dict[str, Any]:
     with _policy("mixed_float16"):
-        model = compiled(setting, metrics=["accuracy"])
+        model = compiled(setting)  # no accuracy: at the edge one sample falls on either side
         assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
         return fitted(model)
 
