@@ -1,4 +1,4 @@
-"""The one place where the input layer uses Keras's internals (tested with Keras 3.12 to 3.15).
+"""The one place where the input layer uses Keras's internals (tested with Keras 3.12 and 3.15).
 
 Keras decides here what arrays it accepts, which dtypes they get and what its errors say.
 """

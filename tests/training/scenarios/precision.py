@@ -25,9 +25,11 @@ def _policy(name: str) -> Iterator[None]:
 @scenario(tolerance=2e-2)
 def mixed_float16(setting: Setting) -> dict[str, Any]:
     with _policy("mixed_float16"):
-        model = compiled(setting)  # no accuracy: at the edge one sample falls on either side
-        assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
-        return fitted(model)
+        assert isinstance(compiled(setting).optimizer, keras.optimizers.LossScaleOptimizer)
+        # A scale at which nothing overflows: gradients of a few samples are larger than their mean over all, so at
+        # the edge replicas leave out other first steps than one process. No accuracy: one sample at the edge is 3 %.
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=256.0)
+        return fitted(compiled(setting, optimizer=optimizer))
 
 
 @scenario(tolerance=5e-2)
