@@ -120,3 +120,14 @@ def ordered_enqueuer(dataset: Any, workers: int, use_multiprocessing: bool, max_
     return OrderedEnqueuer(
         dataset, workers=workers, use_multiprocessing=use_multiprocessing, max_queue_size=max_queue_size
     )
+
+
+def opens_one_more_pass() -> bool:
+    """Whether Keras makes another iterator of a tf.data.Dataset of known length at the end of a pass, and drops it.
+
+    It does (`EpochIterator`) where a tf.data.Dataset is its own iterable: elsewhere a generator stands before it, which
+    nobody starts.
+    """
+    import keras
+
+    return bool(keras.backend.backend() == "tensorflow")

@@ -161,6 +161,7 @@ def make_source(
             x,
             policy=policy,
             class_weight=class_weight,
+            whole_passes=steps_per_epoch is None,
             rank=rank,
             world_size=world_size,
             seed=seed,

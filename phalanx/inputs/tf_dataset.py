@@ -44,11 +44,14 @@ def tf_source(
     *,
     policy: AutoShardPolicy | None,
     class_weight: dict[int, float] | None,
+    whole_passes: bool,
     rank: int,
     world_size: int,
     seed: int,
 ) -> StreamSource:
     """A source over a batched tf.data.Dataset whose batch is the global batch.
+
+    `whole_passes`: whether an epoch is a pass, and not a number of steps.
 
     DATA: all ranks read the same elements in the same order. For that, shuffles without a seed are given one
         made from `seed`, and parallel maps keep their order, unless the dataset says otherwise itself.
@@ -90,9 +93,15 @@ def tf_source(
             for r in range(world_size)
         ]
 
+    # Seeded shuffles count the iterators that were made of them.
+    skips = whole_passes and keras_adapters.opens_one_more_pass()
+
     # `dataset` is kept: the functions that a serialized graph calls live as long as it does.
     def open_pass(key: int, original: Any = dataset) -> Iterator[Any]:
-        return _elements(sharded)
+        for number, element in enumerate(_elements(sharded), 1):
+            if number == length and skips:
+                iter(sharded)
+            yield element
 
     return StreamSource(
         open_pass,
