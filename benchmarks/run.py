@@ -179,10 +179,14 @@ def main() -> None:
         for title in missing:
             comparison.failures.append(f"{title}: not installed; `make bench-peers` installs the peers.")
     prefix = shlex.split(args.prefix)
-    for measurement in measure(pairs, comparison, rounds=rounds, windows=windows, prefix=prefix, console=console):
-        comparison.measurements.append(measurement)
-    report.print_report(comparison, console)
     complete = not only and not args.quick
+    try:
+        for measurement in measure(pairs, comparison, rounds=rounds, windows=windows, prefix=prefix, console=console):
+            comparison.measurements.append(measurement)
+    except KeyboardInterrupt:
+        complete = False
+        comparison.failures.append("Interrupted before the last round.")
+    report.print_report(comparison, console)
     save(comparison, args.name or comparison.date + ("" if complete else "-partial"), console)
 
 

@@ -181,8 +181,8 @@ class JaxEngine:
 
     def predict(self, data: Batch) -> Any:
         trainable, non_trainable, _, metrics = self._state(with_optimizer=False)
-        outputs, _ = self._predict((trainable, non_trainable), data)
-        self._keep(trainable, non_trainable, None, metrics)
+        outputs, non_trainable = self._predict((trainable, non_trainable), data)
+        self._keep(trainable, list(non_trainable), None, metrics)
         return tree.map_structure(np.asarray, outputs)
 
     # Tracing.
@@ -200,7 +200,7 @@ class JaxEngine:
         ]
         with _probe(self._model.optimizer) as calls:
             logs, state = self._model.train_step((trainable, non_trainable, optimizer, start), data)
-        gradients = _only_call(calls, state, trainable)
+        gradients = _only_call(calls, state, trainable, optimizer)
         _, new_non_trainable, _, new_metrics = state
         changed = {
             index: new
@@ -351,14 +351,42 @@ class _Step:
         return found
 
 
+class _Later:
+    """A value after the update, which is not known yet while the gradients are computed: whoever uses it is told."""
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise UnsupportedError(
+            "`train_step` computes with the weights or optimizer variables that `optimizer.stateless_apply` returned "
+            "(a moving average of the weights, a log). Under a strategy on the JAX backend the update comes after the "
+            "step, when the gradients of all replicas are merged: do it in a callback, or write a custom training "
+            "loop with `strategy.run` and `strategy.reduce` (docs/custom_loops.md)."
+        )
+
+    __jax_array__ = __array__ = __getitem__ = __iter__ = __len__ = __float__ = __int__ = __bool__ = __neg__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = _refuse
+    __matmul__ = __rmatmul__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    shape = dtype = ndim = property(_refuse)
+
+
+class _Call(NamedTuple):
+    """One call of `stateless_apply`: what it was given, and what it promised."""
+
+    optimizer: Values
+    gradients: Values
+    trainable: Values
+    new_trainable: list[_Later]
+    new_optimizer: list[_Later]
+
+
 @contextmanager
-def _probe(optimizer: Any) -> Iterator[list[tuple[Any, Any, Any]]]:
-    """Replace `optimizer.stateless_apply`, while tracing, by one that notes its arguments and changes nothing."""
-    calls: list[tuple[Any, Any, Any]] = []
+def _probe(optimizer: Any) -> Iterator[list[_Call]]:
+    """Replace `optimizer.stateless_apply`, while tracing, by one that notes its arguments and promises the results."""
+    calls: list[_Call] = []
 
     def note(optimizer_variables: Any, grads: Any, trainable_variables: Any) -> tuple[Any, Any]:
-        calls.append((optimizer_variables, list(grads), trainable_variables))
-        return trainable_variables, optimizer_variables
+        later = [_Later() for _ in trainable_variables], [_Later() for _ in optimizer_variables]
+        calls.append(_Call(optimizer_variables, list(grads), trainable_variables, *later))
+        return later
 
     vars(optimizer)["stateless_apply"] = note
     try:
@@ -367,7 +395,7 @@ def _probe(optimizer: Any) -> Iterator[list[tuple[Any, Any, Any]]]:
         del vars(optimizer)["stateless_apply"]
 
 
-def _only_call(calls: list[tuple[Any, Any, Any]], state: tuple[Any, ...], trainable: Values) -> Values:
+def _only_call(calls: list[_Call], state: tuple[Any, ...], trainable: Values, optimizer: Values) -> Values:
     """The gradients of the one `stateless_apply` of a train step, or an error that says what is not supported."""
     if len(calls) != 1:
         raise UnsupportedError(
@@ -375,15 +403,15 @@ def _only_call(calls: list[tuple[Any, Any, Any]], state: tuple[Any, ...], traina
             f"it must be exactly once, because the gradients are merged there. Write a custom training loop with "
             f"`strategy.run` and `strategy.reduce` instead (docs/custom_loops.md)."
         )
-    optimizer_variables, gradients, variables = calls[0]
-    assert isinstance(gradients, list)
-    if not _same(variables, trainable) or not _same(state[0], variables) or not _same(state[2], optimizer_variables):
+    (call,) = calls
+    given = _same(call.trainable, trainable) and _same(call.optimizer, optimizer)
+    if not given or not _same(state[0], call.new_trainable) or not _same(state[2], call.new_optimizer):
         raise UnsupportedError(
             "`train_step` changes the weights or the optimizer's variables outside `optimizer.stateless_apply`; "
             "under a strategy on the JAX backend all changes must come from that one call. Write a custom training "
             "loop with `strategy.run` and `strategy.reduce` instead (docs/custom_loops.md)."
         )
-    return gradients
+    return call.gradients
 
 
 def _same(left: Sequence[Any], right: Sequence[Any]) -> bool:

@@ -12,6 +12,15 @@ from keras.src.trainers.trainer import Trainer
 from phalanx.backends.layout import WEIGHT_OF_AGGREGATION, Weight
 
 
+def optimizers(model: Any) -> list[Any]:
+    """The optimizer that the model was compiled with, and those that it keeps for a `train_step` of its own."""
+    found = {id(model.optimizer): model.optimizer} if getattr(model, "optimizer", None) is not None else {}
+    for value in vars(model).values():
+        parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [value]
+        found |= {id(part): part for part in parts if isinstance(part, keras.optimizers.Optimizer)}
+    return list(found.values())
+
+
 def layer_state(model: Any) -> list[Any]:
     """The floating variables that layers change while they compute (batch-norm statistics).
 

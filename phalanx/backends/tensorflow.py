@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 from keras.src import tree
@@ -69,7 +70,13 @@ class TensorFlowEngine:
         return True
 
     def build(self, data: Batch) -> None:
-        self._model._symbolic_build(data_batch=data)
+        model = self._model
+        if model_state.overrides(model, TensorFlowTrainer, "train_step") and type(model).call is keras.Model.call:
+            # A model that is only its `train_step`, whose parts are built already.
+            if not model.optimizer.built:
+                model.optimizer.build(model.trainable_variables)
+        else:
+            model._symbolic_build(data_batch=data)
         check_losses(self._model)
         self._state = model_state.layer_state(self._model)
         self._metrics = list(self._model.metrics_variables)
@@ -136,7 +143,9 @@ class TensorFlowEngine:
 
     def _train_overridden(self, data: Batch) -> tuple[dict[str, Any], dict[str, Any]]:
         before = self._start_metrics()
-        with _merging_apply(self._model.optimizer, self._merge_gradients):
+        with ExitStack() as stack:
+            for optimizer in model_state.optimizers(self._model):
+                stack.enter_context(_merging_apply(optimizer, self._merge_gradients))
             logs = self._model.train_step(data)
         self._count_one_step()
         _, averages = self._merge_all([], model_state.flat_logs(logs), before)

@@ -9,8 +9,8 @@ rest afterwards.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -42,7 +42,7 @@ class TorchEngine:
         self._merge = merge
         self._own_train_step = not model_state.overrides(model, TorchTrainer, "train_step")
         self._backward = torch.compile(self._run_backward) if model.jit_compile else self._run_backward
-        self._layouts: dict[str, Layout] = {}
+        self._layouts: dict[tuple[tuple[int, ...], tuple[str, ...]], Layout] = {}
         self._silent: frozenset[str] | None = None
         self._averages: dict[str, Any] = {}
         self._test_logs: dict[str, Any] = {}
@@ -60,7 +60,7 @@ class TorchEngine:
     def build(self, data: Batch) -> None:
         self._model._symbolic_build(data_batch=data)
         check_losses(self._model)
-        self._state = model_state.layer_state(self._model)
+        self._state = [*model_state.layer_state(self._model), *_module_buffers(self._model)]
         self._metrics = list(self._model.metrics_variables)
         self._weights = model_state.metric_weights(self._model)
 
@@ -71,6 +71,7 @@ class TorchEngine:
         pass
 
     def train(self, data: Batch, share: float) -> None:
+        self._set_mode(training=True)
         state_before = [variable.value.clone() for variable in self._state]
         metrics_before = [variable.value.clone() for variable in self._metrics]
         with torch.no_grad():
@@ -97,8 +98,8 @@ class TorchEngine:
     def _train_own(self, data: Batch, share: float, metrics_before: list[Any]) -> None:
         weights, logs = self._backward(data)
         gradients = [w.value.grad for w in weights]
-        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        merged = self._merge_all("step", [gradients[i] for i in present], logs, share, metrics_before)
+        present = tuple(i for i, gradient in enumerate(gradients) if gradient is not None)
+        merged = self._merge_all(present, [gradients[i] for i in present], logs, share, metrics_before)
         for i, gradient in zip(present, merged, strict=True):
             gradients[i] = gradient
         with torch.no_grad(), fused(self._model.optimizer):
@@ -127,24 +128,35 @@ class TorchEngine:
         return weights, logs
 
     def _train_overridden(self, data: Batch, share: float, metrics_before: list[Any]) -> None:
-        optimizer = self._model.optimizer
-        with fused(optimizer), _merging_apply(optimizer, lambda gradients: self._merge_gradients(gradients, share)):
+        with ExitStack() as stack:
+            for optimizer in model_state.optimizers(self._model):
+                stack.enter_context(fused(optimizer))
+                merge = _merging_apply(optimizer, lambda gradients: self._merge_gradients(gradients, share))
+                stack.enter_context(merge)
             logs = self._model.train_step(data)
-        self._merge_all("rest", [], model_state.flat_logs(logs), share, metrics_before)
+        self._merge_all((), [], model_state.flat_logs(logs), share, metrics_before)
 
     def _merge_gradients(self, gradients: Sequence[Any], share: float) -> list[Any]:
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
         arrays = [_to_host(gradients[i]) for i in present]
-        layout = self._layouts.setdefault("gradients", Layout.of(arrays, [Weight.SHARE] * len(arrays)))
+        layout = Layout.of(arrays, [Weight.SHARE] * len(arrays))
         merged = list(gradients)
         for i, array in zip(present, layout.cut(self._merge(layout, arrays, share)), strict=True):
             merged[i] = _from_host(array, gradients[i].device)
         return merged
 
     def _merge_all(
-        self, name: str, gradients: list[Any], logs: dict[str, Any], share: float, metrics_before: list[Any]
+        self,
+        present: tuple[int, ...],
+        gradients: list[Any],
+        logs: dict[str, Any],
+        share: float,
+        metrics_before: list[Any],
     ) -> list[Any]:
-        """Merge gradients, state, metrics and logs at once; returns the gradients, the rest is put in its place."""
+        """Merge gradients, state, metrics and logs at once; returns the gradients, the rest is put in its place.
+
+        `present`: which of the weights have a gradient in this step.
+        """
         parts = [
             [_to_host(gradient) for gradient in gradients],
             [_to_host(variable.value) for variable in self._state],
@@ -152,11 +164,12 @@ class TorchEngine:
             [np.asarray(_scalar(value), np.float32) for value in logs.values()],
         ]
         arrays = [array for part in parts for array in part]
-        layout = self._layouts.get(name)
+        key = (present, tuple(logs))
+        layout = self._layouts.get(key)
         if layout is None:
             share_weights = [Weight.SHARE] * (len(gradients) + len(self._state))
             weights = [*share_weights, *self._weights, *[Weight.SHARE] * len(logs)]
-            layout = self._layouts[name] = Layout.of(arrays, weights)
+            layout = self._layouts[key] = Layout.of(arrays, weights)
         values = layout.cut(self._merge(layout, arrays, share))
         ends = np.cumsum([len(part) for part in parts])
         merged, state, metrics, averages = (values[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True))
@@ -174,7 +187,13 @@ class TorchEngine:
         device = gradients[0].device if gradients else None
         return [_from_host(array, device) for array in merged]
 
+    def _set_mode(self, *, training: bool) -> None:
+        """As Keras does it for PyTorch modules among the layers."""
+        if self._model.training != training:
+            self._model.train(training)
+
     def test(self, data: Batch, share: float) -> None:
+        self._set_mode(training=False)
         before = None if share else [variable.value.clone() for variable in self._metrics]
         self._share = share
         with torch.no_grad(), self._losses:
@@ -205,9 +224,21 @@ class TorchEngine:
         return results
 
     def predict(self, data: Batch) -> Any:
+        self._set_mode(training=False)
         with torch.no_grad():
             outputs = self._model.predict_step(_to_device(data))
         return tree.map_structure(_to_host, outputs)
+
+
+class _Buffer(NamedTuple):
+    """A buffer of a PyTorch module among the layers, in the place of a Keras variable."""
+
+    value: Any
+
+
+def _module_buffers(model: Any) -> list[_Buffer]:
+    """What PyTorch modules change while they compute (batch-norm statistics)."""
+    return [_Buffer(buffer) for buffer in model.buffers() if buffer.is_floating_point()]
 
 
 @contextmanager

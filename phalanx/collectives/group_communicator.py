@@ -138,11 +138,15 @@ class GroupCommunicator:
         source = np.ascontiguousarray(array)
         rows = np.empty_like(source)
         size = source.nbytes // self.world_size
+
+        def parts(array: Array) -> list[Array]:  # views also where a row is a single number
+            return [array[rank : rank + 1] for rank in range(self.world_size)]
+
         sizes = [[size] * self.world_size] * self.world_size
 
         def body(call: Call) -> None:
             self._engine.all_to_all(
-                call, [[byte_view(row)] for row in source], [[byte_view(row)] for row in rows], sizes
+                call, [[byte_view(row)] for row in parts(source)], [[byte_view(row)] for row in parts(rows)], sizes
             )
 
         self._run(operation, body)

@@ -15,7 +15,7 @@ from phalanx.errors import ConfigurationError
 from phalanx.inputs import keras_adapters
 from phalanx.inputs.policy import AutoShardPolicy
 from phalanx.inputs.split import Share, local_range
-from phalanx.inputs.structure import Array, describe, map_leaves, to_numpy
+from phalanx.inputs.structure import Array, describe, leaves, map_leaves, to_numpy
 
 Orders = Callable[[int, int, bool | str], Iterator[Array]]
 
@@ -45,6 +45,9 @@ def _indexable(sliceable: Any) -> Any:
     if kind.startswith("Pandas"):
         return np.ascontiguousarray(sliceable.convert_to_numpy(array))
     return np.asarray(to_numpy(array))
+
+
+SAMPLED_ROWS, SAMPLED_COLUMNS = 16, 8
 
 
 class ArraySource:
@@ -103,6 +106,19 @@ class ArraySource:
             f"{self._samples} samples of {describe(self._data)} in global batches of {self._batch_size}, "
             f"shuffle={shuffle}"
         )
+
+    @property
+    def sample(self) -> Array:
+        """A few numbers from all over the data, shape (n,), float64: the ranks' must be about the same."""
+        rows = np.linspace(0, self._samples - 1, SAMPLED_ROWS).astype(np.int64)
+        numbers = [np.zeros(0)]
+        for leaf in leaves(self._data):
+            values = np.asarray(leaf[rows])
+            if values.size and values.dtype.kind in "biuf":
+                values = values.reshape(SAMPLED_ROWS, -1)
+                columns = np.linspace(0, values.shape[1] - 1, SAMPLED_COLUMNS).astype(np.int64)
+                numbers.append(values[:, columns].astype(np.float64).ravel())
+        return np.concatenate(numbers)
 
     def read(self, key: int, start: int, stop: int | None) -> Iterator[Share]:
         assert stop is not None, "the length of arrays is known"

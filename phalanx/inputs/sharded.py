@@ -7,13 +7,15 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+
 from phalanx.errors import ConfigurationError
 from phalanx.inputs.batch import LocalBatch
 from phalanx.inputs.policy import AutoShardPolicy
 from phalanx.inputs.prefetch import DEPTH, Prefetch
 from phalanx.inputs.source import Source
 from phalanx.inputs.split import Share, stand_in
-from phalanx.inputs.structure import unpack
+from phalanx.inputs.structure import Array, unpack
 
 
 def epoch_end(start: int, num_batches: int | None, steps_per_epoch: int | None) -> int | None:
@@ -74,6 +76,12 @@ class ShardedInput:
         """Whether every rank is known to see as many batches of the same global sizes: then the end of the
         data needs no agreement between ranks."""
         return self._source.uniform
+
+    @property
+    def sample(self) -> Array:
+        """Numbers from all over the data that the ranks' should share; none where the data cannot be looked at."""
+        found: Array = getattr(self._source, "sample", np.zeros(0))
+        return found
 
     @property
     def signature(self) -> str:

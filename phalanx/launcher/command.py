@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-from phalanx.launcher import page
+from phalanx.launcher import exit_codes, page
 from phalanx.launcher.environment import grace_s
 from phalanx.launcher.hosts import HostShare
 from phalanx.launcher.job import Job, Placement
@@ -23,7 +23,10 @@ from phalanx.launcher.screen import Screen, prefixes, width
 from phalanx.launcher.verdict import End
 
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-Handler = Callable[[int, FrameType | None], None]
+Handler = Callable[[int, FrameType | None], object] | signal.Handlers
+# The first signal ends the job in order, the second kills it. The third counts where even that cannot be heard
+# (a write to a terminal that nobody reads).
+IMPATIENCE = 3
 # Narrower than this a progress bar is no use, and wrapping lines are the lesser evil.
 MIN_COLUMNS = 20
 
@@ -96,7 +99,10 @@ def run(
         if not verdict.success:
             screen.message(page.render(verdict, outcome.ends, log_dir=str(log_dir) if log_dir else None, full=False))
             if log_dir is not None:
-                page.write(log_dir, verdict, outcome.ends)
+                try:
+                    page.write(log_dir, verdict, outcome.ends)
+                except OSError as error:
+                    screen.message(f"phalanx: this page cannot be written to {log_dir}: {error.strerror}")
     return verdict.code
 
 
@@ -129,7 +135,12 @@ class _Narrator:
 def _signals(job: Job, resize: Callable[[], None] | None) -> Iterator[None]:
     """While inside, the signals that mean the end stop the job; those that are ignored (nohup) stay so."""
 
+    received: list[int] = []
+
     def on_end(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if len(received) >= IMPATIENCE:
+            os._exit(exit_codes.SIGNAL_BASE + number)  # the lifelines end the workers
         job.stop(number)
 
     def on_resize(number: int, frame: FrameType | None) -> None:
@@ -138,6 +149,8 @@ def _signals(job: Job, resize: Callable[[], None] | None) -> Iterator[None]:
 
     heeded = [number for number in _ENDING_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
     handlers: dict[int, Handler] = dict.fromkeys(heeded, on_end)
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # inherited: the workers' ends would go unnoticed
+        handlers[signal.SIGCHLD] = signal.SIG_DFL
     if resize is not None:
         handlers[signal.SIGWINCH] = on_resize
     previous_wakeup = signal.set_wakeup_fd(job.wakeup_fd, warn_on_full_buffer=False)

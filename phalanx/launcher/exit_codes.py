@@ -12,7 +12,7 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -143,12 +143,16 @@ def of_error(error: BaseException) -> int:
     An error that was raised `from` one of Phalanx's counts as that one: wrapping it does not change the
     cause.
     """
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, errors.PhalanxError):
-            return cause.exit_code
-        cause = cause.__cause__
-    return 1
+    return next((cause.exit_code for cause in causes(error) if isinstance(cause, errors.PhalanxError)), 1)
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, what it was raised `from`, and so on; `raise error from error` makes it its own cause."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__
 
 
 def install() -> None:
@@ -190,7 +194,12 @@ def _end(code: int) -> None:
     try:
         atexit._run_exitfuncs()
     finally:
-        for stream in [each for each in gc.get_objects() if type(each) in (io.TextIOWrapper, io.BufferedWriter)]:
-            with contextlib.suppress(Exception):  # closed, or its reader is gone
-                stream.flush()
+        gc.unfreeze()  # frozen objects are not listed
+        for each in gc.get_objects():
+            if issubclass(type(each), _FILES):
+                with contextlib.suppress(Exception):  # closed, or its reader is gone
+                    each.flush()
         os._exit(code)
+
+
+_FILES = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)

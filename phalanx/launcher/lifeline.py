@@ -21,6 +21,7 @@ import select
 import signal
 import sys
 import threading
+import time
 import weakref
 
 _PR_SET_PDEATHSIG = 1
@@ -89,6 +90,9 @@ def adopt_orphans() -> None:
         prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
+REAP_WAIT_S = 5.0
+
+
 def end_orphans(known: set[int]) -> None:
     """Kill and reap every child of this process whose id is not in `known`, and what these leave behind."""
     for _ in range(100):  # each round may bring up children of those it killed
@@ -98,7 +102,12 @@ def end_orphans(known: set[int]) -> None:
         for pid in orphans:
             try:
                 os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
+                deadline = time.monotonic() + REAP_WAIT_S
+                while os.waitpid(pid, os.WNOHANG)[0] == 0:
+                    if time.monotonic() > deadline:  # inside the kernel, on a dead file system: nobody can end it
+                        known = known | {pid}
+                        break
+                    time.sleep(0.001)
             except (ProcessLookupError, ChildProcessError):
                 continue
 

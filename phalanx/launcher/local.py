@@ -263,7 +263,7 @@ class LocalHost:
         worker.state = _process_state(worker.process.pid)
         # Before its first report the signal's default action would kill it.
         if progress.parse(_content(worker.progress)) is not None:
-            worker.process.send_signal(child.STACKS_SIGNAL)
+            _signal(worker.process.pid, child.STACKS_SIGNAL)
 
     def signal(self, rank: int, number: int) -> None:
         """Send a signal to a worker; SIGTERM and SIGKILL reach everything it has started."""
@@ -275,7 +275,7 @@ class LocalHost:
             if number == signal.SIGTERM:
                 _signal_group(worker.process.pid, signal.SIGCONT)  # a stopped process could not act on it
         else:
-            worker.process.send_signal(number)
+            _signal(worker.process.pid, number)
 
     def resize(self, size: TerminalSize) -> None:
         """Tell rank 0 that its terminal has another size now."""
@@ -284,7 +284,7 @@ class LocalHost:
             for fd, is_error in worker.outputs.items():
                 if not is_error:
                     _set_size(fd, size)
-            worker.process.send_signal(signal.SIGWINCH)
+            _signal(worker.process.pid, signal.SIGWINCH)
 
     def pids(self) -> set[int]:
         return {worker.process.pid for worker in self._workers.values() if not worker.ended}
@@ -341,7 +341,12 @@ def _content(file: BinaryIO) -> bytes:
 
 
 def _open_pidfd(pid: int) -> int:
-    return os.pidfd_open(pid) if hasattr(os, "pidfd_open") else -1
+    if not hasattr(os, "pidfd_open"):
+        return -1
+    try:
+        return os.pidfd_open(pid)
+    except OSError:  # a kernel before 5.3, or a sandbox that does not know the call
+        return -1
 
 
 def _open_terminal(size: TerminalSize) -> tuple[int, int]:
@@ -360,6 +365,12 @@ def _set_size(fd: int, size: TerminalSize) -> None:
 
 def _has_exited(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _signal(pid: int, number: int) -> None:
+    """Not by `Popen.send_signal`, which reaps a process that has just ended, before its end was noticed."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def _signal_group(group: int, number: int) -> None:

@@ -122,7 +122,7 @@ def render(
 
 def write(folder: Path, verdict: Verdict, ends: Sequence[End]) -> None:
     """Write the page and its JSON form into the log directory."""
-    (folder / PAGE_FILE).write_text(render(verdict, ends, log_dir=str(folder)))
+    (folder / PAGE_FILE).write_text(render(verdict, ends, log_dir=str(folder)), encoding="utf-8", errors="replace")
     (folder / JSON_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(report(verdict, ends)), indent=2))
 
 
@@ -140,7 +140,7 @@ def open_logs(folder: Path | None, tasks: Sequence[str]) -> Iterator[list[Binary
                 for old in (PAGE_FILE, JSON_FILE):  # a page of an earlier job would tell of this one
                     (folder / old).unlink(missing_ok=True)
                 names = [f"{task.replace('/', '-')}.log" for task in tasks]
-                logs = [stack.enter_context((folder / name).open("wb")) for name in names]
+                logs = [stack.enter_context((folder / name).open("wb", buffering=0)) for name in names]
         except OSError as error:
             raise ConfigurationError(
                 f"The log directory {folder} cannot be written to: {error.strerror}. "

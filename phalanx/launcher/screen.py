@@ -63,7 +63,11 @@ class LineAssembler:
             lines.append(self._rest)
             self._rest = ""
         elif len(self._rest) > MAX_LINE_CHARACTERS:
-            self._rest = "\r" + _final(self._rest)
+            shown = _final(self._rest)
+            self._rest = "\r" + shown
+            if len(shown) > MAX_LINE_CHARACTERS // 2:
+                lines.append(shown)
+                self._rest = ""
         return [_final(line) for line in lines]
 
     def finish(self) -> list[str]:
@@ -168,9 +172,7 @@ class Screen:
 
     def feed(self, rank: int, is_error: bool, data: bytes) -> None:
         """Show what a task wrote, as far as it can be shown yet."""
-        if self._logs:
-            self._logs[rank].write(data)
-            self._logs[rank].flush()
+        self._log(rank, data)
         source = (rank, is_error)
         if source not in self._decoders:
             self._decoders[source] = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -180,6 +182,14 @@ class Screen:
             self._write(False, self._live.feed(text))
         else:
             self._write_lines(rank, is_error, self._lines[source].feed(text.replace("\r\n", "\n")))
+
+    def _log(self, rank: int, data: bytes) -> None:
+        if self._logs:
+            try:
+                self._logs[rank].write(data)
+            except OSError as error:
+                self._logs = ()
+                self.message(f"phalanx: the log files end here ({error.strerror}); the job goes on")
 
     def finish(self, rank: int) -> None:
         """Show what is left of an ended task's last line."""

@@ -8,6 +8,7 @@ import traceback
 import msgspec
 
 from phalanx.errors import PeerLostError
+from phalanx.launcher import exit_codes
 
 # A traceback is shown on one page; an error that holds a whole array in its message is cut.
 MAX_TRACEBACK_CHARACTERS = 60_000
@@ -56,8 +57,4 @@ def parse(content: bytes) -> ErrorWords | None:
 
 
 def _lost_task(error: BaseException | None) -> str | None:
-    while error is not None:
-        if isinstance(error, PeerLostError):
-            return error.task
-        error = error.__cause__
-    return None
+    return next((cause.task for cause in exit_codes.causes(error) if isinstance(cause, PeerLostError)), None)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import atexit
 import random
 from dataclasses import replace
+from typing import Any
 
 import keras
 import msgspec
+import numpy as np
 
 from phalanx.backends import prepare
 from phalanx.cluster import Node, join
@@ -118,9 +120,12 @@ def _join(resolver: ClusterResolver, options: CommunicationOptions) -> Job:
 
 
 def _share_random_state(communicator: Communicator) -> None:
-    """Give every rank the chief's state of Python's `random`, from which Keras draws the seeds of initializers: so
-    models made from here on start alike, also where a program sets no seed."""
-    version, numbers, gauss = random.getstate()
-    payload = communicator.broadcast_bytes(msgspec.msgpack.encode((version, numbers, gauss)))
-    version, numbers, gauss = msgspec.msgpack.decode(payload)
+    """Give every rank the chief's state of Python's `random`, from which Keras draws the seeds of initializers, and of
+    NumPy's, from which programs make and split data: so these are the same from here on, also where a program sets
+    no seed."""
+    numpys: Any = np.random.get_state(legacy=True)
+    state = (random.getstate(), [part.tolist() if isinstance(part, np.ndarray) else part for part in numpys])
+    payload = communicator.broadcast_bytes(msgspec.msgpack.encode(state))
+    (version, numbers, gauss), numpys = msgspec.msgpack.decode(payload)
     random.setstate((version, tuple(numbers), gauss))
+    np.random.set_state(tuple(numpys))

@@ -101,3 +101,17 @@ def compare_inputs(source: ShardedInput, replica: Replica) -> None:
             f"{signatures[different].decode()}. Every rank must pass the same data; Phalanx divides it. To give each "
             f"rank its own, use `strategy.distribute_datasets_from_function`."
         )
+
+
+def compare_samples(source: ShardedInput, replica: Replica) -> None:
+    """Raise on every rank if the ranks hold different values, or the same ones in another order."""
+    samples = replica.communicator.all_gather(source.sample)
+    # Not to the bit: hosts of different kinds round differently.
+    same = [np.allclose(sample, samples[0], rtol=1e-3, atol=1e-3, equal_nan=True) for sample in samples]
+    if not all(same):
+        raise DisagreementError(
+            f"The ranks were given different data: the values of rank {same.index(False)} are not those of rank 0, or "
+            f"stand in another order. Every rank must pass the same data; Phalanx divides it. If they are made or "
+            f"split at random, give a seed (`random_state=0`, `np.random.default_rng(0)`). To give each rank its own "
+            f"data, use `strategy.distribute_datasets_from_function`."
+        )

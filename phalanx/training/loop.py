@@ -28,7 +28,7 @@ from phalanx.inputs.keras_adapters import shuffled_orders
 from phalanx.launcher import progress
 from phalanx.training import callbacks as callback_lists
 from phalanx.training import state
-from phalanx.training.agreement import JointBatch, compare_inputs, joint_batches
+from phalanx.training.agreement import JointBatch, compare_inputs, compare_samples, joint_batches
 from phalanx.training.merge import StepMerge
 from phalanx.training.replica import Replica
 
@@ -85,9 +85,11 @@ class ReplicaTrainer:
                 validation_batch_size = batch_size
             validation = self._shard(val_x, val_y, val_weight, validation_batch_size, validation_steps)
             compare_inputs(validation, replica)
+            compare_samples(validation, replica)
         engine = self._prepare(source)
+        compare_samples(source, replica)
         self._announce(source, verbose)
-        watched = callback_lists.watches_batches(callbacks, "train")
+        watched, watched_test = (replica.any(callback_lists.watches_batches(callbacks, p)) for p in ("train", "test"))
         callbacks = self._callbacks(callbacks, verbose, epochs, source.num_batches, history=True)
         listened = callback_lists.listens_to_batches(callbacks, "train")
         model.stop_training = False
@@ -126,9 +128,7 @@ class ReplicaTrainer:
                 engine.end()
             epoch_logs = pythonify_logs(engine.logs()) if trained else {}
             if validation is not None and model._should_eval(epoch, validation_freq):
-                val_logs = self._evaluate(
-                    validation, callbacks, watched=callback_lists.watches_batches(callbacks, "test")
-                )
+                val_logs = self._evaluate(validation, callbacks, watched=watched_test)
                 epoch_logs |= {f"val_{name}": value for name, value in val_logs.items()}
             callbacks.on_epoch_end(epoch, epoch_logs)
             if replica.any(model.stop_training):
@@ -153,8 +153,9 @@ class ReplicaTrainer:
         self._model._assert_compile_called("evaluate")
         source = self._shard(x, y, sample_weight, batch_size, steps)
         self._prepare(source)
-        self._synchronise()
-        watched = _shows_batches(verbose) or callback_lists.watches_batches(callbacks, "test")
+        state.synchronise(self._model, self._replica)
+        # A rank may be told to show less than the chief.
+        watched = self._replica.any(_shows_batches(verbose) or callback_lists.watches_batches(callbacks, "test"))
         callbacks = self._callbacks(callbacks, verbose, 1, source.num_batches)
         logs = self._evaluate(source, callbacks, watched=watched)
         return logs if return_dict else self._model._flatten_metrics_in_order(logs)
@@ -170,8 +171,9 @@ class ReplicaTrainer:
         """The outputs for all samples, in their order, on every rank."""
         source = self._shard(x, None, None, batch_size, steps)
         engine = self._prepare_to_predict(source)
-        self._synchronise()
+        state.synchronise(self._model, self._replica)
         model = self._model
+        watched = self._replica.any(callback_lists.watches_batches(callbacks, "predict"))
         callbacks = self._callbacks(callbacks, verbose, 1, source.num_batches)
         listened = callback_lists.listens_to_batches(callbacks, "predict")
         progress.report("predict")
@@ -190,7 +192,7 @@ class ReplicaTrainer:
                     self._count(callbacks, batch)
                 if listened:
                     callbacks.on_predict_batch_end(last, {"outputs": own[-1]})
-                if self._replica.any(model.stop_predicting) if listened and _is_watched(callbacks) else False:
+                if watched and self._replica.any(model.stop_predicting):
                     break
         finally:
             engine.end()
@@ -369,7 +371,8 @@ class ReplicaTrainer:
                 callbacks.on_test_batch_end(last, logs)
                 if watched and replica.any(model.stop_evaluating):
                     break
-            logs = pythonify_logs(engine.merged_metrics(own / max(everyone, 1), final=True))
+            # Of no data nothing is known: zeros would be the best losses of all.
+            logs = pythonify_logs(engine.merged_metrics(own / everyone, final=True)) if everyone else {}
         finally:
             engine.end()
         callbacks.on_test_end(logs)
@@ -401,6 +404,8 @@ class ReplicaTrainer:
     def _agree_on_learning_rate(self) -> None:
         """The chief's learning rate on every rank, where callbacks may have set it."""
         optimizer = self._model.optimizer
+        while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            optimizer = optimizer.inner_optimizer
         rate = getattr(optimizer, "_learning_rate", None)
         if not isinstance(rate, keras.Variable):  # a schedule follows the step count, which is the same everywhere
             return
@@ -429,10 +434,6 @@ def _rows(outputs: Any, size: int) -> Any:
 
 def _shows_batches(verbose: Any) -> bool:
     return verbose in ("auto", 1, True)
-
-
-def _is_watched(callbacks: Any) -> bool:
-    return callback_lists.watches_batches(callbacks, "predict")
 
 
 def _capped(value: Any, cap: int | None, name: str) -> Any:

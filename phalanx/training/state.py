@@ -10,6 +10,7 @@ import keras
 import msgspec
 import numpy as np
 
+from phalanx.backends.model_state import optimizers
 from phalanx.errors import DisagreementError
 from phalanx.training.replica import Replica
 
@@ -41,8 +42,7 @@ def synchronise(model: Any, replica: Replica) -> None:
 
 def _variables(model: Any) -> list[Any]:
     found = {id(v): v for v in [*model.trainable_variables, *model.non_trainable_variables]}
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is not None:
+    for optimizer in optimizers(model):
         found |= {id(v): v for v in optimizer.variables}
     return list(found.values())
 

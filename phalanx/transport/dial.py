@@ -74,7 +74,7 @@ def dial(
         welcome = msgspec.msgpack.decode(header, type=Welcome)
         if welcome.refusal:
             raise RefusedError(f"{peer} at {address} refused: {welcome.reason}", welcome)
-    except (msgspec.MsgspecError, FrameError) as error:
+    except (msgspec.MsgspecError, FrameError, UnicodeError, RecursionError) as error:
         link.close()
         raise HandshakeError(f"{peer} at {address} answered something else than expected: {error}") from error
     except BaseException:
@@ -86,16 +86,20 @@ def dial(
 def _connect(address: Address, peer: str, tls: TLS | None, deadline: float) -> socket.socket:
     try:
         candidates = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise LinkClosedError(
-            f"the host name {address.host!r} of {peer} cannot be resolved here ({error.strerror})"
-        ) from error
+    except (OSError, UnicodeError) as error:  # UnicodeError: a label that is empty or too long
+        reason = getattr(error, "strerror", None) or error
+        raise LinkClosedError(f"the host name {address.host!r} of {peer} cannot be resolved here ({reason})") from error
     failure: OSError | None = None
-    for family, kind, protocol, _, where in candidates:
-        timeout_s = min(deadline - time.monotonic(), CONNECT_TIMEOUT_S)
+    for tried, (family, kind, protocol, _, where) in enumerate(candidates):
+        # Each gets its part of what is left: one that drops packets leaves time for the next.
+        timeout_s = min((deadline - time.monotonic()) / (len(candidates) - tried), CONNECT_TIMEOUT_S)
         if timeout_s <= 0:
             break
-        sock = socket.socket(family, kind, protocol)
+        try:
+            sock = socket.socket(family, kind, protocol)
+        except OSError as error:  # a kernel without IPv6
+            failure = failure or error
+            continue
         try:
             sock.settimeout(timeout_s)
             sock.connect(where)

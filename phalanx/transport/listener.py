@@ -241,7 +241,7 @@ class Listener:
             hello = arrival.advance()
         except WrongSecretError:
             self._refuse(arrival, "wrong secret: its PHALANX_SECRET is not the one of this job, or is not set")
-        except (HandshakeError, FrameError, msgspec.MsgspecError) as error:
+        except (HandshakeError, FrameError, msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             self._refuse(arrival, str(error))
         except LinkClosedError as error:
             silent = (arrival.untouched or arrival.gave_up) and not _is_tls_failure(error)

@@ -220,6 +220,12 @@ def test_reduce_scatter_returns_this_rank_s_row(kind: Kind, op: ReduceOp) -> Non
         np.testing.assert_allclose(row, merged[rank], rtol=1e-6)
 
 
+def test_reduce_scatter_of_a_number_for_each_rank(kind: Kind) -> None:
+    size = kind.world_size
+    rows = kind.run(lambda communicator: communicator.reduce_scatter(np.arange(size, dtype=np.float32)))
+    assert [(float(row), row.shape) for row in rows] == [(float(rank * size), ()) for rank in range(size)]
+
+
 @pytest.mark.parametrize("rows", [0, 1, 10_000])
 def test_all_to_all_sends_each_array_to_its_rank(kind: Kind, rows: int) -> None:
     def body(communicator: GroupCommunicator) -> list[np.ndarray]:

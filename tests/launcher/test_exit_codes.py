@@ -93,7 +93,7 @@ def test_a_hook_of_the_users_still_prints(launcher: Launcher, tmp_path: Path) ->
 
 def test_the_end_waits_for_no_thread_and_loses_no_file(launcher: Launcher, tmp_path: Path) -> None:
     """A thread may itself be waiting for the peer that is lost."""
-    notes = tmp_path / "notes.txt"
+    notes, table = tmp_path / "notes.txt", tmp_path / "table"
     start = time.monotonic()
     job = launcher.python(
         launcher.script(
@@ -105,6 +105,8 @@ def test_the_end_waits_for_no_thread_and_loses_no_file(launcher: Launcher, tmp_p
             threading.Thread(target=threading.Event().wait, args=(600,)).start()
             notes = open({str(notes)!r}, "w")
             notes.write("not lost")
+            table = open({str(table)!r}, "w+b")
+            table.write(b"nor this")
             raise errors.PeerLostError("worker/1 is gone", rank=1, task="worker/1", host="here")
             """
         )
@@ -112,3 +114,13 @@ def test_the_end_waits_for_no_thread_and_loses_no_file(launcher: Launcher, tmp_p
     assert job.code == errors.PeerLostError.exit_code
     assert time.monotonic() - start < 60
     assert notes.read_text() == "not lost"
+    assert table.read_text() == "nor this"
+
+
+def test_an_error_raised_from_itself_has_an_end() -> None:
+    error = ValueError("x")
+    error.__cause__ = error
+    assert exit_codes.of_error(error) == 1
+    lost = errors.PeerLostError("gone", rank=1, task="worker/1", host="here")
+    error.__cause__, lost.__cause__ = lost, error
+    assert exit_codes.of_error(error) == lost.exit_code

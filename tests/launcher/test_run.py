@@ -280,6 +280,16 @@ def test_a_later_success_leaves_no_page_of_an_earlier_failure(launcher: Launcher
     assert sorted(path.name for path in logs.iterdir()) == ["worker-0.log"]
 
 
+def test_a_full_disk_ends_the_logs_and_not_the_job(launcher: Launcher) -> None:
+    logs = launcher.folder / "logs"
+    logs.mkdir()
+    (logs / "worker-0.log").symlink_to("/dev/full")
+    job = launcher.run("-n", "2", "--log-dir", "logs", launcher.script("print('fine')"))
+    assert job.code == 0
+    assert sorted(job.lines) == ["[worker/0] fine", "[worker/1] fine"]
+    assert "the log files end here" in job.err
+
+
 def test_the_log_directory_keeps_each_tasks_output_as_it_was(launcher: Launcher) -> None:
     script = launcher.script(
         r"""

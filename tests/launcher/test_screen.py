@@ -58,6 +58,15 @@ def test_a_progress_bar_becomes_the_line_that_stays() -> None:
     assert LineAssembler().feed("text\r\n") == ["text"]
 
 
+def test_a_line_without_end_is_cut_also_after_a_carriage_return() -> None:
+    lines = LineAssembler()
+    lines = LineAssembler()
+    lines.feed("\r")
+    shown = [line for _ in range(300) for line in lines.feed(65536 * "x")]
+    assert sum(map(len, [*shown, *lines.finish()])) == 300 * 65536
+    assert len(shown) > 1
+
+
 @given(st.text(alphabet="ab\r\n\b\x1b[mK ", max_size=60), st.lists(st.integers(0, 60), max_size=5))
 def test_where_the_pieces_are_cut_does_not_matter_to_lines(text: str, cuts: list[int]) -> None:
     whole, pieces = LineAssembler(), LineAssembler()

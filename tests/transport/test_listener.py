@@ -431,3 +431,52 @@ def test_refusals_are_counted_and_their_lines_limited() -> None:
         counter.count("10.0.0.1", "wrong secret")
     counter.count("10.0.0.2", "HTTP")
     assert counter.summary() == "10.0.0.1 (3 times: wrong secret); 10.0.0.2 (HTTP)"
+
+
+def test_a_first_address_that_drops_packets_leaves_time_for_the_second(
+    port: Port, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full backlog drops what comes, as a firewall does."""
+    with contextlib.ExitStack() as stack:
+        silent = stack.enter_context(socket.socket())
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(0)
+        for _ in range(3):
+            caller = stack.enter_context(socket.socket())
+            caller.setblocking(False)
+            caller.connect_ex(silent.getsockname())
+        where = ("127.0.0.1", port.address.port)
+        kinds = (socket.AF_INET, socket.SOCK_STREAM, 0, "")
+        addresses = [(*kinds, silent.getsockname()), (*kinds, where)]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: addresses)
+        link, _ = dial_port(port, seconds=4)
+        link.close()
+
+
+def test_an_address_family_that_the_kernel_lacks_is_passed_over(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = ("127.0.0.1", port.address.port)
+    addresses = [
+        (9999, socket.SOCK_STREAM, 0, "", ("::1", port.address.port)),
+        (socket.AF_INET, socket.SOCK_STREAM, 0, "", where),
+    ]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: addresses)
+    link, _ = dial_port(port)
+    link.close()
+
+
+def test_a_name_with_an_empty_label_cannot_be_resolved(port: Port) -> None:
+    hello = Hello(purpose="mesh", task="worker/1", job="job")
+    with pytest.raises(LinkClosedError, match="cannot be resolved"):
+        dial(Address("host..x", 2222), hello, peer="worker/0", secret=None, deadline=soon())
+
+
+@pytest.mark.parametrize("hello", [b"\x81\xa4task\xa2\xff\xfe", b"\x81\xa1x" + b"\x91" * 5000 + b"\xc0"], ids=repr)
+def test_a_malformed_hello_is_refused_and_the_port_lives_on(port: Port, hello: bytes) -> None:
+    """From one who knows the secret: a broken member, or anybody on a network without one."""
+    link = Link(dial_module._connect(port.address, "worker/0", None, soon()), "worker/0")
+    dial_module._shake_hands(link, SECRET, soon())
+    link.send(hello, deadline=soon())
+    with pytest.raises(LinkClosedError):
+        link.receive(deadline=soon())
+    link.close()
+    assert_members_get_in(port)

@@ -86,6 +86,40 @@ def learning_rate_set_at_batches_by_the_chief_alone(setting: Setting) -> dict[st
 
 
 @scenario()
+def learning_rate_set_by_the_chief_alone_under_loss_scaling(setting: Setting) -> dict[str, Any]:
+    class Halve(callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            if setting.rank == 0:
+                self.model.optimizer.learning_rate = 0.2 / (2 + epoch)
+
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.2), initial_scale=64.0)
+    return fitted(compiled(setting, optimizer=optimizer), callbacks=[Halve()])
+
+
+@scenario(plain=False)
+def callbacks_that_only_the_chief_has(setting: Setting) -> dict[str, Any]:
+    """One of them ends the training: everybody's."""
+
+    class Stop(callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.model.stop_training = batch == 1
+
+    return fitted(compiled(setting), callbacks=[Stop()] if setting.rank == 0 else [])
+
+
+@scenario(plain=False)
+def validation_without_data_says_nothing(setting: Setting) -> dict[str, Any]:
+    def once() -> Any:
+        yield features(9), labels(9)
+
+    found = fitted(compiled(setting), validation_data=once(), epochs=3)
+    losses = found["history"].get("val_loss", [])
+    assert losses
+    assert 0.0 not in losses, losses
+    return found
+
+
+@scenario()
 def terminate_on_nan(setting: Setting) -> dict[str, Any]:
     x = features()
     x[20] = np.nan

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import numpy as np
 
 from tests.training.scenarios.common import FEATURES, compiled, features, fitted, labels
 from tests.training.scenarios.registry import BACKENDS, Setting, scenario
@@ -59,3 +60,36 @@ def other_initial_weights_are_the_chiefs(setting: Setting) -> dict[str, Any]:
     keras.utils.set_random_seed(100 + setting.rank)
     model = compiled(setting, optimizer=keras.optimizers.SGD(0.0))
     return fitted(model)
+
+
+@scenario(error=_on_all("DisagreementError", "another order"))
+def data_in_another_order_on_one_rank(setting: Setting) -> dict[str, Any]:
+    x, y = features(), labels()
+    return fitted(compiled(setting), x[:: -1 if setting.rank else 1].copy(), y[:: -1 if setting.rank else 1].copy())
+
+
+@scenario(plain=False)
+def unseeded_data_of_numpy_are_the_chiefs(setting: Setting) -> dict[str, Any]:
+    """What is drawn after the strategy was made is the same everywhere."""
+    return {"drawn": setting.gather(np.random.normal(size=4).tobytes())[setting.rank]}
+
+
+@scenario()
+def weights_that_the_chief_alone_sets_are_everybodys(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting, metrics=["accuracy"])
+    fitted(model)
+    best = [np.full_like(weight, 0.1 * (i + 1)) for i, weight in enumerate(model.get_weights())]
+    best[0][0] = -1.0
+    if setting.alone or setting.rank == 0:
+        model.set_weights(best)
+    evaluated = model.evaluate(features(), labels(), batch_size=10, verbose=0)
+    if setting.alone or setting.rank == 0:
+        model.set_weights([2 * weight for weight in best])
+    return {"evaluate": evaluated, "predict": model.predict(features(), batch_size=10, verbose=0)}
+
+
+@scenario()
+def only_the_chief_shows_the_evaluation(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting, metrics=["accuracy"])
+    shows = 1 if setting.alone or setting.rank == 0 else 0
+    return {"evaluate": model.evaluate(features(), labels(), batch_size=10, verbose=shows)}

@@ -191,3 +191,41 @@ def state_of_a_layer_of_ones_own(setting: Setting) -> dict[str, Any]:
         return keras.Sequential([keras.Input((FEATURES,)), Follow(), layers.Dense(CLASSES, activation="softmax")])
 
     return fitted(compiled(setting, build))
+
+
+@scenario(plain=False)
+def predictions_of_random_layers_differ(setting: Setting) -> dict[str, Any]:
+    """Monte Carlo dropout: each pass draws anew."""
+
+    def build() -> Any:
+        inputs = keras.Input((FEATURES,))
+        return keras.Model(inputs, layers.Dropout(0.5)(layers.Dense(32)(inputs), training=True))
+
+    model = compiled(setting, build, loss="mse")
+    x = np.ones((8, FEATURES), "float32")
+    first, second = (model.predict(x, batch_size=4, verbose=0) for _ in range(2))
+    assert (first != second).any()
+    assert (first[:4] != first[4:]).any()
+    return {"first": first, "second": second}
+
+
+@scenario(backends=("torch",), plain=False)
+def modules_of_pytorch_among_the_layers(setting: Setting) -> dict[str, Any]:
+    """Statistics of its own batch normalisation are merged; dropout is off outside of training."""
+    import torch
+
+    class Drop(layers.Layer):
+        def call(self, x: Any) -> Any:
+            return torch.nn.functional.dropout(x, 0.5, self.training)
+
+    def build() -> Any:
+        norm = layers.TorchModuleWrapper(torch.nn.BatchNorm1d(FEATURES))
+        return keras.Sequential([keras.Input((FEATURES,)), norm, Drop(), layers.Dense(CLASSES, activation="softmax")])
+
+    model = compiled(setting, build)
+    found = fitted(model, batch_size=11)
+    first, second = (model.predict(features(), verbose=0) for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+    buffers = {name: buffer.numpy() for name, buffer in model.named_buffers() if "running" in name}
+    assert len(buffers) == 2
+    return {**found, "predict": first, "buffers": buffers}

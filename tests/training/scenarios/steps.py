@@ -12,6 +12,7 @@ from tests.training.scenarios.common import (
     FEATURES,
     classifier,
     compiled,
+    features,
     fitted,
     labels,
     numbers,
@@ -278,3 +279,76 @@ def predict_without_compile(setting: Setting) -> dict[str, Any]:
     from tests.training.scenarios.common import features
 
     return {"predict": model.predict(features(), batch_size=16, verbose=0)}
+
+
+def _gradients(loss_of: Any, variables: Any) -> Any:
+    """Gradients of a loss outside of Keras's own step, on TensorFlow or PyTorch."""
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            loss = loss_of()
+        return loss, tape.gradient(loss, [variable.value for variable in variables])
+    import torch
+
+    loss = loss_of()
+    return loss.detach(), list(torch.autograd.grad(loss, [variable.value for variable in variables]))
+
+
+class TwoOptimizers(keras.Model):
+    """Two parts, each with an optimizer of its own, as in a GAN; only its `train_step` says what it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = keras.Sequential([keras.Input((FEATURES,)), layers.Dense(8, activation="tanh")])
+        self.head = keras.Sequential([keras.Input((8,)), layers.Dense(CLASSES, activation="softmax")])
+        self.head_optimizer = keras.optimizers.SGD(0.3, momentum=0.5)
+
+    def loss_of(self, x: Any, y: Any) -> Any:
+        return ops.mean(keras.losses.sparse_categorical_crossentropy(y, self.head(self.body(x))))
+
+    def train_step(self, data: Any) -> Any:
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        for part, optimizer in ((self.head, self.head_optimizer), (self.body, self.optimizer)):
+            loss, gradients = _gradients(lambda: self.loss_of(x, y), part.trainable_variables)
+            optimizer.apply(gradients, part.trainable_variables)
+        return {"own_loss": loss}
+
+
+class TwoOptimizersCalled(TwoOptimizers):
+    def call(self, x: Any) -> Any:
+        return self.head(self.body(x))
+
+
+def _two_optimizers(setting: Setting, cls: type) -> dict[str, Any]:
+    with setting.scope():
+        model = cls()
+        for part, optimizer in ((model.head, model.head_optimizer),):
+            optimizer.build(part.trainable_variables)
+        model.compile(optimizer=keras.optimizers.SGD(0.2))
+        model.optimizer.build(model.body.trainable_variables)
+    history = model.fit(features(32), labels(32), batch_size=8, epochs=2, shuffle=False, verbose=0).history
+    return {"loss": history["own_loss"], "weights": model.get_weights()}
+
+
+@scenario(backends=("tensorflow",))
+def two_optimizers_in_a_model_without_call(setting: Setting) -> dict[str, Any]:
+    return _two_optimizers(setting, TwoOptimizers)
+
+
+@scenario(backends=("torch",))
+def two_optimizers(setting: Setting) -> dict[str, Any]:
+    return _two_optimizers(setting, TwoOptimizersCalled)
+
+
+class AveragedStep(JaxStep):
+    """Computes with the weights after the update, as a target network does."""
+
+    def train_step(self, state: Any, data: Any) -> Any:
+        logs, (trainable, non_trainable, optimizer, metric_values) = super().train_step(state, data)
+        return {**logs, "size": ops.sum(0.5 * trainable[0])}, (trainable, non_trainable, optimizer, metric_values)
+
+
+@scenario(error={"jax": ("UnsupportedError", "moving average")}, backends=("jax",))
+def weights_after_the_update_inside_the_step(setting: Setting) -> dict[str, Any]:
+    return fitted(compiled(setting, lambda: _body(AveragedStep)))
