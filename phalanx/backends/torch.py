@@ -71,7 +71,6 @@ class TorchEngine:
         pass
 
     def train(self, data: Batch, share: float) -> None:
-        self._set_mode(training=True)
         state_before = [variable.value.clone() for variable in self._state]
         metrics_before = [variable.value.clone() for variable in self._metrics]
         with torch.no_grad():
@@ -187,13 +186,7 @@ class TorchEngine:
         device = gradients[0].device if gradients else None
         return [_from_host(array, device) for array in merged]
 
-    def _set_mode(self, *, training: bool) -> None:
-        """As Keras does it for PyTorch modules among the layers."""
-        if self._model.training != training:
-            self._model.train(training)
-
     def test(self, data: Batch, share: float) -> None:
-        self._set_mode(training=False)
         before = None if share else [variable.value.clone() for variable in self._metrics]
         self._share = share
         with torch.no_grad(), self._losses:
@@ -224,7 +217,6 @@ class TorchEngine:
         return results
 
     def predict(self, data: Batch) -> Any:
-        self._set_mode(training=False)
         with torch.no_grad():
             outputs = self._model.predict_step(_to_device(data))
         return tree.map_structure(_to_host, outputs)
@@ -238,7 +230,8 @@ class _Buffer(NamedTuple):
 
 def _module_buffers(model: Any) -> list[_Buffer]:
     """What PyTorch modules change while they compute (batch-norm statistics)."""
-    return [_Buffer(buffer) for buffer in model.buffers() if buffer.is_floating_point()]
+    found = {id(buffer): buffer for layer in model._flatten_layers() for buffer in layer.buffers()}
+    return [_Buffer(buffer) for buffer in found.values() if buffer.is_floating_point()]
 
 
 @contextmanager

@@ -68,12 +68,6 @@ def data_in_another_order_on_one_rank(setting: Setting) -> dict[str, Any]:
     return fitted(compiled(setting), x[:: -1 if setting.rank else 1].copy(), y[:: -1 if setting.rank else 1].copy())
 
 
-@scenario(plain=False)
-def unseeded_data_of_numpy_are_the_chiefs(setting: Setting) -> dict[str, Any]:
-    """What is drawn after the strategy was made is the same everywhere."""
-    return {"drawn": setting.gather(np.random.normal(size=4).tobytes())[setting.rank]}
-
-
 @scenario()
 def weights_that_the_chief_alone_sets_are_everybodys(setting: Setting) -> dict[str, Any]:
     model = compiled(setting, metrics=["accuracy"])
