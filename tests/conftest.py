@@ -23,7 +23,10 @@ CI_SCENARIOS = """
     non_chiefs_print_nothing model_of_other_width_on_one_rank other_length_of_data_on_one_rank
     other_initial_weights_are_the_chiefs learning_rate_set_at_batches_by_the_chief_alone
     validation_split shuffled_arrays tf_dataset py_dataset data_loader generator fewer_samples_than_replicas
-    single_batches predict_without_compile
+    single_batches predict_without_compile two_optimizers two_optimizers_in_a_model_without_call
+    weights_after_the_update_inside_the_step data_in_another_order_on_one_rank only_the_chief_shows_the_evaluation
+    weights_that_the_chief_alone_sets_are_everybodys learning_rate_set_by_the_chief_alone_under_loss_scaling
+    predictions_of_random_layers_differ modules_of_pytorch_among_the_layers steps_per_execution_on_torch
 """
 CI_SCENARIOS_OF_THREE_RANKS = """
     sequential_adam functional_sgd_momentum_sample_weight subclassed_adam_class_weight fewer_samples_than_replicas
