@@ -33,8 +33,8 @@ def interpreter() -> str:
     return str(PEERS_PYTHON) if PEERS_PYTHON.exists() else sys.executable
 
 
-# The slowest job (a CNN on XLA, seven windows) takes 40 s on two cores; ten seconds more than that is a hang.
-JOB_TIMEOUT_S = 120.0
+# The slowest job (a CNN on XLA, two trainings in turn) takes 150 s on two busy cores; twice that is a hang.
+JOB_TIMEOUT_S = 300.0
 # Peers sometimes never end after their last barrier; their figures are in by then.
 EXIT_TIMEOUT_S = 10.0
 POLL_S = 0.02
