@@ -170,14 +170,19 @@ def _share(communicator: GroupCommunicator, size: int, methods: Sequence[str]) -
                 setup = _Setup(segment.offer)
             except OSError as error:
                 setup = _Setup(error=f"{method}: {error}")
-        offer = _gather(communicator, setup)[local_ranks[0]].offer
-        error_text = setup.error
-        if offer is not None and segment is None:
-            try:
-                segment = Segment.open(offer)
-            except OSError as error:
-                error_text = f"{method}: {error}"
-        opened = _gather(communicator, _Setup(offer if segment else None, error_text))
+        try:
+            offer = _gather(communicator, setup)[local_ranks[0]].offer
+            error_text = setup.error
+            if offer is not None and segment is None:
+                try:
+                    segment = Segment.open(offer)
+                except OSError as error:
+                    error_text = f"{method}: {error}"
+            opened = _gather(communicator, _Setup(offer if segment else None, error_text))
+        except BaseException:  # a rank is lost: nobody will come for the name
+            if segment is not None:
+                segment.close()
+            raise
         if segment is not None:
             segment.settle()
             if all(opened[rank].offer for rank in local_ranks):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import shlex
@@ -159,7 +160,8 @@ class RemoteHost:
         self._unregister()
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
-                pipe.close()
+                with contextlib.suppress(BrokenPipeError):  # ssh has ended; closing tries to send what was left
+                    pipe.close()
         try:
             process.wait(timeout=5)
         except subprocess.TimeoutExpired:
