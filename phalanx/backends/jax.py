@@ -29,7 +29,6 @@ import numpy as np
 from keras.src import backend as keras_backend
 from keras.src import tree
 from keras.src.backend.jax.trainer import JAXTrainer
-from keras.src.trainers.trainer import Trainer
 
 from phalanx.backends import model_state
 from phalanx.backends.engine import Batch, Merge
@@ -177,7 +176,8 @@ class JaxEngine:
         merged = [jnp.array(value) for value in values[: len(metrics)]]
         averages = dict(zip(logs, values[len(metrics) :], strict=True))
         self._keep(trainable, non_trainable, None, merged if final else metrics)
-        return _choose_logs(averages, self._metric_results(merged), model_state.silent_metrics(self._model, merged))
+        silent = model_state.silent_metrics(self._model, merged)
+        return model_state.choose_logs(averages, lambda: self._metric_results(merged), silent)
 
     def predict(self, data: Batch) -> Any:
         trainable, non_trainable, _, metrics = self._state(with_optimizer=False)
@@ -227,7 +227,7 @@ class JaxEngine:
                 old + new if weight is Weight.ONE else new
                 for old, new, weight in zip(metrics, merged, recipe.metrics, strict=True)
             ]
-            logs = _choose_logs(averages, self._metric_results(metrics), silent)
+            logs = model_state.choose_logs(averages, lambda: self._metric_results(metrics), silent)
             return trainable, optimizer, metrics, state, logs
 
         return update
@@ -420,19 +420,9 @@ def _same(left: Sequence[Any], right: Sequence[Any]) -> bool:
 
 def _own_logs(model: Any, step: str, logs: Any) -> dict[str, Any]:
     """The logs that an overridden step returned; Keras's own steps return metric results, which follow anyhow."""
-    own = getattr(type(model), step) is getattr(JAXTrainer, step)
-    if own and type(model).compute_metrics is Trainer.compute_metrics:
+    if not model_state.logs_differ_from_metrics(model, JAXTrainer, step):
         return {}
     return {name: jnp.asarray(value, "float32") for name, value in model_state.flat_logs(logs).items()}
-
-
-def _choose_logs(averages: dict[str, Any], results: dict[str, Any], silent: frozenset[str]) -> dict[str, Any]:
-    """Metric results where there are any, else the mean of what the ranks logged."""
-    if not averages:
-        return results
-    return {
-        name: results[name] if name in results and name not in silent else value for name, value in averages.items()
-    }
 
 
 class JaxTensors:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import keras
@@ -19,6 +20,35 @@ def optimizers(model: Any) -> list[Any]:
         parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [value]
         found |= {id(part): part for part in parts if isinstance(part, keras.optimizers.Optimizer)}
     return list(found.values())
+
+
+@contextmanager
+def merging_applies(model: Any, merge: Callable[[Sequence[Any], Sequence[Any]], list[Any]]) -> Iterator[None]:
+    """Let the optimizers of a model merge their gradients first; for train steps that call them themselves.
+
+    `merge` gets the gradients and their weights.
+    """
+    with ExitStack() as stack:
+        for optimizer in optimizers(model):
+            stack.enter_context(_merging_apply(optimizer, merge))
+        yield
+
+
+@contextmanager
+def _merging_apply(optimizer: Any, merge: Callable[[Sequence[Any], Sequence[Any]], list[Any]]) -> Iterator[None]:
+    apply = optimizer.apply
+
+    def merged_apply(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
+        if trainable_variables is None:
+            return apply(merge(list(grads), optimizer._trainable_variables))
+        weights = list(trainable_variables)
+        return apply(merge(list(grads), weights), weights)
+
+    vars(optimizer)["apply"] = merged_apply
+    try:
+        yield
+    finally:
+        del vars(optimizer)["apply"]
 
 
 def layer_state(model: Any) -> list[Any]:

@@ -12,8 +12,7 @@ A model that overrides `train_step` calls the optimizer itself; there the gradie
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -143,9 +142,7 @@ class TensorFlowEngine:
 
     def _train_overridden(self, data: Batch) -> tuple[dict[str, Any], dict[str, Any]]:
         before = self._start_metrics()
-        with ExitStack() as stack:
-            for optimizer in model_state.optimizers(self._model):
-                stack.enter_context(_merging_apply(optimizer, self._merge_gradients))
+        with model_state.merging_applies(self._model, self._merge_gradients):
             logs = self._model.train_step(data)
         self._count_one_step()
         _, averages = self._merge_all([], model_state.flat_logs(logs), before)
@@ -292,22 +289,6 @@ class TensorFlowEngine:
             tf.autograph.experimental.do_not_convert(function), jit_compile=jit_compile, reduce_retracing=True
         )
         return compiled
-
-
-@contextmanager
-def _merging_apply(optimizer: Any, merge: Callable[[Sequence[Any], Sequence[Any]], list[Any]]) -> Iterator[None]:
-    """Let `optimizer.apply` merge its gradients first; for train steps that call the optimizer themselves."""
-    apply = optimizer.apply
-
-    def merged_apply(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
-        weights = optimizer._trainable_variables if trainable_variables is None else list(trainable_variables)
-        return apply(merge(list(grads), weights), trainable_variables)
-
-    vars(optimizer)["apply"] = merged_apply
-    try:
-        yield
-    finally:
-        del vars(optimizer)["apply"]
 
 
 def _tensors(data: Batch) -> Batch:

@@ -8,8 +8,8 @@ rest afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -127,11 +127,10 @@ class TorchEngine:
         return weights, logs
 
     def _train_overridden(self, data: Batch, share: float, metrics_before: list[Any]) -> None:
-        with ExitStack() as stack:
+        merging = model_state.merging_applies(self._model, lambda gradients, _: self._merge_gradients(gradients, share))
+        with merging, ExitStack() as stack:
             for optimizer in model_state.optimizers(self._model):
                 stack.enter_context(fused(optimizer))
-                merge = _merging_apply(optimizer, lambda gradients: self._merge_gradients(gradients, share))
-                stack.enter_context(merge)
             logs = self._model.train_step(data)
         self._merge_all((), [], model_state.flat_logs(logs), share, metrics_before)
 
@@ -232,21 +231,6 @@ def _module_buffers(model: Any) -> list[_Buffer]:
     """What PyTorch modules change while they compute (batch-norm statistics)."""
     found = {id(buffer): buffer for layer in model._flatten_layers() for buffer in layer.buffers()}
     return [_Buffer(buffer) for buffer in found.values() if buffer.is_floating_point()]
-
-
-@contextmanager
-def _merging_apply(optimizer: Any, merge: Any) -> Iterator[None]:
-    """Let `optimizer.apply` merge its gradients first; for train steps that call the optimizer themselves."""
-    apply = optimizer.apply
-
-    def merged_apply(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
-        return apply(merge(list(grads)), trainable_variables)
-
-    vars(optimizer)["apply"] = merged_apply
-    try:
-        yield
-    finally:
-        del vars(optimizer)["apply"]
 
 
 def _to_device(data: Batch) -> Batch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -39,6 +39,26 @@ def environment(backend: str) -> dict[str, str]:
     }
 
 
+def finish(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> tuple[int | None, str]:
+    """A command's exit code, None if it had to be stopped, and its output."""
+    with subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=JOB_BOUND_S)
+        except subprocess.TimeoutExpired:
+            process.kill()  # the workers die with their launcher
+            return None, process.communicate()[0]
+    return process.returncode, output
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     """`run("examples/digits.py", ..., workers=2, backend="jax")`: its output; it must end with exit code 0.
@@ -55,22 +75,9 @@ def run(tmp_path: Path) -> Run:
     ) -> str:
         phalanx = [] if workers is None else ["-m", "phalanx", "run", "--workers", str(workers)]
         command = [sys.executable, *phalanx, *map(str, arguments)]
-        with subprocess.Popen(
-            command,
-            cwd=tmp_path,
-            env={**environment(backend), **(more or {})},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        ) as process:
-            try:
-                output, _ = process.communicate(timeout=JOB_BOUND_S)
-            except subprocess.TimeoutExpired:
-                process.kill()  # the workers die with their launcher
-                pytest.fail(f"{command} did not end within {JOB_BOUND_S:g} s:\n{process.communicate()[0]}")
-        assert process.returncode == 0, f"{command} ended with {process.returncode}:\n{output}"
+        code, output = finish(command, tmp_path, {**environment(backend), **(more or {})})
+        assert code is not None, f"{command} did not end within {JOB_BOUND_S:g} s:\n{output}"
+        assert code == 0, f"{command} ended with {code}:\n{output}"
         return output
 
     return run

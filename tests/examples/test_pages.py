@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.conftest import BACKENDS, EXAMPLES, JOB_BOUND_S, ROOT, environment
+from tests.examples.conftest import BACKENDS, EXAMPLES, JOB_BOUND_S, ROOT, environment, finish
 from tests.examples.pages import Program, pages, programs, shell_blocks
 
 pytestmark = pytest.mark.timeout(700)
@@ -43,21 +43,9 @@ def ran(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
             for program in selected:
                 (folder / f"{program.name}.py").write_text(program.code)
             command = ["phalanx", "run", "--workers", "2", "-m", "tests.examples.page_runner", str(folder), *names]
-            with subprocess.Popen(
-                ["python", "-m", *command],
-                cwd=ROOT,
-                env=environment(backend),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-            ) as process:
-                try:
-                    output, _ = process.communicate(timeout=JOB_BOUND_S)
-                except subprocess.TimeoutExpired:
-                    process.kill()  # the workers die with their launcher
-                    output = process.communicate()[0] + "\nstopped by the test: it took too long"
+            code, output = finish(["python", "-m", *command], ROOT, environment(backend))
+            if code is None:
+                output += "\nstopped by the test: it took too long"
             (folder / "output").write_text(output)
         return folders[backend]
 

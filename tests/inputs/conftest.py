@@ -2,5 +2,4 @@
 
 import os
 
-os.environ.setdefault("KERAS_BACKEND", os.environ.get("BACKENDS", "jax").split()[0])
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
