@@ -26,6 +26,7 @@ from keras.src.losses import loss as keras_loss
 
 from phalanx.backends.engine import Array, Merge
 from phalanx.backends.layout import Layout, Weight
+from phalanx.backends.stand_in import StandIn
 from phalanx.errors import UnsupportedError
 
 Denominator = Any
@@ -34,24 +35,15 @@ Denominator = Any
 _DIVIDED = ("sum_over_batch_size", "mean")
 
 
-class ScaledLosses:
+class ScaledLosses(StandIn):
     """A context that multiplies each loss of those three kinds by `scale_of(its denominator on this rank)`.
 
-    `scale_of` is called in the order of the losses; it may be entered again and again (not while it is entered).
+    `scale_of` is called in the order of the losses.
     """
 
     def __init__(self, scale_of: Callable[[Denominator | None], Any]) -> None:
+        super().__init__(keras_loss, "reduce_weighted_values", self._reduce)
         self._scale_of = scale_of
-        self._original: Callable[..., Any] | None = None
-        # One object for all steps: compilers guard on the identity of the functions that they see.
-        self._replacement = self._reduce
-
-    def __enter__(self) -> None:
-        self._original = keras_loss.reduce_weighted_values
-        keras_loss.reduce_weighted_values = self._replacement
-
-    def __exit__(self, *error: object) -> None:
-        keras_loss.reduce_weighted_values = self._original
 
     def _reduce(
         self,
@@ -61,8 +53,7 @@ class ScaledLosses:
         reduction: Any = "sum_over_batch_size",
         dtype: Any = None,
     ) -> Any:
-        assert self._original is not None
-        loss = self._original(values, sample_weight, mask, reduction, dtype)
+        loss = self.original(values, sample_weight, mask, reduction, dtype)
         if tuple(values.shape) == () or not _only_all_know(reduction, sample_weight, mask):
             return loss
         denominator = None if reduction == "sum" else _denominator(values, sample_weight, mask, reduction)

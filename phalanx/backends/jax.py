@@ -34,6 +34,7 @@ from phalanx.backends import model_state
 from phalanx.backends.engine import Batch, Merge
 from phalanx.backends.global_losses import ScaledLosses, check_losses, scales
 from phalanx.backends.layout import WEIGHT_OF_AGGREGATION, Layout, Weight, bundles
+from phalanx.backends.step_means import StepMeans
 from phalanx.backends.tensors import HostFunction
 from phalanx.errors import UnsupportedError
 
@@ -291,7 +292,7 @@ class _DenominatorsNeeded(Exception):
 
 
 class _Step:
-    """A compiled step whose losses are made global (`global_losses`).
+    """A compiled step whose losses and means of steps are made global (`global_losses`, `step_means`).
 
     A compiled function cannot wait for other processes, so where a loss needs it, the denominators come from a function
     of their own, which runs before: the same step, of which XLA leaves only what the denominators need.
@@ -307,13 +308,14 @@ class _Step:
         self._function = function
         self._jit = jit
         self._merge = merge
-        self._run = jit(self._trace, donate)
+        self._run = jit(self._trace, tuple(1 + number for number in donate))
         self._denominators: Callable[..., Any] | None = None
 
     def __call__(self, share: float, *arguments: Any) -> Any:
+        share_of_step = np.float32(share)
         if self._denominators is None:
             try:
-                return self._run(*arguments, ())
+                return self._run(share_of_step, *arguments, ())
             except _DenominatorsNeeded:
                 self._denominators = self._jit(self._trace_denominators)
         try:
@@ -325,9 +327,9 @@ class _Step:
                 "step. Reduce the loss with reduction='sum' and divide by a constant instead."
             ) from error
         own = [None if denominator is None else np.asarray(denominator) for denominator in denominators]
-        return self._run(*arguments, scales(own, self._merge, share))
+        return self._run(share_of_step, *arguments, scales(own, self._merge, share))
 
-    def _trace(self, *arguments: Any) -> Any:
+    def _trace(self, share: Any, *arguments: Any) -> Any:
         *arguments_of_step, given = arguments
         left = iter(given)
 
@@ -336,7 +338,7 @@ class _Step:
                 raise _DenominatorsNeeded
             return next(left)
 
-        with ScaledLosses(scale_of):
+        with ScaledLosses(scale_of), StepMeans(lambda: share):
             return self._function(*arguments_of_step)
 
     def _trace_denominators(self, *arguments: Any) -> list[Any]:

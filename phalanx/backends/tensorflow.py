@@ -25,6 +25,7 @@ from phalanx.backends import model_state
 from phalanx.backends.engine import Batch, Merge
 from phalanx.backends.global_losses import ScaledLosses, check_losses, scales
 from phalanx.backends.layout import Layout, Weight
+from phalanx.backends.step_means import StepMeans
 from phalanx.backends.tensors import HostFunction
 
 Array = np.ndarray[Any, Any]
@@ -50,6 +51,8 @@ class TensorFlowEngine:
         self._results: dict[str, Any] = {}
         self._test_logs: dict[str, Any] = {}
         self._losses = ScaledLosses(self._scale_of)
+        self._share_in_graph = tf.Variable(self._share)
+        self._means = StepMeans(lambda: self._share_in_graph)
         self._predict = self._function(model.predict_step, jit_compile=model.jit_compile)
         self._make_functions(xla=bool(model.jit_compile) and not model.run_eagerly)
 
@@ -80,7 +83,6 @@ class TensorFlowEngine:
         self._state = model_state.layer_state(self._model)
         self._metrics = list(self._model.metrics_variables)
         self._weights = model_state.metric_weights(self._model)
-        self._step_means = list(self._model._compile_loss.metrics) if self._model._compile_loss else []
 
     def begin(self) -> None:
         pass
@@ -96,9 +98,11 @@ class TensorFlowEngine:
         return model_state.choose_logs(self._averages, lambda: self._results, silent)
 
     def _run(self, function: str, data: Batch, share: float) -> Any:
-        self._share = share
+        if share != self._share:
+            self._share = share
+            self._share_in_graph.assign(share)
         try:
-            with self._losses:
+            with self._losses, self._means:
                 return getattr(self, function)(_tensors(data))
         except _HostCallNeeded:
             logger.info("XLA is off for %r: its loss is merged over the replicas.", self._model.name)
@@ -116,7 +120,6 @@ class TensorFlowEngine:
         model = self._model
         before = self._start_metrics()
         gradients, logs = self._compiled_part(data)
-        self._count_one_step()
         weights = model.trainable_weights
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
         merged, averages = self._merge_all([gradients[i] for i in present], logs, before)
@@ -144,7 +147,6 @@ class TensorFlowEngine:
         before = self._start_metrics()
         with model_state.merging_applies(self._model, self._merge_gradients):
             logs = self._model.train_step(data)
-        self._count_one_step()
         _, averages = self._merge_all([], model_state.flat_logs(logs), before)
         return averages, dict(self._model.get_metrics_result())
 
@@ -175,16 +177,6 @@ class TensorFlowEngine:
                 variable.assign(tf.zeros_like(value))
         return before
 
-    def _count_one_step(self) -> None:
-        """Let the losses of the single outputs count this step once, over all ranks together.
-
-        Keras weighs them by the batch's size where that is static, which it seldom is on TensorFlow: there they are
-        means over steps. Here too: each rank's part of a step counts by its share (in the merge).
-        """
-        for mean in self._step_means:
-            mean.total.assign(tf.math.divide_no_nan(mean.total.value, mean.count.value))
-            mean.count.assign(tf.minimum(mean.count.value, 1.0))
-
     def _merge_gradients(self, gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
         merged = _dense(gradients, weights)
@@ -204,14 +196,7 @@ class TensorFlowEngine:
             *[tf.cast(value, tf.float32) for value in logs.values()],
         ]
         share = [Weight.SHARE] * (len(gradients) + len(self._state))
-        of_steps = {id(variable) for mean in self._step_means for variable in mean.variables}
-        metric_weights = [
-            Weight.SHARE if id(variable) in of_steps else weight
-            for variable, weight in zip(self._metrics, self._weights, strict=True)
-        ]
-        values = self._host_merge(
-            tensors, [*share, *metric_weights, *[Weight.SHARE] * len(logs)], metrics_at=len(share)
-        )
+        values = self._host_merge(tensors, [*share, *self._weights, *[Weight.SHARE] * len(logs)], metrics_at=len(share))
         ends = np.cumsum([len(gradients), len(self._state), len(self._metrics)])
         merged, state, metrics, averages = (values[a:b] for a, b in zip([0, *ends], [*ends, None], strict=True))
         for variable, value in zip(self._state, state, strict=True):
@@ -250,12 +235,7 @@ class TensorFlowEngine:
 
     def test(self, data: Batch, share: float) -> None:
         before = None if share else [tf.identity(variable.value) for variable in self._metrics]
-        sums_before = [(tf.identity(mean.total.value), tf.identity(mean.count.value)) for mean in self._step_means]
         logs = self._run("_test", data, share)
-        for mean, (total, count) in zip(self._step_means, sums_before, strict=True):  # as in `_count_one_step`
-            step = tf.math.divide_no_nan(mean.total.value - total, mean.count.value - count)
-            mean.total.assign(total + share * step)
-            mean.count.assign(count + share)
         if before is not None:
             for variable, value in zip(self._metrics, before, strict=True):
                 variable.assign(value)
@@ -285,10 +265,22 @@ class TensorFlowEngine:
     def _function(self, function: Callable[..., Any], jit_compile: bool = False) -> Callable[..., Any]:
         if self._model.run_eagerly:
             return function
+
+        def of_any_size(data: Batch) -> Any:
+            return function(tree.map_structure(_of_any_size, data))
+
         compiled: Callable[..., Any] = tf.function(
-            tf.autograph.experimental.do_not_convert(function), jit_compile=jit_compile, reduce_retracing=True
+            tf.autograph.experimental.do_not_convert(of_any_size), jit_compile=jit_compile, reduce_retracing=True
         )
         return compiled
+
+
+def _of_any_size(tensor: Any) -> Any:
+    """The tensor with the size of its batch unknown, as in Keras's own functions: what a model computes with the
+    number of samples must not become a constant of the first part that is traced."""
+    if tensor is None or not tensor.shape.rank:
+        return tensor
+    return tf.compat.v1.placeholder_with_default(tensor, [None, *tensor.shape[1:]])
 
 
 def _tensors(data: Batch) -> Batch:

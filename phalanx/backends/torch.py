@@ -23,6 +23,7 @@ from phalanx.backends import model_state
 from phalanx.backends.engine import Batch, Merge
 from phalanx.backends.global_losses import ScaledLosses, check_losses, scales
 from phalanx.backends.layout import Layout, Weight
+from phalanx.backends.step_means import StepMeans
 from phalanx.backends.tensors import HostFunction
 from phalanx.backends.torch_adam import fused
 
@@ -48,6 +49,7 @@ class TorchEngine:
         self._test_logs: dict[str, Any] = {}
         self._share = 1.0
         self._losses = ScaledLosses(self._scale_of)
+        self._means = StepMeans(lambda: self._share)
 
     @property
     def builds_from_a_batch(self) -> bool:
@@ -80,7 +82,7 @@ class TorchEngine:
         try:
             run = self._train_own if self._own_train_step else self._train_overridden
             self._share = share
-            with self._losses:
+            with self._losses, self._means:
                 run(_to_device(data), share, metrics_before)
         except BaseException:
             with torch.no_grad():
@@ -188,7 +190,7 @@ class TorchEngine:
     def test(self, data: Batch, share: float) -> None:
         before = None if share else [variable.value.clone() for variable in self._metrics]
         self._share = share
-        with torch.no_grad(), self._losses:
+        with torch.no_grad(), self._losses, self._means:
             logs = self._model.test_step(_to_device(data))
             if before is not None:
                 for variable, value in zip(self._metrics, before, strict=True):

@@ -32,6 +32,8 @@ def _body(cls: type) -> Any:
 class JaxStep(keras.Model):
     """As in the Keras guide "Customizing what happens in fit() with JAX"."""
 
+    weighs_loss = True
+
     def compute_loss_and_updates(  # type: ignore[no-untyped-def]
         self, trainable_variables, non_trainable_variables, x, y, sample_weight, training=False
     ):
@@ -56,7 +58,8 @@ class JaxStep(keras.Model):
             values = metric_values[: len(metric.variables)]
             metric_values = metric_values[len(metric.variables) :]
             if metric.name == "loss":
-                values = metric.stateless_update_state(values, loss, sample_weight=ops.shape(x)[0])
+                size = ops.shape(x)[0] if self.weighs_loss else None
+                values = metric.stateless_update_state(values, loss, sample_weight=size)
             else:
                 values = metric.stateless_update_state(values, y, y_pred, sample_weight=sample_weight)
             logs[metric.name] = metric.stateless_result(values)
@@ -83,6 +86,8 @@ class JaxStep(keras.Model):
 
 
 class TensorFlowStep(keras.Model):
+    weighs_loss = True
+
     def train_step(self, data: Any) -> Any:
         import tensorflow as tf
 
@@ -99,6 +104,8 @@ class TensorFlowStep(keras.Model):
 
 
 class TorchStep(keras.Model):
+    weighs_loss = True
+
     def train_step(self, data: Any) -> Any:
         import torch
 
@@ -119,7 +126,7 @@ class TorchStep(keras.Model):
 def _updated(model: Any, x: Any, y: Any, y_pred: Any, loss: Any, sample_weight: Any) -> dict[str, Any]:
     for metric in model.metrics:
         if metric.name == "loss":
-            metric.update_state(loss, sample_weight=ops.shape(x)[0])
+            metric.update_state(loss, sample_weight=ops.shape(x)[0] if model.weighs_loss else None)
         else:
             metric.update_state(y, y_pred, sample_weight)
     return {metric.name: metric.result() for metric in model.metrics}
@@ -147,6 +154,16 @@ def own_train_step_and_test_step(setting: Setting) -> dict[str, Any]:
 
 
 @scenario()
+def own_train_step_that_counts_steps(setting: Setting) -> dict[str, Any]:
+    """`loss_tracker.update_state(loss)`, as in the Keras guide: a mean over steps of unequal parts."""
+
+    class CountingSteps(STEPS[setting.backend]):  # type: ignore[misc]
+        weighs_loss = False
+
+    return fitted(compiled(setting, lambda: _body(CountingSteps), metrics=["accuracy"]))
+
+
+@scenario()
 def own_train_step_with_a_sum_loss(setting: Setting) -> dict[str, Any]:
     model = compiled(
         setting,
@@ -155,6 +172,29 @@ def own_train_step_with_a_sum_loss(setting: Setting) -> dict[str, Any]:
         optimizer=keras.optimizers.SGD(0.01),
     )
     return fitted(model)
+
+
+class MeansOfSteps(keras.Model):
+    """As the trackers of Keras's guides: one number for each step, no sample weight."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.confidence = keras.metrics.Mean(name="confidence")
+
+    def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> dict[str, Any]:
+        self.confidence.update_state(ops.mean(ops.max(y_pred, axis=-1)))
+        return super().compute_metrics(x, y, y_pred, sample_weight)  # type: ignore[no-any-return]
+
+
+@scenario()
+def means_of_steps(setting: Setting) -> dict[str, Any]:
+    """Trained, tested and given as a metric function; the ranks' parts of the last batch differ in size."""
+
+    def scalar_metric(y_true: Any, y_pred: Any) -> Any:
+        return ops.mean(ops.square(y_pred))
+
+    model = compiled(setting, lambda: _body(MeansOfSteps), metrics=["accuracy", scalar_metric])
+    return fitted(model, sample_weight=weights()) | observed(model)
 
 
 class OwnLoss(keras.Model):
