@@ -17,7 +17,8 @@ os.environ.setdefault("KERAS_BACKEND", os.environ.get("BACKENDS", "jax").split()
 CI_SCENARIOS = """
     sequential_adam functional_sgd_momentum_sample_weight subclassed_adam_class_weight several_inputs_and_outputs
     batch_normalisation_trains_and_ranks_agree dropout_differs_between_ranks_on_the_same_start
-    loss_reduction_sum masked_sequences_labelled_by_token metrics_of_two_classes own_train_step_and_test_step own_train_step_that_counts_steps means_of_steps
+    loss_reduction_sum masked_sequences_labelled_by_token metrics_of_two_classes
+    own_train_step_and_test_step own_train_step_that_counts_steps means_of_steps
     optimizer_global_clipnorm optimizer_gradient_accumulation optimizer_loss_scale steps_per_execution
     early_stopping_restores_the_best one_rank_stops_all only_the_chief_writes backup_resumes_exactly
     non_chiefs_print_nothing model_of_other_width_on_one_rank other_length_of_data_on_one_rank
