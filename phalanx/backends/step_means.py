@@ -35,4 +35,5 @@ class StepMeans(StandIn):
     def _weigh(self, values: Any, sample_weight: Any, reduce_fn: Callable[..., Any], dtype: Any) -> tuple[Any, Any]:
         if reduce_fn is ops.mean and sample_weight is None and len(getattr(values, "shape", ())) == 0:
             sample_weight = self._share()
-        return self.original(values, sample_weight, reduce_fn=reduce_fn, dtype=dtype)
+        formed: tuple[Any, Any] = self.original(values, sample_weight, reduce_fn=reduce_fn, dtype=dtype)
+        return formed
