@@ -28,6 +28,9 @@ def cli() -> None:
 @cli.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("-n", "--workers", type=click.IntRange(min=1), help="Number of workers on this host.")
 @click.option("--hosts", metavar="A:2,B:2", help="Hosts and their numbers of workers, started through ssh.")
+@click.option("--ps", type=click.IntRange(min=0), default=0, help="Number of parameter servers beside the workers.")
+@click.option("--chief", is_flag=True, help="A chief beside the workers; else worker 0 is the chief.")
+@click.option("--evaluator", is_flag=True, help="An evaluator beside the workers.")
 @click.option("--backend", type=click.Choice(BACKENDS), help="Sets KERAS_BACKEND for the workers.")
 @click.option(
     "--log-dir",
@@ -46,6 +49,9 @@ def cli() -> None:
 def run(
     workers: int | None,
     hosts: str | None,
+    ps: int,
+    chief: bool,
+    evaluator: bool,
     backend: str | None,
     log_dir: Path | None,
     start_timeout: float | None,
@@ -61,14 +67,18 @@ def run(
     \b
         phalanx run --workers 2 train.py --epochs 5
         phalanx run --hosts a:2,b:2 --backend jax -m project.train
+        phalanx run --ps 1 --workers 2 train_with_servers.py
     """
     from phalanx.launcher import command
-    from phalanx.launcher.hosts import HostShare, parse_hosts
+    from phalanx.launcher.hosts import HostShare, add_tasks, parse_hosts
+    from phalanx.launcher.placement import task_names
     from phalanx.launcher.program import check_script
 
     if (workers is None) == (hosts is None):
         raise click.UsageError("Say how many: either --workers N, or --hosts a:2,b:2.")
     shares = parse_hosts(hosts) if hosts is not None else [HostShare("localhost", workers or 1)]
+    tasks = task_names(sum(share.workers for share in shares), chief=chief, servers=ps, evaluator=evaluator)
+    shares = add_tasks(shares, chief + ps + evaluator)
     if module is not None:
         arguments = ("-m", module, *program)
     elif program:
@@ -80,6 +90,7 @@ def run(
         code = command.run(
             shares,
             arguments,
+            tasks=tasks,
             backend=backend,
             log_dir=log_dir,
             start_timeout_s=start_timeout,

@@ -5,13 +5,14 @@ from __future__ import annotations
 from phalanx.cluster.resolvers.resolver import ClusterResolver
 from phalanx.collectives import CollectiveCommunication, CommunicationImplementation, CommunicationOptions
 from phalanx.strategies import MultiWorkerMirroredStrategy as _MultiWorkerMirroredStrategy
-from phalanx.strategies import ValueContext
+from phalanx.strategies import ParameterServerStrategy, ValueContext
 
 __all__ = [
     "CollectiveCommunication",
     "CommunicationImplementation",
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
+    "ParameterServerStrategy",
     "ValueContext",
 ]
 

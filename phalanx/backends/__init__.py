@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -9,6 +10,7 @@ import keras
 from phalanx.backends import memory
 from phalanx.backends.engine import Engine, Merge
 from phalanx.backends.tensors import Tensors
+from phalanx.backends.updater import Piece, Updater
 from phalanx.errors import UnsupportedError
 
 
@@ -36,6 +38,25 @@ def make_engine(model: Any, merge: Merge) -> Engine:
             from phalanx.backends.torch import TorchEngine
 
             return TorchEngine(model, merge)
+        case other:
+            raise _unknown(other)
+
+
+def make_updater(optimizer: str, pieces: Sequence[Piece]) -> Updater:
+    """An optimizer, from Keras's description of it as JSON, and what it updates, on the backend that Keras runs on."""
+    match keras.backend.backend():
+        case "jax":
+            from phalanx.backends.jax import JaxUpdater
+
+            return JaxUpdater(optimizer, pieces)
+        case "tensorflow":
+            from phalanx.backends.tensorflow import TensorFlowUpdater
+
+            return TensorFlowUpdater(optimizer, pieces)
+        case "torch":
+            from phalanx.backends.torch import TorchUpdater
+
+            return TorchUpdater(optimizer, pieces)
         case other:
             raise _unknown(other)
 

@@ -16,6 +16,12 @@ Batch = tuple[Any, Any, Any]
 class Merge(Protocol):
     """Merges the arrays of one step over all ranks: the only thing an engine knows of the other replicas."""
 
+    @property
+    def updates(self) -> bool:
+        """Whether it makes the update as well (parameter servers do): what it returns in the place of gradients are
+        then the new weights. It is given a gradient for every trainable variable, in their order."""
+        ...
+
     def __call__(self, layout: Layout, arrays: Sequence[Array], share: float) -> list[Array]:
         """The flat buffers of `layout`, merged over all ranks.
 

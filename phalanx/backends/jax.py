@@ -36,6 +36,7 @@ from phalanx.backends.global_losses import ScaledLosses, check_losses, scales
 from phalanx.backends.layout import WEIGHT_OF_AGGREGATION, Layout, Weight, bundles
 from phalanx.backends.step_means import StepMeans
 from phalanx.backends.tensors import HostFunction
+from phalanx.backends.updater import Updater
 from phalanx.errors import UnsupportedError
 
 Values = list[Any]
@@ -212,9 +213,10 @@ class JaxEngine:
         private = {i: v for i, v in changed.items() if i not in floating}
         own_logs = _own_logs(self._model, "train_step", logs)
         values = [*gradients, *floating.values(), *new_metrics, *own_logs.values()]
-        share_weights = [Weight.SHARE] * (len(gradients) + len(floating))
-        layout = Layout.of(values, [*share_weights, *weights, *[Weight.SHARE] * len(own_logs)])
-        groups = tuple(map(tuple, bundles(layout)))
+        counted = [*[Weight.GRADIENT] * len(gradients), *[Weight.SHARE] * len(floating)]
+        layout = Layout.of(values, [*counted, *weights, *[Weight.SHARE] * len(own_logs)])
+        # Servers take the gradients apart, so they travel one by one.
+        groups = tuple((i,) for i in range(len(values))) if self._merge.updates else tuple(map(tuple, bundles(layout)))
         recipe = _Recipe(layout, groups, len(gradients), tuple(floating), weights, tuple(own_logs))
         if recipe != self._recipe:
             self._recipe, self._update = recipe, None
@@ -223,7 +225,10 @@ class JaxEngine:
     def _trace_update(self, recipe: _Recipe, silent: frozenset[str]) -> Callable[..., Any]:
         def update(trainable: Values, optimizer: Values, metrics: Values, flats: Values) -> Any:
             gradients, state, merged, averages = recipe.read(flats)
-            trainable, optimizer = self._model.optimizer.stateless_apply(optimizer, gradients, trainable)
+            if self._merge.updates:
+                trainable = gradients
+            else:
+                trainable, optimizer = self._model.optimizer.stateless_apply(optimizer, gradients, trainable)
             metrics = [
                 old + new if weight is Weight.ONE else new
                 for old, new, weight in zip(metrics, merged, recipe.metrics, strict=True)
@@ -425,6 +430,34 @@ def _own_logs(model: Any, step: str, logs: Any) -> dict[str, Any]:
     if not model_state.logs_differ_from_metrics(model, JAXTrainer, step):
         return {}
     return {name: jnp.asarray(value, "float32") for name, value in model_state.flat_logs(logs).items()}
+
+
+class JaxUpdater(Updater):
+    """See `phalanx.backends.updater.Updater`."""
+
+    def _prepare(self) -> None:
+        self._values: Values = [variable.value for variable in self.variables]
+        self._state: Values = [variable.value for variable in self.optimizer.variables]
+        # The values are not donated: those of former steps may be on their way to a worker.
+        self._step = jax.jit(self.optimizer.stateless_apply, donate_argnums=(0,))
+
+    def apply(self, gradients: Sequence[Any]) -> None:
+        self._values, self._state = self._step(self._state, list(gradients), self._values)
+
+    def values(self) -> list[Any]:
+        return [np.asarray(value) for value in self._values]
+
+    def optimizer_values(self) -> list[Any]:
+        return [np.array(value) for value in self._state]
+
+    def load_optimizer(self, values: Sequence[Any]) -> None:
+        self._state = [jnp.array(value, old.dtype) for value, old in zip(values, self._state, strict=True)]
+
+    def set_learning_rate(self, rate: float) -> None:
+        variable = self.optimizer._learning_rate
+        for index, own in enumerate(self.optimizer.variables):
+            if own is variable:
+                self._state[index] = jnp.array(rate, own.dtype)
 
 
 class JaxTensors:

@@ -3,7 +3,8 @@
 A step merges arrays of three sorts in one all-reduce, told apart by how a rank's value counts in the sum:
 
 * gradients, floating state (batch-norm statistics) and plain logged scalars count with the rank's *share* of the
-  global batch, so that the sum is their mean over the samples, whatever the shares are;
+  global batch, so that the sum is their mean over the samples, whatever the shares are (gradients have a weight of
+  their own all the same, because parameter servers take them elsewhere);
 * metric counters count once (*one*): they are sums over samples already;
 * what only the first replica knows counts there alone (*first*).
 
@@ -28,6 +29,7 @@ Array = np.ndarray[Any, Any]
 class Weight(enum.Enum):
     """How a rank's value counts in the sum over the ranks."""
 
+    GRADIENT = "gradient"
     SHARE = "share"
     ONE = "one"
     FIRST = "first"

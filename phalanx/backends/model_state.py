@@ -23,24 +23,32 @@ def optimizers(model: Any) -> list[Any]:
 
 
 @contextmanager
-def merging_applies(model: Any, merge: Callable[[Sequence[Any], Sequence[Any]], list[Any]]) -> Iterator[None]:
+def merging_applies(
+    model: Any,
+    merge: Callable[[Sequence[Any], Sequence[Any]], list[Any]],
+    assign: Callable[[Sequence[Any], Sequence[Any]], None] | None = None,
+) -> Iterator[None]:
     """Let the optimizers of a model merge their gradients first; for train steps that call them themselves.
 
-    `merge` gets the gradients and their weights.
+    Args:
+        merge: gets the gradients and their weights.
+        assign: instead of the optimizers' own update, gets what `merge` returned and the weights.
     """
     with ExitStack() as stack:
         for optimizer in optimizers(model):
-            stack.enter_context(_merging_apply(optimizer, merge))
+            stack.enter_context(_merging_apply(optimizer, merge, assign or optimizer.apply))
         yield
 
 
 @contextmanager
-def _merging_apply(optimizer: Any, merge: Callable[[Sequence[Any], Sequence[Any]], list[Any]]) -> Iterator[None]:
-    apply = optimizer.apply
-
+def _merging_apply(
+    optimizer: Any,
+    merge: Callable[[Sequence[Any], Sequence[Any]], list[Any]],
+    apply: Callable[..., Any],
+) -> Iterator[None]:
     def merged_apply(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         if trainable_variables is None:
-            return apply(merge(list(grads), optimizer._trainable_variables))
+            trainable_variables = optimizer._trainable_variables
         weights = list(trainable_variables)
         return apply(merge(list(grads), weights), weights)
 

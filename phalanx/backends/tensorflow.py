@@ -27,6 +27,7 @@ from phalanx.backends.global_losses import ScaledLosses, check_losses, scales
 from phalanx.backends.layout import Layout, Weight
 from phalanx.backends.step_means import StepMeans
 from phalanx.backends.tensors import HostFunction
+from phalanx.backends.updater import Updater
 
 Array = np.ndarray[Any, Any]
 
@@ -121,11 +122,15 @@ class TensorFlowEngine:
         before = self._start_metrics()
         gradients, logs = self._compiled_part(data)
         weights = model.trainable_weights
+        if self._merge.updates:
+            gradients = _complete(gradients, weights)
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
         merged, averages = self._merge_all([gradients[i] for i in present], logs, before)
         for i, gradient in zip(present, merged, strict=True):
             gradients[i] = gradient
-        if weights:
+        if self._merge.updates:
+            _assign(gradients, weights)
+        elif weights:
             model.optimizer.apply(gradients, weights)
         return averages, dict(model.get_metrics_result())
 
@@ -145,7 +150,8 @@ class TensorFlowEngine:
 
     def _train_overridden(self, data: Batch) -> tuple[dict[str, Any], dict[str, Any]]:
         before = self._start_metrics()
-        with model_state.merging_applies(self._model, self._merge_gradients):
+        assign = _assign if self._merge.updates else None
+        with model_state.merging_applies(self._model, self._merge_gradients, assign):
             logs = self._model.train_step(data)
         _, averages = self._merge_all([], model_state.flat_logs(logs), before)
         return averages, dict(self._model.get_metrics_result())
@@ -178,10 +184,12 @@ class TensorFlowEngine:
         return before
 
     def _merge_gradients(self, gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
+        if self._merge.updates:
+            gradients = _complete(gradients, weights)
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
         merged = _dense(gradients, weights)
         tensors = [merged[i] for i in present]
-        for i, value in zip(present, self._host_merge(tensors, [Weight.SHARE] * len(present)), strict=True):
+        for i, value in zip(present, self._host_merge(tensors, [Weight.GRADIENT] * len(present)), strict=True):
             merged[i] = value
         return merged
 
@@ -195,7 +203,7 @@ class TensorFlowEngine:
             *[variable.value for variable in self._metrics],
             *[tf.cast(value, tf.float32) for value in logs.values()],
         ]
-        share = [Weight.SHARE] * (len(gradients) + len(self._state))
+        share = [*[Weight.GRADIENT] * len(gradients), *[Weight.SHARE] * len(self._state)]
         values = self._host_merge(tensors, [*share, *self._weights, *[Weight.SHARE] * len(logs)], metrics_at=len(share))
         ends = np.cumsum([len(gradients), len(self._state), len(self._metrics)])
         merged, state, metrics, averages = (values[a:b] for a, b in zip([0, *ends], [*ends, None], strict=True))
@@ -297,6 +305,19 @@ def _dense(gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
     return dense
 
 
+def _complete(gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
+    """The gradients, zero where the loss does not depend on a weight."""
+    return [
+        tf.zeros(weight.shape, weight.dtype) if gradient is None else gradient
+        for gradient, weight in zip(gradients, weights, strict=True)
+    ]
+
+
+def _assign(values: Sequence[Any], weights: Sequence[Any]) -> None:
+    for weight, value in zip(weights, values, strict=True):
+        weight.assign(value)
+
+
 def _batch_size(x: Any) -> Any:
     return tf.shape(next(leaf for leaf in tree.flatten(x) if leaf is not None))[0]
 
@@ -310,6 +331,32 @@ def _cut(like: Sequence[Any], flats: Sequence[Any]) -> list[Any]:
         flat.set_shape([sum(sizes)])
         pieces[dtype] = tf.split(flat, sizes)
     return [tf.reshape(pieces[tensor.dtype].pop(0), tensor.shape) for tensor in like]
+
+
+class TensorFlowUpdater(Updater):
+    """See `phalanx.backends.updater.Updater`."""
+
+    def _prepare(self) -> None:
+        self._step = tf.function(
+            tf.autograph.experimental.do_not_convert(lambda gradients: self.optimizer.apply(gradients, self.variables))
+        )
+
+    def apply(self, gradients: Sequence[Any]) -> None:
+        self._step([tf.convert_to_tensor(gradient) for gradient in gradients])
+
+    def values(self) -> list[Any]:
+        return [np.array(variable.value) for variable in self.variables]
+
+    def optimizer_values(self) -> list[Any]:
+        return [np.array(variable.value) for variable in self.optimizer.variables]
+
+    def load_optimizer(self, values: Sequence[Any]) -> None:
+        for variable, value in zip(self.optimizer.variables, values, strict=True):
+            variable.assign(value)
+
+    def set_learning_rate(self, rate: float) -> None:
+        if isinstance(self.optimizer._learning_rate, keras.Variable):
+            self.optimizer.learning_rate = rate
 
 
 class TensorFlowTensors:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
+import keras
 import ml_dtypes
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from phalanx.backends.layout import Layout, Weight
 from phalanx.backends.step_means import StepMeans
 from phalanx.backends.tensors import HostFunction
 from phalanx.backends.torch_adam import fused
+from phalanx.backends.updater import Updater
 
 Array = np.ndarray[Any, Any]
 
@@ -99,10 +101,15 @@ class TorchEngine:
     def _train_own(self, data: Batch, share: float, metrics_before: list[Any]) -> None:
         weights, logs = self._backward(data)
         gradients = [w.value.grad for w in weights]
+        if self._merge.updates:
+            gradients = _complete(gradients, weights)
         present = tuple(i for i, gradient in enumerate(gradients) if gradient is not None)
         merged = self._merge_all(present, [gradients[i] for i in present], logs, share, metrics_before)
         for i, gradient in zip(present, merged, strict=True):
             gradients[i] = gradient
+        if self._merge.updates:
+            _assign(gradients, weights)
+            return
         with torch.no_grad(), fused(self._model.optimizer):
             self._model.optimizer.apply(gradients, weights)
 
@@ -129,17 +136,22 @@ class TorchEngine:
         return weights, logs
 
     def _train_overridden(self, data: Batch, share: float, metrics_before: list[Any]) -> None:
-        merging = model_state.merging_applies(self._model, lambda gradients, _: self._merge_gradients(gradients, share))
+        assign = _assign if self._merge.updates else None
+        merging = model_state.merging_applies(
+            self._model, lambda gradients, weights: self._merge_gradients(gradients, weights, share), assign
+        )
         with merging, ExitStack() as stack:
             for optimizer in model_state.optimizers(self._model):
                 stack.enter_context(fused(optimizer))
             logs = self._model.train_step(data)
         self._merge_all((), [], model_state.flat_logs(logs), share, metrics_before)
 
-    def _merge_gradients(self, gradients: Sequence[Any], share: float) -> list[Any]:
+    def _merge_gradients(self, gradients: Sequence[Any], weights: Sequence[Any], share: float) -> list[Any]:
+        if self._merge.updates:
+            gradients = _complete(gradients, weights)
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
         arrays = [_to_host(gradients[i]) for i in present]
-        layout = Layout.of(arrays, [Weight.SHARE] * len(arrays))
+        layout = Layout.of(arrays, [Weight.GRADIENT] * len(arrays))
         merged = list(gradients)
         for i, array in zip(present, layout.cut(self._merge(layout, arrays, share)), strict=True):
             merged[i] = _from_host(array, gradients[i].device)
@@ -167,8 +179,8 @@ class TorchEngine:
         key = (present, tuple(logs))
         layout = self._layouts.get(key)
         if layout is None:
-            share_weights = [Weight.SHARE] * (len(gradients) + len(self._state))
-            weights = [*share_weights, *self._weights, *[Weight.SHARE] * len(logs)]
+            counted = [*[Weight.GRADIENT] * len(gradients), *[Weight.SHARE] * len(self._state)]
+            weights = [*counted, *self._weights, *[Weight.SHARE] * len(logs)]
             layout = self._layouts[key] = Layout.of(arrays, weights)
         values = layout.cut(self._merge(layout, arrays, share))
         ends = np.cumsum([len(part) for part in parts])
@@ -240,6 +252,20 @@ def _to_device(data: Batch) -> Batch:
     return converted
 
 
+def _complete(gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
+    """The gradients, zero where the loss does not depend on a weight."""
+    return [
+        torch.zeros_like(weight.value) if gradient is None else gradient
+        for gradient, weight in zip(gradients, weights, strict=True)
+    ]
+
+
+def _assign(values: Sequence[Any], weights: Sequence[Any]) -> None:
+    with torch.no_grad():
+        for weight, value in zip(weights, values, strict=True):
+            weight.value.copy_(value)
+
+
 def _batch_size(x: Any) -> int:
     return int(next(leaf for leaf in tree.flatten(x) if leaf is not None).shape[0])
 
@@ -265,6 +291,29 @@ def _from_host(array: Array, device: Any = None) -> Any:
     else:
         tensor = torch.from_numpy(array)
     return tensor if device is None else tensor.to(device)
+
+
+class TorchUpdater(Updater):
+    """See `phalanx.backends.updater.Updater`."""
+
+    def apply(self, gradients: Sequence[Any]) -> None:
+        with torch.no_grad(), fused(self.optimizer):
+            self.optimizer.apply([_from_host(gradient) for gradient in gradients], self.variables)
+
+    def values(self) -> list[Any]:
+        return [_to_host(variable.value).copy() for variable in self.variables]
+
+    def optimizer_values(self) -> list[Any]:
+        return [_to_host(variable.value).copy() for variable in self.optimizer.variables]
+
+    def load_optimizer(self, values: Sequence[Any]) -> None:
+        with torch.no_grad():
+            for variable, value in zip(self.optimizer.variables, values, strict=True):
+                variable.value.copy_(_from_host(np.asarray(value)))
+
+    def set_learning_rate(self, rate: float) -> None:
+        if isinstance(self.optimizer._learning_rate, keras.Variable):
+            self.optimizer.learning_rate = rate
 
 
 class TorchTensors:

@@ -66,6 +66,7 @@ class ArraySource:
     checked = False
     endless = False
     reads_ahead = True
+    by_number = True
 
     def __init__(
         self,

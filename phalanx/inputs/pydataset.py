@@ -125,6 +125,7 @@ class PyDatasetSource:
         self.endless = self.num_batches is None
         self.checked = world_size > 1
         self.reads_ahead = self._pooled
+        self.by_number = self.uniform and not self._pooled
         self.signature = f"PyDataset of {self.num_batches} batches, shuffle={shuffle}"
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,6 +29,10 @@ def epoch_end(start: int, num_batches: int | None, steps_per_epoch: int | None) 
         return num_batches
     stop = start + steps_per_epoch
     return stop if num_batches is None else min(stop, num_batches)
+
+
+class BatchGoneError(Exception):
+    """A batch that was asked for by number has been passed by."""
 
 
 class ShardedInput:
@@ -58,6 +63,8 @@ class ShardedInput:
         self._pass = 0  # the epoch in which the running pass began: the key of its order
         self._last: Share | None = None
         self._reset_done = False
+        self._stream: Iterator[Share] = iter(())
+        self._read = 0  # batches of the pass that were taken from the stream
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -195,6 +202,55 @@ class ShardedInput:
             self._position = self._next_position(start + seen, short=complete and seen != steps)
         source.on_epoch_end()
         self._check_end(index, seen, start)
+
+    # Epochs whose batches several processes take by number, each some of them (parameter servers). Between `begin` and
+    # `finish` stands one epoch.
+
+    def begin(self, index: int) -> int | None:
+        """Begin epoch `index`; the number of its batches, None while that is unknown."""
+        if not self._reset_done:
+            self.reset()
+        if self._position == 0:
+            self._pass = index
+        self._source.on_epoch_begin()
+        if self._by_number:
+            self._source.read(self._pass, self._position, self._position)  # makes the order of a new pass
+        elif self._position == 0:
+            self._stream, self._read = self._source.read(self._pass, 0, None), 0
+        stop = epoch_end(self._position, self._source.num_batches, self._steps_per_epoch)
+        return None if stop is None else stop - self._position
+
+    def batch(self, number: int) -> LocalBatch | None:
+        """Batch `number` of the epoch; None where the data end before it.
+
+        Raises: BatchGoneError if it is behind: a stream cannot be read twice.
+        """
+        place = self._position + number
+        if self._by_number:
+            share = next(self._source.read(self._pass, place, place + 1), None)
+        else:
+            if place < self._read:
+                raise BatchGoneError(number)
+            share = next(itertools.islice(self._stream, place - self._read, None), None)
+            self._read = place + 1
+        if share is None:
+            return None
+        self._last = share
+        return _local(share)
+
+    def finish(self, steps: int) -> None:
+        """End the epoch, which had so many batches."""
+        self._position = self._next_position(self._position + steps, short=steps != self._steps_per_epoch)
+        self._source.on_epoch_end()
+
+    @property
+    def pass_began(self) -> int:
+        """The epoch in which the running pass over the data began."""
+        return self._pass
+
+    @property
+    def _by_number(self) -> bool:
+        return bool(getattr(self._source, "by_number", False))
 
     def _reading(self, start: int) -> Iterator[Share]:
         stop = epoch_end(start, self._source.num_batches, self._steps_per_epoch)

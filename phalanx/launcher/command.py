@@ -18,7 +18,7 @@ from phalanx.launcher.hosts import HostShare
 from phalanx.launcher.job import Job, Placement
 from phalanx.launcher.lifeline import adopt_orphans, end_orphans
 from phalanx.launcher.local import LocalHost, Streams, TerminalSize
-from phalanx.launcher.placement import place, task_names
+from phalanx.launcher.placement import place
 from phalanx.launcher.screen import Screen, prefixes, width
 from phalanx.launcher.verdict import End
 
@@ -36,6 +36,7 @@ def run(
     arguments: Sequence[str],
     *,
     backend: str | None = None,
+    tasks: Sequence[str],
     log_dir: Path | None = None,
     start_timeout_s: float | None = None,
     verbose: bool = False,
@@ -46,10 +47,11 @@ def run(
     this process have left behind are ended as well: the process must have no children of its own.
 
     Args:
+        shares: with as many places as there are tasks.
+        tasks: see `task_names`.
         arguments: the program's command line, as after `python`.
     """
     grace = grace_s(os.environ)
-    tasks = task_names(sum(share.workers for share in shares))
     adopt_orphans()
     terminal = sys.stdout.isatty()
     merged = _same_place(1, 2)
@@ -76,6 +78,7 @@ def run(
                 # on.
                 inherit_input=sys.stdin is not None and not sys.stdin.isatty(),
             ),
+            tasks=tasks,
             backend=backend,
             log_dir=str(log_dir.absolute()) if log_dir else None,
             start_timeout_s=start_timeout_s,

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 from phalanx.errors import ConfigurationError
 
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+
 _DEVICE = re.compile(r"(?:/?(?:physical_)?device:|/)?(cpu|gpu|cuda)(?::(\d+))?", re.IGNORECASE)
 
 
@@ -21,7 +23,7 @@ def device_settings(device: str, environ: Mapping[str, str]) -> dict[str, str]:
     if match is None:
         raise ConfigurationError(f"{device!r} is not a device. Write cpu:0, gpu:1 or /gpu:1.")
     if match[1].lower() == "cpu":
-        return {"CUDA_VISIBLE_DEVICES": ""}
+        return dict(NO_GPU)
     index = int(match[2] or 0)
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:

@@ -21,9 +21,13 @@ FORWARDED_PREFIXES = ("PHALANX_", "KERAS_", "JAX_", "XLA_", "TF_", "TORCH_", "OM
 FORWARDED = ("PYTHONPATH", "PYTHONHASHSEED", "PYTHONWARNINGS", "LANG", "LC_ALL", "NO_COLOR")
 
 
-def tf_config(addresses: Sequence[str], index: int) -> str:
-    """`TF_CONFIG` as TensorFlow has it, for worker `index` of a job of workers at these addresses."""
-    return json.dumps({"cluster": {"worker": list(addresses)}, "task": {"type": "worker", "index": index}})
+def tf_config(tasks: Sequence[str], addresses: Sequence[str], number: int) -> str:
+    """`TF_CONFIG` as TensorFlow has it, for the task of this number; tasks are written `worker/1`."""
+    cluster: dict[str, list[str]] = {}
+    for task, address in zip(tasks, addresses, strict=True):
+        cluster.setdefault(task.partition("/")[0], []).append(address)
+    kind, _, index = tasks[number].partition("/")
+    return json.dumps({"cluster": cluster, "task": {"type": kind, "index": int(index)}})
 
 
 def thread_settings(threads: int) -> dict[str, str]:
@@ -46,6 +50,7 @@ def thread_settings(threads: int) -> dict[str, str]:
 
 def job_settings(
     *,
+    tasks: Sequence[str],
     addresses: Sequence[str],
     rank: int,
     secret: str,
@@ -54,9 +59,9 @@ def job_settings(
     log_dir: str | None = None,
     start_timeout_s: float | None = None,
 ) -> dict[str, str]:
-    """What makes a process the worker `rank` of this job. It replaces what the user's environment says."""
+    """What makes a process task number `rank` of this job. It replaces what the user's environment says."""
     settings = {
-        "TF_CONFIG": tf_config(addresses, rank),
+        "TF_CONFIG": tf_config(tasks, addresses, rank),
         SECRET: secret,
         JOB_ID: job_id,
     }

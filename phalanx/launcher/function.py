@@ -75,13 +75,15 @@ def launch(
 
     pickled = call.encode(call.Call(function, tuple(args), dict(kwargs or {})))
     folder = Path(log_dir) if log_dir is not None else None
-    with page.open_logs(folder, task_names(workers)) as logs, selectors.DefaultSelector() as selector:
-        screen = Screen(task_names(workers), sys.stdout, sys.stdout, logs=logs)
+    tasks = task_names(workers)
+    with page.open_logs(folder, tasks) as logs, selectors.DefaultSelector() as selector:
+        screen = Screen(tasks, sys.stdout, sys.stdout, logs=logs)
         placements = place(
             [HostShare("localhost", workers)],
             [FUNCTION],
             selector,
             Streams(merged=True),
+            tasks=tasks,
             function=pickled,
             backend=backend,
             log_dir=str(folder.absolute()) if folder else None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phalanx.errors import ConfigurationError
 
@@ -63,6 +63,12 @@ def parse_hosts(text: str) -> list[HostShare]:
         shares.append(HostShare(match["name"], workers, match["user"]))
     _check(shares)
     return shares
+
+
+def add_tasks(shares: Sequence[HostShare], count: int) -> list[HostShare]:
+    """The shares with so many tasks more, which are not workers, on the last host."""
+    *others, last = shares
+    return [*others, replace(last, workers=last.workers + count)]
 
 
 def _check(shares: Sequence[HostShare]) -> None:

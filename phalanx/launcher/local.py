@@ -15,15 +15,15 @@ import tempfile
 import termios
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
 from phalanx.gpus import count_gpus
 from phalanx.launcher import child, progress, words
-from phalanx.launcher.cores import CoreShare, host_shares
-from phalanx.launcher.devices import gpu_shares
+from phalanx.launcher.cores import CoreShare, available_cores, host_shares
+from phalanx.launcher.devices import NO_GPU, gpu_shares
 from phalanx.launcher.environment import CHILD, PROGRESS_FILE, worker_environment
 from phalanx.launcher.lifeline import Lifeline
 from phalanx.launcher.messages import Event, Exited, LastWords, Order, Output, Started
@@ -114,14 +114,24 @@ class LocalHost:
 
     def start(self, orders: Sequence[Order]) -> list[Event]:
         """Start the workers, for which `prepare` has opened ports."""
-        shares = host_shares(len(orders)) if self._shares is None else self._shares
-        devices = gpu_shares(len(orders), count_gpus(os.environ), os.environ)
+        shares, devices = self._divide(orders)
         events: list[Event] = []
         for order, listener, share, device in zip(orders, self._listeners, shares, devices, strict=True):
             environment = worker_environment({**os.environ, **device}, order.environment, share.threads)
             worker = self._start(order, listener, share.cores, environment)
             events.append(Started(order.rank, worker.process.pid))
         return events
+
+    def _divide(self, orders: Sequence[Order]) -> tuple[Sequence[CoreShare], Sequence[Mapping[str, str]]]:
+        """Cores and GPUs for each task; those without a replica may use all cores, with one thread, and no GPU."""
+        replicas = sum(order.trains for order in orders)
+        shares = iter(host_shares(replicas) if self._shares is None else self._shares)
+        devices = iter(gpu_shares(replicas, count_gpus(os.environ), os.environ))
+        other = CoreShare(tuple(available_cores()), 1)
+        return (
+            [next(shares) if order.trains else other for order in orders],
+            [next(devices) if order.trains else NO_GPU for order in orders],
+        )
 
     def _start(
         self, order: Order, listener: socket.socket, share: tuple[int, ...], environment: dict[str, str]

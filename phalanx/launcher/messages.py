@@ -83,13 +83,18 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
 
 
 class Order(msgspec.Struct, frozen=True):
-    """One worker to start: its rank, its program's command line, its own environment variables."""
+    """One task to start: its number, its program's command line, its own environment variables.
+
+    Attributes:
+        trains: whether it has a replica, and so gets cores and GPUs of its own.
+    """
 
     rank: int
     arguments: tuple[str, ...]
     environment: dict[str, str]
     interpreter: tuple[str, ...] = ()
     function: bytes = b""
+    trains: bool = True
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):

@@ -19,10 +19,22 @@ SECRET_BYTES = 32
 # ssh with a slow name service, and Python's start on a cold file system.
 START_TIMEOUT_S = 60.0
 LOOPBACK = "127.0.0.1"
+# Tasks of these types compute little, or when it suits them: the cores are divided among the others.
+NO_REPLICA = ("ps/", "evaluator/")
 
 
-def task_names(workers: int) -> list[str]:
-    return [f"worker/{rank}" for rank in range(workers)]
+def task_names(workers: int, *, chief: bool = False, servers: int = 0, evaluator: bool = False) -> list[str]:
+    """The tasks of a job: first those that train, in rank order, then parameter servers and the evaluator.
+
+    >>> task_names(2, servers=1)
+    ['worker/0', 'worker/1', 'ps/0']
+    """
+    return [
+        *(["chief/0"] if chief else []),
+        *[f"worker/{index}" for index in range(workers)],
+        *[f"ps/{index}" for index in range(servers)],
+        *(["evaluator/0"] if evaluator else []),
+    ]
 
 
 def place(
@@ -31,6 +43,7 @@ def place(
     selector: selectors.BaseSelector,
     streams: Streams,
     *,
+    tasks: Sequence[str],
     interpreter: Sequence[str] = (),
     function: bytes = b"",
     backend: str | None = None,
@@ -38,6 +51,9 @@ def place(
     start_timeout_s: float | None = None,
 ) -> list[Placement]:
     """Everything that is needed to start the job; only the agents of other hosts run already.
+
+    Args:
+        shares: with as many places as there are tasks, which take them in order.
 
     Raises: RendezvousError or ConfigurationError if another host cannot take part.
     """
@@ -65,7 +81,6 @@ def place(
             host.close()
         raise
     secret, job_id = secrets.token_hex(SECRET_BYTES), secrets.token_hex(8)
-    tasks = task_names(len(addresses))
     return [
         Placement(
             Order(
@@ -73,7 +88,9 @@ def place(
                 arguments=tuple(arguments),
                 interpreter=tuple(interpreter),
                 function=function,
+                trains=not tasks[rank].startswith(NO_REPLICA),
                 environment=job_settings(
+                    tasks=tasks,
                     addresses=addresses,
                     rank=rank,
                     secret=secret,

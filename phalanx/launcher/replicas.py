@@ -120,7 +120,9 @@ def _start(count: int, devices: Sequence[str] | None) -> LocalReplicas:
     secret, job_id = secrets.token_hex(SECRET_BYTES), secrets.token_hex(8)
 
     def settings(rank: int) -> dict[str, str]:
-        own = job_settings(addresses=addresses, rank=rank, secret=secret, job_id=job_id)
+        own = job_settings(
+            tasks=task_names(len(addresses)), addresses=addresses, rank=rank, secret=secret, job_id=job_id
+        )
         return {
             **own,
             **(device_settings(devices[rank], os.environ) if devices else {}),

@@ -15,6 +15,7 @@ from phalanx.strategies.job import leave_job
 from phalanx.strategies.mirrored import MirroredStrategy
 from phalanx.strategies.multi_worker import MultiWorkerMirroredStrategy
 from phalanx.strategies.one_device import DefaultStrategy, OneDeviceStrategy
+from phalanx.strategies.parameter_server import ParameterServerStrategy, Server
 from phalanx.strategies.strategy import Strategy, ValueContext
 
 
@@ -40,7 +41,9 @@ __all__ = [
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
+    "ParameterServerStrategy",
     "ReplicaContext",
+    "Server",
     "Strategy",
     "ValueContext",
     "get_replica_context",

@@ -50,6 +50,11 @@ class Strategy:
         self._cluster_resolver = cluster_resolver
         self._tensors = make_tensors()
 
+    @property
+    def _member(self) -> hook.Member:
+        """What models made in the scope belong to."""
+        return self._replica
+
     # Who we are.
 
     @property
@@ -85,7 +90,7 @@ class Strategy:
     @contextmanager
     def scope(self) -> Iterator[Strategy]:
         """Models made or compiled inside belong to this strategy."""
-        hook.install(_current_replica, _merge_gradients)
+        hook.install(_current_member, _merge_gradients)
         with context.entered(self):
             yield self
 
@@ -99,7 +104,7 @@ class Strategy:
         `stateless_apply` merges nothing, because it is made for compiled functions: merge the gradients with
         `get_replica_context().all_reduce`, between two jitted functions.
         """
-        hook.install(_current_replica, _merge_gradients)
+        hook.install(_current_member, _merge_gradients)
         with context.running(self):
             return fn(*args, **(kwargs or {}))
 
@@ -212,9 +217,9 @@ def _gather_along(replica: Replica, array: Array, axis: int) -> Array:
     return np.ascontiguousarray(np.moveaxis(np.concatenate(parts), 0, axis))
 
 
-def _current_replica() -> Replica | None:
+def _current_member() -> hook.Member | None:
     strategy = context.current_strategy()
-    return None if strategy is None else strategy._replica
+    return None if strategy is None else strategy._member
 
 
 def _merge_gradients(gradients: list[Any]) -> list[Any]:

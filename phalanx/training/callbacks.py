@@ -90,6 +90,12 @@ def _flat(callbacks: Any) -> list[Any]:
     return list(callbacks) if isinstance(callbacks, Sequence) else [callbacks]
 
 
+def progress_bar(callbacks: CallbackList) -> ReplicaProgbar | None:
+    """The bar that counts samples, if this rank shows one."""
+    bar = getattr(callbacks, "_progbar", None)
+    return bar if isinstance(bar, ReplicaProgbar) else None
+
+
 def watches_batches(callbacks: Any, phase: str) -> bool:
     """Whether a callback of the user's sees single batches; then decisions are agreed on after each of them.
 

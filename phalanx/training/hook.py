@@ -1,9 +1,9 @@
 """The one place where Keras is changed.
 
 `install()` puts dispatchers before a few methods of Keras's trainer class; `uninstall()` takes them out. A model
-made or compiled inside `strategy.scope()` carries its strategy's replica, and its `fit`, `evaluate`, ... go to a
-`ReplicaTrainer`; every other model goes on to Keras as if nothing were there. An optimizer applied inside
-`strategy.run` merges its gradients first.
+made or compiled inside `strategy.scope()` carries its strategy's member of the job, and its `fit`, `evaluate`, ...
+go to a `ReplicaTrainer` or a `ServerTrainer`; every other model goes on to Keras as if nothing were there. An optimizer
+applied inside `strategy.run` merges its gradients first.
 
 Tested with Keras 3.15. On 3.12 (JAX) the training scenarios of CI hold as well, but for two results that Keras itself
 has changed since: the metrics of `train_on_batch`, and the names of the logs of an own `test_step`.
@@ -21,27 +21,33 @@ import keras
 
 from phalanx.training.loop import ReplicaTrainer
 from phalanx.training.replica import Replica
+from phalanx.training.server_loop import ServerTrainer
+from phalanx.training.server_worker import ServerWorker
 
 _DISPATCHED = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 _MARK = "_phalanx_replica"
 _TRAINER = "_phalanx_trainer"
 
+Member = Replica | ServerWorker
+"""What a model belongs to: this process's place among replicas, or among parameter servers."""
+
 _originals: dict[tuple[type, str], Any] = {}
-_current_replica: Callable[[], Replica | None]
+_plain: dict[str, Any] = {}  # Keras's own methods, of those that are dispatched
+_current_member: Callable[[], Member | None]
 _merge_gradients: Callable[[list[Any]], list[Any]]
 _applying = threading.local()
 
 
-def install(current_replica: Callable[[], Replica | None], merge_gradients: Callable[[list[Any]], list[Any]]) -> None:
+def install(current_member: Callable[[], Member | None], merge_gradients: Callable[[list[Any]], list[Any]]) -> None:
     """Put the dispatchers in; safe to call again.
 
     Args:
-        current_replica: names the replica that models follow which are made or compiled now.
+        current_member: names what models belong to which are made or compiled now.
         merge_gradients: merges the gradients of an optimizer applied now over the replicas, or returns them as they
             are where there is nothing to merge.
     """
-    global _current_replica, _merge_gradients
-    _current_replica, _merge_gradients = current_replica, merge_gradients
+    global _current_member, _merge_gradients
+    _current_member, _merge_gradients = current_member, merge_gradients
     if _originals:
         return
     trainer = _trainer_class()
@@ -51,7 +57,8 @@ def install(current_replica: Callable[[], Replica | None], merge_gradients: Call
     owner = next(base for base in trainer.__mro__ if "compile" in vars(base))
     _replace(owner, "compile", _marking(owner.compile))
     for name in _DISPATCHED:
-        _replace(trainer, name, _dispatching(getattr(trainer, name)))
+        _plain[name] = getattr(trainer, name)
+        _replace(trainer, name, _dispatching(_plain[name]))
     for optimizer in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
         owner = next(base for base in optimizer.__mro__ if "apply" in vars(base))
         _replace(owner, "apply", _merging(owner.apply))
@@ -67,10 +74,10 @@ def uninstall() -> None:
     _originals.clear()
 
 
-def replica_of(model: Any) -> Replica | None:
-    """The replica a model belongs to, or None if it is Keras's own."""
-    replica: Replica | None = vars(model).get(_MARK)
-    return replica
+def member_of(model: Any) -> Member | None:
+    """What a model belongs to, or None if it is Keras's own."""
+    member: Member | None = vars(model).get(_MARK)
+    return member
 
 
 def _trainer_class() -> Any:
@@ -84,14 +91,14 @@ def _replace(owner: type, name: str, replacement: Any) -> None:
 
 
 def _marking(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Around `__init__` and `compile`: note the current strategy's replica, and that any former trainer is stale."""
+    """Around `__init__` and `compile`: note the current strategy's member, and that any former trainer is stale."""
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        replica = _current_replica()
-        if replica is not None:
-            vars(self)[_MARK] = replica
+        member = _current_member()
+        if member is not None:
+            vars(self)[_MARK] = member
         vars(self).pop(_TRAINER, None)
         return result
 
@@ -99,18 +106,18 @@ def _marking(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _dispatching(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Around `fit` and its kin: to the model's `ReplicaTrainer` if it belongs to a job of several replicas."""
+    """Around `fit` and its kin: to the model's trainer if it belongs to a job of several processes."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        replica = replica_of(self)
-        if replica is None or replica.world_size == 1:
+        member = member_of(self)
+        if member is None or (isinstance(member, Replica) and member.world_size == 1):
             return original(self, *args, **kwargs)
         arguments = signature.bind(self, *args, **kwargs).arguments
         del arguments[next(iter(signature.parameters))]
         arguments.update(arguments.pop("kwargs", {}))
-        return getattr(_trainer_of(self, replica), original.__name__)(**arguments)
+        return getattr(_trainer_of(self, member), original.__name__)(**arguments)
 
     return method
 
@@ -131,8 +138,12 @@ def _merging(original: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-def _trainer_of(model: Any, replica: Replica) -> ReplicaTrainer:
-    trainer: ReplicaTrainer | None = vars(model).get(_TRAINER)
+def _trainer_of(model: Any, member: Member) -> ReplicaTrainer | ServerTrainer:
+    trainer: ReplicaTrainer | ServerTrainer | None = vars(model).get(_TRAINER)
     if trainer is None:
-        trainer = vars(model)[_TRAINER] = ReplicaTrainer(model, replica)
+        if isinstance(member, Replica):
+            trainer = ReplicaTrainer(model, member)
+        else:
+            trainer = ServerTrainer(model, member, lambda name: functools.partial(_plain[name], model))
+        vars(model)[_TRAINER] = trainer
     return trainer

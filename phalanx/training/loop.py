@@ -415,8 +415,7 @@ class ReplicaTrainer:
             optimizer.learning_rate = chief
 
     def _count(self, callbacks: Any, batch: JointBatch) -> None:
-        bar = getattr(callbacks, "_progbar", None)
-        if isinstance(bar, callback_lists.ReplicaProgbar):
+        if (bar := callback_lists.progress_bar(callbacks)) is not None:
             bar.count(batch.global_size)
 
 

@@ -17,27 +17,37 @@ Array = np.ndarray[Any, Any]
 BUFFERS = 2
 
 
+class Buffers:
+    """The buffers into which steps are merged, used in turn."""
+
+    def __init__(self) -> None:
+        self._rings: dict[Layout, list[tuple[list[Array], list[Array]]]] = {}
+
+    def next(self, layout: Layout) -> tuple[list[Array], list[Array]]:
+        """Flat buffers, and views of the layout's arrays in them."""
+        ring = self._rings.get(layout)
+        if ring is None:
+            ring = self._rings[layout] = [_buffers(layout) for _ in range(BUFFERS)]
+        ring.append(ring.pop(0))
+        return ring[-1]
+
+
 class StepMerge:
-    """Merges the arrays of a step over the ranks, into buffers that are used in turn (`backends.engine.Merge`)."""
+    """Merges the arrays of a step over the ranks (`backends.engine.Merge`)."""
+
+    updates = False
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
-        self._buffers: dict[Layout, list[tuple[list[Array], list[Array]]]] = {}
+        self._buffers = Buffers()
         self._scales: dict[tuple[Layout, float, bool], tuple[float, ...]] = {}
 
     def __call__(self, layout: Layout, arrays: Sequence[Array], share: float) -> list[Array]:
         progress.enter("all_reduce")
-        flats, views = self._next_buffers(layout)
+        flats, views = self._buffers.next(layout)
         self._replica.all_reduce(arrays, scale=self._scale(layout, share), out=views)
         progress.enter("update")
         return flats
-
-    def _next_buffers(self, layout: Layout) -> tuple[list[Array], list[Array]]:
-        ring = self._buffers.get(layout)
-        if ring is None:
-            ring = self._buffers[layout] = [_buffers(layout) for _ in range(BUFFERS)]
-        ring.append(ring.pop(0))
-        return ring[-1]
 
     def _scale(self, layout: Layout, share: float) -> tuple[float, ...]:
         key = (layout, share, self._replica.is_chief)
@@ -45,7 +55,12 @@ class StepMerge:
         if scale is None:
             first = 1.0 if self._replica.is_chief else 0.0
             # A stand-in batch (share 0) counts nowhere, not even in what is summed.
-            of = {Weight.SHARE: share, Weight.ONE: 1.0 if share else 0.0, Weight.FIRST: first}
+            of = {
+                Weight.GRADIENT: share,
+                Weight.SHARE: share,
+                Weight.ONE: 1.0 if share else 0.0,
+                Weight.FIRST: first,
+            }
             scale = self._scales[key] = tuple(of[weight] for weight in layout.weights)
         return scale
 

@@ -1,0 +1,161 @@
+"""A Keras optimizer away from its model: it updates variables, or shards of them, from gradients that came by wire.
+
+What a parameter server computes. The optimizer is made anew from Keras's description of it, with its schedule, weight
+decay, clipping, averages and accumulation; only the norm of a clipping is a matter of all shards together and so, where
+there are several servers, of the workers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+
+from phalanx.errors import UnsupportedError
+
+Array = np.ndarray[Any, Any]
+
+_OF_WHOLE_VARIABLES = ("Lamb", "Muon")
+"""Optimizers that look at a variable as a whole: at its norm, at its rows and columns."""
+
+
+class Piece(NamedTuple):
+    """A variable, or some rows of it, with the value that it starts from.
+
+    Attributes:
+        constraint: Keras's description of it, as JSON.
+        decays: whether weight decay applies to it.
+    """
+
+    path: str
+    value: Array
+    constraint: str | None
+    decays: bool
+
+
+class Slot(NamedTuple):
+    """One of the optimizer's variables: `name` of the model's variable number `variable`; -1: of no variable."""
+
+    variable: int
+    name: str
+
+
+class Updater:
+    """An optimizer and the pieces that it updates, on the backend of this process; made by `make_updater`.
+
+    Used by one thread at a time. Values that it returned stay what they are when it goes on.
+    """
+
+    def __init__(self, optimizer: str, pieces: Sequence[Piece]) -> None:
+        self.variables = [_variable(piece) for piece in pieces]
+        self.optimizer = keras.optimizers.deserialize(json.loads(optimizer))
+        key = self.optimizer._var_key  # TensorFlow's own optimizers pass their own kind of variable
+        decays = {key(v): piece.decays for v, piece in zip(self.variables, pieces, strict=True)}
+        vars(self.optimizer)["_use_weight_decay"] = lambda variable: decays[key(variable)]
+        self.slots = build_noting_slots(self.optimizer, self.variables)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """What the backend needs before the first update."""
+
+    def apply(self, gradients: Sequence[Array]) -> None:
+        """One update; the gradients are in the order of the pieces."""
+        raise NotImplementedError
+
+    def values(self) -> list[Array]:
+        """The pieces' present values."""
+        raise NotImplementedError
+
+    def optimizer_values(self) -> list[Array]:
+        """The values of the optimizer's variables, in the order of `slots`."""
+        raise NotImplementedError
+
+    def load_optimizer(self, values: Sequence[Array]) -> None:
+        """Give the optimizer's variables these values, in the order of `slots`."""
+        raise NotImplementedError
+
+    def set_learning_rate(self, rate: float) -> None:
+        """The learning rate from now on; a schedule stays what it is."""
+        raise NotImplementedError
+
+
+def build_noting_slots(optimizer: Any, variables: Sequence[Any]) -> tuple[Slot, ...]:
+    """Build a fresh optimizer; returns what each of its variables belongs to."""
+    found: dict[int, Slot] = {}
+    number = {id(variable): index for index, variable in enumerate(variables)}
+    add = optimizer.add_variable_from_reference
+
+    def add_and_note(reference_variable: Any, name: str | None = None, **options: Any) -> Any:
+        added = add(reference_variable, name=name, **options)
+        found[id(added)] = Slot(number[id(reference_variable)], name or "var")
+        return added
+
+    vars(optimizer)["add_variable_from_reference"] = add_and_note
+    try:
+        optimizer.build(variables)
+    finally:
+        del vars(optimizer)["add_variable_from_reference"]
+    return tuple(found.get(id(variable), Slot(-1, variable.name)) for variable in optimizer.variables)
+
+
+def slots_of_model(optimizer: Any, variables: Sequence[Any]) -> tuple[Slot, ...]:
+    """What each of a built optimizer's variables belongs to, found on a twin of it."""
+    return build_noting_slots(type(optimizer).from_config(optimizer.get_config()), variables)
+
+
+def check_optimizer(optimizer: Any, *, cut: bool, whole: bool, synchronous: bool) -> None:
+    """Raise UnsupportedError for an optimizer that cannot run on servers, or not on so many.
+
+    Args:
+        cut: whether a variable has more than one shard.
+        whole: whether one server has all variables, uncut: it sees every norm itself.
+    """
+    name = type(optimizer).__name__
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.loss_scale_factor:
+        raise UnsupportedError(
+            f"{name} scales the loss, and on parameter servers nobody sees all gradients in time to say by how much. "
+            f"Use the policy 'mixed_bfloat16', which needs no loss scaling, or float32."
+        )
+    clips = optimizer.clipnorm is not None or optimizer.global_clipnorm is not None
+    if clips and not whole and (synchronous or optimizer.gradient_accumulation_steps):
+        raise UnsupportedError(
+            f"{name} clips merged gradients by their norm, of which each of several servers sees a part only. Use one "
+            f"server and no variable_partitioner, clipvalue, or asynchronous training without accumulation, where each "
+            f"worker clips its own."
+        )
+    if cut and any(kind.__name__ in _OF_WHOLE_VARIABLES for kind in type(optimizer).__mro__):
+        raise UnsupportedError(
+            f"{name} looks at each variable as a whole, so its variables cannot be cut. Leave out "
+            f"variable_partitioner, or choose another optimizer."
+        )
+    if isinstance(optimizer, keras.optimizers.Adafactor):
+        raise UnsupportedError(
+            "Adafactor does not say which of its variables belongs to which of the model's, so servers cannot keep its "
+            "state. Use another optimizer."
+        )
+
+
+def clipped(optimizer: Any, gradients: Sequence[Array]) -> list[Array]:
+    """Gradients clipped by norm as the optimizer would, where it sees all of them; what it clips by value it leaves."""
+    if optimizer.global_clipnorm is not None:
+        norm = float(np.sqrt(sum(float(np.vdot(g, g)) for g in gradients)))
+        if norm > optimizer.global_clipnorm:
+            return [gradient * gradient.dtype.type(optimizer.global_clipnorm / norm) for gradient in gradients]
+    elif optimizer.clipnorm is not None:
+        norms = [float(np.linalg.norm(gradient)) for gradient in gradients]
+        limit = optimizer.clipnorm
+        return [g * g.dtype.type(limit / norm) if norm > limit else g for g, norm in zip(gradients, norms, strict=True)]
+    return list(gradients)
+
+
+def _variable(piece: Piece) -> Any:
+    constraint = None if piece.constraint is None else keras.constraints.deserialize(json.loads(piece.constraint))
+    variable = keras.Variable(
+        np.array(piece.value), dtype=str(piece.value.dtype), name=piece.path.rpartition("/")[2] or "variable"
+    )
+    variable._path = piece.path  # some optimizers choose by it
+    variable.constraint = constraint
+    return variable

@@ -1,0 +1,1 @@
+"""Servers that keep the variables of a model, and the workers that train it with them."""

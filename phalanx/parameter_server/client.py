@@ -1,0 +1,188 @@
+"""A worker's side: one link to each server, and questions to one or all of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from phalanx import errors
+from phalanx.cluster.admission import DISAGREEMENT
+from phalanx.cluster.dialling import ATTEMPT_TIMEOUT_S, HANDSHAKE_FAILURES_S
+from phalanx.cluster.roll_call import Identity
+from phalanx.cluster.spec import PS
+from phalanx.errors import (
+    DisagreementError,
+    HandshakeError,
+    LinkClosedError,
+    LinkTimeoutError,
+    PhalanxError,
+    RendezvousError,
+)
+from phalanx.parameter_server.messages import Answer, Bye, Done, Question, Refusal
+from phalanx.parameter_server.placement import Shard, Variable, shard_shape
+from phalanx.parameter_server.schedule import lost
+from phalanx.parameter_server.server import PURPOSE
+from phalanx.parameter_server.store import dtype_of
+from phalanx.transport.dial import RefusedError, retry_delay_s
+from phalanx.transport.link import Link
+
+Array = np.ndarray[Any, Any]
+T = TypeVar("T")
+
+HEAD = 0
+"""The first server, which also keeps the schedule."""
+GOODBYE_S = 5.0
+"""For taking leave: a server that is busy is not waited for longer."""
+
+_ANSWERS = msgspec.msgpack.Decoder(Answer)
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Client:
+    """The links of one worker to all servers. One thread at a time may ask.
+
+    Making one waits until all servers are there.
+
+    Raises:
+        RendezvousError: a server did not come in time.
+        DisagreementError: a server and this task differ in what must be equal.
+    """
+
+    def __init__(self, me: Identity):
+        self._me = me
+        self.tasks = tuple(task for task in me.spec.tasks if task.type == PS)
+        deadline = time.monotonic() + me.settings.rendezvous_timeout_s
+        self._links: list[Link] = []
+        try:
+            for task in self.tasks:
+                self._links.append(_connect(me, task, deadline))
+        except BaseException:
+            self._close()
+            raise
+
+    @property
+    def servers(self) -> int:
+        return len(self.tasks)
+
+    def ask(self, server: int, question: Question, buffers: Sequence[Array] = ()) -> tuple[Answer, list[memoryview]]:
+        """One question to one server.
+
+        Raises: PeerLostError if the server is gone; what the server refused with.
+        """
+        self.send(server, question, buffers)
+        return self.receive(server)
+
+    def send(self, server: int, question: Question, buffers: Sequence[Array] = ()) -> None:
+        """Ask without waiting for the answer, which `receive` must fetch before the next question to this server."""
+        try:
+            self._links[server].send(
+                _encode(question),
+                [np.ascontiguousarray(buffer) for buffer in buffers],
+                deadline=time.monotonic() + self._me.settings.timeout_s,
+            )
+        except LinkClosedError as error:
+            raise lost(str(self.tasks[server]), type(question).__name__.lower()) from error
+
+    def receive(self, server: int) -> tuple[Answer, list[memoryview]]:
+        # Twice the time after which the servers themselves give up on somebody, and say whom.
+        deadline = time.monotonic() + 2 * self._me.settings.timeout_s
+        try:
+            header, buffers = self._links[server].receive(deadline=deadline)
+        except LinkClosedError as error:
+            raise lost(str(self.tasks[server]), "training") from error
+        answer = _ANSWERS.decode(header)
+        if isinstance(answer, Refusal):
+            kind = getattr(errors, answer.kind, PhalanxError)
+            raise kind(answer.reason)
+        return answer, buffers
+
+    def ask_all(self, questions: Sequence[tuple[Question, Sequence[Array]]]) -> list[tuple[Answer, list[memoryview]]]:
+        """A question to each server, all at once."""
+        for server, (question, buffers) in enumerate(questions):
+            self.send(server, question, buffers)
+        return [self.receive(server) for server in range(self.servers)]
+
+    def close(self) -> None:
+        """Take leave of all servers; safe to call twice."""
+        for link in self._links:
+            try:
+                link.send(_encode(Bye()), deadline=time.monotonic() + GOODBYE_S)
+                header, _ = link.receive(deadline=time.monotonic() + GOODBYE_S)
+                assert isinstance(_ANSWERS.decode(header), Done)
+            except (LinkClosedError, LinkTimeoutError):
+                continue  # it is gone; so are we
+        self._close()
+
+    def _close(self) -> None:
+        for link in self._links:
+            link.close()
+        self._links = []
+
+
+def _connect(me: Identity, task: Any, deadline: float) -> Link:
+    started_at = time.monotonic()
+    failing_since: float | None = None
+    details = msgspec.msgpack.encode(me.statement)
+    while True:
+        now = time.monotonic()
+        failure: PhalanxError
+        try:
+            link, _ = me.dial(task, PURPOSE, details, deadline=now + ATTEMPT_TIMEOUT_S)
+            return link
+        except (LinkClosedError, LinkTimeoutError) as error:
+            failing_since, failure = None, error
+        except RefusedError as error:
+            if error.welcome.refusal == DISAGREEMENT:
+                raise DisagreementError(error.welcome.reason) from error
+            failing_since, failure = failing_since or now, error
+        except HandshakeError as error:
+            failing_since, failure = failing_since or now, error
+        if failing_since is not None and now - failing_since > HANDSHAKE_FAILURES_S:
+            raise failure
+        if now > deadline:
+            raise RendezvousError(
+                f"{task} did not come to the job in time ({failure}). Start it with the same cluster."
+            )
+        time.sleep(retry_delay_s(now - started_at))
+
+
+class Placed:
+    """The variables of a model on the servers: cuts arrays for the way there, and joins those that come back."""
+
+    def __init__(self, variables: Sequence[Variable], shards: Sequence[Shard], servers: int):
+        self.variables = tuple(variables)
+        self.shards = tuple(shards)
+        self.of_server = [tuple(s for s in shards if s.server == server) for server in range(servers)]
+        self._pieces = [[s for s in shards if s.variable == index] for index in range(len(variables))]
+
+    def cut(self, arrays: Sequence[Array], server: int) -> list[Array]:
+        """The parts of the variables' arrays that are this server's, in its order."""
+        return [
+            arrays[s.variable][s.start : s.stop] if arrays[s.variable].ndim else arrays[s.variable]
+            for s in self.of_server[server]
+        ]
+
+    def join(self, parts: Sequence[Sequence[Array]]) -> list[Array]:
+        """The variables' arrays from the parts of all servers."""
+        by_shard = {
+            shard: array
+            for shards, arrays in zip(self.of_server, parts, strict=True)
+            for shard, array in zip(shards, arrays, strict=True)
+        }
+        return [
+            by_shard[pieces[0]] if len(pieces) == 1 else np.concatenate([by_shard[piece] for piece in pieces])
+            for pieces in self._pieces
+        ]
+
+    def arrays(self, server: int, buffers: Sequence[memoryview]) -> list[Array]:
+        """A server's buffers as arrays of its shards."""
+        return [
+            np.frombuffer(buffer, dtype_of(self.variables[s.variable].dtype)).reshape(
+                shard_shape(self.variables[s.variable], s)
+            )
+            for s, buffer in zip(self.of_server[server], buffers, strict=False)
+        ]

@@ -1,0 +1,253 @@
+"""What passes between a worker and a server: a header of one of these kinds, and arrays as raw buffers.
+
+A worker asks, the server answers, in turn; so a link needs no numbers to match answers with questions.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from phalanx.parameter_server.placement import Shard, Variable
+
+
+class Model(msgspec.Struct, frozen=True):
+    """What is trained, as far as the servers must know it.
+
+    Attributes:
+        variables: the trainable ones.
+        shards: of all servers.
+        optimizer: Keras's own description of it, as JSON.
+        constraints: Keras's description of each variable's constraint, as JSON, or None.
+        decays: whether weight decay applies to each variable.
+    """
+
+    variables: tuple[Variable, ...]
+    shards: tuple[Shard, ...]
+    optimizer: str
+    constraints: tuple[str | None, ...]
+    decays: tuple[bool, ...]
+
+
+class Rules(msgspec.Struct, frozen=True):
+    """How the workers' updates meet.
+
+    Attributes:
+        synchronous: gradients of a step are merged into one update; else each is an update of its own.
+        at_least: in synchronous training, how many workers' gradients make an update; 0: all.
+        staleness: how many steps a worker may be ahead of the slowest; -1: any number.
+        refuse_nan: drop updates that are not finite, and count them; else apply what comes.
+        timeout_s: how long to wait for a worker that is connected, before it is left out.
+    """
+
+    synchronous: bool
+    at_least: int
+    staleness: int
+    refuse_nan: bool
+    timeout_s: float
+
+
+# Questions.
+
+
+class Declare(msgspec.Struct, frozen=True, tag="declare"):
+    """From the chief, at the start of each `fit`. Buffers: the server's shards, then what `slots` name.
+
+    Attributes:
+        slots: the optimizer's variables: the number of a shard among the server's, or -1 for the optimizer's own, and
+            a name.
+    """
+
+    fit: int
+    first_epoch: int
+    model: Model
+    rules: Rules
+    slots: tuple[tuple[int, str], ...]
+
+
+class Attach(msgspec.Struct, frozen=True, tag="attach"):
+    """From any worker: wait until the chief has declared this `fit`, and compare. The answer's step is the epoch with
+    which it begins."""
+
+    fit: int
+    variables: tuple[Variable, ...]
+
+
+class Pull(msgspec.Struct, frozen=True, tag="pull"):
+    """Send the shards' values, if they are newer than `version`."""
+
+    version: int
+
+
+class PullOptimizer(msgspec.Struct, frozen=True, tag="pull-optimizer"):
+    """Send the optimizer's variables."""
+
+
+class Push(msgspec.Struct, frozen=True, tag="push"):
+    """Gradients of the server's shards, to be applied; buffers in the order of the shards, then the extras.
+
+    Attributes:
+        ticket: the step that they are of; see `Ticket`.
+        phase: numbers the merges of one step.
+        gradients: whether it carries any; else only extras are to be merged, and nothing is updated.
+        share: of the global batch on which the gradients were computed.
+        dtypes: of the buffers.
+        extras: how each of the buffers counts that are no gradients, and are merged in synchronous training all the
+            same: values of `Weight`.
+    """
+
+    ticket: Ticket
+    phase: int
+    gradients: bool
+    share: float
+    dtypes: tuple[str, ...]
+    extras: tuple[str, ...] = ()
+
+
+class SetRate(msgspec.Struct, frozen=True, tag="rate"):
+    """From the chief: the learning rate from now on."""
+
+    learning_rate: float
+
+
+class OpenEpoch(msgspec.Struct, frozen=True, tag="open-epoch"):
+    """From the chief: these many steps may be taken; -1: until the data end. Buffer: the order of the samples, if this
+    is the first epoch of a pass over shuffled data."""
+
+    fit: int
+    epoch: int
+    steps: int
+
+
+class Take(msgspec.Struct, frozen=True, tag="take"):
+    """Ask for the next step; `wait` until there is one or will be none, else take Done for "not now"."""
+
+    fit: int
+    epoch: int
+    wait: bool = True
+
+
+class NoBatch(msgspec.Struct, frozen=True, tag="no-batch"):
+    """There is no batch for this ticket: the epoch `ends` before it, or this worker's stream has passed it by."""
+
+    ticket: Ticket
+    ends: bool
+
+
+class Order(msgspec.Struct, frozen=True, tag="order"):
+    """Ask for the order of the samples in the pass that began with this epoch."""
+
+    fit: int
+    epoch: int
+
+
+class Report(msgspec.Struct, frozen=True, tag="report"):
+    """What this worker counted in an epoch; buffers: its metrics' variables.
+
+    Attributes:
+        samples: that it trained on.
+        dtypes: of the buffers.
+        weights: how each counts: values of `Weight`.
+    """
+
+    fit: int
+    epoch: int
+    samples: int
+    dtypes: tuple[str, ...]
+    weights: tuple[str, ...]
+
+
+class Collect(msgspec.Struct, frozen=True, tag="collect"):
+    """From the chief: everybody's report of an epoch, merged."""
+
+    fit: int
+    epoch: int
+
+
+class EndFit(msgspec.Struct, frozen=True, tag="end-fit"):
+    """From the chief: there are no more steps in this `fit`."""
+
+    fit: int
+
+
+class Bye(msgspec.Struct, frozen=True, tag="bye"):
+    """The worker has no more to do."""
+
+
+# Answers.
+
+
+class Ticket(msgspec.Struct, frozen=True, tag="ticket"):
+    """The right, and the duty, to make a step.
+
+    Attributes:
+        fit, epoch: where it belongs.
+        batch: number of the global batch in the epoch.
+        members: in synchronous training, the workers that make this step together, by number, in order; else the one.
+        member: this worker's number.
+        serial: numbers the steps of a `fit`.
+    """
+
+    fit: int
+    epoch: int
+    batch: int
+    members: tuple[int, ...]
+    member: int
+    serial: int
+
+
+class EpochOver(msgspec.Struct, frozen=True, tag="epoch-over"):
+    """All steps of the epoch have been made."""
+
+
+class FitOver(msgspec.Struct, frozen=True, tag="fit-over"):
+    """The chief has ended this `fit`."""
+
+
+class Values(msgspec.Struct, frozen=True, tag="values"):
+    """Buffers: what was asked for; none if it is unchanged.
+
+    Attributes:
+        version: of the shards' values; grows with every update.
+        step: the global step: how many updates the job has made.
+        dtypes: of the buffers.
+        note: what the worker should know of its update, for the log.
+        slots: of the optimizer's variables, if those were asked for; as in `Declare`.
+        ticket: with the answer to gradients, the right to a further step, where the head had one at hand.
+    """
+
+    version: int
+    step: int = 0
+    dtypes: tuple[str, ...] = ()
+    note: str = ""
+    slots: tuple[tuple[int, str], ...] = ()
+    ticket: Ticket | None = None
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """Yes."""
+
+
+class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
+    """No, for good: the worker raises. `kind` names the class of error."""
+
+    kind: str
+    reason: str
+
+
+Question = (
+    Declare
+    | Attach
+    | Pull
+    | PullOptimizer
+    | Push
+    | SetRate
+    | OpenEpoch
+    | Take
+    | NoBatch
+    | Order
+    | Report
+    | Collect
+    | EndFit
+    | Bye
+)
+Answer = Ticket | EpochOver | FitOver | Values | Done | Refusal

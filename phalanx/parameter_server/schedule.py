@@ -1,0 +1,347 @@
+"""Who makes which step: what the first server, the *head*, decides for all workers.
+
+A worker takes a ticket for each step it makes: the right, and the duty, to train on one batch of the epoch. Tickets are
+handed out in order, to whoever asks; so a fast worker makes more steps than a slow one, and the ticket of a worker that
+died goes to another. In synchronous training all workers present make each step together, and hold tickets
+for parts of one batch.
+
+The chief says when an epoch begins, and when there are no more. Everybody else waits for that.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from phalanx.backends.layout import Weight
+from phalanx.errors import PeerLostError, PhalanxError
+from phalanx.parameter_server.messages import EpochOver, FitOver, Report, Rules, Ticket
+
+logger = logging.getLogger(__name__)
+
+Array = np.ndarray[Any, Any]
+Worker = int
+CHIEF: Worker = 0
+POLL_S = 0.5
+"""Longest time between two looks at the clock; whatever happens wakes the waiting at once."""
+
+
+@dataclass
+class _Epoch:
+    """The epoch that is open.
+
+    Attributes:
+        steps: how many; None while that is unknown.
+        next: the first batch that was not handed out.
+        returned: batches whose worker was lost, to be handed out again.
+    """
+
+    fit: int
+    number: int
+    steps: int | None
+    next: int = 0
+    returned: list[int] = field(default_factory=list)
+
+    def take(self) -> int | None:
+        if self.returned:
+            return self.returned.pop(0)
+        if self.steps is not None and self.next >= self.steps:
+            return None
+        self.next += 1
+        return self.next - 1
+
+
+class Schedule:
+    """Used by one thread for each worker; each call says for which.
+
+    Args:
+        names: of the workers, by number.
+    """
+
+    def __init__(self, names: tuple[str, ...]):
+        self._names = names
+        self._changed = threading.Condition()
+        self._present: dict[Worker, str] = {}
+        self._evicted: set[str] = set()
+        self._chief_left = False
+        self._rules: Rules | None = None
+        self._epoch: _Epoch | None = None
+        self._ended_fit = -1
+        self._serial = 0
+        self._held: dict[int, Ticket] = {}  # by serial: those whose step is still to come
+        self._joint: Ticket | None = None  # the step that all make together now
+        self._joint_given: set[Worker] = set()
+        self._steps_of: dict[Worker, int] = {}
+        self._reports: dict[tuple[int, int], dict[Worker, tuple[Report, list[Array]]]] = {}
+        self._order: tuple[int, int, Array] = (-1, -1, np.zeros(0, np.int64))
+        self.global_step = 0
+        self.lost_batches = 0
+
+    # Who is here.
+
+    def chief_left(self) -> None:
+        """The chief has no more to do: who waits for it waits in vain."""
+        with self._changed:
+            self._chief_left = True
+            self._changed.notify_all()
+
+    def begin(self, rules: Rules) -> None:
+        """A `fit` begins, under these rules."""
+        with self._changed:
+            self._rules = rules
+            self._epoch = None
+            self._joint = None
+            self._held.clear()
+            self._reports.clear()
+            self._steps_of = dict.fromkeys(self._present, 0)
+            self._changed.notify_all()
+
+    def attach(self, worker: Worker, incarnation: str) -> None:
+        with self._changed:
+            self._leave(worker)
+            self._present[worker] = incarnation
+            # One that comes late is not behind: the others must not wait until it has made as many steps.
+            self._steps_of[worker] = min(self._steps_of.values(), default=0)
+            self._changed.notify_all()
+
+    def detach(self, worker: Worker, incarnation: str) -> None:
+        with self._changed:
+            if self._present.get(worker) == incarnation:
+                self._leave(worker)
+                self._changed.notify_all()
+
+    def evict(self, worker: Worker) -> None:
+        """Go on without a worker that is connected and does not come; what it still sends is refused."""
+        with self._changed:
+            incarnation = self._present.get(worker)
+            if incarnation is not None:
+                logger.warning("%s makes no progress: going on without it.", self._names[worker])
+                self._evicted.add(incarnation)
+                self._leave(worker)
+                self._changed.notify_all()
+
+    def is_evicted(self, incarnation: str) -> bool:
+        return incarnation in self._evicted
+
+    def is_present(self, worker: Worker) -> bool:
+        return worker in self._present
+
+    def _leave(self, worker: Worker) -> None:
+        self._present.pop(worker, None)
+        self._steps_of.pop(worker, None)
+        for ticket in [ticket for ticket in self._held.values() if ticket.member == worker]:
+            del self._held[ticket.serial]
+            if self._is_open(ticket):
+                self._give_back(ticket)
+        joint = self._joint
+        if joint is not None and not any(member in self._present for member in joint.members):
+            self._joint = None
+            if self._is_open(joint):
+                self._give_back(joint)
+
+    def _give_back(self, ticket: Ticket) -> None:
+        assert self._epoch is not None
+        if ticket.batch not in self._epoch.returned:
+            self._epoch.returned.append(ticket.batch)
+            self._epoch.returned.sort()
+
+    def _is_open(self, ticket: Ticket) -> bool:
+        epoch = self._epoch
+        return epoch is not None and (epoch.fit, epoch.number) == (ticket.fit, ticket.epoch)
+
+    # Epochs.
+
+    def open_epoch(self, fit: int, number: int, steps: int | None, order: Array | None) -> None:
+        """The chief opens an epoch. In synchronous training, wait for all workers before the first one."""
+        with self._changed:
+            assert self._rules is not None
+            if self._rules.synchronous and self._epoch is None:
+                until = time.monotonic() + self._rules.timeout_s
+                while len(self._present) < len(self._names):
+                    self._wait(until, lambda: f"{self._missing()} did not come to `fit`")
+            self._epoch = _Epoch(fit, number, steps)
+            if order is not None:
+                self._order = (fit, number, order)
+            self._joint = None
+            self._held.clear()
+            self._changed.notify_all()
+
+    def order(self, fit: int, number: int, timeout_s: float) -> Array:
+        """The order of the samples in the pass that began with this epoch; waits until the chief has told it."""
+        with self._changed:
+            until = time.monotonic() + timeout_s
+            while self._order[:2] < (fit, number):
+                self._wait(until, lambda: f"{self._names[CHIEF]} did not begin epoch {number + 1} of `fit`")
+            return self._order[2]
+
+    def end_fit(self, fit: int) -> None:
+        with self._changed:
+            self._ended_fit = max(self._ended_fit, fit)
+            self._epoch = None
+            self._changed.notify_all()
+
+    def _missing(self) -> str:
+        return ", ".join(name for worker, name in enumerate(self._names) if worker not in self._present)
+
+    # Steps.
+
+    def take(self, worker: Worker, fit: int, number: int, timeout_s: float) -> Ticket | EpochOver | FitOver:
+        """The worker's next ticket in this epoch; waits until there is one or will be none."""
+        with self._changed:
+            until = time.monotonic() + timeout_s
+            blocked_since: float | None = None
+            while True:
+                epoch = self._epoch
+                if self._ended_fit >= fit:
+                    return FitOver()
+                if epoch is not None and (epoch.fit, epoch.number) > (fit, number):
+                    return EpochOver()
+                if epoch is not None and (epoch.fit, epoch.number) == (fit, number):
+                    until = time.monotonic() + timeout_s  # the job goes on: nobody waits in vain
+                    answer = self._assign(worker, epoch)
+                    if answer is not None:
+                        self._changed.notify_all()
+                        return answer
+                    slowest = self._holding_back(worker)
+                    blocked_since = (blocked_since or time.monotonic()) if slowest is not None else None
+                    if slowest is not None and blocked_since and time.monotonic() - blocked_since > timeout_s:
+                        self.evict(slowest)
+                        continue
+                self._wait(until, lambda: f"{self._names[CHIEF]} did not begin epoch {number + 1} of `fit`")
+
+    def try_take(self, worker: Worker, fit: int, number: int) -> Ticket | None:
+        """A ticket, if there is one at hand."""
+        with self._changed:
+            epoch = self._epoch
+            if epoch is None or (epoch.fit, epoch.number) != (fit, number) or worker not in self._present:
+                return None
+            answer = self._assign(worker, epoch)
+            return answer if isinstance(answer, Ticket) else None
+
+    def _assign(self, worker: Worker, epoch: _Epoch) -> Ticket | EpochOver | None:
+        assert self._rules is not None
+        if self._rules.synchronous:
+            return self._assign_jointly(worker, epoch)
+        if self._holding_back(worker) is not None:
+            return None
+        batch = epoch.take()
+        if batch is None:
+            return None if self._held else EpochOver()  # a ticket that is still held may come back
+        self._serial += 1
+        ticket = Ticket(epoch.fit, epoch.number, batch, (worker,), worker, self._serial)
+        self._held[ticket.serial] = ticket
+        return ticket
+
+    def _assign_jointly(self, worker: Worker, epoch: _Epoch) -> Ticket | EpochOver | None:
+        if self._joint is None:
+            batch = epoch.take()
+            if batch is None:
+                return EpochOver()
+            self._serial += 1
+            self._joint_given = set()
+            self._joint = Ticket(epoch.fit, epoch.number, batch, tuple(sorted(self._present)), worker, self._serial)
+        joint = self._joint
+        if worker in self._joint_given or worker not in joint.members:
+            return None
+        self._joint_given.add(worker)
+        return Ticket(joint.fit, joint.epoch, joint.batch, joint.members, worker, joint.serial)
+
+    def _holding_back(self, worker: Worker) -> Worker | None:
+        """In bounded staleness: the slowest worker, if this one may not run further ahead of it."""
+        assert self._rules is not None
+        if self._rules.staleness < 0 or worker not in self._steps_of:
+            return None
+        slowest = min(self._steps_of, key=lambda other: self._steps_of[other])
+        ahead = self._steps_of[worker] - self._steps_of[slowest]
+        return slowest if ahead > self._rules.staleness else None
+
+    def done(self, ticket: Ticket) -> None:
+        """The step of this ticket has been applied."""
+        with self._changed:
+            self.global_step += 1
+            if self._joint is not None and self._joint.serial == ticket.serial:
+                self._joint = None
+            self._held.pop(ticket.serial, None)
+            if ticket.member in self._steps_of:
+                self._steps_of[ticket.member] += 1
+            self._changed.notify_all()
+
+    def no_batch(self, ticket: Ticket, *, ends: bool) -> None:
+        """The worker has no batch for its ticket: the epoch ends before it, or a stream has passed it by."""
+        with self._changed:
+            epoch = self._epoch
+            self._held.pop(ticket.serial, None)
+            if self._joint is not None and self._joint.serial == ticket.serial:
+                self._joint = None
+            if epoch is not None and self._is_open(ticket):
+                if ends:
+                    epoch.steps = ticket.batch if epoch.steps is None else min(epoch.steps, ticket.batch)
+                    epoch.returned = [batch for batch in epoch.returned if batch < epoch.steps]
+                else:
+                    self.lost_batches += 1
+                    logger.warning("Batch %d of epoch %d is lost with its worker.", ticket.batch, ticket.epoch + 1)
+            self._changed.notify_all()
+
+    # What the workers counted.
+
+    def report(self, worker: Worker, report: Report, arrays: list[Array]) -> None:
+        with self._changed:
+            self._reports.setdefault((report.fit, report.epoch), {})[worker] = (report, arrays)
+            self._changed.notify_all()
+
+    def collect(self, fit: int, epoch: int, timeout_s: float) -> tuple[list[Array], int, int]:
+        """The merged report of an epoch, its samples, and how many steps it had; waits for all workers present."""
+        with self._changed:
+            until = time.monotonic() + timeout_s
+            while True:
+                reports = self._reports.get((fit, epoch), {})
+                late = [worker for worker in self._present if worker not in reports]
+                if not late:
+                    break
+                if time.monotonic() > until:
+                    for worker in late:
+                        self.evict(worker)
+                    continue
+                self._changed.wait(POLL_S)
+            del self._reports[fit, epoch]
+            steps = self._epoch.next if self._epoch is not None else 0
+            return _merged(list(reports.values())), sum(report.samples for report, _ in reports.values()), steps
+
+    def _wait(self, until: float, reason: Callable[[], str]) -> None:
+        if self._chief_left:
+            raise lost(self._names[CHIEF], "fit")
+        remaining = until - time.monotonic()
+        if remaining <= 0:
+            raise PhalanxError(f"{reason()} within the time set.")
+        self._changed.wait(min(remaining, POLL_S))
+
+
+def _merged(reports: list[tuple[Report, list[Array]]]) -> list[Array]:
+    """Counters are summed; what is a mean is weighted by samples."""
+    total = sum(report.samples for report, _ in reports) or 1
+    merged: list[Array] = []
+    for index, weight in enumerate(reports[0][0].weights):
+        values = [
+            arrays[index] * (report.samples / total if weight == Weight.SHARE.value else 1)
+            for report, arrays in reports
+        ]
+        result = values[0] if weight == Weight.FIRST.value else np.sum(values, axis=0)
+        merged.append(np.asarray(result).astype(reports[0][1][index].dtype))
+    return merged
+
+
+def lost(name: str, during: str) -> PeerLostError:
+    """The error that names a lost task that has no rank."""
+    return PeerLostError(
+        f"lost {name} during {during}: its connection closed, so the process or its host died. Look at the end of that "
+        f"task's output for the cause.",
+        rank=-1,
+        task=name,
+        host="",
+    )

@@ -1,0 +1,269 @@
+"""What one server keeps: its shards of the variables, and the optimizer that updates them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from phalanx.backends import make_updater
+from phalanx.backends.layout import Weight
+from phalanx.backends.updater import Piece, Slot, Updater
+from phalanx.errors import DisagreementError, PhalanxError
+from phalanx.parameter_server.messages import Declare, Push, Rules, Ticket
+from phalanx.parameter_server.placement import Shard, Variable, shard_shape
+from phalanx.parameter_server.schedule import POLL_S, Schedule, Worker
+
+logger = logging.getLogger(__name__)
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass
+class _Joint:
+    """A step of synchronous training whose contributions are coming in."""
+
+    contributions: dict[Worker, tuple[float, list[Array], list[Array]]] = field(default_factory=dict)
+    extras: list[Array] | None = None  # merged, when it is complete
+
+
+_Key = tuple[int, int]
+"""A ticket's serial and the phase of its step."""
+
+COMPLETED = 1000
+"""Merges of which it is remembered that they are over: more than any worker can be behind."""
+
+
+class Store:
+    """The shards of server number `index`. Used by one thread for each worker.
+
+    Args:
+        schedule: who is present; on the head also what is told of applied steps.
+        is_head: whether this is the head.
+    """
+
+    def __init__(self, index: int, schedule: Schedule, names: tuple[str, ...], *, is_head: bool):
+        self._index = index
+        self._schedule = schedule
+        self._names = names
+        self._is_head = is_head
+        self._changed = threading.Condition()
+        self._fit = -1
+        self._declared: Declare | None = None
+        self._shards: tuple[Shard, ...] = ()
+        self._updater: Updater | None = None
+        self._values: list[Array] = []
+        self._joints: dict[_Key, _Joint] = {}
+        self._completed: deque[_Key] = deque(maxlen=COMPLETED)
+        self.version = 0
+        self.refused = 0
+        self.late = 0
+
+    # The start of a `fit`.
+
+    def declare(self, message: Declare, buffers: Sequence[memoryview]) -> None:
+        """The chief's model: values of the shards, then those of the optimizer's variables."""
+        model = message.model
+        with self._changed:
+            self._shards = tuple(shard for shard in model.shards if shard.server == self._index)
+            arrays = [
+                np.frombuffer(buffer, dtype_of(model.variables[shard.variable].dtype)).reshape(
+                    shard_shape(model.variables[shard.variable], shard)
+                )
+                for shard, buffer in zip(self._shards, buffers, strict=False)
+            ]
+            pieces = [
+                Piece(model.variables[s.variable].path, array, model.constraints[s.variable], model.decays[s.variable])
+                for s, array in zip(self._shards, arrays, strict=True)
+            ]
+            if pieces:
+                self._updater = make_updater(model.optimizer, pieces)
+                state = dict(zip(message.slots, buffers[len(pieces) :], strict=True))
+                self._updater.load_optimizer(
+                    [
+                        np.frombuffer(state[slot], value.dtype).reshape(value.shape)
+                        for slot, value in zip(self._updater.slots, self._updater.optimizer_values(), strict=True)
+                    ]
+                )
+                self._values = self._updater.values()
+            self._fit, self._declared = message.fit, message
+            self._joints.clear()
+            self._completed.clear()
+            self.version += 1
+            self._schedule.begin(message.rules)
+            self._changed.notify_all()
+
+    def attach(self, fit: int, variables: tuple[Variable, ...], timeout_s: float) -> int:
+        """Wait until the chief has declared this `fit`; compare the models. Returns the first epoch.
+
+        Raises: DisagreementError naming the first variable that differs.
+        """
+        with self._changed:
+            until = time.monotonic() + timeout_s
+            while self._fit < fit or self._declared is None:
+                if time.monotonic() > until:
+                    raise PhalanxError(f"{self._names[0]} did not begin `fit` within {timeout_s:g} s.")
+                self._changed.wait(POLL_S)
+            if difference := _first_difference(self._declared.model.variables, variables):
+                raise DisagreementError(
+                    f"The model is not the same on all tasks: {difference} Every task must build the same model, in "
+                    f"the same order."
+                )
+            return self._declared.first_epoch
+
+    # Values.
+
+    def pull(self, version: int) -> tuple[int, list[Array]]:
+        """The version and the values, or none if they are of this version already."""
+        with self._changed:
+            return self.version, [] if version == self.version else self._values
+
+    def optimizer_values(self) -> tuple[tuple[Slot, ...], list[Array]]:
+        """The optimizer's variables, and what each is."""
+        with self._changed:
+            return (self._updater.slots, self._updater.optimizer_values()) if self._updater else ((), [])
+
+    def set_learning_rate(self, rate: float) -> None:
+        with self._changed:
+            if self._updater is not None:
+                self._updater.set_learning_rate(rate)
+
+    # Updates.
+
+    def push(self, message: Push, buffers: Sequence[memoryview]) -> tuple[int, list[Array], list[Array], str]:
+        """Apply gradients, alone or with those of the others.
+
+        Returns: the version, the values, the merged extras (synchronous training only), and a note for the log.
+        """
+        gradients, extras = self._arrays(message, buffers)
+        with self._changed:
+            assert self._declared is not None, "a ticket is given after the declaration"
+            rules = self._declared.rules
+            if message.ticket.fit != self._fit:
+                return self.version, self._values, [], "it was of a `fit` that is over"
+            if rules.synchronous:
+                extras, note = self._push_jointly(message, gradients, extras, rules)
+                return self.version, self._values if message.gradients else [], extras, note
+            note = self._apply(gradients, rules, message.ticket)
+            return self.version, self._values, [], note
+
+    def _arrays(self, message: Push, buffers: Sequence[memoryview]) -> tuple[list[Array], list[Array]]:
+        """The gradients in the shards' shapes and dtypes, and the extras, flat."""
+        assert self._declared is not None
+        variables = self._declared.model.variables
+        flat = [np.frombuffer(b, dtype_of(dtype)) for b, dtype in zip(buffers, message.dtypes, strict=True)]
+        shards = self._shards if message.gradients else ()
+        gradients = [
+            array.astype(dtype_of(variables[shard.variable].dtype), copy=False).reshape(
+                shard_shape(variables[shard.variable], shard)
+            )
+            for array, shard in zip(flat, shards, strict=False)
+        ]
+        return gradients, flat[len(shards) :]
+
+    def _apply(self, gradients: Sequence[Array], rules: Rules, ticket: Ticket) -> str:
+        """One update by the optimizer; what went wrong, for the log."""
+        note = ""
+        if rules.refuse_nan and not all(_is_finite(gradient) for gradient in gradients):
+            self.refused += 1
+            note = "it was not finite and has not been applied"
+            logger.warning("An update of %s: %s (%d so far).", self._names[ticket.member], note, self.refused)
+        elif self._updater is not None:
+            self._updater.apply(gradients)
+            self._values = self._updater.values()
+            self.version += 1
+        if self._is_head:
+            self._schedule.done(ticket)
+        return note
+
+    def _push_jointly(
+        self, message: Push, gradients: list[Array], extras: list[Array], rules: Rules
+    ) -> tuple[list[Array], str]:
+        """Wait for the other members' parts; the last one merges. Returns the merged extras and a note."""
+        ticket, key = message.ticket, (message.ticket.serial, message.phase)
+        if key in self._completed:
+            self.late += 1
+            return extras, "it came too late and was left out"
+        joint = self._joints.setdefault(key, _Joint())
+        joint.contributions[ticket.member] = (message.share, gradients, extras)
+        until = time.monotonic() + rules.timeout_s
+        while joint.extras is None:
+            if self._is_complete(joint, ticket, rules):
+                self._merge(joint, message, rules)
+                self._completed.append(key)
+                del self._joints[key]
+                self._changed.notify_all()
+            elif time.monotonic() > until:
+                for member in ticket.members:
+                    if member not in joint.contributions:
+                        self._schedule.evict(member)
+            else:
+                self._changed.wait(POLL_S)
+        return joint.extras, ""
+
+    def _is_complete(self, joint: _Joint, ticket: Ticket, rules: Rules) -> bool:
+        if rules.at_least and len(joint.contributions) >= rules.at_least:
+            return True
+        return all(m in joint.contributions for m in ticket.members if self._schedule.is_present(m))
+
+    def _merge(self, joint: _Joint, message: Push, rules: Rules) -> None:
+        parts = [joint.contributions[m] for m in message.ticket.members if m in joint.contributions]
+        # Of one that was lost or late the samples are missing; what is left is the mean over the others'.
+        total = sum(share for share, _, _ in parts) or 1.0
+        shares = [share / total for share, _, _ in parts]
+        counts = {
+            Weight.SHARE.value: shares,
+            Weight.ONE.value: [float(share > 0) for share in shares],
+            Weight.FIRST.value: [1.0, *[0.0] * (len(parts) - 1)],
+        }
+        if message.gradients:
+            columns = zip(*[gradients for _, gradients, _ in parts], strict=True)
+            self._apply([_weighted_sum(column, shares) for column in columns], rules, message.ticket)
+        columns = zip(*[extras for _, _, extras in parts], strict=True)
+        joint.extras = [
+            _weighted_sum(column, counts[weight]) for column, weight in zip(columns, message.extras, strict=True)
+        ]
+
+    def notice(self) -> None:
+        """Somebody came or left: those who wait look again."""
+        with self._changed:
+            self._changed.notify_all()
+
+
+def _is_finite(array: Array) -> bool:
+    # Over its squares, which BLAS sums in one quick pass; they may overflow where the array does not.
+    flat = array.reshape(-1)
+    return bool(np.isfinite(np.dot(flat, flat))) or bool(np.isfinite(array).all())
+
+
+def _weighted_sum(arrays: Sequence[Array], weights: Sequence[float]) -> Array:
+    """The sum in the order given, in the arrays' own dtype."""
+    result: Array = arrays[0] * arrays[0].dtype.type(weights[0])
+    for array, weight in zip(arrays[1:], weights[1:], strict=True):
+        result += array * array.dtype.type(weight)
+    return result
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    """NumPy's dtype of this name; NumPy alone knows no bfloat16."""
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+def _first_difference(chief: Sequence[Variable], other: Sequence[Variable]) -> str:
+    for index, (left, right) in enumerate(zip(chief, other, strict=False)):
+        if left != right:
+            return f"variable {index} is {left} on the chief and {right} on this task."
+    if len(chief) == len(other):
+        return ""
+    longer, whose = (chief, "the chief") if len(chief) > len(other) else (other, "this task")
+    return (
+        f"the chief has {len(chief)} variables and this task has {len(other)}; only {whose} has "
+        f"{longer[min(len(chief), len(other))]}."
+    )

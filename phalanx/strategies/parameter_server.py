@@ -1,0 +1,235 @@
+"""`ParameterServerStrategy`: servers keep the variables and run the optimizer, workers compute gradients."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from phalanx.backends import prepare
+from phalanx.cluster.agreement import MIXED_BACKENDS, Facts
+from phalanx.cluster.resolvers.resolve import resolve
+from phalanx.cluster.resolvers.resolver import ClusterResolver
+from phalanx.cluster.resolvers.simple import SimpleClusterResolver
+from phalanx.cluster.roll_call import Identity
+from phalanx.cluster.spec import EVALUATOR, PS, ClusterSpec, Task
+from phalanx.errors import ConfigurationError, UnsupportedError
+from phalanx.launcher import exit_codes
+from phalanx.parameter_server.client import Client
+from phalanx.parameter_server.messages import Rules
+from phalanx.parameter_server.partition import Partitioner
+from phalanx.parameter_server.server import ParameterServer
+from phalanx.settings import Settings
+from phalanx.strategies.one_device import alone
+from phalanx.strategies.strategy import Strategy
+from phalanx.training import hook
+from phalanx.training.server_merge import WIRE_DTYPES
+from phalanx.training.server_worker import ServerWorker
+
+
+class ParameterServerStrategy(Strategy):
+    """Training with parameter servers (`tf.distribute.ParameterServerStrategy`).
+
+    Every task of the cluster runs the same program. On a task of type `ps` the constructor serves until the job is over
+    and then ends the process with exit code 0. On the others it waits until the servers are there; `fit` then trains on
+    batches that the workers take in turn. The optimizer runs on the servers.
+
+    Args:
+        cluster_resolver: where the cluster and this task come from. None: TF_CONFIG, or what Slurm, MPI or Kubernetes
+            say.
+        variable_partitioner: cuts large variables along their first axis, so that several servers share them; see
+            `MinSizePartitioner`.
+        synchronous: merge all workers' gradients of a step into one update, of which `batch_size` is then the global
+            batch. Else each worker's gradients are an update of their own.
+        replicas_to_aggregate: in synchronous training, how many workers' gradients make an update; those of the slowest
+            are left out and counted. None: all.
+        staleness: in asynchronous training, how many steps a worker may be ahead of the slowest. None: any number.
+        refuse_nan: leave out updates with values that are not finite, say so and count them; False: apply what comes.
+        compression: "float16" or "bfloat16": gradients travel in this dtype.
+
+    Raises:
+        ConfigurationError: the cluster is described wrongly or has no `ps`.
+        RendezvousError: a server did not come in time; the message names it.
+        DisagreementError: tasks differ in what must be equal.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        variable_partitioner: Partitioner | None = None,
+        *,
+        synchronous: bool = False,
+        replicas_to_aggregate: int | None = None,
+        staleness: int | None = None,
+        refuse_nan: bool = True,
+        compression: str | None = None,
+    ):
+        resolver = cluster_resolver or resolve()
+        me = _identify(resolver)
+        if me.task.type == PS:
+            serve(me)
+            sys.exit(0)
+        rules = _rules(me, synchronous, replicas_to_aggregate, staleness, refuse_nan)
+        if compression is not None and compression not in WIRE_DTYPES:
+            raise ConfigurationError(f"compression is {compression!r}; write {' or '.join(map(repr, WIRE_DTYPES))}.")
+        super().__init__(alone(), resolver)
+        self._worker: ServerWorker | None = None
+        if me.task.type != EVALUATOR:
+            self._worker = _join(me, rules, variable_partitioner, compression)
+
+    @property
+    def _member(self) -> hook.Member:
+        return self._replica if self._worker is None else self._worker
+
+    @property
+    def rank(self) -> int:
+        """This worker's number; 0 is the chief."""
+        return 0 if self._worker is None else self._worker.number
+
+    @property
+    def is_chief(self) -> bool:
+        return self._worker is not None and self._worker.is_chief
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many workers make one update together: 1 in asynchronous training."""
+        return self._worker.workers if self._worker is not None and self._worker.rules.synchronous else 1
+
+    @property
+    def global_step(self) -> int:
+        """How many updates the job had made when this worker's last one was applied. Not contiguous: others make
+        updates in between."""
+        return 0 if self._worker is None else self._worker.global_step
+
+    def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+        raise UnsupportedError(
+            "strategy.run() is not supported by ParameterServerStrategy: use fit(), or MultiWorkerMirroredStrategy for "
+            "a custom training loop."
+        )
+
+    def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
+        raise UnsupportedError("Workers among parameter servers do not wait for each other, so they cannot reduce().")
+
+    def gather(self, value: Any, axis: int) -> Any:
+        raise UnsupportedError("Workers among parameter servers do not wait for each other, so they cannot gather().")
+
+
+class Server:
+    """A parameter server that is started explicitly (`tf.distribute.Server`).
+
+    Args:
+        server_or_cluster_def: the cluster: a `ClusterSpec` or a dict.
+        job_name: "ps".
+        task_index: which of the servers this process is.
+
+    >>> phalanx.Server({"ps": ["a:2222"], "worker": ["b:2222"]}, job_name="ps", task_index=0).join()  # doctest: +SKIP
+    """
+
+    def __init__(self, server_or_cluster_def: ClusterSpec | dict[str, Any], job_name: str = PS, task_index: int = 0):
+        if job_name != PS:
+            raise ConfigurationError(
+                f"A Server of job {job_name!r} has nothing to serve. Make a ParameterServerStrategy in the processes "
+                f"of workers and chief."
+            )
+        spec = ClusterSpec(server_or_cluster_def)
+        self._me = _identify(SimpleClusterResolver(spec, task_type=job_name, task_id=task_index))
+
+    def join(self) -> None:
+        """Serve until the job is over."""
+        serve(self._me)
+
+
+def serve(me: Identity) -> None:
+    """Be a parameter server until the job is over."""
+    exit_codes.install()
+    prepare()
+    ParameterServer(me).run()
+
+
+_member: tuple[ClusterSpec, ServerWorker] | None = None
+
+
+def _join(me: Identity, rules: Rules, partitioner: Partitioner | None, compression: str | None) -> ServerWorker:
+    """This process's place: taken now, or, if a strategy has taken it before, the same one under the new rules."""
+    global _member
+    if _member is None:
+        exit_codes.install()
+        prepare()
+        worker = ServerWorker(
+            client=Client(me),
+            number=me.rank,
+            workers=len(me.tasks),
+            rules=rules,
+            partitioner=partitioner,
+            compression=compression,
+            seed=f"{me.settings.seed} {me.settings.job_id}",
+        )
+        _member = (me.spec, worker)
+        atexit.register(worker.client.close)
+        return worker
+    spec, worker = _member
+    if spec != me.spec:
+        raise ConfigurationError(
+            f"This process belongs to the cluster {spec} already, and a new strategy asks for {me.spec}. A process "
+            f"belongs to one cluster."
+        )
+    worker.rules, worker.partitioner, worker.compression = rules, partitioner, compression
+    return worker
+
+
+def _identify(resolver: ClusterResolver) -> Identity:
+    spec, task = resolver.cluster_spec(), resolver.task()
+    if not spec or not any(known.type == PS for known in spec.tasks):
+        raise ConfigurationError(
+            f"The cluster has no parameter server ({spec.as_dict() or 'there is no cluster'}). Add a task of type 'ps' "
+            f"to TF_CONFIG, or start the program with `phalanx run --ps 1 --workers 2`."
+        )
+    if task is None:
+        raise ConfigurationError("Nothing says which task of the cluster this process is. Give `task` in TF_CONFIG.")
+    spec.check_member(task)
+    _check_backends(task)
+    facts = Facts(
+        keras=keras.__version__,
+        backend=keras.backend.backend(),
+        backend_policy=MIXED_BACKENDS,
+        others={"floatx": keras.config.floatx()},
+    )
+    return Identity(spec, task, facts, Settings.from_environment())
+
+
+def _check_backends(task: Task) -> None:
+    if keras.backend.backend() not in ("jax", "tensorflow", "torch"):
+        raise UnsupportedError(
+            f"{task} runs Keras on {keras.backend.backend()!r}; set KERAS_BACKEND to another backend."
+        )
+
+
+def _rules(
+    me: Identity, synchronous: bool, replicas_to_aggregate: int | None, staleness: int | None, refuse_nan: bool
+) -> Rules:
+    workers = len(me.tasks)
+    if replicas_to_aggregate is not None:
+        if not synchronous:
+            raise ConfigurationError(
+                "replicas_to_aggregate is for synchronous training: pass synchronous=True as well."
+            )
+        if not 1 <= replicas_to_aggregate <= workers:
+            raise ConfigurationError(
+                f"replicas_to_aggregate is {replicas_to_aggregate}; it must be from 1 to {workers}, the number of "
+                f"workers."
+            )
+    if staleness is not None and (synchronous or staleness < 0):
+        raise ConfigurationError(
+            f"staleness={staleness} is no number of steps of 0 or more, or synchronous=True was passed as well, where "
+            f"no worker can be ahead of another."
+        )
+    return Rules(
+        synchronous=synchronous,
+        at_least=0 if replicas_to_aggregate in (None, workers) else replicas_to_aggregate or 0,
+        staleness=-1 if staleness is None else staleness,
+        refuse_nan=refuse_nan,
+        timeout_s=me.settings.timeout_s,
+    )

@@ -1,0 +1,426 @@
+"""`fit`, `evaluate` and `predict` of a Keras model on one worker among parameter servers.
+
+The walk of one training step: a ticket from the first server -> the batch that it names -> the engine's gradients ->
+the servers, where the optimizer runs -> new weights. Arguments and results are those of the Keras methods;
+`batch_size` is what one update is made of: in asynchronous training one worker's batch, in synchronous all workers'.
+
+An epoch is one pass over the data by all workers together: each batch is trained on once, by whoever takes it first.
+The chief opens the epochs, and its history, logs and checkpoints are the job's; on other workers `fit` returns their
+own part of it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import keras
+import numpy as np
+from keras.src.trainers.data_adapters import array_slicing
+from keras.src.utils import io_utils
+from keras.src.utils.python_utils import pythonify_logs
+
+from phalanx.backends import make_engine, model_state
+from phalanx.backends.engine import Engine
+from phalanx.backends.updater import Slot, check_optimizer, clipped, slots_of_model
+from phalanx.errors import UnsupportedError
+from phalanx.inputs import BatchGoneError, LocalBatch, ShardedInput, local_range, shard_input
+from phalanx.inputs.keras_adapters import shuffled_orders
+from phalanx.inputs.split import stand_in
+from phalanx.inputs.structure import map_leaves
+from phalanx.launcher import progress
+from phalanx.parameter_server.client import HEAD, Placed
+from phalanx.parameter_server.messages import (
+    Attach,
+    Collect,
+    Declare,
+    EndFit,
+    FitOver,
+    Model,
+    NoBatch,
+    OpenEpoch,
+    Order,
+    PullOptimizer,
+    Report,
+    SetRate,
+    Ticket,
+    Values,
+)
+from phalanx.parameter_server.placement import Variable, place
+from phalanx.parameter_server.store import dtype_of
+from phalanx.training import callbacks as callback_lists
+from phalanx.training.server_merge import ServerMerge
+from phalanx.training.server_worker import ServerWorker
+
+logger = logging.getLogger(__name__)
+
+Array = np.ndarray[Any, Any]
+
+
+class ServerTrainer:
+    """Trains one compiled Keras model with parameter servers.
+
+    Args:
+        plain: Keras's own method of a name, bound to the model.
+    """
+
+    def __init__(self, model: Any, worker: ServerWorker, plain: Callable[[str], Callable[..., Any]]) -> None:
+        self._model = model
+        self._worker = worker
+        self._client = worker.client
+        self._plain = plain
+        self._merge = ServerMerge(worker)
+        self._engine: Engine | None = None
+        self._source: ShardedInput | None = None
+        self._placed: Placed | None = None
+        self._peeked = False
+        self._new_order: Array | None = None
+        self._rate: float | None = None
+        self._announced = False
+
+    # The public methods, as Keras has them.
+
+    def fit(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: Any = "auto",
+        callbacks: Any = None,
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: Any = True,
+        class_weight: Any = None,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: Any = 1,
+    ) -> Any:
+        model, worker = self._model, self._worker
+        model._assert_compile_called("fit")
+        if validation_split and validation_data is None:
+            (x, y, sample_weight), validation_data = array_slicing.train_validation_split(
+                (x, y, sample_weight), validation_split=validation_split
+            )
+        fit = worker.next_fit()
+        source = shard_input(
+            x,
+            y,
+            sample_weight,
+            batch_size=batch_size,
+            steps_per_epoch=steps_per_epoch,
+            shuffle=shuffle,
+            class_weight=class_weight,
+            rank=0,
+            world_size=1,
+            orders=partial(self._orders, fit),
+            seed=zlib.crc32(f"{worker.seed} {fit}".encode()),
+        )
+        self._source = source
+        engine = self._prepare(source)
+        callbacks = callback_lists.make_list(
+            callbacks,
+            model=model,
+            chief=worker.is_chief,
+            replicas=worker.workers,
+            verbose=verbose,
+            epochs=epochs,
+            steps=source.num_batches,
+            history=True,
+        )
+        self._announce(verbose)
+        model.stop_training = False
+        callbacks.on_train_begin()
+        first_epoch = self._attach(fit, model._initial_epoch or initial_epoch)
+        logs: dict[str, Any] = {}
+        for epoch in range(first_epoch, epochs):
+            progress.report("pull", epoch=epoch)
+            self._assign(self._merge.pull())
+            model.reset_metrics()
+            callbacks.on_epoch_begin(epoch)
+            self._tell_learning_rate()
+            samples, over = self._train_epoch(fit, epoch, source, engine, callbacks)
+            logs = self._finish_epoch(fit, epoch, samples, source, engine)
+            if validation_data is not None and model._should_eval(epoch, validation_freq) and worker.is_chief:
+                found = self._validate(
+                    validation_data, validation_batch_size or batch_size, validation_steps, callbacks
+                )
+                logs |= {f"val_{name}": value for name, value in found.items()}
+            callbacks.on_epoch_end(epoch, logs)
+            if over or model.stop_training:
+                break
+        if worker.is_chief:
+            self._client.ask(HEAD, EndFit(fit))
+        self._assign(self._merge.pull())
+        if epochs > first_epoch:
+            model.optimizer.finalize_variable_values(model.trainable_weights)
+        callbacks.on_train_end(logs=logs)
+        return model.history
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Keras's own, on this worker, with the servers' newest weights."""
+        self._refresh()
+        return self._plain("evaluate")(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Keras's own, on this worker, with the servers' newest weights."""
+        self._refresh()
+        return self._plain("predict")(*args, **kwargs)
+
+    def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        self._refresh()
+        return self._plain("test_on_batch")(*args, **kwargs)
+
+    def predict_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        self._refresh()
+        return self._plain("predict_on_batch")(*args, **kwargs)
+
+    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError(
+            "train_on_batch() is not supported by ParameterServerStrategy: who trains on which batch is decided by the "
+            "servers. Use fit(), with a callback for what is to happen between batches."
+        )
+
+    # Before the first step.
+
+    def _prepare(self, source: ShardedInput) -> Engine:
+        if len(model_state.optimizers(self._model)) > 1:
+            raise UnsupportedError(
+                "The model has several optimizers; on parameter servers one optimizer trains all variables."
+            )
+        if self._engine is None:
+            self._engine = make_engine(self._model, self._merge)
+        self._peeked = self._engine.builds_from_a_batch
+        self._engine.build(source.peek(restart=self._peeked).data)
+        return self._engine
+
+    def _announce(self, verbose: Any) -> None:
+        if self._worker.is_chief and not self._announced and verbose != 0:
+            self._announced = True
+            io_utils.print_msg(self._worker.describe())
+
+    def _attach(self, fit: int, first_epoch: int) -> int:
+        """Agree with the servers on what is trained; returns the first epoch, which the chief knows."""
+        model, client = self._model, self._client
+        variables = [Variable(v.path, tuple(v.shape), str(v.dtype)) for v in model.trainable_variables]
+        shards = place(variables, client.servers, self._worker.partitioner)
+        cut = len(shards) > len(variables)
+        whole = client.servers == 1 and not cut
+        check_optimizer(model.optimizer, cut=cut, whole=whole, synchronous=self._worker.rules.synchronous)
+        if cut and any(v.constraint is not None for v in model.trainable_variables):
+            raise UnsupportedError(
+                "A variable with a constraint cannot be cut: it may look at all of its rows. Leave out "
+                "variable_partitioner, or the constraint."
+            )
+        self._placed = Placed(variables, shards, client.servers)
+        # Where no server sees all gradients, the worker clips them.
+        self._merge.place(self._placed, (lambda gradients: gradients) if whole else partial(clipped, model.optimizer))
+        if self._worker.is_chief:
+            self._declare(fit, first_epoch)
+        progress.report("initial values")
+        answers = client.ask_all([(Attach(fit, tuple(variables)), ())] * client.servers)
+        answer = answers[HEAD][0]
+        assert isinstance(answer, Values)
+        return answer.step
+
+    def _declare(self, fit: int, first_epoch: int) -> None:
+        model, placed = self._model, self._placed
+        assert placed is not None
+        optimizer = model.optimizer
+        trained = model.trainable_variables
+        description = Model(
+            placed.variables,
+            placed.shards,
+            json.dumps(keras.saving.serialize_keras_object(optimizer)),
+            tuple(v.constraint and json.dumps(keras.constraints.serialize(v.constraint)) for v in trained),
+            tuple(bool(optimizer._use_weight_decay(getattr(v, "value", v))) for v in trained)
+            if optimizer.weight_decay is not None
+            else (True,) * len(trained),
+        )
+        values = [_to_host(v) for v in trained]
+        state = self._optimizer_state()
+        questions = []
+        for server in range(self._client.servers):
+            places = _slots_on(tuple(state), placed, server)
+            message = Declare(fit, first_epoch, description, self._worker.rules, tuple(places))
+            questions.append(
+                (message, [*placed.cut(values, server), *[state[slot][rows] for slot, rows in places.values()]])
+            )
+        self._client.ask_all(questions)
+        self._rate = self._learning_rate()
+
+    def _optimizer_state(self) -> dict[Slot, Array]:
+        optimizer = self._model.optimizer
+        slots = slots_of_model(optimizer, self._model.trainable_variables)
+        return {slot: np.array(_to_host(v)) for slot, v in zip(slots, optimizer.variables, strict=True)}
+
+    def _pull_optimizer(self) -> None:
+        """Put the optimizer's state, which the servers have, into the model's optimizer, so that it can be saved."""
+        placed = self._placed
+        assert placed is not None
+        state = self._optimizer_state()
+        answers = self._client.ask_all([(PullOptimizer(), ())] * self._client.servers)
+        for server, (answer, buffers) in enumerate(answers):
+            assert isinstance(answer, Values)
+            places = _slots_on(tuple(state), placed, server)
+            for key, buffer, dtype in zip(answer.slots, buffers, answer.dtypes, strict=True):
+                slot, rows = places[key]
+                state[slot][rows] = np.frombuffer(buffer, dtype_of(dtype)).reshape(state[slot][rows].shape)
+        for variable, value in zip(self._model.optimizer.variables, state.values(), strict=True):
+            variable.assign(value)
+
+    # An epoch.
+
+    def _train_epoch(
+        self, fit: int, epoch: int, source: ShardedInput, engine: Engine, callbacks: Any
+    ) -> tuple[int, bool]:
+        """Take tickets until there are no more. Returns the samples trained on, and whether the `fit` is over."""
+        steps = source.begin(epoch)
+        if self._worker.is_chief:
+            order = [] if self._new_order is None else [self._new_order]
+            self._new_order = None
+            self._client.ask(HEAD, OpenEpoch(fit, epoch, -1 if steps is None else steps), order)
+        samples = step = 0
+        bar = callback_lists.progress_bar(callbacks)
+        engine.begin()
+        try:
+            while True:
+                ticket = self._merge.next_ticket(fit, epoch)
+                if not isinstance(ticket, Ticket):
+                    return samples, isinstance(ticket, FitOver)
+                batch = self._batch(source, ticket)
+                if batch is None:
+                    continue
+                callbacks.on_train_batch_begin(step)
+                progress.report("gradients", epoch=epoch, step=step)
+                engine.train(batch.data, batch.size / (batch.global_size or 1))
+                samples += batch.size
+                if bar is not None:
+                    bar.count(batch.global_size or batch.size)
+                callbacks.on_train_batch_end(ticket.batch, engine.logs())
+                step += 1
+        finally:
+            self._merge.flush()
+            engine.end()
+            source.finish(source.num_batches or step)
+
+    def _batch(self, source: ShardedInput, ticket: Ticket) -> LocalBatch | None:
+        """This worker's part of the batch that the ticket names; None, which the head is told, if there is none."""
+        try:
+            batch = source.batch(ticket.batch)
+        except BatchGoneError:
+            self._tell_of_no_batch(ticket, ends=False)
+            return None
+        if batch is None:
+            self._tell_of_no_batch(ticket, ends=True)
+            return None
+        size = len(ticket.members)
+        if size == 1:
+            return LocalBatch(batch.data, batch.size, batch.size)
+        start, stop = local_range(batch.size, ticket.members.index(ticket.member), size)
+        if start == stop:
+            return LocalBatch(_stand_in(batch.data), 0, batch.size)
+        return LocalBatch(_rows(batch.data, start, stop), stop - start, batch.size)
+
+    def _tell_of_no_batch(self, ticket: Ticket, *, ends: bool) -> None:
+        self._merge.flush()
+        self._client.ask(HEAD, NoBatch(ticket, ends))
+
+    def _finish_epoch(self, fit: int, epoch: int, samples: int, source: ShardedInput, engine: Engine) -> dict[str, Any]:
+        """The chief merges what all counted, and fetches what it may save."""
+        model = self._model
+        metrics = model.metrics_variables
+        values = [_to_host(variable) for variable in metrics]
+        if not self._worker.rules.synchronous:
+            weights = tuple(weight.value for weight in model_state.metric_weights(model))
+            report = Report(fit, epoch, samples, tuple(v.dtype.name for v in values), weights)
+            self._client.ask(HEAD, report, values)
+            if self._worker.is_chief:
+                answer, buffers = self._client.ask(HEAD, Collect(fit, epoch))
+                assert isinstance(answer, Values)
+                self._worker.global_step = max(self._worker.global_step, answer.step)
+                for variable, buffer, dtype in zip(metrics, buffers, answer.dtypes, strict=False):
+                    variable.assign(np.frombuffer(buffer, dtype_of(dtype)).reshape(variable.shape))
+        if self._worker.is_chief:
+            self._assign(self._merge.pull())
+            self._pull_optimizer()
+        return dict(pythonify_logs(model.get_metrics_result()))
+
+    def _validate(self, data: Any, batch_size: int | None, steps: int | None, callbacks: Any) -> Mapping[str, Any]:
+        """The chief evaluates, as Keras's `fit` does."""
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        logs: Mapping[str, Any] = self._plain("evaluate")(
+            x=x,
+            y=y,
+            sample_weight=sample_weight,
+            batch_size=batch_size,
+            steps=steps,
+            callbacks=callbacks,
+            return_dict=True,
+            verbose=0,
+        )
+        return logs
+
+    def _orders(self, fit: int, samples: int, batch_size: int, shuffle: bool | str) -> Iterator[Array]:
+        """The orders of the samples, pass after pass: the chief shuffles, as Keras does it, and tells the others."""
+        own = shuffled_orders(samples, batch_size, shuffle, peeked=self._peeked) if self._worker.is_chief else None
+        while True:
+            assert self._source is not None, "orders are asked for when an epoch begins"
+            if own is not None:
+                self._new_order = next(own).astype(np.int64)
+                yield self._new_order
+            else:
+                _, buffers = self._client.ask(HEAD, Order(fit, self._source.pass_began))
+                yield np.frombuffer(buffers[0], np.int64)
+
+    # State.
+
+    def _assign(self, values: list[Array]) -> None:
+        for variable, value in zip(self._model.trainable_variables, values, strict=True):
+            variable.assign(value)
+
+    def _refresh(self) -> None:
+        if self._placed is not None:
+            self._assign(self._merge.pull())
+
+    def _learning_rate(self) -> float | None:
+        rate = getattr(self._model.optimizer, "_learning_rate", None)
+        return float(_to_host(rate)) if isinstance(rate, keras.Variable) else None
+
+    def _tell_learning_rate(self) -> None:
+        """The chief's learning rate, which a callback may have set."""
+        rate = self._learning_rate()
+        if self._worker.is_chief and rate is not None and rate != self._rate:
+            self._rate = rate
+            self._client.ask_all([(SetRate(rate), ())] * self._client.servers)
+
+
+def _slots_on(slots: Sequence[Slot], placed: Placed, server: int) -> dict[tuple[int, str], tuple[Slot, Any]]:
+    """What a server's optimizer has: how it calls each of its variables, which of the model's that is, which rows."""
+    own: dict[tuple[int, str], tuple[Slot, Any]] = {(-1, slot.name): (slot, ...) for slot in slots if slot.variable < 0}
+    of_shards: dict[tuple[int, str], tuple[Slot, Any]] = {
+        (number, slot.name): (slot, slice(shard.start, shard.stop) if placed.variables[slot.variable].shape else ...)
+        for number, shard in enumerate(placed.of_server[server])
+        for slot in slots
+        if slot.variable == shard.variable
+    }
+    return own | of_shards if placed.of_server[server] else {}
+
+
+def _to_host(variable: Any) -> Array:
+    return np.asarray(keras.ops.convert_to_numpy(getattr(variable, "value", variable)))
+
+
+def _rows(data: Any, start: int, stop: int) -> Any:
+    return tuple(None if part is None else map_leaves(lambda array: array[start:stop], part) for part in data)
+
+
+def _stand_in(data: Any) -> Any:
+    return tuple(None if part is None else stand_in(part) for part in data)

@@ -1,0 +1,176 @@
+"""One training step of a worker among parameter servers: gradients go out, new weights come back."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from phalanx.backends.layout import Layout, Weight
+from phalanx.launcher import progress
+from phalanx.parameter_server.client import HEAD, Placed
+from phalanx.parameter_server.messages import EpochOver, FitOver, Pull, Push, Take, Ticket, Values
+from phalanx.parameter_server.store import dtype_of
+from phalanx.training.merge import Buffers
+from phalanx.training.server_worker import ServerWorker
+
+logger = logging.getLogger(__name__)
+
+Array = np.ndarray[Any, Any]
+
+WIRE_DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+
+
+class ServerMerge:
+    """Lets the servers make a step's update (`backends.engine.Merge`).
+
+    In asynchronous training with several workers the answer to a step's gradients is awaited with the next step's, so
+    that the way there, the update and the way back take place while this worker computes. It then computes with weights
+    that lack its own last update, as they lack some of the others' anyway. A worker that is alone waits, and so trains
+    as one process does.
+    """
+
+    updates = True
+
+    def __init__(self, worker: ServerWorker) -> None:
+        self._worker = worker
+        self._client = worker.client
+        self._synchronous = worker.rules.synchronous
+        self._overlap = not worker.rules.synchronous and worker.workers > 1
+        self._wire = WIRE_DTYPES[worker.compression] if worker.compression else None
+        self._buffers = Buffers()
+        self._placed: Placed | None = None
+        self._clip: Callable[[Sequence[Array]], Sequence[Array]] = list
+        self._values: list[Array] = []
+        self._versions: list[int] = []
+        self._outstanding = False
+        self._tickets: deque[Ticket] = deque()
+        self._phase = 0
+        self._ticket: Ticket | None = None
+
+    def place(self, placed: Placed, clip: Callable[[Sequence[Array]], Sequence[Array]]) -> None:
+        """The variables of the `fit` that begins, and what to do with gradients before they are sent."""
+        self._placed = placed
+        self._clip = clip
+        self._versions = [-1] * self._client.servers
+        self._outstanding = False
+        self._tickets.clear()
+
+    def next_ticket(self, fit: int, epoch: int) -> Ticket | EpochOver | FitOver:
+        """Begin the next step: with a ticket that came with an answer, else with one that is asked for."""
+        if not self._tickets:
+            self.flush()
+        if not self._tickets:
+            answer, _ = self._client.ask(HEAD, Take(fit, epoch))
+            assert isinstance(answer, Ticket | EpochOver | FitOver)
+            if not isinstance(answer, Ticket):
+                return answer
+            self._tickets.append(answer)
+            if self._overlap:
+                # A second one: with each step's gradients on their way, the next step must have its ticket already.
+                spare, _ = self._client.ask(HEAD, Take(fit, epoch, wait=False))
+                if isinstance(spare, Ticket):
+                    self._tickets.append(spare)
+        self._ticket = self._tickets.popleft()
+        self._phase = 0
+        return self._ticket
+
+    def __call__(self, layout: Layout, arrays: Sequence[Array], share: float) -> list[Array]:
+        flats, views = self._buffers.next(layout)
+        count = sum(weight is Weight.GRADIENT for weight in layout.weights)
+        progress.enter("push")
+        merged = self._step(self._clip(arrays[:count]), arrays[count:], layout.weights[count:], share)
+        for view, value in zip(views, merged, strict=True):
+            np.copyto(view, value.reshape(view.shape))
+        progress.enter("update")
+        return flats
+
+    def pull(self) -> list[Array]:
+        """The variables' newest values."""
+        self.flush()
+        self._take(self._client.ask_all([(Pull(version), ()) for version in self._versions]))
+        return self._values
+
+    def flush(self) -> None:
+        """Wait until what was sent has been applied."""
+        if self._outstanding:
+            self._outstanding = False
+            self._take([self._client.receive(server) for server in range(self._client.servers)])
+
+    def _step(
+        self, gradients: Sequence[Array], extras: Sequence[Array], weights: Sequence[Weight], share: float
+    ) -> list[Array]:
+        assert self._ticket is not None, "a step begins with a ticket"
+        if not self._synchronous:
+            if gradients:
+                self.flush()
+                self._send(gradients, (), (), 1.0)
+                self._outstanding = True
+                if not self._overlap:
+                    self.flush()
+            return [*(self._values if gradients else ()), *extras]
+        self._send(gradients, extras, weights, share)
+        merged = self._take([self._client.receive(server) for server in range(self._client.servers)])
+        return [*(self._values if gradients else ()), *merged]
+
+    def _send(
+        self, gradients: Sequence[Array], extras: Sequence[Array], weights: Sequence[Weight], share: float
+    ) -> None:
+        """To each server its shards' gradients; the rest to the head."""
+        placed = self._require_placed()
+        assert self._ticket is not None
+        for server in range(self._client.servers):
+            parts = placed.cut(gradients, server) if gradients else []
+            if self._wire is not None:
+                parts = [part.astype(self._wire) if part.dtype.itemsize > 2 else part for part in parts]
+            with_extras = [*parts, *extras] if server == HEAD else parts
+            question = Push(
+                self._ticket,
+                self._phase,
+                bool(gradients),
+                share,
+                tuple(array.dtype.name for array in with_extras),
+                tuple(weight.value for weight in weights) if server == HEAD else (),
+            )
+            self._client.send(server, question, with_extras)
+        self._phase += 1
+
+    def _take(self, answers: Sequence[Any]) -> list[Array]:
+        """Keep the values that the servers sent; returns the merged extras of the head."""
+        placed = self._require_placed()
+        parts, extras = [], []
+        for server, (answer, buffers) in enumerate(answers):
+            assert isinstance(answer, Values)
+            if answer.note:
+                logger.warning("An update of this worker: %s.", answer.note)
+            if answer.ticket is not None:
+                self._tickets.append(answer.ticket)
+            if server == HEAD:
+                self._worker.global_step = max(self._worker.global_step, answer.step)
+            arrays = [np.frombuffer(b, dtype_of(d)) for b, d in zip(buffers, answer.dtypes, strict=True)]
+            shards = len(placed.of_server[server])
+            if len(arrays) >= shards:
+                self._versions[server] = answer.version
+                parts.append(placed.arrays(server, buffers))
+                arrays = arrays[shards:]
+            else:
+                parts.append([])
+            extras += arrays
+        self._keep(parts)
+        return extras
+
+    def _keep(self, parts: list[list[Array]]) -> None:
+        placed = self._require_placed()
+        if all(len(part) == len(shards) for part, shards in zip(parts, placed.of_server, strict=True)):
+            self._values = placed.join(parts)
+        elif any(parts):
+            old = [placed.cut(self._values, server) for server in range(len(parts))]
+            self._values = placed.join([part or before for part, before in zip(parts, old, strict=True)])
+
+    def _require_placed(self) -> Placed:
+        assert self._placed is not None, "the model is placed before the first step"
+        return self._placed
