@@ -34,6 +34,9 @@ CI_SCENARIOS_OF_THREE_RANKS = """
 """
 
 
+CI_SERVER_CASES = "alone_in_pieces_clipped alone_with_own_train_step synchronous_in_pieces asynchronous"
+
+
 CI_EXAMPLES = (
     "test_digits_reach_97_percent_on_two_replicas[jax]",
     "test_links_lead_to_files",
@@ -48,6 +51,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             chosen = CI_SCENARIOS if parameters["world_size"] == 2 else CI_SCENARIOS_OF_THREE_RANKS
             of_interface = "/strategies/" in str(item.path) and parameters["world_size"] == 2
             if parameters["scenario"] not in chosen.split() and not of_interface:
+                item.add_marker(pytest.mark.slow)
+        if "/parameter_server/test_training" in str(item.path) and parameters["backend"] != "jax":
+            if parameters["name"] not in CI_SERVER_CASES.split():
                 item.add_marker(pytest.mark.slow)
         if "/examples/" in str(item.path) and not item.name.startswith(CI_EXAMPLES):
             item.add_marker(pytest.mark.slow)

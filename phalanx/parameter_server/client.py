@@ -19,6 +19,7 @@ from phalanx.errors import (
     HandshakeError,
     LinkClosedError,
     LinkTimeoutError,
+    PeerLostError,
     PhalanxError,
     RendezvousError,
 )
@@ -45,6 +46,9 @@ _encode = msgspec.msgpack.Encoder().encode
 class Client:
     """The links of one worker to all servers. One thread at a time may ask.
 
+    Attributes:
+        starting: whether an answer may have to wait for tasks that are only starting.
+
     Making one waits until all servers are there.
 
     Raises:
@@ -54,6 +58,7 @@ class Client:
 
     def __init__(self, me: Identity):
         self._me = me
+        self.starting = True
         self.tasks = tuple(task for task in me.spec.tasks if task.type == PS)
         deadline = time.monotonic() + me.settings.rendezvous_timeout_s
         self._links: list[Link] = []
@@ -88,16 +93,17 @@ class Client:
             raise lost(str(self.tasks[server]), type(question).__name__.lower()) from error
 
     def receive(self, server: int) -> tuple[Answer, list[memoryview]]:
-        # Twice the time after which the servers themselves give up on somebody, and say whom.
-        deadline = time.monotonic() + 2 * self._me.settings.timeout_s
+        # More than the time after which the servers themselves give up on somebody, and say whom.
+        settings = self._me.settings
+        patience_s = max(settings.timeout_s, settings.rendezvous_timeout_s) if self.starting else settings.timeout_s
+        deadline = time.monotonic() + settings.timeout_s + patience_s
         try:
             header, buffers = self._links[server].receive(deadline=deadline)
         except LinkClosedError as error:
             raise lost(str(self.tasks[server]), "training") from error
         answer = _ANSWERS.decode(header)
         if isinstance(answer, Refusal):
-            kind = getattr(errors, answer.kind, PhalanxError)
-            raise kind(answer.reason)
+            raise _refused(answer, str(self.tasks[server]))
         return answer, buffers
 
     def ask_all(self, questions: Sequence[tuple[Question, Sequence[Array]]]) -> list[tuple[Answer, list[memoryview]]]:
@@ -110,9 +116,11 @@ class Client:
         """Take leave of all servers; safe to call twice."""
         for link in self._links:
             try:
-                link.send(_encode(Bye()), deadline=time.monotonic() + GOODBYE_S)
-                header, _ = link.receive(deadline=time.monotonic() + GOODBYE_S)
-                assert isinstance(_ANSWERS.decode(header), Done)
+                deadline = time.monotonic() + GOODBYE_S
+                link.send(_encode(Bye()), deadline=deadline)
+                # Answers to what an error kept us from waiting for come before.
+                while not isinstance(_ANSWERS.decode(link.receive(deadline=deadline)[0]), Done):
+                    continue
             except (LinkClosedError, LinkTimeoutError):
                 continue  # it is gone; so are we
         self._close()
@@ -121,6 +129,14 @@ class Client:
         for link in self._links:
             link.close()
         self._links = []
+
+
+def _refused(answer: Refusal, server: str) -> PhalanxError:
+    """The error that a server has named."""
+    if answer.kind == PeerLostError.__name__:
+        return PeerLostError(answer.reason, rank=0, task=server, host="")
+    kind: type[PhalanxError] = getattr(errors, answer.kind, PhalanxError)
+    return kind(answer.reason)
 
 
 def _connect(me: Identity, task: Any, deadline: float) -> Link:

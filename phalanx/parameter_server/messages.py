@@ -210,6 +210,7 @@ class Values(msgspec.Struct, frozen=True, tag="values"):
         version: of the shards' values; grows with every update.
         step: the global step: how many updates the job has made.
         dtypes: of the buffers.
+        shards: how many of the buffers, from the first, are the values of the server's shards.
         note: what the worker should know of its update, for the log.
         slots: of the optimizer's variables, if those were asked for; as in `Declare`.
         ticket: with the answer to gradients, the right to a further step, where the head had one at hand.
@@ -218,6 +219,7 @@ class Values(msgspec.Struct, frozen=True, tag="values"):
     version: int
     step: int = 0
     dtypes: tuple[str, ...] = ()
+    shards: int = 0
     note: str = ""
     slots: tuple[tuple[int, str], ...] = ()
     ticket: Ticket | None = None

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.backends.layout import Weight
-from phalanx.errors import PeerLostError, PhalanxError
+from phalanx.errors import CollectiveTimeoutError, PeerLostError
 from phalanx.parameter_server.messages import EpochOver, FitOver, Report, Rules, Ticket
 
 logger = logging.getLogger(__name__)
@@ -62,16 +62,20 @@ class Schedule:
 
     Args:
         names: of the workers, by number.
+        start_s: how long to wait for tasks that are only starting; all other waits are as long as the caller says.
     """
 
-    def __init__(self, names: tuple[str, ...]):
+    def __init__(self, names: tuple[str, ...], *, start_s: float):
         self._names = names
+        self._start_s = start_s
         self._changed = threading.Condition()
         self._present: dict[Worker, str] = {}
         self._evicted: set[str] = set()
         self._chief_left = False
         self._rules: Rules | None = None
         self._epoch: _Epoch | None = None
+        self._began = False  # whether an epoch of this `fit` was opened
+        self._last_progress = 0.0
         self._ended_fit = -1
         self._serial = 0
         self._held: dict[int, Ticket] = {}  # by serial: those whose step is still to come
@@ -95,6 +99,7 @@ class Schedule:
         """A `fit` begins, under these rules."""
         with self._changed:
             self._rules = rules
+            self._began = False
             self._epoch = None
             self._joint = None
             self._held.clear()
@@ -162,10 +167,12 @@ class Schedule:
         with self._changed:
             assert self._rules is not None
             if self._rules.synchronous and self._epoch is None:
-                until = time.monotonic() + self._rules.timeout_s
+                until = time.monotonic() + self._start_s
                 while len(self._present) < len(self._names):
                     self._wait(until, lambda: f"{self._missing()} did not come to `fit`")
             self._epoch = _Epoch(fit, number, steps)
+            self._began = True
+            self._last_progress = time.monotonic()
             if order is not None:
                 self._order = (fit, number, order)
             self._joint = None
@@ -175,7 +182,7 @@ class Schedule:
     def order(self, fit: int, number: int, timeout_s: float) -> Array:
         """The order of the samples in the pass that began with this epoch; waits until the chief has told it."""
         with self._changed:
-            until = time.monotonic() + timeout_s
+            until = time.monotonic() + (timeout_s if self._began else self._start_s)
             while self._order[:2] < (fit, number):
                 self._wait(until, lambda: f"{self._names[CHIEF]} did not begin epoch {number + 1} of `fit`")
             return self._order[2]
@@ -194,7 +201,7 @@ class Schedule:
     def take(self, worker: Worker, fit: int, number: int, timeout_s: float) -> Ticket | EpochOver | FitOver:
         """The worker's next ticket in this epoch; waits until there is one or will be none."""
         with self._changed:
-            until = time.monotonic() + timeout_s
+            asked = time.monotonic()
             blocked_since: float | None = None
             while True:
                 epoch = self._epoch
@@ -203,16 +210,18 @@ class Schedule:
                 if epoch is not None and (epoch.fit, epoch.number) > (fit, number):
                     return EpochOver()
                 if epoch is not None and (epoch.fit, epoch.number) == (fit, number):
-                    until = time.monotonic() + timeout_s  # the job goes on: nobody waits in vain
                     answer = self._assign(worker, epoch)
                     if answer is not None:
                         self._changed.notify_all()
                         return answer
+                    asked = time.monotonic()  # it is being trained: nobody waits in vain
                     slowest = self._holding_back(worker)
                     blocked_since = (blocked_since or time.monotonic()) if slowest is not None else None
                     if slowest is not None and blocked_since and time.monotonic() - blocked_since > timeout_s:
                         self.evict(slowest)
                         continue
+                patience_s = timeout_s if self._began else self._start_s
+                until = max(asked, self._last_progress) + patience_s
                 self._wait(until, lambda: f"{self._names[CHIEF]} did not begin epoch {number + 1} of `fit`")
 
     def try_take(self, worker: Worker, fit: int, number: int) -> Ticket | None:
@@ -265,6 +274,7 @@ class Schedule:
         """The step of this ticket has been applied."""
         with self._changed:
             self.global_step += 1
+            self._last_progress = time.monotonic()
             if self._joint is not None and self._joint.serial == ticket.serial:
                 self._joint = None
             self._held.pop(ticket.serial, None)
@@ -318,7 +328,12 @@ class Schedule:
             raise lost(self._names[CHIEF], "fit")
         remaining = until - time.monotonic()
         if remaining <= 0:
-            raise PhalanxError(f"{reason()} within the time set.")
+            if CHIEF not in self._present:
+                raise lost(self._names[CHIEF], "fit; it did not come back within the time set")
+            raise CollectiveTimeoutError(
+                f"{reason()} within the time set (PHALANX_TIMEOUT). It is connected, so it is busy, stopped or waiting "
+                f"for something else."
+            )
         self._changed.wait(min(remaining, POLL_S))
 
 

@@ -73,7 +73,7 @@ class ParameterServer:
         self._me = me
         self._names = tuple(str(task) for task in me.tasks)
         servers = [task for task in me.spec.tasks if task.type == me.task.type]
-        self._schedule = Schedule(self._names)
+        self._schedule = Schedule(self._names, start_s=me.settings.rendezvous_timeout_s)
         self._is_head = servers[0] == me.task
         self._store = Store(servers.index(me.task), self._schedule, self._names, is_head=self._is_head)
         self._changed = threading.Condition()
@@ -123,8 +123,10 @@ class ParameterServer:
                 self._changed.wait(POLL_S)
 
     def _is_over(self) -> bool:
-        """The chief has no more to do, and nobody else is still here."""
-        return CHIEF in self._gone and not self._links
+        """The chief has no more to do, and nobody else is still here, but for those that were left out."""
+        return CHIEF in self._gone and all(
+            self._schedule.is_evicted(incarnation) for incarnation, _ in self._links.values()
+        )
 
     # The listener's service.
 
@@ -222,20 +224,21 @@ class ParameterServer:
                 if self._is_head and question.gradients:
                     ticket = schedule.try_take(worker, question.ticket.fit, question.ticket.epoch)
                 dtypes = tuple(array.dtype.name for array in arrays)
-                return Values(version, schedule.global_step, dtypes, note, ticket=ticket), arrays
+                return Values(version, schedule.global_step, dtypes, len(values), note, ticket=ticket), arrays
             case Take(fit, epoch, wait):
                 if wait:
                     return schedule.take(worker, fit, epoch, timeout_s), ()
                 return schedule.try_take(worker, fit, epoch) or Done(), ()
             case Pull(version):
-                return _values(*store.pull(version))
+                newest, values = store.pull(version)
+                return Values(newest, 0, tuple(array.dtype.name for array in values), len(values)), values
             case PullOptimizer():
                 slots, state = store.optimizer_values()
                 return Values(store.version, dtypes=tuple(array.dtype.name for array in state), slots=slots), state
             case Declare():
                 store.declare(question, buffers)
             case Attach(fit, variables):
-                return _values(0, (), store.attach(fit, variables, timeout_s))
+                return _values(0, (), store.attach(fit, variables, self._me.settings.rendezvous_timeout_s))
             case SetRate(rate):
                 store.set_learning_rate(rate)
             case OpenEpoch(fit, epoch, steps):

@@ -16,10 +16,10 @@ import numpy as np
 from phalanx.backends import make_updater
 from phalanx.backends.layout import Weight
 from phalanx.backends.updater import Piece, Slot, Updater
-from phalanx.errors import DisagreementError, PhalanxError
+from phalanx.errors import CollectiveTimeoutError, DisagreementError
 from phalanx.parameter_server.messages import Declare, Push, Rules, Ticket
 from phalanx.parameter_server.placement import Shard, Variable, shard_shape
-from phalanx.parameter_server.schedule import POLL_S, Schedule, Worker
+from phalanx.parameter_server.schedule import CHIEF, POLL_S, Schedule, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class Store:
             until = time.monotonic() + timeout_s
             while self._fit < fit or self._declared is None:
                 if time.monotonic() > until:
-                    raise PhalanxError(f"{self._names[0]} did not begin `fit` within {timeout_s:g} s.")
+                    raise CollectiveTimeoutError(f"{self._names[CHIEF]} did not begin `fit` within {timeout_s:g} s.")
                 self._changed.wait(POLL_S)
             if difference := _first_difference(self._declared.model.variables, variables):
                 raise DisagreementError(

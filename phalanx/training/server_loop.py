@@ -77,6 +77,7 @@ class ServerTrainer:
         self._engine: Engine | None = None
         self._source: ShardedInput | None = None
         self._placed: Placed | None = None
+        self._training = False
         self._peeked = False
         self._new_order: Array | None = None
         self._rate: float | None = None
@@ -159,6 +160,7 @@ class ServerTrainer:
         if worker.is_chief:
             self._client.ask(HEAD, EndFit(fit))
         self._assign(self._merge.pull())
+        self._training = False
         if epochs > first_epoch:
             model.optimizer.finalize_variable_values(model.trainable_weights)
         callbacks.on_train_end(logs=logs)
@@ -224,6 +226,7 @@ class ServerTrainer:
         self._merge.place(self._placed, (lambda gradients: gradients) if whole else partial(clipped, model.optimizer))
         if self._worker.is_chief:
             self._declare(fit, first_epoch)
+        self._training = client.starting = True
         progress.report("initial values")
         answers = client.ask_all([(Attach(fit, tuple(variables)), ())] * client.servers)
         answer = answers[HEAD][0]
@@ -299,8 +302,12 @@ class ServerTrainer:
                 if batch is None:
                     continue
                 callbacks.on_train_batch_begin(step)
+                if engine.in_variables:  # a callback may have looked at them, or changed them
+                    engine.end()
+                    engine.begin()
                 progress.report("gradients", epoch=epoch, step=step)
                 engine.train(batch.data, batch.size / (batch.global_size or 1))
+                self._client.starting = False
                 samples += batch.size
                 if bar is not None:
                     bar.count(batch.global_size or batch.size)
@@ -387,7 +394,9 @@ class ServerTrainer:
             variable.assign(value)
 
     def _refresh(self) -> None:
-        if self._placed is not None:
+        """In the middle of `fit`, take the newest weights; after it, the model has the last ones, or other ones on
+        purpose."""
+        if self._training:
             self._assign(self._merge.pull())
 
     def _learning_rate(self) -> float | None:

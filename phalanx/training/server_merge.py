@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from phalanx.backends.layout import Layout, Weight
+from phalanx.errors import UnsupportedError
 from phalanx.launcher import progress
 from phalanx.parameter_server.client import HEAD, Placed
 from phalanx.parameter_server.messages import EpochOver, FitOver, Pull, Push, Take, Ticket, Values
@@ -82,6 +83,11 @@ class ServerMerge:
     def __call__(self, layout: Layout, arrays: Sequence[Array], share: float) -> list[Array]:
         flats, views = self._buffers.next(layout)
         count = sum(weight is Weight.GRADIENT for weight in layout.weights)
+        if count not in (0, len(self._require_placed().variables)):
+            raise UnsupportedError(
+                f"The model has {count} trainable variables now, and had {len(self._require_placed().variables)} when "
+                f"fit() began. Create all variables before, or call fit() again."
+            )
         progress.enter("push")
         merged = self._step(self._clip(arrays[:count]), arrays[count:], layout.weights[count:], share)
         for view, value in zip(views, merged, strict=True):
@@ -152,14 +158,10 @@ class ServerMerge:
             if server == HEAD:
                 self._worker.global_step = max(self._worker.global_step, answer.step)
             arrays = [np.frombuffer(b, dtype_of(d)) for b, d in zip(buffers, answer.dtypes, strict=True)]
-            shards = len(placed.of_server[server])
-            if len(arrays) >= shards:
+            if answer.shards:
                 self._versions[server] = answer.version
-                parts.append(placed.arrays(server, buffers))
-                arrays = arrays[shards:]
-            else:
-                parts.append([])
-            extras += arrays
+            parts.append(placed.arrays(server, buffers[: answer.shards]))
+            extras += arrays[answer.shards :]
         self._keep(parts)
         return extras
 

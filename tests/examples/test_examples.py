@@ -15,6 +15,12 @@ PNG = b"\x89PNG\r\n\x1a\n"
 FIRST = BACKENDS[0]
 
 
+def said_by(task: str, output: str) -> list[str]:
+    """What a task printed of its own, without the notice of one that waits for others on a busy machine."""
+    lines = [line for line in output.splitlines() if line.startswith(f"[{task}]")]
+    return [line for line in lines if not re.search(r"waits, for up to|has not called yet", line)]
+
+
 def percent(output: str, label: str) -> float:
     """The number after a label, as in `test accuracy 98.61%`."""
     return float(re.search(rf"{label}\s+([\d.]+)%", output)[1])
@@ -32,7 +38,7 @@ def test_digits_reach_97_percent_on_two_replicas(run: Run, tmp_path: Path, backe
     assert "2 replica(s)" in output
     assert float(re.search(r"speed\s+([\d,]+) samples/s", output)[1].replace(",", "")) > 0
     assert (tmp_path / "runs/digits.png").read_bytes().startswith(PNG)
-    assert "[worker/1]" not in output, "only the chief prints"
+    assert not said_by("worker/1", output), "only the chief prints"
 
 
 def test_digits_run_as_a_plain_program(run: Run, tmp_path: Path) -> None:
@@ -84,7 +90,7 @@ def test_custom_loops_learn_the_same_on_one_replica_and_on_two(run: Run, backend
     assert losses(together) == pytest.approx(losses(alone), abs=2e-4)
     assert len(losses(together)) == 5
     assert percent(together, "test accuracy") > 90
-    assert "[worker/1]" not in together, "only the chief prints"
+    assert not said_by("worker/1", together), "only the chief prints"
 
 
 @each_backend("torch")

@@ -1,0 +1,148 @@
+"""What is trained with parameter servers, to be compared with plain Keras; and the program that does it.
+
+    python -m tests.parameter_server.cases FOLDER CASE...
+
+Every task runs it. The chief trains the same model once more without Phalanx, and writes both results.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SAMPLES, FEATURES, CLASSES = 101, 6, 3
+BATCH = 20  # the last one has a single sample: fewer than there are workers
+
+
+@dataclass
+class Case:
+    """A way to train, and what the result must be.
+
+    Attributes:
+        workers: for how many it is.
+        strategy: arguments of ParameterServerStrategy.
+        exact: whether the numbers must be those of one process.
+    """
+
+    workers: int
+    strategy: dict[str, Any]
+    optimizer: Callable[[Any], Any] = lambda keras: keras.optimizers.Adam(0.01)
+    fit: dict[str, Any] = field(default_factory=dict)
+    loss: Callable[[Any], Any] = lambda keras: "sparse_categorical_crossentropy"
+    model: Callable[[Any], Any] | None = None
+    weighted: bool = False
+    exact: bool = True
+
+
+def _shards(count: int) -> Any:
+    import phalanx
+
+    return phalanx.FixedShardsPartitioner(count)
+
+
+def _own_step(keras: Any) -> Any:
+    """A model whose class trains itself."""
+    from tests.training.scenarios.steps import STEPS
+
+    inputs = keras.Input((FEATURES,))
+    hidden = keras.layers.Dense(8, activation="tanh")(inputs)
+    return STEPS[keras.backend.backend()](inputs, keras.layers.Dense(CLASSES, activation="softmax")(hidden))
+
+
+def _schedule(keras: Any) -> Any:
+    rate = keras.optimizers.schedules.ExponentialDecay(0.05, 3, 0.8)
+    return keras.optimizers.SGD(rate, momentum=0.9, nesterov=True)
+
+
+CASES = {
+    "alone": Case(1, {}),
+    "alone_in_pieces_clipped": Case(
+        1, {"variable_partitioner": 2}, lambda keras: keras.optimizers.AdamW(0.02, global_clipnorm=0.1)
+    ),
+    "alone_with_a_schedule": Case(1, {}, _schedule, weighted=True),
+    "alone_accumulating": Case(1, {}, lambda keras: keras.optimizers.Adam(0.02, gradient_accumulation_steps=3)),
+    "alone_averaging_weights": Case(1, {}, lambda keras: keras.optimizers.Adam(0.02, use_ema=True, ema_momentum=0.8)),
+    "alone_with_own_train_step": Case(1, {}, model=_own_step),
+    "alone_with_fewer_steps_than_data": Case(1, {}, fit={"steps_per_epoch": 4, "epochs": 3, "validation_data": None}),
+    "synchronous": Case(2, {"synchronous": True}),
+    "synchronous_in_pieces": Case(2, {"synchronous": True, "variable_partitioner": 3}, _schedule, weighted=True),
+    "synchronous_class_weights": Case(2, {"synchronous": True}, fit={"class_weight": {0: 0.5, 1: 1.0, 2: 2.0}}),
+    "synchronous_with_own_train_step": Case(2, {"synchronous": True}, model=_own_step),
+    "synchronous_with_a_loss_divided_by_weights": Case(
+        2,
+        {"synchronous": True},
+        loss=lambda keras: keras.losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight"),
+        weighted=True,
+    ),
+    "synchronous_of_the_first": Case(2, {"synchronous": True, "replicas_to_aggregate": 1}, exact=False),
+    "asynchronous": Case(2, {}, fit={"epochs": 12}, exact=False),
+    "asynchronous_in_half_precision": Case(2, {"compression": "float16"}, fit={"epochs": 12}, exact=False),
+    "bounded_staleness": Case(2, {"staleness": 1}, fit={"epochs": 12}, exact=False),
+}
+
+
+def _train(case: Case, scope: Any) -> dict[str, Any]:
+    import keras
+    import numpy as np
+
+    random = np.random.default_rng(0)
+    x = random.normal(size=(SAMPLES, FEATURES)).astype("float32")
+    y = np.argmax(x[:, :CLASSES] + 0.1 * x[:, CLASSES:], axis=1).astype("int32")
+    weights = np.linspace(0.2, 2.0, SAMPLES).astype("float32") if case.weighted else None
+    keras.backend.clear_session()  # the chief makes models more than the others, which must have the same names
+    keras.utils.set_random_seed(1)
+    with scope:
+        model = (
+            case.model(keras)
+            if case.model
+            else keras.Sequential(
+                [
+                    keras.Input((FEATURES,)),
+                    keras.layers.Dense(8, activation="tanh"),
+                    keras.layers.Dense(CLASSES, activation="softmax"),
+                ]
+            )
+        )
+        model.compile(case.optimizer(keras), case.loss(keras), weighted_metrics=["accuracy"])
+    history = model.fit(
+        x,
+        y,
+        **{"batch_size": BATCH, "epochs": 2, "verbose": 0, "sample_weight": weights, "validation_data": (x, y)}
+        | case.fit,
+    )
+    # First of all: Keras itself evaluates on JAX with buffers that an optimizer which averages weights shares.
+    state = [np.array(keras.ops.convert_to_numpy(variable)) for variable in model.optimizer.variables]
+    return {
+        "history": history.history,
+        "evaluated": model.evaluate(x, y, verbose=0),
+        "predicted": model.predict(x[:7], verbose=0),
+        "weights": model.get_weights(),
+        "optimizer": state,
+    }
+
+
+def main() -> None:
+    import contextlib
+
+    import phalanx
+
+    folder = Path(sys.argv[1])
+    for name in sys.argv[2:]:
+        case = CASES[name]
+        options = dict(case.strategy)
+        if "variable_partitioner" in options:
+            options["variable_partitioner"] = _shards(options["variable_partitioner"])
+        strategy = phalanx.ParameterServerStrategy(**options)
+        before = strategy.global_step
+        found = {"job": _train(case, strategy.scope()), "steps": strategy.global_step - before}
+        if strategy.is_chief:
+            found["plain"] = _train(case, contextlib.nullcontext())
+        (folder / f"{name}.{strategy.rank}").write_bytes(pickle.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

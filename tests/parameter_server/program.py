@@ -1,0 +1,36 @@
+"""A program for jobs that are disturbed: `python -m tests.parameter_server.program FOLDER KIND EPOCHS`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    import keras
+    import numpy as np
+
+    import phalanx
+
+    folder, kind, epochs = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    strategy = phalanx.ParameterServerStrategy(synchronous=kind == "synchronous")
+    width = 9 if kind == "other model" and strategy.rank == 1 else 8
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(width, "tanh"), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+    x = np.random.default_rng(0).normal(size=(1024, 8)).astype("float32")
+    y = x[:, :1].copy()
+    if kind == "not finite":
+        y[32:48] = np.nan  # batch 2 of each epoch
+
+    def end_of_epoch(epoch: int, logs: object) -> None:
+        (folder / f"{strategy.rank}.epoch").write_text(str(epoch))
+
+    noted = keras.callbacks.LambdaCallback(on_epoch_end=end_of_epoch)
+    model.fit(x, y, batch_size=16, epochs=epochs, verbose=0, shuffle=False, callbacks=[noted])
+    finite = all(np.isfinite(weight).all() for weight in model.get_weights())
+    (folder / f"{strategy.rank}.end").write_text(f"{strategy.global_step} {finite}")
+
+
+if __name__ == "__main__":
+    main()

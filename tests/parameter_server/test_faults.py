@@ -1,0 +1,196 @@
+"""What goes wrong among parameter servers, by really causing it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import phalanx
+from phalanx.errors import (
+    CollectiveTimeoutError,
+    ConfigurationError,
+    DisagreementError,
+    PeerLostError,
+    UnsupportedError,
+)
+from tests.parameter_server.tasks import Tasks
+
+pytestmark = pytest.mark.timeout(600)
+
+BATCHES = 64
+BACKEND = os.environ.get("BACKENDS", "jax").split()[0]
+Start = Callable[..., Tasks]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    with contextlib.ExitStack() as stack:
+
+        def of(kind: str, epochs: int = 8, *, servers: int = 1, workers: int = 2, timeout_s: float = 60) -> Tasks:
+            program = ["-m", "tests.parameter_server.program", str(tmp_path), kind, str(epochs)]
+            settings = {"PHALANX_TIMEOUT": str(timeout_s)}
+            tasks = Tasks(tmp_path, program, servers=servers, workers=workers, backend=BACKEND, settings=settings)
+            return stack.enter_context(tasks)
+
+        yield of
+
+
+def trains(tasks: Tasks, worker: int = 0) -> None:
+    """Wait until a worker has finished an epoch."""
+    tasks.wait_for((tasks.folder / f"{worker}.epoch").exists, f"worker {worker} trains")
+
+
+def steps(tasks: Tasks, worker: int = 0) -> tuple[int, bool]:
+    """The global step with which a worker has ended, and whether its weights are finite."""
+    step, finite = (tasks.folder / f"{worker}.end").read_text().split()
+    return int(step), finite == "True"
+
+
+@pytest.mark.parametrize("kind", [pytest.param("asynchronous", marks=pytest.mark.slow), "synchronous"])
+def test_a_killed_worker_costs_no_step(start: Start, kind: str) -> None:
+    tasks = start(kind, workers=3)
+    trains(tasks)
+    tasks.send("worker/2", signal.SIGKILL)
+    assert tasks.ends("worker/0", "worker/1", "ps/0") == {"worker/0": 0, "worker/1": 0, "ps/0": 0}
+    assert steps(tasks) == (8 * BATCHES, True)
+
+
+def test_a_worker_that_comes_back_takes_part(start: Start) -> None:
+    tasks = start("asynchronous", epochs=400, workers=2)
+    trains(tasks)
+    tasks.send("worker/1", signal.SIGKILL)
+    tasks.processes["worker/1"].wait()
+    (tasks.folder / "1.epoch").unlink(missing_ok=True)
+    tasks.restart("worker/1")
+    trains(tasks, worker=1)
+    tasks.send("worker/0", signal.SIGTERM)
+
+
+def test_a_killed_server_ends_the_workers_with_its_name(start: Start) -> None:
+    tasks = start("asynchronous", epochs=10_000, servers=2)
+    trains(tasks)
+    tasks.send("ps/1", signal.SIGKILL)
+    assert set(tasks.ends("worker/0", "worker/1").values()) == {PeerLostError.exit_code}
+    assert "PeerLostError: lost ps/1" in tasks.said("worker/0")
+
+
+def test_a_killed_chief_ends_the_others_with_its_name(start: Start) -> None:
+    tasks = start("asynchronous", epochs=10_000, timeout_s=3)
+    trains(tasks)
+    tasks.send("worker/0", signal.SIGKILL)
+    assert tasks.ends("worker/1") == {"worker/1": PeerLostError.exit_code}
+    assert "lost worker/0" in tasks.said("worker/1")
+
+
+def test_a_stopped_worker_is_left_out(start: Start) -> None:
+    tasks = start("synchronous", timeout_s=3, workers=3)
+    trains(tasks)
+    tasks.send("worker/1", signal.SIGSTOP)
+    assert set(tasks.ends("worker/0", "worker/2", "ps/0").values()) == {0}
+    assert steps(tasks) == (8 * BATCHES, True)
+    assert "worker/1 makes no progress" in tasks.said("ps/0")
+
+
+@pytest.mark.slow
+def test_a_stopped_server_ends_the_job(start: Start) -> None:
+    tasks = start("asynchronous", epochs=10_000, timeout_s=2)
+    trains(tasks)
+    tasks.send("ps/0", signal.SIGSTOP)
+    assert set(tasks.ends("worker/0", "worker/1").values()) == {CollectiveTimeoutError.exit_code}
+    assert "ps/0 sent nothing before the time was up" in tasks.said("worker/0")
+
+
+def test_another_model_on_one_worker_is_named(start: Start) -> None:
+    tasks = start("other model")
+    assert tasks.ends("worker/1") == {"worker/1": DisagreementError.exit_code}
+    assert "variable 0 is" in tasks.said("worker/1")
+    assert "[8, 8] on the chief and" in tasks.said("worker/1")
+    assert "[8, 9] on this task" in tasks.said("worker/1")
+
+
+def test_updates_that_are_not_finite_are_left_out_and_counted(start: Start) -> None:
+    tasks = start("not finite", epochs=3)
+    assert set(tasks.ends().values()) == {0}
+    assert steps(tasks)[1], "the weights are finite"
+    assert "was not finite and has not been applied (3 so far)" in tasks.said("ps/0")
+
+
+def test_strangers_on_the_port_change_nothing(start: Start) -> None:
+    tasks = start("synchronous")
+    trains(tasks)
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(200), b"PXF\x01\xff\xff\xff\xff\xff\xff\xff\xff"):
+        with socket.create_connection(tasks.address("ps/0")) as stranger:
+            stranger.sendall(garbage)
+    assert set(tasks.ends().values()) == {0}
+    assert steps(tasks) == (8 * BATCHES, True)
+    assert "refused a connection" in tasks.said("ps/0")
+
+
+@pytest.mark.slow
+def test_servers_without_a_variable_have_nothing_to_do(start: Start) -> None:
+    tasks = start("synchronous", epochs=2, servers=6)
+    assert set(tasks.ends().values()) == {0}
+    assert steps(tasks) == (2 * BATCHES, True)
+
+
+# Arguments and clusters that are wrong.
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = {"worker": ["localhost:1", "localhost:2"], "ps": ["localhost:3"]}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": spec, "task": {"type": "worker", "index": 0}}))
+
+
+def test_a_cluster_without_servers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = {"worker": ["localhost:1", "localhost:2"]}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": spec, "task": {"type": "worker", "index": 0}}))
+    with pytest.raises(ConfigurationError, match=r"has no parameter server .*phalanx run --ps 1"):
+        phalanx.ParameterServerStrategy()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"replicas_to_aggregate": 1}, "pass synchronous=True as well"),
+        ({"replicas_to_aggregate": 3, "synchronous": True}, "must be from 1 to 2"),
+        ({"staleness": -1}, "staleness=-1 is no number of steps"),
+        ({"staleness": 1, "synchronous": True}, "staleness=1 is no number"),
+        ({"compression": "int8"}, "compression is 'int8'; write 'float16' or 'bfloat16'"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(cluster: None, arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        phalanx.ParameterServerStrategy(**arguments)  # type: ignore[arg-type]
+
+
+def test_a_server_of_workers_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="has nothing to serve"):
+        phalanx.Server({"worker": ["localhost:1"], "ps": ["localhost:2"]}, job_name="worker")
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (lambda k: k.LossScaleOptimizer(k.SGD()), {}, "scales the loss"),
+        (lambda k: k.Adafactor(), {}, "Adafactor does not say"),
+        (lambda k: k.Lamb(), {"cut": True, "whole": False}, "looks at each variable as a whole"),
+        (lambda k: k.SGD(global_clipnorm=1.0), {"whole": False, "synchronous": True}, "clips merged gradients"),
+    ],
+)
+def test_optimizers_that_servers_cannot_run_are_refused(
+    make: Callable[[object], object], options: dict[str, bool], message: str
+) -> None:
+    import keras
+
+    from phalanx.backends.updater import check_optimizer
+
+    with pytest.raises(UnsupportedError, match=message):
+        check_optimizer(make(keras.optimizers), **{"cut": False, "whole": True, "synchronous": False} | options)

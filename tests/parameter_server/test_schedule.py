@@ -1,0 +1,178 @@
+"""Who gets which ticket, without processes."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from phalanx.errors import CollectiveTimeoutError, PeerLostError
+from phalanx.parameter_server.messages import EpochOver, FitOver, Report, Rules, Ticket
+from phalanx.parameter_server.schedule import Schedule
+
+BOUND_S = 20.0
+NAMES = ("worker/0", "worker/1", "worker/2")
+
+
+def rules(*, synchronous: bool = False, staleness: int = -1, timeout_s: float = BOUND_S) -> Rules:
+    return Rules(synchronous=synchronous, at_least=0, staleness=staleness, refuse_nan=True, timeout_s=timeout_s)
+
+
+def begun(steps: int | None, *, workers: int = 2, **options: object) -> Schedule:
+    """A schedule whose first epoch is open, with workers 0, 1, ... present."""
+    schedule = Schedule(NAMES[:workers], start_s=BOUND_S)
+    for worker in range(workers):
+        schedule.attach(worker, f"incarnation {worker}")
+    schedule.begin(rules(**options))  # type: ignore[arg-type]
+    schedule.open_epoch(0, 0, steps, None)
+    return schedule
+
+
+def take(schedule: Schedule, worker: int, epoch: int = 0) -> Ticket:
+    ticket = schedule.take(worker, 0, epoch, BOUND_S)
+    assert isinstance(ticket, Ticket)
+    return ticket
+
+
+def test_each_batch_is_given_to_one_worker() -> None:
+    schedule = begun(5)
+    batches = []
+    for worker in (0, 1, 1, 1, 0):
+        ticket = take(schedule, worker)
+        batches.append(ticket.batch)
+        schedule.done(ticket)
+    assert batches == [0, 1, 2, 3, 4]
+    assert isinstance(schedule.take(0, 0, 0, BOUND_S), EpochOver)
+    assert schedule.global_step == 5
+
+
+def test_the_batch_of_a_lost_worker_goes_to_another() -> None:
+    schedule = begun(2)
+    lost, own = take(schedule, 1), take(schedule, 0)
+    schedule.done(own)
+    assert schedule.try_take(0, 0, 0) is None, "all batches are given out"
+    schedule.detach(1, "incarnation 1")
+    assert take(schedule, 0).batch == lost.batch
+
+
+def test_an_epoch_is_over_when_the_last_batch_is_applied() -> None:
+    schedule = begun(1)
+    ticket = take(schedule, 1)
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(schedule.take, 0, 0, 0, BOUND_S)
+        schedule.done(ticket)
+        assert isinstance(answer.result(BOUND_S), EpochOver)
+
+
+def test_a_worker_that_is_gone_says_nothing_for_its_successor() -> None:
+    schedule = begun(4)
+    schedule.attach(1, "successor")
+    ticket = take(schedule, 1)
+    schedule.detach(1, "incarnation 1")  # the old connection is noticed to be closed only now
+    assert schedule.is_present(1)
+    schedule.done(ticket)
+    assert take(schedule, 0).batch == ticket.batch + 1
+
+
+def test_all_make_a_synchronous_step_together() -> None:
+    schedule = begun(2, workers=3, synchronous=True)
+    tickets = [take(schedule, worker) for worker in range(3)]
+    assert {ticket.batch for ticket in tickets} == {0}
+    assert {ticket.members for ticket in tickets} == {(0, 1, 2)}
+    assert schedule.try_take(0, 0, 0) is None, "the step is not applied"
+    schedule.done(tickets[0])
+    assert take(schedule, 0).batch == 1
+
+
+def test_the_next_synchronous_step_is_made_by_those_who_are_left() -> None:
+    schedule = begun(3, synchronous=True)
+    first = take(schedule, 0)
+    schedule.detach(1, "incarnation 1")
+    schedule.done(first)
+    assert take(schedule, 0).members == (0,)
+
+
+def test_nobody_runs_further_ahead_than_the_staleness() -> None:
+    schedule = begun(None, staleness=1)
+    for _ in range(2):
+        schedule.done(take(schedule, 0))
+    assert schedule.try_take(0, 0, 0) is None
+    schedule.done(take(schedule, 1))
+    assert take(schedule, 0).batch == 3
+
+
+def test_one_who_holds_the_others_back_too_long_is_left_out() -> None:
+    schedule = begun(None, staleness=0, timeout_s=0.2)
+    schedule.done(take(schedule, 0))
+    assert isinstance(schedule.take(0, 0, 0, 0.2), Ticket)
+    assert not schedule.is_present(1)
+    assert schedule.is_evicted("incarnation 1")
+
+
+def test_data_that_end_end_the_epoch() -> None:
+    schedule = begun(None)
+    first, second = take(schedule, 0), take(schedule, 1)
+    schedule.done(first)
+    schedule.no_batch(second, ends=True)
+    assert isinstance(schedule.take(0, 0, 0, BOUND_S), EpochOver)
+
+
+def test_who_waits_for_a_chief_that_left_is_told() -> None:
+    schedule = begun(1)
+    schedule.chief_left()
+    with pytest.raises(PeerLostError, match="lost worker/0 during fit"):
+        schedule.take(1, 0, 1, BOUND_S)
+
+
+def test_waiting_for_the_chief_is_bounded() -> None:
+    schedule = begun(1)
+    with pytest.raises(CollectiveTimeoutError, match="worker/0 did not begin epoch 2"):
+        schedule.take(1, 0, 1, 0.1)
+    schedule.detach(0, "incarnation 0")
+    with pytest.raises(PeerLostError, match="lost worker/0"):
+        schedule.take(1, 0, 1, 0.1)
+
+
+def test_a_former_fit_or_epoch_is_over() -> None:
+    schedule = begun(3)
+    schedule.open_epoch(0, 4, 3, None)
+    assert isinstance(schedule.take(1, 0, 2, BOUND_S), EpochOver)
+    schedule.end_fit(0)
+    assert isinstance(schedule.take(1, 0, 4, BOUND_S), FitOver)
+
+
+def test_reports_are_merged_by_how_they_count() -> None:
+    schedule = begun(1)
+    weights = ("one", "share", "first")
+    for worker, samples in ((0, 1), (1, 3)):
+        report = Report(0, 0, samples, ("float32",) * 3, weights)
+        schedule.report(worker, report, [np.full(1, worker + 1, np.float32)] * 3)
+    merged, samples, _ = schedule.collect(0, 0, BOUND_S)
+    assert samples == 4
+    assert [float(array[0]) for array in merged] == [3.0, 1.75, 1.0]
+
+
+def test_many_workers_take_every_batch_once() -> None:
+    schedule = Schedule(tuple(f"worker/{i}" for i in range(8)), start_s=BOUND_S)
+    for worker in range(8):
+        schedule.attach(worker, str(worker))
+    schedule.begin(rules())
+    schedule.open_epoch(0, 0, 400, None)
+    taken: list[int] = []
+    lock = threading.Lock()
+
+    def work(worker: int) -> None:
+        while isinstance(ticket := schedule.take(worker, 0, 0, BOUND_S), Ticket):
+            with lock:
+                taken.append(ticket.batch)
+            schedule.done(ticket)
+
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(BOUND_S)
+        assert not thread.is_alive()
+    assert sorted(taken) == list(range(400))

@@ -1,0 +1,78 @@
+"""`fit` with parameter servers, in real jobs, against plain Keras."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.parameter_server.cases import CASES
+from tests.parameter_server.tasks import Tasks
+from tests.training.compare import assert_close
+
+BACKENDS = os.environ.get("BACKENDS", "jax tensorflow torch").split()
+pytestmark = [pytest.mark.parametrize("backend", BACKENDS), pytest.mark.timeout(600)]
+
+SERVERS = 2
+Found = dict[str, Any]
+TOLERANCE = 1e-4
+BATCHES = 6  # of an epoch: 101 samples in batches of 20
+
+
+@pytest.fixture(scope="module")
+def found(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, str], list[Found]]:
+    """What each worker found in a case; all cases that were selected and have as many workers run in one job."""
+    selected: dict[str, set[str]] = {}
+    for item in request.session.items:
+        if item.module is request.module:
+            selected.setdefault(item.callspec.params["backend"], set()).add(item.callspec.params["name"])
+    finished: dict[tuple[str, int], Path] = {}
+
+    def of(backend: str, name: str) -> list[Found]:
+        workers = CASES[name].workers
+        if (backend, workers) not in finished:
+            folder = finished[backend, workers] = tmp_path_factory.mktemp(f"{backend}-{workers}")
+            names = [name for name in CASES if CASES[name].workers == workers and name in selected[backend]]
+            program = ["-m", "tests.parameter_server.cases", str(folder), *names]
+            with Tasks(folder, program, servers=SERVERS, workers=workers, backend=backend) as tasks:
+                codes = tasks.ends()
+                (folder / "said").write_text(tasks.everything())
+                assert set(codes.values()) == {0}, f"{codes}\n{tasks.everything()}"
+        folder = finished[backend, workers]
+        files = [folder / f"{name}.{worker}" for worker in range(workers)]
+        assert all(file.exists() for file in files), (folder / "said").read_text()
+        return [pickle.loads(file.read_bytes()) for file in files]
+
+    return of
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.exact])
+def test_the_numbers_are_those_of_one_process(found: Callable[..., list[Found]], backend: str, name: str) -> None:
+    chief, *others = found(backend, name)
+    for key, expected in chief["plain"].items():
+        assert_close(chief["job"][key], expected, TOLERANCE, key)
+    for other in others:
+        assert_close(other["job"]["weights"], chief["job"]["weights"], 0.0, "weights on another worker")
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.exact])
+def test_workers_share_the_batches_and_the_model_learns(
+    found: Callable[..., list[Found]], backend: str, name: str
+) -> None:
+    chief, *others = found(backend, name)
+    epochs = CASES[name].fit.get("epochs", 2)
+    history = chief["job"]["history"]
+    assert len(history["loss"]) == epochs
+    assert history["loss"][-1] < history["loss"][0]
+    # Every batch once in each epoch, whoever made it.
+    assert chief["steps"] == epochs * BATCHES
+    for other in others:
+        for own, chiefs in zip(other["job"]["weights"], chief["job"]["weights"], strict=True):
+            np.testing.assert_array_equal(own, chiefs)
