@@ -52,8 +52,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             of_interface = "/strategies/" in str(item.path) and parameters["world_size"] == 2
             if parameters["scenario"] not in chosen.split() and not of_interface:
                 item.add_marker(pytest.mark.slow)
-        if "/parameter_server/test_training" in str(item.path) and parameters["backend"] != "jax":
-            if parameters["name"] not in CI_SERVER_CASES.split():
-                item.add_marker(pytest.mark.slow)
+        of_servers = "/parameter_server/test_training" in str(item.path) and parameters["backend"] != "jax"
+        if of_servers and parameters["name"] not in CI_SERVER_CASES.split():
+            item.add_marker(pytest.mark.slow)
         if "/examples/" in str(item.path) and not item.name.startswith(CI_EXAMPLES):
             item.add_marker(pytest.mark.slow)
