@@ -39,6 +39,7 @@ CI_SERVER_CASES = "alone_in_pieces_clipped alone_with_own_train_step synchronous
 
 CI_EXAMPLES = (
     "test_digits_reach_97_percent_on_two_replicas[jax]",
+    "test_digits_with_a_parameter_server_reach_96_percent[jax]",
     "test_links_lead_to_files",
     "test_every_example_is_named_in_the_readme",
 )

@@ -111,3 +111,22 @@ def test_cifar_speed_prints_a_table_and_draws_a_plot(run: Run, tmp_path: Path) -
     one, two = (float(row[3]) for row in rows)
     assert two == pytest.approx(one, rel=0.02), "the same model on the same batches"
     assert (tmp_path / "runs/cifar_speed.png").read_bytes().startswith(PNG)
+
+
+@each_backend(slow_after_the_first=True)
+def test_digits_with_a_parameter_server_reach_96_percent(run: Run, backend: str) -> None:
+    output = run("--ps", 1, "examples/parameter_server_digits.py", "--verbose", 0, workers=2, backend=backend)
+    assert percent(output, "test accuracy") >= 96
+    assert "updates       900" in output, "45 batches in each of 20 epochs, each once"
+    assert not said_by("worker/1", output), "only the chief prints"
+
+
+def test_workers_share_the_steps_of_a_line(run: Run) -> None:
+    output = run("--ps", 1, "examples/parameter_server_linear.py", "--every", 20, workers=2)
+    slope, intercept = re.search(r"steps 1000: y = (\S+) x \+ (\S+)", output).groups()
+    assert float(slope) == pytest.approx(2, abs=0.05)
+    assert float(intercept) == pytest.approx(1, abs=0.05)
+    made = [sorted(map(int, re.findall(rf"worker {rank} made step (\d+)", output))) for rank in range(2)]
+    assert all(len(steps) > 1 for steps in made), "both workers train"
+    again = run("--ps", 1, "examples/parameter_server_linear.py", "--epochs", 12, workers=2)
+    assert "steps 200:" in again, "it goes on from the backup"
