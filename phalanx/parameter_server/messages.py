@@ -66,15 +66,16 @@ class Declare(msgspec.Struct, frozen=True, tag="declare"):
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
     """From any worker: wait until the chief has declared this `fit`, and compare. The answer's step is the epoch with
-    which it begins."""
+    which it begins, the version is the era."""
 
     fit: int
     variables: tuple[Variable, ...]
 
 
 class Pull(msgspec.Struct, frozen=True, tag="pull"):
-    """Send the shards' values, if they are newer than `version`."""
+    """Send the shards' values of this `fit`, if they are newer than `version`."""
 
+    fit: int
     version: int
 
 
@@ -89,6 +90,7 @@ class Push(msgspec.Struct, frozen=True, tag="push"):
         ticket: the step that they are of; see `Ticket`.
         phase: numbers the merges of one step.
         gradients: whether it carries any; else only extras are to be merged, and nothing is updated.
+        finite: whether all gradients of the step are, those for other servers included: all servers decide alike.
         share: of the global batch on which the gradients were computed.
         dtypes: of the buffers.
         extras: how each of the buffers counts that are no gradients, and are merged in synchronous training all the
@@ -98,6 +100,7 @@ class Push(msgspec.Struct, frozen=True, tag="push"):
     ticket: Ticket
     phase: int
     gradients: bool
+    finite: bool
     share: float
     dtypes: tuple[str, ...]
     extras: tuple[str, ...] = ()
@@ -123,6 +126,7 @@ class Take(msgspec.Struct, frozen=True, tag="take"):
 
     fit: int
     epoch: int
+    era: int
     wait: bool = True
 
 
@@ -184,7 +188,8 @@ class Ticket(msgspec.Struct, frozen=True, tag="ticket"):
         batch: number of the global batch in the epoch.
         members: in synchronous training, the workers that make this step together, by number, in order; else the one.
         member: this worker's number.
-        serial: numbers the steps of a `fit`.
+        serial: numbers the steps of the job.
+        era: how many times a chief has begun a `fit`; a step of a former era is not applied.
     """
 
     fit: int
@@ -193,10 +198,21 @@ class Ticket(msgspec.Struct, frozen=True, tag="ticket"):
     members: tuple[int, ...]
     member: int
     serial: int
+    era: int
 
 
 class EpochOver(msgspec.Struct, frozen=True, tag="epoch-over"):
-    """All steps of the epoch have been made."""
+    """All steps of the epoch have been made, or the chief has gone back.
+
+    Attributes:
+        steps: how many there were.
+        back_to: the epoch with which a chief that was started again goes on, if that is why; else -1.
+        era: then, the new one.
+    """
+
+    steps: int = 0
+    back_to: int = -1
+    era: int = 0
 
 
 class FitOver(msgspec.Struct, frozen=True, tag="fit-over"):

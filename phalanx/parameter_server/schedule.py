@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.backends.layout import Weight
-from phalanx.errors import CollectiveTimeoutError, PeerLostError
+from phalanx.errors import CollectiveTimeoutError, PeerLostError, PhalanxError
 from phalanx.parameter_server.messages import EpochOver, FitOver, Report, Rules, Ticket
 
 logger = logging.getLogger(__name__)
@@ -48,10 +48,15 @@ class _Epoch:
     next: int = 0
     returned: list[int] = field(default_factory=list)
 
+    @property
+    def exhausted(self) -> bool:
+        """Whether all batches have been handed out."""
+        return not self.returned and self.steps is not None and self.next >= self.steps
+
     def take(self) -> int | None:
         if self.returned:
             return self.returned.pop(0)
-        if self.steps is not None and self.next >= self.steps:
+        if self.exhausted:
             return None
         self.next += 1
         return self.next - 1
@@ -78,6 +83,10 @@ class Schedule:
         self._last_progress = 0.0
         self._ended_fit = -1
         self._serial = 0
+        self.era = 0
+        self._seen: set[Worker] = set()  # those that were here at some time
+        self._took: set[Worker] = set()  # those that took part in the epoch
+        self._made: dict[int, int] = {}  # steps of the former epochs of this `fit`
         self._held: dict[int, Ticket] = {}  # by serial: those whose step is still to come
         self._joint: Ticket | None = None  # the step that all make together now
         self._joint_given: set[Worker] = set()
@@ -95,10 +104,14 @@ class Schedule:
             self._chief_left = True
             self._changed.notify_all()
 
-    def begin(self, rules: Rules) -> None:
-        """A `fit` begins, under these rules."""
+    def begin(self, rules: Rules, fit: int) -> None:
+        """A `fit` begins, under these rules; the same one again if the chief was started again."""
         with self._changed:
             self._rules = rules
+            self.era += 1
+            self._ended_fit = fit - 1
+            self._order = (-1, -1, np.zeros(0, np.int64))
+            self._made.clear()
             self._began = False
             self._epoch = None
             self._joint = None
@@ -111,6 +124,7 @@ class Schedule:
         with self._changed:
             self._leave(worker)
             self._present[worker] = incarnation
+            self._seen.add(worker)
             # One that comes late is not behind: the others must not wait until it has made as many steps.
             self._steps_of[worker] = min(self._steps_of.values(), default=0)
             self._changed.notify_all()
@@ -140,6 +154,7 @@ class Schedule:
     def _leave(self, worker: Worker) -> None:
         self._present.pop(worker, None)
         self._steps_of.pop(worker, None)
+        self._joint_given.discard(worker)
         for ticket in [ticket for ticket in self._held.values() if ticket.member == worker]:
             del self._held[ticket.serial]
             if self._is_open(ticket):
@@ -168,8 +183,10 @@ class Schedule:
             assert self._rules is not None
             if self._rules.synchronous and self._epoch is None:
                 until = time.monotonic() + self._start_s
-                while len(self._present) < len(self._names):
+                while len(self._seen) < len(self._names):
                     self._wait(until, lambda: f"{self._missing()} did not come to `fit`")
+            self._note_steps()
+            self._took.clear()
             self._epoch = _Epoch(fit, number, steps)
             self._began = True
             self._last_progress = time.monotonic()
@@ -189,33 +206,55 @@ class Schedule:
 
     def end_fit(self, fit: int) -> None:
         with self._changed:
+            self._note_steps()
             self._ended_fit = max(self._ended_fit, fit)
             self._epoch = None
             self._changed.notify_all()
 
+    def _note_steps(self) -> None:
+        if self._epoch is not None:
+            self._made[self._epoch.number] = self._steps_made()
+
+    def _steps_made(self) -> int:
+        epoch = self._epoch
+        if epoch is None:
+            return 0
+        return epoch.next if epoch.steps is None else min(epoch.next, epoch.steps)
+
     def _missing(self) -> str:
-        return ", ".join(name for worker, name in enumerate(self._names) if worker not in self._present)
+        return ", ".join(name for worker, name in enumerate(self._names) if worker not in self._seen)
 
     # Steps.
 
-    def take(self, worker: Worker, fit: int, number: int, timeout_s: float) -> Ticket | EpochOver | FitOver:
+    def take(
+        self, worker: Worker, incarnation: str, fit: int, number: int, era: int, timeout_s: float
+    ) -> Ticket | EpochOver | FitOver:
         """The worker's next ticket in this epoch; waits until there is one or will be none."""
         with self._changed:
-            asked = time.monotonic()
+            asked = since = time.monotonic()
             blocked_since: float | None = None
             while True:
                 epoch = self._epoch
+                if self._present.get(worker) != incarnation:
+                    raise PhalanxError(f"{self._names[worker]} was left out, or started again in another process.")
                 if self._ended_fit >= fit:
                     return FitOver()
+                if epoch is not None and epoch.fit == fit and era != self.era:
+                    return EpochOver(back_to=epoch.number, era=self.era)
                 if epoch is not None and (epoch.fit, epoch.number) > (fit, number):
-                    return EpochOver()
+                    return EpochOver(self._made.get(number, 0))
                 if epoch is not None and (epoch.fit, epoch.number) == (fit, number):
                     answer = self._assign(worker, epoch)
                     if answer is not None:
                         self._changed.notify_all()
                         return answer
                     asked = time.monotonic()  # it is being trained: nobody waits in vain
-                    slowest = self._holding_back(worker)
+                    idle_s = time.monotonic() - max(since, self._last_progress)
+                    if epoch.exhausted and self._held and idle_s > timeout_s:
+                        for ticket in list(self._held.values()):
+                            self.evict(ticket.member)
+                        continue
+                    slowest = None if epoch.exhausted else self._holding_back(worker)
                     blocked_since = (blocked_since or time.monotonic()) if slowest is not None else None
                     if slowest is not None and blocked_since and time.monotonic() - blocked_since > timeout_s:
                         self.evict(slowest)
@@ -224,11 +263,13 @@ class Schedule:
                 until = max(asked, self._last_progress) + patience_s
                 self._wait(until, lambda: f"{self._names[CHIEF]} did not begin epoch {number + 1} of `fit`")
 
-    def try_take(self, worker: Worker, fit: int, number: int) -> Ticket | None:
+    def try_take(self, worker: Worker, incarnation: str, fit: int, number: int, era: int) -> Ticket | None:
         """A ticket, if there is one at hand."""
         with self._changed:
             epoch = self._epoch
-            if epoch is None or (epoch.fit, epoch.number) != (fit, number) or worker not in self._present:
+            if epoch is None or (epoch.fit, epoch.number, self.era) != (fit, number, era):
+                return None
+            if self._present.get(worker) != incarnation:
                 return None
             answer = self._assign(worker, epoch)
             return answer if isinstance(answer, Ticket) else None
@@ -237,13 +278,15 @@ class Schedule:
         assert self._rules is not None
         if self._rules.synchronous:
             return self._assign_jointly(worker, epoch)
+        self._took.add(worker)
+        if epoch.exhausted:
+            return None if self._held else EpochOver(self._steps_made())  # a ticket that is held may come back
         if self._holding_back(worker) is not None:
             return None
         batch = epoch.take()
-        if batch is None:
-            return None if self._held else EpochOver()  # a ticket that is still held may come back
+        assert batch is not None, "it is not exhausted"
         self._serial += 1
-        ticket = Ticket(epoch.fit, epoch.number, batch, (worker,), worker, self._serial)
+        ticket = Ticket(epoch.fit, epoch.number, batch, (worker,), worker, self._serial, self.era)
         self._held[ticket.serial] = ticket
         return ticket
 
@@ -251,15 +294,16 @@ class Schedule:
         if self._joint is None:
             batch = epoch.take()
             if batch is None:
-                return EpochOver()
+                return EpochOver(self._steps_made())
             self._serial += 1
             self._joint_given = set()
-            self._joint = Ticket(epoch.fit, epoch.number, batch, tuple(sorted(self._present)), worker, self._serial)
+            members = tuple(sorted(self._present))
+            self._joint = Ticket(epoch.fit, epoch.number, batch, members, worker, self._serial, self.era)
         joint = self._joint
         if worker in self._joint_given or worker not in joint.members:
             return None
         self._joint_given.add(worker)
-        return Ticket(joint.fit, joint.epoch, joint.batch, joint.members, worker, joint.serial)
+        return Ticket(joint.fit, joint.epoch, joint.batch, joint.members, worker, joint.serial, joint.era)
 
     def _holding_back(self, worker: Worker) -> Worker | None:
         """In bounded staleness: the slowest worker, if this one may not run further ahead of it."""
@@ -267,7 +311,8 @@ class Schedule:
         if self._rules.staleness < 0 or worker not in self._steps_of:
             return None
         slowest = min(self._steps_of, key=lambda other: self._steps_of[other])
-        ahead = self._steps_of[worker] - self._steps_of[slowest]
+        begun = self._steps_of[worker] + sum(ticket.member == worker for ticket in self._held.values())
+        ahead = begun - self._steps_of[slowest]
         return slowest if ahead > self._rules.staleness else None
 
     def done(self, ticket: Ticket) -> None:
@@ -302,6 +347,9 @@ class Schedule:
 
     def report(self, worker: Worker, report: Report, arrays: list[Array]) -> None:
         with self._changed:
+            if self._epoch is None or (self._epoch.fit, self._epoch.number) != (report.fit, report.epoch):
+                return  # of an epoch that was collected without it
+            self._took.add(worker)
             self._reports.setdefault((report.fit, report.epoch), {})[worker] = (report, arrays)
             self._changed.notify_all()
 
@@ -311,7 +359,7 @@ class Schedule:
             until = time.monotonic() + timeout_s
             while True:
                 reports = self._reports.get((fit, epoch), {})
-                late = [worker for worker in self._present if worker not in reports]
+                late = [worker for worker in self._took if worker in self._present and worker not in reports]
                 if not late:
                     break
                 if time.monotonic() > until:
@@ -320,8 +368,8 @@ class Schedule:
                     continue
                 self._changed.wait(POLL_S)
             del self._reports[fit, epoch]
-            steps = self._epoch.next if self._epoch is not None else 0
-            return _merged(list(reports.values())), sum(report.samples for report, _ in reports.values()), steps
+            in_order = [reports[worker] for worker in sorted(reports)]
+            return _merged(in_order), sum(report.samples for report, _ in in_order), self._steps_made()
 
     def _wait(self, until: float, reason: Callable[[], str]) -> None:
         if self._chief_left:

@@ -109,7 +109,7 @@ class ParameterServer:
 
     def _wait_until_over(self, first_contact_until: float) -> None:
         with self._changed:
-            while not self._is_over():
+            while not self._is_over(first_contact_until):
                 now = time.monotonic()
                 came = self._links.keys() | self._gone | self._lost.keys()
                 if CHIEF not in came and now > first_contact_until:
@@ -118,15 +118,19 @@ class ParameterServer:
                         f"{self._me.settings.rendezvous_timeout_s:g} s. Is it started, with the same cluster?"
                     )
                 since = self._lost.get(CHIEF)
-                if since is not None and now - since > RETURN_S:
+                if since is not None and now - since > RETURN_S and not self._links:
                     raise lost(self._names[CHIEF], f"training; it did not come back within {RETURN_S:g} s")
                 self._changed.wait(POLL_S)
 
-    def _is_over(self) -> bool:
-        """The chief has no more to do, and nobody else is still here, but for those that were left out."""
-        return CHIEF in self._gone and all(
-            self._schedule.is_evicted(incarnation) for incarnation, _ in self._links.values()
-        )
+    def _is_over(self, first_contact_until: float) -> bool:
+        """The chief has no more to do, nobody else is still here, but for those that were left out, and nobody is still
+        to come."""
+        if CHIEF not in self._gone:
+            return False
+        came = self._links.keys() | self._gone | self._lost.keys()
+        if len(came) < len(self._names) and time.monotonic() < first_contact_until:
+            return False
+        return all(self._schedule.is_evicted(incarnation) for incarnation, _ in self._links.values())
 
     # The listener's service.
 
@@ -160,7 +164,6 @@ class ParameterServer:
             self._lost.pop(worker, None)
             self._changed.notify_all()
         self._schedule.attach(worker, hello.incarnation)
-        self._store.notice()
         threading.Thread(
             target=self._serve, args=(worker, hello.incarnation, link), name=f"phalanx-{hello.task}", daemon=True
         ).start()
@@ -168,6 +171,7 @@ class ParameterServer:
     # One worker.
 
     def _serve(self, worker: Worker, incarnation: str, link: Link) -> None:
+        self._store.notice()  # not in the listener's thread: the store may be busy
         try:
             while True:
                 header, buffers = link.receive(deadline=time.monotonic() + IDLE_S)
@@ -185,13 +189,13 @@ class ParameterServer:
                             f"{self._names[worker]} made no progress for too long and was left out; the others went "
                             f"on. Start it again to take part."
                         )
-                    answer, arrays = self._handle(worker, question, buffers)
+                    answer, arrays = self._handle(worker, incarnation, question, buffers)
                 except PhalanxError as error:
                     answer, arrays = Refusal(type(error).__name__, str(error)), []
                 except Exception as error:
                     logger.exception("%s cannot do what %s asked", self._me.task, self._names[worker])
                     answer, arrays = Refusal("PhalanxError", f"{self._me.task} failed: {error!r}"), []
-                _answer(link, answer, arrays)
+                _answer(link, answer, arrays, max(SEND_S, self._me.settings.timeout_s))
         except (LinkClosedError, LinkTimeoutError) as error:
             if not self._closing:
                 logger.warning("%s: %s", self._me.task, error)
@@ -199,20 +203,21 @@ class ParameterServer:
             logger.warning("%s hangs up on %s: %s", self._me.task, self._names[worker], error)
         finally:
             link.close()
-            self._forget(worker, incarnation)
+            self._forget(worker, incarnation, link)
 
-    def _forget(self, worker: Worker, incarnation: str) -> None:
+    def _forget(self, worker: Worker, incarnation: str, link: Link) -> None:
+        with self._changed:
+            if self._links.get(worker, ("", None))[1] is not link:
+                return  # it has come back since
+            del self._links[worker]
+            if worker not in self._gone:
+                self._lost[worker] = time.monotonic()
+            self._changed.notify_all()
         self._schedule.detach(worker, incarnation)
         self._store.notice()
-        with self._changed:
-            if self._links.get(worker, ("",))[0] == incarnation:
-                del self._links[worker]
-                if worker not in self._gone:
-                    self._lost[worker] = time.monotonic()
-            self._changed.notify_all()
 
     def _handle(
-        self, worker: Worker, question: Question, buffers: Sequence[memoryview]
+        self, worker: Worker, incarnation: str, question: Question, buffers: Sequence[memoryview]
     ) -> tuple[Answer, Sequence[Array]]:
         store, schedule = self._store, self._schedule
         timeout_s = self._me.settings.timeout_s
@@ -222,15 +227,16 @@ class ParameterServer:
                 arrays = [*values, *extras]
                 ticket = None
                 if self._is_head and question.gradients:
-                    ticket = schedule.try_take(worker, question.ticket.fit, question.ticket.epoch)
+                    now = question.ticket
+                    ticket = schedule.try_take(worker, incarnation, now.fit, now.epoch, now.era)
                 dtypes = tuple(array.dtype.name for array in arrays)
                 return Values(version, schedule.global_step, dtypes, len(values), note, ticket=ticket), arrays
-            case Take(fit, epoch, wait):
+            case Take(fit, epoch, era, wait):
                 if wait:
-                    return schedule.take(worker, fit, epoch, timeout_s), ()
-                return schedule.try_take(worker, fit, epoch) or Done(), ()
-            case Pull(version):
-                newest, values = store.pull(version)
+                    return schedule.take(worker, incarnation, fit, epoch, era, timeout_s), ()
+                return schedule.try_take(worker, incarnation, fit, epoch, era) or Done(), ()
+            case Pull(fit, version):
+                newest, values = store.pull(fit, version)
                 return Values(newest, 0, tuple(array.dtype.name for array in values), len(values)), values
             case PullOptimizer():
                 slots, state = store.optimizer_values()
@@ -238,7 +244,7 @@ class ParameterServer:
             case Declare():
                 store.declare(question, buffers)
             case Attach(fit, variables):
-                return _values(0, (), store.attach(fit, variables, self._me.settings.rendezvous_timeout_s))
+                return _values(schedule.era, (), store.attach(fit, variables, self._me.settings.rendezvous_timeout_s))
             case SetRate(rate):
                 store.set_learning_rate(rate)
             case OpenEpoch(fit, epoch, steps):
@@ -276,5 +282,7 @@ def _values(version: int, arrays: Sequence[Array], step: int = 0) -> tuple[Value
     return Values(version, step, tuple(array.dtype.name for array in arrays)), arrays
 
 
-def _answer(link: Link, answer: Answer, arrays: Sequence[Array] = ()) -> None:
-    link.send(_encode(answer), [np.ascontiguousarray(array) for array in arrays], deadline=time.monotonic() + SEND_S)
+def _answer(link: Link, answer: Answer, arrays: Sequence[Array] = (), patience_s: float = SEND_S) -> None:
+    link.send(
+        _encode(answer), [np.ascontiguousarray(array) for array in arrays], deadline=time.monotonic() + patience_s
+    )

@@ -32,6 +32,8 @@ class _Joint:
 
     contributions: dict[Worker, tuple[float, list[Array], list[Array]]] = field(default_factory=dict)
     extras: list[Array] | None = None  # merged, when it is complete
+    finite: bool = True
+    given_up: bool = False  # the chief has begun anew
 
 
 _Key = tuple[int, int]
@@ -61,6 +63,8 @@ class Store:
         self._updater: Updater | None = None
         self._values: list[Array] = []
         self._joints: dict[_Key, _Joint] = {}
+        self._before: tuple[int, list[Array]] = (-1, [])  # the last values of the `fit` before
+        self._newest: dict[Worker, int] = {}  # the newest step that each worker has pushed
         self._completed: deque[_Key] = deque(maxlen=COMPLETED)
         self.version = 0
         self.refused = 0
@@ -72,6 +76,7 @@ class Store:
         """The chief's model: values of the shards, then those of the optimizer's variables."""
         model = message.model
         with self._changed:
+            self._before = (self._fit, self._values)
             self._shards = tuple(shard for shard in model.shards if shard.server == self._index)
             arrays = [
                 np.frombuffer(buffer, dtype_of(model.variables[shard.variable].dtype)).reshape(
@@ -94,10 +99,13 @@ class Store:
                 )
                 self._values = self._updater.values()
             self._fit, self._declared = message.fit, message
+            for joint in self._joints.values():
+                joint.given_up = True
             self._joints.clear()
             self._completed.clear()
+            self._newest.clear()
             self.version += 1
-            self._schedule.begin(message.rules)
+            self._schedule.begin(message.rules, message.fit)
             self._changed.notify_all()
 
     def attach(self, fit: int, variables: tuple[Variable, ...], timeout_s: float) -> int:
@@ -120,9 +128,11 @@ class Store:
 
     # Values.
 
-    def pull(self, version: int) -> tuple[int, list[Array]]:
-        """The version and the values, or none if they are of this version already."""
+    def pull(self, fit: int, version: int) -> tuple[int, list[Array]]:
+        """The version and the values of this `fit`, or none if they are of this version already."""
         with self._changed:
+            if fit < self._fit and fit == self._before[0]:  # a worker that is late to end it
+                return version, self._before[1]
             return self.version, [] if version == self.version else self._values
 
     def optimizer_values(self) -> tuple[tuple[Slot, ...], list[Array]]:
@@ -142,16 +152,18 @@ class Store:
 
         Returns: the version, the values, the merged extras (synchronous training only), and a note for the log.
         """
-        gradients, extras = self._arrays(message, buffers)
         with self._changed:
             assert self._declared is not None, "a ticket is given after the declaration"
             rules = self._declared.rules
-            if message.ticket.fit != self._fit:
-                return self.version, self._values, [], "it was of a `fit` that is over"
+            if message.ticket.era != self._schedule.era:
+                own = list(zip(buffers, message.dtypes, strict=True))[len(buffers) - len(message.extras) :]
+                extras = [np.frombuffer(buffer, dtype_of(dtype)) for buffer, dtype in own]
+                return self.version, [], extras, "it was of a `fit` that is over, or was begun anew"
+            gradients, extras = self._arrays(message, buffers)
             if rules.synchronous:
                 extras, note = self._push_jointly(message, gradients, extras, rules)
                 return self.version, self._values if message.gradients else [], extras, note
-            note = self._apply(gradients, rules, message.ticket)
+            note = self._apply(gradients, rules, message.ticket, finite=message.finite)
             return self.version, self._values, [], note
 
     def _arrays(self, message: Push, buffers: Sequence[memoryview]) -> tuple[list[Array], list[Array]]:
@@ -168,10 +180,10 @@ class Store:
         ]
         return gradients, flat[len(shards) :]
 
-    def _apply(self, gradients: Sequence[Array], rules: Rules, ticket: Ticket) -> str:
+    def _apply(self, gradients: Sequence[Array], rules: Rules, ticket: Ticket, *, finite: bool) -> str:
         """One update by the optimizer; what went wrong, for the log."""
         note = ""
-        if rules.refuse_nan and not all(_is_finite(gradient) for gradient in gradients):
+        if rules.refuse_nan and not finite:
             self.refused += 1
             note = "it was not finite and has not been applied"
             logger.warning("An update of %s: %s (%d so far).", self._names[ticket.member], note, self.refused)
@@ -188,17 +200,23 @@ class Store:
     ) -> tuple[list[Array], str]:
         """Wait for the other members' parts; the last one merges. Returns the merged extras and a note."""
         ticket, key = message.ticket, (message.ticket.serial, message.phase)
-        if key in self._completed:
+        self._newest[ticket.member] = ticket.serial
+        self._changed.notify_all()
+        forgotten = len(self._completed) == COMPLETED and key < min(self._completed)
+        if key in self._completed or forgotten:
             self.late += 1
             return extras, "it came too late and was left out"
         joint = self._joints.setdefault(key, _Joint())
         joint.contributions[ticket.member] = (message.share, gradients, extras)
+        joint.finite &= message.finite
         until = time.monotonic() + rules.timeout_s
         while joint.extras is None:
+            if joint.given_up:
+                return extras, "the chief has begun anew"
             if self._is_complete(joint, ticket, rules):
                 self._merge(joint, message, rules)
                 self._completed.append(key)
-                del self._joints[key]
+                self._joints.pop(key, None)
                 self._changed.notify_all()
             elif time.monotonic() > until:
                 for member in ticket.members:
@@ -211,7 +229,12 @@ class Store:
     def _is_complete(self, joint: _Joint, ticket: Ticket, rules: Rules) -> bool:
         if rules.at_least and len(joint.contributions) >= rules.at_least:
             return True
-        return all(m in joint.contributions for m in ticket.members if self._schedule.is_present(m))
+        # One that has pushed a later step never took this one from its own head, or was too late there.
+        return all(
+            member in joint.contributions or self._newest.get(member, -1) > ticket.serial
+            for member in ticket.members
+            if self._schedule.is_present(member)
+        )
 
     def _merge(self, joint: _Joint, message: Push, rules: Rules) -> None:
         parts = [joint.contributions[m] for m in message.ticket.members if m in joint.contributions]
@@ -225,7 +248,8 @@ class Store:
         }
         if message.gradients:
             columns = zip(*[gradients for _, gradients, _ in parts], strict=True)
-            self._apply([_weighted_sum(column, shares) for column in columns], rules, message.ticket)
+            merged = [_weighted_sum(column, shares) for column in columns]
+            self._apply(merged, rules, message.ticket, finite=joint.finite)
         columns = zip(*[extras for _, _, extras in parts], strict=True)
         joint.extras = [
             _weighted_sum(column, counts[weight]) for column, weight in zip(columns, message.extras, strict=True)
@@ -235,12 +259,6 @@ class Store:
         """Somebody came or left: those who wait look again."""
         with self._changed:
             self._changed.notify_all()
-
-
-def _is_finite(array: Array) -> bool:
-    # Over its squares, which BLAS sums in one quick pass; they may overflow where the array does not.
-    flat = array.reshape(-1)
-    return bool(np.isfinite(np.dot(flat, flat))) or bool(np.isfinite(array).all())
 
 
 def _weighted_sum(arrays: Sequence[Array], weights: Sequence[float]) -> Array:

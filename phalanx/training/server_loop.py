@@ -39,6 +39,7 @@ from phalanx.parameter_server.messages import (
     Collect,
     Declare,
     EndFit,
+    EpochOver,
     FitOver,
     Model,
     NoBatch,
@@ -141,27 +142,37 @@ class ServerTrainer:
         callbacks.on_train_begin()
         first_epoch = self._attach(fit, model._initial_epoch or initial_epoch)
         logs: dict[str, Any] = {}
-        for epoch in range(first_epoch, epochs):
+        epoch = first_epoch
+        while epoch < epochs:
             progress.report("pull", epoch=epoch)
             self._assign(self._merge.pull())
             model.reset_metrics()
             callbacks.on_epoch_begin(epoch)
             self._tell_learning_rate()
-            samples, over = self._train_epoch(fit, epoch, source, engine, callbacks)
-            logs = self._finish_epoch(fit, epoch, samples, source, engine)
+            samples, answer = self._train_epoch(fit, epoch, source, engine, callbacks)
+            if isinstance(answer, EpochOver) and answer.back_to >= 0:
+                logger.warning("The chief was started again; going on with epoch %d.", answer.back_to + 1)
+                source.reset()
+                epoch = answer.back_to
+                continue
+            logs = self._finish_epoch(fit, epoch, samples, engine)
             if validation_data is not None and model._should_eval(epoch, validation_freq) and worker.is_chief:
                 found = self._validate(
                     validation_data, validation_batch_size or batch_size, validation_steps, callbacks
                 )
                 logs |= {f"val_{name}": value for name, value in found.items()}
             callbacks.on_epoch_end(epoch, logs)
-            if over or model.stop_training:
+            epoch += 1
+            # The chief's decision is everybody's: what other workers see is only a part.
+            if isinstance(answer, FitOver) or (worker.is_chief and model.stop_training):
                 break
         if worker.is_chief:
             self._client.ask(HEAD, EndFit(fit))
         self._assign(self._merge.pull())
         self._training = False
         if epochs > first_epoch:
+            if model.optimizer.use_ema and not worker.is_chief:
+                self._pull_optimizer()
             model.optimizer.finalize_variable_values(model.trainable_weights)
         callbacks.on_train_end(logs=logs)
         return model.history
@@ -223,7 +234,9 @@ class ServerTrainer:
             )
         self._placed = Placed(variables, shards, client.servers)
         # Where no server sees all gradients, the worker clips them.
-        self._merge.place(self._placed, (lambda gradients: gradients) if whole else partial(clipped, model.optimizer))
+        self._merge.place(
+            fit, self._placed, (lambda gradients: gradients) if whole else partial(clipped, model.optimizer)
+        )
         if self._worker.is_chief:
             self._declare(fit, first_epoch)
         self._training = client.starting = True
@@ -231,6 +244,7 @@ class ServerTrainer:
         answers = client.ask_all([(Attach(fit, tuple(variables)), ())] * client.servers)
         answer = answers[HEAD][0]
         assert isinstance(answer, Values)
+        self._merge.era = answer.version
         return answer.step
 
     def _declare(self, fit: int, first_epoch: int) -> None:
@@ -283,27 +297,32 @@ class ServerTrainer:
 
     def _train_epoch(
         self, fit: int, epoch: int, source: ShardedInput, engine: Engine, callbacks: Any
-    ) -> tuple[int, bool]:
-        """Take tickets until there are no more. Returns the samples trained on, and whether the `fit` is over."""
+    ) -> tuple[int, EpochOver | FitOver]:
+        """Take tickets until there are no more. Returns the samples trained on, and the last answer."""
         steps = source.begin(epoch)
         if self._worker.is_chief:
             order = [] if self._new_order is None else [self._new_order]
             self._new_order = None
             self._client.ask(HEAD, OpenEpoch(fit, epoch, -1 if steps is None else steps), order)
         samples = step = 0
+        listened = callback_lists.listens_to_batches(callbacks, "train")
+        made = source.num_batches or 0
         bar = callback_lists.progress_bar(callbacks)
         engine.begin()
         try:
             while True:
                 ticket = self._merge.next_ticket(fit, epoch)
                 if not isinstance(ticket, Ticket):
-                    return samples, isinstance(ticket, FitOver)
+                    made = ticket.steps if isinstance(ticket, EpochOver) and ticket.steps else made
+                    return samples, ticket
                 batch = self._batch(source, ticket)
                 if batch is None:
                     continue
                 callbacks.on_train_batch_begin(step)
                 if engine.in_variables:  # a callback may have looked at them, or changed them
                     engine.end()
+                    if listened:
+                        self._tell_learning_rate()
                     engine.begin()
                 progress.report("gradients", epoch=epoch, step=step)
                 engine.train(batch.data, batch.size / (batch.global_size or 1))
@@ -316,7 +335,7 @@ class ServerTrainer:
         finally:
             self._merge.flush()
             engine.end()
-            source.finish(source.num_batches or step)
+            source.finish(made or step)
 
     def _batch(self, source: ShardedInput, ticket: Ticket) -> LocalBatch | None:
         """This worker's part of the batch that the ticket names; None, which the head is told, if there is none."""
@@ -340,7 +359,7 @@ class ServerTrainer:
         self._merge.flush()
         self._client.ask(HEAD, NoBatch(ticket, ends))
 
-    def _finish_epoch(self, fit: int, epoch: int, samples: int, source: ShardedInput, engine: Engine) -> dict[str, Any]:
+    def _finish_epoch(self, fit: int, epoch: int, samples: int, engine: Engine) -> dict[str, Any]:
         """The chief merges what all counted, and fetches what it may save."""
         model = self._model
         metrics = model.metrics_variables
@@ -358,7 +377,9 @@ class ServerTrainer:
         if self._worker.is_chief:
             self._assign(self._merge.pull())
             self._pull_optimizer()
-        return dict(pythonify_logs(model.get_metrics_result()))
+        silent = model_state.silent_metrics(model, [_to_host(variable) for variable in metrics])
+        own = engine.logs() if samples else {}
+        return dict(pythonify_logs({**own, **model_state.choose_logs(own, model.get_metrics_result, silent)}))
 
     def _validate(self, data: Any, batch_size: int | None, steps: int | None, callbacks: Any) -> Mapping[str, Any]:
         """The chief evaluates, as Keras's `fit` does."""

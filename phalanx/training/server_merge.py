@@ -51,10 +51,13 @@ class ServerMerge:
         self._outstanding = False
         self._tickets: deque[Ticket] = deque()
         self._phase = 0
+        self._fit = -1
+        self.era = 0
         self._ticket: Ticket | None = None
 
-    def place(self, placed: Placed, clip: Callable[[Sequence[Array]], Sequence[Array]]) -> None:
+    def place(self, fit: int, placed: Placed, clip: Callable[[Sequence[Array]], Sequence[Array]]) -> None:
         """The variables of the `fit` that begins, and what to do with gradients before they are sent."""
+        self._fit = fit
         self._placed = placed
         self._clip = clip
         self._versions = [-1] * self._client.servers
@@ -66,14 +69,16 @@ class ServerMerge:
         if not self._tickets:
             self.flush()
         if not self._tickets:
-            answer, _ = self._client.ask(HEAD, Take(fit, epoch))
+            answer, _ = self._client.ask(HEAD, Take(fit, epoch, self.era))
             assert isinstance(answer, Ticket | EpochOver | FitOver)
             if not isinstance(answer, Ticket):
+                if isinstance(answer, EpochOver) and answer.back_to >= 0:
+                    self.era = answer.era
                 return answer
             self._tickets.append(answer)
             if self._overlap:
                 # A second one: with each step's gradients on their way, the next step must have its ticket already.
-                spare, _ = self._client.ask(HEAD, Take(fit, epoch, wait=False))
+                spare, _ = self._client.ask(HEAD, Take(fit, epoch, self.era, wait=False))
                 if isinstance(spare, Ticket):
                     self._tickets.append(spare)
         self._ticket = self._tickets.popleft()
@@ -98,7 +103,7 @@ class ServerMerge:
     def pull(self) -> list[Array]:
         """The variables' newest values."""
         self.flush()
-        self._take(self._client.ask_all([(Pull(version), ()) for version in self._versions]))
+        self._take(self._client.ask_all([(Pull(self._fit, version), ()) for version in self._versions]))
         return self._values
 
     def flush(self) -> None:
@@ -129,15 +134,17 @@ class ServerMerge:
         """To each server its shards' gradients; the rest to the head."""
         placed = self._require_placed()
         assert self._ticket is not None
+        if self._wire is not None:
+            gradients = [g.astype(self._wire) if g.dtype.itemsize > 2 else g for g in gradients]
+        finite = not self._worker.rules.refuse_nan or all(_is_finite(gradient) for gradient in gradients)
         for server in range(self._client.servers):
             parts = placed.cut(gradients, server) if gradients else []
-            if self._wire is not None:
-                parts = [part.astype(self._wire) if part.dtype.itemsize > 2 else part for part in parts]
             with_extras = [*parts, *extras] if server == HEAD else parts
             question = Push(
                 self._ticket,
                 self._phase,
                 bool(gradients),
+                finite,
                 share,
                 tuple(array.dtype.name for array in with_extras),
                 tuple(weight.value for weight in weights) if server == HEAD else (),
@@ -176,3 +183,11 @@ class ServerMerge:
     def _require_placed(self) -> Placed:
         assert self._placed is not None, "the model is placed before the first step"
         return self._placed
+
+
+def _is_finite(array: Array) -> bool:
+    # Over its squares, which BLAS sums in one quick pass; they may overflow where the array does not.
+    flat = array.reshape(-1)
+    if flat.dtype.itemsize > 2 and np.isfinite(np.dot(flat, flat)):
+        return True
+    return bool(np.isfinite(array).all())

@@ -82,7 +82,7 @@ def test_a_killed_server_ends_the_workers_with_its_name(start: Start) -> None:
 
 
 def test_a_killed_chief_ends_the_others_with_its_name(start: Start) -> None:
-    tasks = start("asynchronous", epochs=10_000, timeout_s=3)
+    tasks = start("asynchronous", epochs=10_000, timeout_s=8)
     trains(tasks)
     tasks.send("worker/0", signal.SIGKILL)
     assert tasks.ends("worker/1") == {"worker/1": PeerLostError.exit_code}
@@ -90,7 +90,7 @@ def test_a_killed_chief_ends_the_others_with_its_name(start: Start) -> None:
 
 
 def test_a_stopped_worker_is_left_out(start: Start) -> None:
-    tasks = start("synchronous", timeout_s=3, workers=3)
+    tasks = start("synchronous", timeout_s=15, workers=3)
     trains(tasks)
     tasks.send("worker/1", signal.SIGSTOP)
     assert set(tasks.ends("worker/0", "worker/2", "ps/0").values()) == {0}
@@ -100,7 +100,7 @@ def test_a_stopped_worker_is_left_out(start: Start) -> None:
 
 @pytest.mark.slow
 def test_a_stopped_server_ends_the_job(start: Start) -> None:
-    tasks = start("asynchronous", epochs=10_000, timeout_s=2)
+    tasks = start("asynchronous", epochs=10_000, timeout_s=5)
     trains(tasks)
     tasks.send("ps/0", signal.SIGSTOP)
     assert set(tasks.ends("worker/0", "worker/1").values()) == {CollectiveTimeoutError.exit_code}

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from phalanx.errors import CollectiveTimeoutError, PeerLostError
+from phalanx.errors import CollectiveTimeoutError, PeerLostError, PhalanxError
 from phalanx.parameter_server.messages import EpochOver, FitOver, Report, Rules, Ticket
 from phalanx.parameter_server.schedule import Schedule
 
@@ -25,15 +25,26 @@ def begun(steps: int | None, *, workers: int = 2, **options: object) -> Schedule
     schedule = Schedule(NAMES[:workers], start_s=BOUND_S)
     for worker in range(workers):
         schedule.attach(worker, f"incarnation {worker}")
-    schedule.begin(rules(**options))  # type: ignore[arg-type]
+    schedule.begin(rules(**options), 0)  # type: ignore[arg-type]
     schedule.open_epoch(0, 0, steps, None)
     return schedule
 
 
 def take(schedule: Schedule, worker: int, epoch: int = 0) -> Ticket:
-    ticket = schedule.take(worker, 0, epoch, BOUND_S)
+    ticket = ask(schedule, worker, epoch=epoch)
     assert isinstance(ticket, Ticket)
     return ticket
+
+
+def ask(
+    schedule: Schedule, worker: int, *, epoch: int = 0, incarnation: str | None = None, within_s: float = BOUND_S
+) -> Ticket | EpochOver | FitOver:
+    """What a worker of the first `fit` hears when it asks for a ticket."""
+    return schedule.take(worker, incarnation or f"incarnation {worker}", 0, epoch, 1, within_s)
+
+
+def at_hand(schedule: Schedule, worker: int) -> Ticket | None:
+    return schedule.try_take(worker, f"incarnation {worker}", 0, 0, 1)
 
 
 def test_each_batch_is_given_to_one_worker() -> None:
@@ -44,7 +55,7 @@ def test_each_batch_is_given_to_one_worker() -> None:
         batches.append(ticket.batch)
         schedule.done(ticket)
     assert batches == [0, 1, 2, 3, 4]
-    assert isinstance(schedule.take(0, 0, 0, BOUND_S), EpochOver)
+    assert isinstance(ask(schedule, 0, epoch=0), EpochOver)
     assert schedule.global_step == 5
 
 
@@ -52,7 +63,7 @@ def test_the_batch_of_a_lost_worker_goes_to_another() -> None:
     schedule = begun(2)
     lost, own = take(schedule, 1), take(schedule, 0)
     schedule.done(own)
-    assert schedule.try_take(0, 0, 0) is None, "all batches are given out"
+    assert at_hand(schedule, 0) is None, "all batches are given out"
     schedule.detach(1, "incarnation 1")
     assert take(schedule, 0).batch == lost.batch
 
@@ -61,7 +72,7 @@ def test_an_epoch_is_over_when_the_last_batch_is_applied() -> None:
     schedule = begun(1)
     ticket = take(schedule, 1)
     with ThreadPoolExecutor() as pool:
-        answer = pool.submit(schedule.take, 0, 0, 0, BOUND_S)
+        answer = pool.submit(ask, schedule, 0)
         schedule.done(ticket)
         assert isinstance(answer.result(BOUND_S), EpochOver)
 
@@ -69,7 +80,10 @@ def test_an_epoch_is_over_when_the_last_batch_is_applied() -> None:
 def test_a_worker_that_is_gone_says_nothing_for_its_successor() -> None:
     schedule = begun(4)
     schedule.attach(1, "successor")
-    ticket = take(schedule, 1)
+    with pytest.raises(PhalanxError, match="started again in another process"):
+        ask(schedule, 1)
+    ticket = ask(schedule, 1, incarnation="successor")
+    assert isinstance(ticket, Ticket)
     schedule.detach(1, "incarnation 1")  # the old connection is noticed to be closed only now
     assert schedule.is_present(1)
     schedule.done(ticket)
@@ -81,7 +95,7 @@ def test_all_make_a_synchronous_step_together() -> None:
     tickets = [take(schedule, worker) for worker in range(3)]
     assert {ticket.batch for ticket in tickets} == {0}
     assert {ticket.members for ticket in tickets} == {(0, 1, 2)}
-    assert schedule.try_take(0, 0, 0) is None, "the step is not applied"
+    assert at_hand(schedule, 0) is None, "the step is not applied"
     schedule.done(tickets[0])
     assert take(schedule, 0).batch == 1
 
@@ -98,7 +112,7 @@ def test_nobody_runs_further_ahead_than_the_staleness() -> None:
     schedule = begun(None, staleness=1)
     for _ in range(2):
         schedule.done(take(schedule, 0))
-    assert schedule.try_take(0, 0, 0) is None
+    assert at_hand(schedule, 0) is None
     schedule.done(take(schedule, 1))
     assert take(schedule, 0).batch == 3
 
@@ -106,7 +120,7 @@ def test_nobody_runs_further_ahead_than_the_staleness() -> None:
 def test_one_who_holds_the_others_back_too_long_is_left_out() -> None:
     schedule = begun(None, staleness=0, timeout_s=0.2)
     schedule.done(take(schedule, 0))
-    assert isinstance(schedule.take(0, 0, 0, 0.2), Ticket)
+    assert isinstance(ask(schedule, 0, epoch=0, within_s=0.2), Ticket)
     assert not schedule.is_present(1)
     assert schedule.is_evicted("incarnation 1")
 
@@ -116,31 +130,31 @@ def test_data_that_end_end_the_epoch() -> None:
     first, second = take(schedule, 0), take(schedule, 1)
     schedule.done(first)
     schedule.no_batch(second, ends=True)
-    assert isinstance(schedule.take(0, 0, 0, BOUND_S), EpochOver)
+    assert isinstance(ask(schedule, 0, epoch=0), EpochOver)
 
 
 def test_who_waits_for_a_chief_that_left_is_told() -> None:
     schedule = begun(1)
     schedule.chief_left()
     with pytest.raises(PeerLostError, match="lost worker/0 during fit"):
-        schedule.take(1, 0, 1, BOUND_S)
+        ask(schedule, 1, epoch=1)
 
 
 def test_waiting_for_the_chief_is_bounded() -> None:
     schedule = begun(1)
     with pytest.raises(CollectiveTimeoutError, match="worker/0 did not begin epoch 2"):
-        schedule.take(1, 0, 1, 0.1)
+        ask(schedule, 1, epoch=1, within_s=0.1)
     schedule.detach(0, "incarnation 0")
     with pytest.raises(PeerLostError, match="lost worker/0"):
-        schedule.take(1, 0, 1, 0.1)
+        ask(schedule, 1, epoch=1, within_s=0.1)
 
 
 def test_a_former_fit_or_epoch_is_over() -> None:
     schedule = begun(3)
     schedule.open_epoch(0, 4, 3, None)
-    assert isinstance(schedule.take(1, 0, 2, BOUND_S), EpochOver)
+    assert isinstance(ask(schedule, 1, epoch=2), EpochOver)
     schedule.end_fit(0)
-    assert isinstance(schedule.take(1, 0, 4, BOUND_S), FitOver)
+    assert isinstance(ask(schedule, 1, epoch=4), FitOver)
 
 
 def test_reports_are_merged_by_how_they_count() -> None:
@@ -157,14 +171,14 @@ def test_reports_are_merged_by_how_they_count() -> None:
 def test_many_workers_take_every_batch_once() -> None:
     schedule = Schedule(tuple(f"worker/{i}" for i in range(8)), start_s=BOUND_S)
     for worker in range(8):
-        schedule.attach(worker, str(worker))
-    schedule.begin(rules())
+        schedule.attach(worker, f"incarnation {worker}")
+    schedule.begin(rules(), 0)
     schedule.open_epoch(0, 0, 400, None)
     taken: list[int] = []
     lock = threading.Lock()
 
     def work(worker: int) -> None:
-        while isinstance(ticket := schedule.take(worker, 0, 0, BOUND_S), Ticket):
+        while isinstance(ticket := ask(schedule, worker), Ticket):
             with lock:
                 taken.append(ticket.batch)
             schedule.done(ticket)
@@ -176,3 +190,58 @@ def test_many_workers_take_every_batch_once() -> None:
         thread.join(BOUND_S)
         assert not thread.is_alive()
     assert sorted(taken) == list(range(400))
+
+
+def test_workers_apart_by_their_steps_still_end_an_epoch() -> None:
+    schedule = begun(3, staleness=0)
+    for worker in (0, 1, 0):
+        schedule.done(take(schedule, worker))
+    assert isinstance(ask(schedule, 0), EpochOver), "it is ahead, but there is nothing to wait for"
+    assert isinstance(ask(schedule, 1), EpochOver)
+    assert schedule.is_present(1)
+
+
+def test_tickets_in_hand_count_as_steps_ahead() -> None:
+    schedule = begun(None, staleness=1)
+    take(schedule, 0), take(schedule, 0)
+    assert at_hand(schedule, 0) is None
+
+
+def test_one_that_keeps_the_last_batch_too_long_is_left_out() -> None:
+    schedule = begun(1)
+    kept = take(schedule, 1)
+    again = ask(schedule, 0, within_s=0.2)
+    assert isinstance(again, Ticket)
+    assert again.batch == kept.batch
+    assert schedule.is_evicted("incarnation 1")
+
+
+def test_a_chief_that_begins_again_takes_the_others_back() -> None:
+    schedule = begun(3)
+    schedule.open_epoch(0, 4, 3, None)
+    schedule.attach(0, "second chief")
+    schedule.begin(rules(), 0)
+    schedule.open_epoch(0, 2, 3, None)
+    answer = ask(schedule, 1, epoch=5)
+    assert isinstance(answer, EpochOver)
+    assert (answer.back_to, answer.era) == (2, 2)
+    assert isinstance(schedule.take(1, "incarnation 1", 0, 2, 2, BOUND_S), Ticket)
+
+
+def test_a_second_fit_needs_only_those_who_are_left() -> None:
+    schedule = begun(1, synchronous=True)
+    schedule.detach(1, "incarnation 1")
+    schedule.end_fit(0)
+    schedule.begin(rules(synchronous=True), 1)
+    schedule.open_epoch(1, 0, 1, None)
+    assert isinstance(schedule.take(0, "incarnation 0", 1, 0, 2, BOUND_S), Ticket)
+
+
+def test_the_report_of_one_that_took_no_part_is_not_waited_for() -> None:
+    schedule = begun(1)
+    schedule.done(take(schedule, 0))
+    schedule.attach(1, "just started")
+    schedule.report(0, Report(0, 0, 1, ("float32",), ("one",)), [np.ones(1, np.float32)])
+    merged, _, steps = schedule.collect(0, 0, BOUND_S)
+    assert (float(merged[0][0]), steps) == (1.0, 1)
+    assert schedule.is_present(1)

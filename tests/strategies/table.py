@@ -269,10 +269,10 @@ def models_outside_scopes_are_kerass_own(setting: Setting) -> dict[str, Any]:
     after a scope was used, and with the hook taken out."""
     with setting.strategy.scope():
         inside = classifier()
-    assert hook.replica_of(inside) is not None
+    assert hook.member_of(inside) is not None
     history, weights = _train_own_data(setting.rank)
     model = classifier()
-    assert hook.replica_of(model) is None
+    assert hook.member_of(model) is None
     hook.uninstall()
     other_history, other_weights = _train_own_data(setting.rank)
     assert history == other_history
