@@ -6,10 +6,12 @@ import pytest
 
 from phalanx.errors import ConfigurationError
 from phalanx.launcher import environment
+from phalanx.launcher.placement import task_names
 
 
 def settings(rank: int = 1, **more: object) -> dict[str, str]:
     return environment.job_settings(
+        tasks=["worker/0", "worker/1"],
         addresses=["a:1", "b:2"],
         rank=rank,
         secret="s" * 32,
@@ -22,6 +24,15 @@ def test_tf_config_is_what_tensorflow_reads() -> None:
     assert json.loads(settings()["TF_CONFIG"]) == {
         "cluster": {"worker": ["a:1", "b:2"]},
         "task": {"type": "worker", "index": 1},
+    }
+
+
+def test_tf_config_names_servers_beside_workers() -> None:
+    tasks = task_names(1, chief=True, servers=2, evaluator=True)
+    assert tasks == ["chief/0", "worker/0", "ps/0", "ps/1", "evaluator/0"]
+    assert json.loads(environment.tf_config(tasks, ["a:1", "b:2", "c:3", "d:4", "e:5"], 3)) == {
+        "cluster": {"chief": ["a:1"], "worker": ["b:2"], "ps": ["c:3", "d:4"], "evaluator": ["e:5"]},
+        "task": {"type": "ps", "index": 1},
     }
 
 
