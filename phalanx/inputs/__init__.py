@@ -4,12 +4,11 @@ from phalanx.inputs.batch import LocalBatch
 from phalanx.inputs.distributed import DistributedDataset, distribute_dataset, distribute_from_function
 from phalanx.inputs.policy import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
 from phalanx.inputs.shard import accepts_batch_size, shard_input
-from phalanx.inputs.sharded import BatchGoneError, ShardedInput
+from phalanx.inputs.sharded import ShardedInput
 from phalanx.inputs.split import local_range
 
 __all__ = [
     "AutoShardPolicy",
-    "BatchGoneError",
     "DistributedDataset",
     "InputContext",
     "InputOptions",

@@ -244,7 +244,8 @@ class ParameterServer:
             case Declare():
                 store.declare(question, buffers)
             case Attach(fit, variables):
-                return _values(schedule.era, (), store.attach(fit, variables, self._me.settings.rendezvous_timeout_s))
+                first_epoch = store.attach(fit, variables, self._me.settings.rendezvous_timeout_s)
+                return _values(schedule.era, (), first_epoch)
             case SetRate(rate):
                 store.set_learning_rate(rate)
             case OpenEpoch(fit, epoch, steps):

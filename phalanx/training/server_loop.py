@@ -28,8 +28,9 @@ from phalanx.backends import make_engine, model_state
 from phalanx.backends.engine import Engine
 from phalanx.backends.updater import Slot, check_optimizer, clipped, slots_of_model
 from phalanx.errors import UnsupportedError
-from phalanx.inputs import BatchGoneError, LocalBatch, ShardedInput, local_range, shard_input
+from phalanx.inputs import LocalBatch, ShardedInput, local_range, shard_input
 from phalanx.inputs.keras_adapters import shuffled_orders
+from phalanx.inputs.sharded import BatchGoneError
 from phalanx.inputs.split import stand_in
 from phalanx.inputs.structure import map_leaves
 from phalanx.launcher import progress
