@@ -11,8 +11,10 @@ import os
 
 import pytest
 
+from tests.support.backends import FIRST
+
 # The tests themselves use Keras a little, on any backend there is; jobs are told theirs.
-os.environ.setdefault("KERAS_BACKEND", os.environ.get("BACKENDS", "jax").split()[0])
+os.environ.setdefault("KERAS_BACKEND", FIRST)
 
 CI_SCENARIOS = """
     sequential_adam functional_sgd_momentum_sample_weight subclassed_adam_class_weight several_inputs_and_outputs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +16,13 @@ from phalanx.errors import UnsupportedError
 
 
 def prepare() -> None:
-    """Call once in a process that takes part in a job, before anything is computed."""
+    """Call once in a process that takes part in a job, before anything is computed.
+
+    Raises: UnsupportedError if Keras runs on a backend that Phalanx does not know.
+    """
+    name, _ = _backend()
     memory.keep_freed()
-    if keras.backend.backend() == "jax":
+    if name == "jax":
         from phalanx.backends import jax_cache
 
         jax_cache.install()
@@ -25,63 +30,38 @@ def prepare() -> None:
 
 def make_engine(model: Any, merge: Merge) -> Engine:
     """The engine for a compiled model on the backend that Keras runs on."""
-    match keras.backend.backend():
-        case "jax":
-            from phalanx.backends.jax import JaxEngine
-
-            return JaxEngine(model, merge)
-        case "tensorflow":
-            from phalanx.backends.tensorflow import TensorFlowEngine
-
-            return TensorFlowEngine(model, merge)
-        case "torch":
-            from phalanx.backends.torch import TorchEngine
-
-            return TorchEngine(model, merge)
-        case other:
-            raise _unknown(other)
+    engine: Engine = _of_backend("Engine")(model, merge)
+    return engine
 
 
 def make_updater(optimizer: str, pieces: Sequence[Piece]) -> Updater:
     """An optimizer, from Keras's description of it as JSON, and what it updates, on the backend that Keras runs on."""
-    match keras.backend.backend():
-        case "jax":
-            from phalanx.backends.jax import JaxUpdater
-
-            return JaxUpdater(optimizer, pieces)
-        case "tensorflow":
-            from phalanx.backends.tensorflow import TensorFlowUpdater
-
-            return TensorFlowUpdater(optimizer, pieces)
-        case "torch":
-            from phalanx.backends.torch import TorchUpdater
-
-            return TorchUpdater(optimizer, pieces)
-        case other:
-            raise _unknown(other)
+    updater: Updater = _of_backend("Updater")(optimizer, pieces)
+    return updater
 
 
 def make_tensors() -> Tensors:
     """How tensors of the backend that Keras runs on come to the host and back."""
-    match keras.backend.backend():
-        case "jax":
-            from phalanx.backends.jax import JaxTensors
-
-            return JaxTensors()
-        case "tensorflow":
-            from phalanx.backends.tensorflow import TensorFlowTensors
-
-            return TensorFlowTensors()
-        case "torch":
-            from phalanx.backends.torch import TorchTensors
-
-            return TorchTensors()
-        case other:
-            raise _unknown(other)
+    tensors: Tensors = _of_backend("Tensors")()
+    return tensors
 
 
-def _unknown(backend: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"Keras runs on the backend {backend!r}; Phalanx trains on 'jax', 'tensorflow' and 'torch'. "
-        f"Set KERAS_BACKEND to one of these before Keras is imported."
-    )
+# Each backend has a module of its name here, whose classes begin with this.
+_PREFIXES = {"jax": "Jax", "tensorflow": "TensorFlow", "torch": "Torch"}
+
+
+def _of_backend(kind: str) -> Any:
+    """The class of this kind for the backend that Keras runs on; only its module is imported."""
+    name, prefix = _backend()
+    return getattr(importlib.import_module(f"phalanx.backends.{name}"), prefix + kind)
+
+
+def _backend() -> tuple[str, str]:
+    """The backend that Keras runs on, and the prefix of its classes."""
+    name = keras.backend.backend()
+    if name not in _PREFIXES:
+        raise UnsupportedError(
+            f"Keras runs on the backend {name!r}; Phalanx trains on 'jax', 'tensorflow' and 'torch'. "
+            f"Set KERAS_BACKEND to one of these before Keras is imported."
+        )
+    return name, _PREFIXES[name]

@@ -354,10 +354,6 @@ class TensorFlowUpdater(Updater):
         for variable, value in zip(self.optimizer.variables, values, strict=True):
             variable.assign(value)
 
-    def set_learning_rate(self, rate: float) -> None:
-        if isinstance(self.optimizer._learning_rate, keras.Variable):
-            self.optimizer.learning_rate = rate
-
 
 class TensorFlowTensors:
     """See `phalanx.backends.tensors.Tensors`."""

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
-import keras
 import ml_dtypes
 import numpy as np
 import torch
@@ -310,10 +309,6 @@ class TorchUpdater(Updater):
         with torch.no_grad():
             for variable, value in zip(self.optimizer.variables, values, strict=True):
                 variable.value.copy_(_from_host(np.asarray(value)))
-
-    def set_learning_rate(self, rate: float) -> None:
-        if isinstance(self.optimizer._learning_rate, keras.Variable):
-            self.optimizer.learning_rate = rate
 
 
 class TorchTensors:

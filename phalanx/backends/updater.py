@@ -8,6 +8,7 @@ there are several servers, of the workers.
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -43,7 +44,7 @@ class Slot(NamedTuple):
     name: str
 
 
-class Updater:
+class Updater(ABC):
     """An optimizer and the pieces that it updates, on the backend of this process; made by `make_updater`.
 
     Used by one thread at a time. Values that it returned stay what they are when it goes on.
@@ -58,28 +59,29 @@ class Updater:
         self.slots = build_noting_slots(self.optimizer, self.variables)
         self._prepare()
 
-    def _prepare(self) -> None:
+    def _prepare(self) -> None:  # noqa: B027  (there may be nothing to do)
         """What the backend needs before the first update."""
 
+    @abstractmethod
     def apply(self, gradients: Sequence[Array]) -> None:
         """One update; the gradients are in the order of the pieces."""
-        raise NotImplementedError
 
+    @abstractmethod
     def values(self) -> list[Array]:
         """The pieces' present values."""
-        raise NotImplementedError
 
+    @abstractmethod
     def optimizer_values(self) -> list[Array]:
         """The values of the optimizer's variables, in the order of `slots`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load_optimizer(self, values: Sequence[Array]) -> None:
         """Give the optimizer's variables these values, in the order of `slots`."""
-        raise NotImplementedError
 
     def set_learning_rate(self, rate: float) -> None:
         """The learning rate from now on; a schedule stays what it is."""
-        raise NotImplementedError
+        if isinstance(self.optimizer._learning_rate, keras.Variable):
+            self.optimizer.learning_rate = rate
 
 
 def build_noting_slots(optimizer: Any, variables: Sequence[Any]) -> tuple[Slot, ...]:

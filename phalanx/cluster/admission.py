@@ -30,7 +30,7 @@ RUNNING = "running"
 def serve_rendezvous(listener: Listener, me: Identity, roll_call: RollCall) -> None:
     """Register all that a task serves during the rendezvous; after it, they answer that the job runs."""
     listener.register(MESH, _Mesh(me, roll_call))
-    listener.register(PROBE, _Probe(me))
+    listener.register(PROBE, Probe(me))
     listener.register(VERDICT, _Verdict(roll_call))
 
 
@@ -86,7 +86,7 @@ class _Mesh:
         self._roll_call.enter(rank, Peer(newcomer, link))
 
 
-class _Probe:
+class Probe:
     """Says who is here, before, during and after the rendezvous."""
 
     def __init__(self, me: Identity):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -59,6 +59,18 @@ class Statement(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def whereabouts(self) -> str:
         return f"{self.task} (pid {self.pid} on {self.host})"
+
+
+def first_difference(variables: Sequence[object], others: Sequence[object], one: str, other: str) -> str | None:
+    """Where two lists of variables part, in words; None if they are the same. `one` and `other` have them."""
+    for index, (left, right) in enumerate(zip(variables, others, strict=False)):
+        if left != right:
+            return f"variable {index} is {left} on {one} and {right} on {other}."
+    if len(variables) == len(others):
+        return None
+    longer, which = (variables, one) if len(variables) > len(others) else (others, other)
+    extra = longer[min(len(variables), len(others))]
+    return f"{one} has {len(variables)} variables and {other} has {len(others)}; only {which} has {extra}."
 
 
 def cluster_by_task(spec: ClusterSpec) -> dict[str, str]:

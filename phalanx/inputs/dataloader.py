@@ -78,6 +78,7 @@ class MapStyleSource:
     policy = AutoShardPolicy.DATA
     uniform = True
     endless = False
+    by_number = False
 
     def __init__(self, loader: Any, *, rank: int, world_size: int, seed: int):
         self._loader = loader

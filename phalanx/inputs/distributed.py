@@ -29,6 +29,7 @@ class PerRankSource:
         self.kind = source.kind
         self.endless = source.endless
         self.reads_ahead = source.reads_ahead
+        self.by_number = source.by_number
         self.signature = "a dataset of each rank's own"
 
     @property

@@ -178,11 +178,7 @@ class ShardedInput:
     def shares(self, index: int) -> Iterator[Share]:
         """As `epoch`, with the elements in the source's own structure."""
         source, steps = self._source, self._steps_per_epoch
-        if not self._reset_done:
-            self.reset()
-        if self._position == 0:
-            self._pass = index
-        source.on_epoch_begin()
+        self._enter(index)
         start, seen, complete = self._position, 0, False
         try:
             for share in self._reading(start):
@@ -208,12 +204,8 @@ class ShardedInput:
 
     def begin(self, index: int) -> int | None:
         """Begin epoch `index`; the number of its batches, None while that is unknown."""
-        if not self._reset_done:
-            self.reset()
-        if self._position == 0:
-            self._pass = index
-        self._source.on_epoch_begin()
-        if self._by_number:
+        self._enter(index)
+        if self._source.by_number:
             self._source.read(self._pass, self._position, self._position)  # makes the order of a new pass
         elif self._position == 0:
             self._stream, self._read = self._source.read(self._pass, 0, None), 0
@@ -226,7 +218,7 @@ class ShardedInput:
         Raises: BatchGoneError if it is behind: a stream cannot be read twice.
         """
         place = self._position + number
-        if self._by_number:
+        if self._source.by_number:
             share = next(self._source.read(self._pass, place, place + 1), None)
         else:
             if place < self._read:
@@ -248,9 +240,13 @@ class ShardedInput:
         """The epoch in which the running pass over the data began."""
         return self._pass
 
-    @property
-    def _by_number(self) -> bool:
-        return bool(getattr(self._source, "by_number", False))
+    def _enter(self, index: int) -> None:
+        """Epoch `index` begins, and perhaps a new pass with it."""
+        if not self._reset_done:
+            self.reset()
+        if self._position == 0:
+            self._pass = index
+        self._source.on_epoch_begin()
 
     def _reading(self, start: int) -> Iterator[Share]:
         stop = epoch_end(start, self._source.num_batches, self._steps_per_epoch)

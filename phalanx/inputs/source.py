@@ -22,6 +22,7 @@ class Source(Protocol):
         checked: whether the shares carry fingerprints that the ranks should compare.
         endless: whether it is known never to end.
         reads_ahead: whether it makes its next batch while it is not asked, so that a thread would not pay.
+        by_number: whether `read` may begin anywhere in a pass, and any number of times.
         signature: a line that is the same on every rank if the ranks were given the same data.
     """
 
@@ -48,6 +49,9 @@ class Source(Protocol):
 
     @property
     def reads_ahead(self) -> bool: ...
+
+    @property
+    def by_number(self) -> bool: ...
 
     @property
     def signature(self) -> str: ...
@@ -98,6 +102,8 @@ class StreamSource:
         once: the data cannot be read twice.
         per_rank: the elements are already this rank's own and are not cut.
     """
+
+    by_number = False
 
     def __init__(
         self,

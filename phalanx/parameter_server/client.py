@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -24,15 +24,13 @@ from phalanx.errors import (
     RendezvousError,
 )
 from phalanx.parameter_server.messages import Answer, Bye, Done, Question, Refusal
-from phalanx.parameter_server.placement import Shard, Variable, shard_shape
+from phalanx.parameter_server.placement import Shard, Variable, rows, shard_shape
 from phalanx.parameter_server.schedule import lost
 from phalanx.parameter_server.server import PURPOSE
-from phalanx.parameter_server.store import dtype_of
 from phalanx.transport.dial import RefusedError, retry_delay_s
 from phalanx.transport.link import Link
 
 Array = np.ndarray[Any, Any]
-T = TypeVar("T")
 
 HEAD = 0
 """The first server, which also keeps the schedule."""
@@ -46,10 +44,10 @@ _encode = msgspec.msgpack.Encoder().encode
 class Client:
     """The links of one worker to all servers. One thread at a time may ask.
 
+    Making one waits until all servers are there.
+
     Attributes:
         starting: whether an answer may have to wait for tasks that are only starting.
-
-    Making one waits until all servers are there.
 
     Raises:
         RendezvousError: a server did not come in time.
@@ -177,10 +175,7 @@ class Placed:
 
     def cut(self, arrays: Sequence[Array], server: int) -> list[Array]:
         """The parts of the variables' arrays that are this server's, in its order."""
-        return [
-            arrays[s.variable][s.start : s.stop] if arrays[s.variable].ndim else arrays[s.variable]
-            for s in self.of_server[server]
-        ]
+        return [rows(arrays[shard.variable], shard) for shard in self.of_server[server]]
 
     def join(self, parts: Sequence[Sequence[Array]]) -> list[Array]:
         """The variables' arrays from the parts of all servers."""
@@ -194,11 +189,9 @@ class Placed:
             for pieces in self._pieces
         ]
 
-    def arrays(self, server: int, buffers: Sequence[memoryview]) -> list[Array]:
-        """A server's buffers as arrays of its shards."""
+    def shaped(self, server: int, arrays: Sequence[Array]) -> list[Array]:
+        """A server's flat arrays in the shapes of its shards; none, if it sent none."""
         return [
-            np.frombuffer(buffer, dtype_of(self.variables[s.variable].dtype)).reshape(
-                shard_shape(self.variables[s.variable], s)
-            )
-            for s, buffer in zip(self.of_server[server], buffers, strict=False)
+            array.reshape(shard_shape(self.variables[s.variable], s))
+            for s, array in zip(self.of_server[server], arrays, strict=False)
         ]

@@ -5,9 +5,26 @@ A worker asks, the server answers, in turn; so a link needs no numbers to match 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes  # noqa: F401  (NumPy then knows bfloat16 by its name)
 import msgspec
+import numpy as np
 
 from phalanx.parameter_server.placement import Shard, Variable
+
+Array = np.ndarray[Any, Any]
+
+
+def dtypes_of(arrays: Sequence[Array]) -> tuple[str, ...]:
+    """What a message says of the arrays that go with it."""
+    return tuple(array.dtype.name for array in arrays)
+
+
+def arrays_of(buffers: Sequence[memoryview], dtypes: Sequence[str]) -> list[Array]:
+    """The arrays that came with a message, flat; they share the buffers' memory."""
+    return [np.frombuffer(buffer, dtype) for buffer, dtype in zip(buffers, dtypes, strict=True)]
 
 
 class Model(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from phalanx.cluster.admission import DISAGREEMENT, DUPLICATE, PROBE
+from phalanx.cluster.admission import DISAGREEMENT, DUPLICATE, PROBE, Probe
 from phalanx.cluster.agreement import Statement, describe_disagreement
 from phalanx.cluster.roll_call import Identity
 from phalanx.errors import FrameError, LinkClosedError, LinkTimeoutError, PhalanxError, RendezvousError
@@ -39,6 +39,8 @@ from phalanx.parameter_server.messages import (
     SetRate,
     Take,
     Values,
+    arrays_of,
+    dtypes_of,
 )
 from phalanx.parameter_server.schedule import CHIEF, POLL_S, Schedule, Worker, lost
 from phalanx.parameter_server.store import Store
@@ -96,7 +98,7 @@ class ParameterServer:
             sockets, task=str(self._me.task), secret=settings.secret, job=settings.job_id, tls=self._me.tls
         )
         listener.register(PURPOSE, self)
-        listener.register(PROBE, _Probe(self._me))
+        listener.register(PROBE, Probe(self._me))
         with listener:
             try:
                 self._wait_until_over(time.monotonic() + settings.rendezvous_timeout_s)
@@ -224,63 +226,45 @@ class ParameterServer:
         match question:
             case Push():
                 version, values, extras, note = store.push(question, buffers)
-                arrays = [*values, *extras]
                 ticket = None
                 if self._is_head and question.gradients:
                     now = question.ticket
                     ticket = schedule.try_take(worker, incarnation, now.fit, now.epoch, now.era)
-                dtypes = tuple(array.dtype.name for array in arrays)
-                return Values(version, schedule.global_step, dtypes, len(values), note, ticket=ticket), arrays
+                arrays = [*values, *extras]
+                step = schedule.global_step
+                return Values(version, step, dtypes_of(arrays), len(values), note, ticket=ticket), arrays
             case Take(fit, epoch, era, wait):
                 if wait:
                     return schedule.take(worker, incarnation, fit, epoch, era, timeout_s), ()
                 return schedule.try_take(worker, incarnation, fit, epoch, era) or Done(), ()
             case Pull(fit, version):
                 newest, values = store.pull(fit, version)
-                return Values(newest, 0, tuple(array.dtype.name for array in values), len(values)), values
+                return Values(newest, dtypes=dtypes_of(values), shards=len(values)), values
             case PullOptimizer():
                 slots, state = store.optimizer_values()
-                return Values(store.version, dtypes=tuple(array.dtype.name for array in state), slots=slots), state
+                return Values(store.version, dtypes=dtypes_of(state), slots=slots), state
             case Declare():
                 store.declare(question, buffers)
             case Attach(fit, variables):
                 first_epoch = store.attach(fit, variables, self._me.settings.rendezvous_timeout_s)
-                return _values(schedule.era, (), first_epoch)
+                return Values(schedule.era, first_epoch), ()
             case SetRate(rate):
                 store.set_learning_rate(rate)
             case OpenEpoch(fit, epoch, steps):
                 order = np.frombuffer(buffers[0], np.int64) if buffers else None
                 schedule.open_epoch(fit, epoch, None if steps < 0 else steps, order)
             case Order(fit, epoch):
-                return _values(0, [schedule.order(fit, epoch, timeout_s)])
+                return Values(0), [schedule.order(fit, epoch, timeout_s)]
             case NoBatch(ticket, ends):
                 schedule.no_batch(ticket, ends=ends)
             case Report():
-                counted = [np.frombuffer(b, np.dtype(d)) for b, d in zip(buffers, question.dtypes, strict=True)]
-                schedule.report(worker, question, counted)
+                schedule.report(worker, question, arrays_of(buffers, question.dtypes))
             case Collect(fit, epoch):
-                merged, samples, steps = schedule.collect(fit, epoch, timeout_s)
-                return _values(samples, [*merged, np.array([steps], np.int64)], schedule.global_step)
+                merged, _, _ = schedule.collect(fit, epoch, timeout_s)
+                return Values(0, schedule.global_step, dtypes_of(merged)), merged
             case EndFit(fit):
                 schedule.end_fit(fit)
         return Done(), ()
-
-
-class _Probe:
-    """Says who is here."""
-
-    def __init__(self, me: Identity):
-        self._me = me
-
-    def admit(self, hello: Hello) -> Welcome:
-        return Welcome(details=msgspec.msgpack.encode(self._me.statement))
-
-    def adopt(self, hello: Hello, link: Link) -> None:
-        link.close()
-
-
-def _values(version: int, arrays: Sequence[Array], step: int = 0) -> tuple[Values, Sequence[Array]]:
-    return Values(version, step, tuple(array.dtype.name for array in arrays)), arrays
 
 
 def _answer(link: Link, answer: Answer, arrays: Sequence[Array] = (), patience_s: float = SEND_S) -> None:

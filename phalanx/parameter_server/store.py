@@ -5,19 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from phalanx.backends import make_updater
 from phalanx.backends.layout import Weight
 from phalanx.backends.updater import Piece, Slot, Updater
+from phalanx.cluster.agreement import first_difference
 from phalanx.errors import CollectiveTimeoutError, DisagreementError
-from phalanx.parameter_server.messages import Declare, Push, Rules, Ticket
+from phalanx.parameter_server.messages import Declare, Push, Rules, Ticket, arrays_of
 from phalanx.parameter_server.placement import Shard, Variable, shard_shape
 from phalanx.parameter_server.schedule import CHIEF, POLL_S, Schedule, Worker
 
@@ -65,7 +64,8 @@ class Store:
         self._joints: dict[_Key, _Joint] = {}
         self._before: tuple[int, list[Array]] = (-1, [])  # the last values of the `fit` before
         self._newest: dict[Worker, int] = {}  # the newest step that each worker has pushed
-        self._completed: deque[_Key] = deque(maxlen=COMPLETED)
+        self._completed: dict[_Key, None] = {}  # the newest, in the order in which they were completed
+        self._forgotten: _Key = (-1, -1)  # no merge up to this one is remembered
         self.version = 0
         self.refused = 0
         self.late = 0
@@ -78,15 +78,11 @@ class Store:
         with self._changed:
             self._before = (self._fit, self._values)
             self._shards = tuple(shard for shard in model.shards if shard.server == self._index)
-            arrays = [
-                np.frombuffer(buffer, dtype_of(model.variables[shard.variable].dtype)).reshape(
-                    shard_shape(model.variables[shard.variable], shard)
-                )
-                for shard, buffer in zip(self._shards, buffers, strict=False)
-            ]
+            own = [model.variables[shard.variable] for shard in self._shards]
+            values = arrays_of(buffers[: len(own)], [variable.dtype for variable in own])
             pieces = [
-                Piece(model.variables[s.variable].path, array, model.constraints[s.variable], model.decays[s.variable])
-                for s, array in zip(self._shards, arrays, strict=True)
+                Piece(v.path, value.reshape(shard_shape(v, s)), model.constraints[s.variable], model.decays[s.variable])
+                for s, v, value in zip(self._shards, own, values, strict=True)
             ]
             if pieces:
                 self._updater = make_updater(model.optimizer, pieces)
@@ -103,6 +99,7 @@ class Store:
                 joint.given_up = True
             self._joints.clear()
             self._completed.clear()
+            self._forgotten = (-1, -1)
             self._newest.clear()
             self.version += 1
             self._schedule.begin(message.rules, message.fit)
@@ -119,7 +116,8 @@ class Store:
                 if time.monotonic() > until:
                     raise CollectiveTimeoutError(f"{self._names[CHIEF]} did not begin `fit` within {timeout_s:g} s.")
                 self._changed.wait(POLL_S)
-            if difference := _first_difference(self._declared.model.variables, variables):
+            chiefs = self._declared.model.variables
+            if difference := first_difference(chiefs, variables, "the chief", "this task"):
                 raise DisagreementError(
                     f"The model is not the same on all tasks: {difference} Every task must build the same model, in "
                     f"the same order."
@@ -156,8 +154,7 @@ class Store:
             assert self._declared is not None, "a ticket is given after the declaration"
             rules = self._declared.rules
             if message.ticket.era != self._schedule.era:
-                own = list(zip(buffers, message.dtypes, strict=True))[len(buffers) - len(message.extras) :]
-                extras = [np.frombuffer(buffer, dtype_of(dtype)) for buffer, dtype in own]
+                extras = arrays_of(buffers, message.dtypes)[len(buffers) - len(message.extras) :]
                 return self.version, [], extras, "it was of a `fit` that is over, or was begun anew"
             gradients, extras = self._arrays(message, buffers)
             if rules.synchronous:
@@ -170,10 +167,10 @@ class Store:
         """The gradients in the shards' shapes and dtypes, and the extras, flat."""
         assert self._declared is not None
         variables = self._declared.model.variables
-        flat = [np.frombuffer(b, dtype_of(dtype)) for b, dtype in zip(buffers, message.dtypes, strict=True)]
+        flat = arrays_of(buffers, message.dtypes)
         shards = self._shards if message.gradients else ()
         gradients = [
-            array.astype(dtype_of(variables[shard.variable].dtype), copy=False).reshape(
+            array.astype(variables[shard.variable].dtype, copy=False).reshape(
                 shard_shape(variables[shard.variable], shard)
             )
             for array, shard in zip(flat, shards, strict=False)
@@ -202,8 +199,7 @@ class Store:
         ticket, key = message.ticket, (message.ticket.serial, message.phase)
         self._newest[ticket.member] = ticket.serial
         self._changed.notify_all()
-        forgotten = len(self._completed) == COMPLETED and key < min(self._completed)
-        if key in self._completed or forgotten:
+        if key in self._completed or key <= self._forgotten:
             self.late += 1
             return extras, "it came too late and was left out"
         joint = self._joints.setdefault(key, _Joint())
@@ -215,7 +211,7 @@ class Store:
                 return extras, "the chief has begun anew"
             if self._is_complete(joint, ticket, rules):
                 self._merge(joint, message, rules)
-                self._completed.append(key)
+                self._remember(key)
                 self._joints.pop(key, None)
                 self._changed.notify_all()
             elif time.monotonic() > until:
@@ -225,6 +221,13 @@ class Store:
             else:
                 self._changed.wait(POLL_S)
         return joint.extras, ""
+
+    def _remember(self, key: _Key) -> None:
+        self._completed[key] = None
+        if len(self._completed) > COMPLETED:
+            oldest = next(iter(self._completed))
+            del self._completed[oldest]
+            self._forgotten = max(self._forgotten, oldest)
 
     def _is_complete(self, joint: _Joint, ticket: Ticket, rules: Rules) -> bool:
         if rules.at_least and len(joint.contributions) >= rules.at_least:
@@ -267,21 +270,3 @@ def _weighted_sum(arrays: Sequence[Array], weights: Sequence[float]) -> Array:
     for array, weight in zip(arrays[1:], weights[1:], strict=True):
         result += array * array.dtype.type(weight)
     return result
-
-
-def dtype_of(name: str) -> np.dtype[Any]:
-    """NumPy's dtype of this name; NumPy alone knows no bfloat16."""
-    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
-
-
-def _first_difference(chief: Sequence[Variable], other: Sequence[Variable]) -> str:
-    for index, (left, right) in enumerate(zip(chief, other, strict=False)):
-        if left != right:
-            return f"variable {index} is {left} on the chief and {right} on this task."
-    if len(chief) == len(other):
-        return ""
-    longer, whose = (chief, "the chief") if len(chief) > len(other) else (other, "this task")
-    return (
-        f"the chief has {len(chief)} variables and this task has {len(other)}; only {whose} has "
-        f"{longer[min(len(chief), len(other))]}."
-    )

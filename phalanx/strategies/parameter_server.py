@@ -15,7 +15,7 @@ from phalanx.cluster.resolvers.resolve import resolve
 from phalanx.cluster.resolvers.resolver import ClusterResolver
 from phalanx.cluster.resolvers.simple import SimpleClusterResolver
 from phalanx.cluster.roll_call import Identity
-from phalanx.cluster.spec import EVALUATOR, PS, ClusterSpec, Task
+from phalanx.cluster.spec import EVALUATOR, PS, ClusterSpec
 from phalanx.errors import ConfigurationError, UnsupportedError
 from phalanx.launcher import exit_codes
 from phalanx.parameter_server.client import Client
@@ -190,7 +190,6 @@ def _identify(resolver: ClusterResolver) -> Identity:
     if task is None:
         raise ConfigurationError("Nothing says which task of the cluster this process is. Give `task` in TF_CONFIG.")
     spec.check_member(task)
-    _check_backends(task)
     facts = Facts(
         keras=keras.__version__,
         backend=keras.backend.backend(),
@@ -198,13 +197,6 @@ def _identify(resolver: ClusterResolver) -> Identity:
         others={"floatx": keras.config.floatx()},
     )
     return Identity(spec, task, facts, Settings.from_environment())
-
-
-def _check_backends(task: Task) -> None:
-    if keras.backend.backend() not in ("jax", "tensorflow", "torch"):
-        raise UnsupportedError(
-            f"{task} runs Keras on {keras.backend.backend()!r}; set KERAS_BACKEND to another backend."
-        )
 
 
 def _rules(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import random
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,7 +16,7 @@ import keras
 import numpy as np
 from keras.src import backend as keras_backend
 from keras.src import tree
-from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
+from keras.src.trainers.data_adapters import data_adapter_utils
 from keras.src.utils import io_utils
 from keras.src.utils.python_utils import pythonify_logs
 
@@ -29,6 +28,7 @@ from phalanx.launcher import progress
 from phalanx.training import callbacks as callback_lists
 from phalanx.training import state
 from phalanx.training.agreement import JointBatch, compare_inputs, compare_samples, joint_batches
+from phalanx.training.fit_arguments import FitArguments, capped
 from phalanx.training.merge import StepMerge
 from phalanx.training.replica import Replica
 
@@ -49,58 +49,46 @@ class ReplicaTrainer:
 
     # The public methods, as Keras has them.
 
-    def fit(
-        self,
-        x: Any = None,
-        y: Any = None,
-        batch_size: int | None = None,
-        epochs: int = 1,
-        verbose: Any = "auto",
-        callbacks: Any = None,
-        validation_split: float = 0.0,
-        validation_data: Any = None,
-        shuffle: Any = True,
-        class_weight: Any = None,
-        sample_weight: Any = None,
-        initial_epoch: int = 0,
-        steps_per_epoch: int | None = None,
-        validation_steps: int | None = None,
-        validation_batch_size: int | None = None,
-        validation_freq: Any = 1,
-    ) -> Any:
+    def fit(self, **arguments: Any) -> Any:
+        """Takes `FitArguments`."""
         model, replica = self._model, self._replica
         model._assert_compile_called("fit")
-        epochs = _capped(epochs, keras.config.max_epochs(), "epochs")
-        if validation_split and validation_data is None:
-            (x, y, sample_weight), validation_data = array_slicing.train_validation_split(
-                (x, y, sample_weight), validation_split=validation_split
-            )
+        call = FitArguments(**arguments)
         source = self._shard(
-            x, y, sample_weight, batch_size, steps_per_epoch, shuffle=shuffle, class_weight=class_weight
+            call.x,
+            call.y,
+            call.sample_weight,
+            call.batch_size,
+            call.steps_per_epoch,
+            shuffle=call.shuffle,
+            class_weight=call.class_weight,
         )
         validation = None
-        if validation_data is not None:
-            val_x, val_y, val_weight = data_adapter_utils.unpack_x_y_sample_weight(validation_data)
-            if validation_batch_size is None and accepts_batch_size(val_x):
-                validation_batch_size = batch_size
-            validation = self._shard(val_x, val_y, val_weight, validation_batch_size, validation_steps)
+        if call.validation_data is not None:
+            val_x, val_y, val_weight = data_adapter_utils.unpack_x_y_sample_weight(call.validation_data)
+            val_batch_size = call.validation_batch_size
+            if val_batch_size is None and accepts_batch_size(val_x):
+                val_batch_size = call.batch_size
+            validation = self._shard(val_x, val_y, val_weight, val_batch_size, call.validation_steps)
             compare_inputs(validation, replica)
             compare_samples(validation, replica)
         engine = self._prepare(source)
         compare_samples(source, replica)
-        self._announce(source, verbose)
-        watched, watched_test = (replica.any(callback_lists.watches_batches(callbacks, p)) for p in ("train", "test"))
-        callbacks = self._callbacks(callbacks, verbose, epochs, source.num_batches, history=True)
+        self._announce(source, call.verbose)
+        watched, watched_test = (
+            replica.any(callback_lists.watches_batches(call.callbacks, p)) for p in ("train", "test")
+        )
+        callbacks = self._callbacks(call.callbacks, call.verbose, call.epochs, source.num_batches, history=True)
         listened = callback_lists.listens_to_batches(callbacks, "train")
         model.stop_training = False
         callbacks.on_train_begin()
         # A callback of the chief may just have restored a backup.
-        initial_epoch = int(replica.from_chief(model._initial_epoch or initial_epoch))  # type: ignore[call-overload]
+        initial_epoch = int(replica.from_chief(model._initial_epoch or call.initial_epoch))  # type: ignore[call-overload]
         progress.report("initial values")
         state.synchronise(model, replica)
         self._synchronised = True
         epoch_logs: dict[str, Any] = {}
-        for epoch in range(initial_epoch, epochs):
+        for epoch in range(initial_epoch, call.epochs):
             trained = False
             model.reset_metrics()
             callbacks.on_epoch_begin(epoch)
@@ -127,14 +115,14 @@ class ReplicaTrainer:
             finally:
                 engine.end()
             epoch_logs = pythonify_logs(engine.logs()) if trained else {}
-            if validation is not None and model._should_eval(epoch, validation_freq):
+            if validation is not None and model._should_eval(epoch, call.validation_freq):
                 val_logs = self._evaluate(validation, callbacks, watched=watched_test)
                 epoch_logs |= {f"val_{name}": value for name, value in val_logs.items()}
             callbacks.on_epoch_end(epoch, epoch_logs)
             if replica.any(model.stop_training):
                 model.stop_training = True
                 break
-        if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs > 0:
+        if isinstance(model.optimizer, keras.optimizers.Optimizer) and call.epochs > 0:
             model.optimizer.finalize_variable_values(model.trainable_weights)
         callbacks.on_train_end(logs=epoch_logs)
         return model.history
@@ -257,7 +245,7 @@ class ReplicaTrainer:
         shuffle: Any = False,
         class_weight: Any = None,
     ) -> ShardedInput:
-        steps = _capped(steps, keras.config.max_steps_per_epoch(), "steps_per_epoch")
+        steps = capped(steps, keras.config.max_steps_per_epoch(), "steps_per_epoch")
         return shard_input(
             x,
             y,
@@ -433,10 +421,3 @@ def _rows(outputs: Any, size: int) -> Any:
 
 def _shows_batches(verbose: Any) -> bool:
     return verbose in ("auto", 1, True)
-
-
-def _capped(value: Any, cap: int | None, name: str) -> Any:
-    if cap and (not value or cap < value):
-        warnings.warn(f"Limiting {name} to {cap}", stacklevel=3)
-        return cap
-    return value

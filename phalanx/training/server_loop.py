@@ -20,7 +20,6 @@ from typing import Any
 
 import keras
 import numpy as np
-from keras.src.trainers.data_adapters import array_slicing
 from keras.src.utils import io_utils
 from keras.src.utils.python_utils import pythonify_logs
 
@@ -28,11 +27,10 @@ from phalanx.backends import make_engine, model_state
 from phalanx.backends.engine import Engine
 from phalanx.backends.updater import Slot, check_optimizer, clipped, slots_of_model
 from phalanx.errors import UnsupportedError
-from phalanx.inputs import LocalBatch, ShardedInput, local_range, shard_input
+from phalanx.inputs import LocalBatch, ShardedInput, shard_input
 from phalanx.inputs.keras_adapters import shuffled_orders
 from phalanx.inputs.sharded import BatchGoneError
-from phalanx.inputs.split import stand_in
-from phalanx.inputs.structure import map_leaves
+from phalanx.inputs.split import cut
 from phalanx.launcher import progress
 from phalanx.parameter_server.client import HEAD, Placed
 from phalanx.parameter_server.messages import (
@@ -51,10 +49,11 @@ from phalanx.parameter_server.messages import (
     SetRate,
     Ticket,
     Values,
+    arrays_of,
 )
 from phalanx.parameter_server.placement import Variable, place
-from phalanx.parameter_server.store import dtype_of
 from phalanx.training import callbacks as callback_lists
+from phalanx.training.fit_arguments import FitArguments
 from phalanx.training.server_merge import ServerMerge
 from phalanx.training.server_worker import ServerWorker
 
@@ -79,6 +78,7 @@ class ServerTrainer:
         self._engine: Engine | None = None
         self._source: ShardedInput | None = None
         self._placed: Placed | None = None
+        self._slots: tuple[Slot, ...] = ()
         self._training = False
         self._peeked = False
         self._new_order: Array | None = None
@@ -87,40 +87,20 @@ class ServerTrainer:
 
     # The public methods, as Keras has them.
 
-    def fit(
-        self,
-        x: Any = None,
-        y: Any = None,
-        batch_size: int | None = None,
-        epochs: int = 1,
-        verbose: Any = "auto",
-        callbacks: Any = None,
-        validation_split: float = 0.0,
-        validation_data: Any = None,
-        shuffle: Any = True,
-        class_weight: Any = None,
-        sample_weight: Any = None,
-        initial_epoch: int = 0,
-        steps_per_epoch: int | None = None,
-        validation_steps: int | None = None,
-        validation_batch_size: int | None = None,
-        validation_freq: Any = 1,
-    ) -> Any:
+    def fit(self, **arguments: Any) -> Any:
+        """Takes `FitArguments`."""
         model, worker = self._model, self._worker
         model._assert_compile_called("fit")
-        if validation_split and validation_data is None:
-            (x, y, sample_weight), validation_data = array_slicing.train_validation_split(
-                (x, y, sample_weight), validation_split=validation_split
-            )
+        call = FitArguments(**arguments)
         fit = worker.next_fit()
         source = shard_input(
-            x,
-            y,
-            sample_weight,
-            batch_size=batch_size,
-            steps_per_epoch=steps_per_epoch,
-            shuffle=shuffle,
-            class_weight=class_weight,
+            call.x,
+            call.y,
+            call.sample_weight,
+            batch_size=call.batch_size,
+            steps_per_epoch=call.steps_per_epoch,
+            shuffle=call.shuffle,
+            class_weight=call.class_weight,
             rank=0,
             world_size=1,
             orders=partial(self._orders, fit),
@@ -129,22 +109,22 @@ class ServerTrainer:
         self._source = source
         engine = self._prepare(source)
         callbacks = callback_lists.make_list(
-            callbacks,
+            call.callbacks,
             model=model,
             chief=worker.is_chief,
             replicas=worker.workers,
-            verbose=verbose,
-            epochs=epochs,
+            verbose=call.verbose,
+            epochs=call.epochs,
             steps=source.num_batches,
             history=True,
         )
-        self._announce(verbose)
+        self._announce(call.verbose)
         model.stop_training = False
         callbacks.on_train_begin()
-        first_epoch = self._attach(fit, model._initial_epoch or initial_epoch)
+        first_epoch = self._attach(fit, model._initial_epoch or call.initial_epoch)
         logs: dict[str, Any] = {}
         epoch = first_epoch
-        while epoch < epochs:
+        while epoch < call.epochs:
             progress.report("pull", epoch=epoch)
             self._assign(self._merge.pull())
             model.reset_metrics()
@@ -157,10 +137,9 @@ class ServerTrainer:
                 epoch = answer.back_to
                 continue
             logs = self._finish_epoch(fit, epoch, samples, engine)
-            if validation_data is not None and model._should_eval(epoch, validation_freq) and worker.is_chief:
-                found = self._validate(
-                    validation_data, validation_batch_size or batch_size, validation_steps, callbacks
-                )
+            validates = call.validation_data is not None and model._should_eval(epoch, call.validation_freq)
+            if validates and worker.is_chief:
+                found = self._validate(call, callbacks)
                 logs |= {f"val_{name}": value for name, value in found.items()}
             callbacks.on_epoch_end(epoch, logs)
             epoch += 1
@@ -171,7 +150,7 @@ class ServerTrainer:
             self._client.ask(HEAD, EndFit(fit))
         self._assign(self._merge.pull())
         self._training = False
-        if epochs > first_epoch:
+        if call.epochs > first_epoch:
             if model.optimizer.use_ema and not worker.is_chief:
                 self._pull_optimizer()
             model.optimizer.finalize_variable_values(model.trainable_weights)
@@ -225,14 +204,15 @@ class ServerTrainer:
         model, client = self._model, self._client
         variables = [Variable(v.path, tuple(v.shape), str(v.dtype)) for v in model.trainable_variables]
         shards = place(variables, client.servers, self._worker.partitioner)
-        cut = len(shards) > len(variables)
-        whole = client.servers == 1 and not cut
-        check_optimizer(model.optimizer, cut=cut, whole=whole, synchronous=self._worker.rules.synchronous)
-        if cut and any(v.constraint is not None for v in model.trainable_variables):
+        in_pieces = len(shards) > len(variables)
+        whole = client.servers == 1 and not in_pieces
+        check_optimizer(model.optimizer, cut=in_pieces, whole=whole, synchronous=self._worker.rules.synchronous)
+        if in_pieces and any(v.constraint is not None for v in model.trainable_variables):
             raise UnsupportedError(
                 "A variable with a constraint cannot be cut: it may look at all of its rows. Leave out "
                 "variable_partitioner, or the constraint."
             )
+        self._slots = slots_of_model(model.optimizer, model.trainable_variables)
         self._placed = Placed(variables, shards, client.servers)
         # Where no server sees all gradients, the worker clips them.
         self._merge.place(
@@ -266,7 +246,7 @@ class ServerTrainer:
         state = self._optimizer_state()
         questions = []
         for server in range(self._client.servers):
-            places = _slots_on(tuple(state), placed, server)
+            places = _slots_on(self._slots, placed, server)
             message = Declare(fit, first_epoch, description, self._worker.rules, tuple(places))
             questions.append(
                 (message, [*placed.cut(values, server), *[state[slot][rows] for slot, rows in places.values()]])
@@ -276,8 +256,7 @@ class ServerTrainer:
 
     def _optimizer_state(self) -> dict[Slot, Array]:
         optimizer = self._model.optimizer
-        slots = slots_of_model(optimizer, self._model.trainable_variables)
-        return {slot: np.array(_to_host(v)) for slot, v in zip(slots, optimizer.variables, strict=True)}
+        return {slot: np.array(_to_host(v)) for slot, v in zip(self._slots, optimizer.variables, strict=True)}
 
     def _pull_optimizer(self) -> None:
         """Put the optimizer's state, which the servers have, into the model's optimizer, so that it can be saved."""
@@ -287,10 +266,10 @@ class ServerTrainer:
         answers = self._client.ask_all([(PullOptimizer(), ())] * self._client.servers)
         for server, (answer, buffers) in enumerate(answers):
             assert isinstance(answer, Values)
-            places = _slots_on(tuple(state), placed, server)
-            for key, buffer, dtype in zip(answer.slots, buffers, answer.dtypes, strict=True):
+            places = _slots_on(self._slots, placed, server)
+            for key, value in zip(answer.slots, arrays_of(buffers, answer.dtypes), strict=True):
                 slot, rows = places[key]
-                state[slot][rows] = np.frombuffer(buffer, dtype_of(dtype)).reshape(state[slot][rows].shape)
+                state[slot][rows] = value.reshape(state[slot][rows].shape)
         for variable, value in zip(self._model.optimizer.variables, state.values(), strict=True):
             variable.assign(value)
 
@@ -319,7 +298,8 @@ class ServerTrainer:
                 batch = self._batch(source, ticket)
                 if batch is None:
                     continue
-                callbacks.on_train_batch_begin(step)
+                if listened:
+                    callbacks.on_train_batch_begin(step)
                 if engine.in_variables:  # a callback may have looked at them, or changed them
                     engine.end()
                     if listened:
@@ -331,7 +311,8 @@ class ServerTrainer:
                 samples += batch.size
                 if bar is not None:
                     bar.count(batch.global_size or batch.size)
-                callbacks.on_train_batch_end(ticket.batch, engine.logs())
+                if listened:
+                    callbacks.on_train_batch_end(ticket.batch, engine.logs())
                 step += 1
         finally:
             self._merge.flush()
@@ -348,13 +329,8 @@ class ServerTrainer:
         if batch is None:
             self._tell_of_no_batch(ticket, ends=True)
             return None
-        size = len(ticket.members)
-        if size == 1:
-            return LocalBatch(batch.data, batch.size, batch.size)
-        start, stop = local_range(batch.size, ticket.members.index(ticket.member), size)
-        if start == stop:
-            return LocalBatch(_stand_in(batch.data), 0, batch.size)
-        return LocalBatch(_rows(batch.data, start, stop), stop - start, batch.size)
+        part = cut(batch.data, ticket.members.index(ticket.member), len(ticket.members), "the input")
+        return LocalBatch(part.data, part.size, part.global_size)
 
     def _tell_of_no_batch(self, ticket: Ticket, *, ends: bool) -> None:
         self._merge.flush()
@@ -373,8 +349,8 @@ class ServerTrainer:
                 answer, buffers = self._client.ask(HEAD, Collect(fit, epoch))
                 assert isinstance(answer, Values)
                 self._worker.global_step = max(self._worker.global_step, answer.step)
-                for variable, buffer, dtype in zip(metrics, buffers, answer.dtypes, strict=False):
-                    variable.assign(np.frombuffer(buffer, dtype_of(dtype)).reshape(variable.shape))
+                for variable, value in zip(metrics, arrays_of(buffers, answer.dtypes), strict=True):
+                    variable.assign(value.reshape(variable.shape))
         if self._worker.is_chief:
             self._assign(self._merge.pull())
             self._pull_optimizer()
@@ -382,15 +358,15 @@ class ServerTrainer:
         own = engine.logs() if samples else {}
         return dict(pythonify_logs({**own, **model_state.choose_logs(own, model.get_metrics_result, silent)}))
 
-    def _validate(self, data: Any, batch_size: int | None, steps: int | None, callbacks: Any) -> Mapping[str, Any]:
+    def _validate(self, call: FitArguments, callbacks: Any) -> Mapping[str, Any]:
         """The chief evaluates, as Keras's `fit` does."""
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(call.validation_data)
         logs: Mapping[str, Any] = self._plain("evaluate")(
             x=x,
             y=y,
             sample_weight=sample_weight,
-            batch_size=batch_size,
-            steps=steps,
+            batch_size=call.validation_batch_size or call.batch_size,
+            steps=call.validation_steps,
             callbacks=callbacks,
             return_dict=True,
             verbose=0,
@@ -427,8 +403,10 @@ class ServerTrainer:
 
     def _tell_learning_rate(self) -> None:
         """The chief's learning rate, which a callback may have set."""
+        if not self._worker.is_chief:
+            return
         rate = self._learning_rate()
-        if self._worker.is_chief and rate is not None and rate != self._rate:
+        if rate is not None and rate != self._rate:
             self._rate = rate
             self._client.ask_all([(SetRate(rate), ())] * self._client.servers)
 
@@ -447,11 +425,3 @@ def _slots_on(slots: Sequence[Slot], placed: Placed, server: int) -> dict[tuple[
 
 def _to_host(variable: Any) -> Array:
     return np.asarray(keras.ops.convert_to_numpy(getattr(variable, "value", variable)))
-
-
-def _rows(data: Any, start: int, stop: int) -> Any:
-    return tuple(None if part is None else map_leaves(lambda array: array[start:stop], part) for part in data)
-
-
-def _stand_in(data: Any) -> Any:
-    return tuple(None if part is None else stand_in(part) for part in data)

@@ -7,15 +7,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from phalanx.backends.layout import Layout, Weight
 from phalanx.errors import UnsupportedError
 from phalanx.launcher import progress
 from phalanx.parameter_server.client import HEAD, Placed
-from phalanx.parameter_server.messages import EpochOver, FitOver, Pull, Push, Take, Ticket, Values
-from phalanx.parameter_server.store import dtype_of
+from phalanx.parameter_server.messages import EpochOver, FitOver, Pull, Push, Take, Ticket, Values, arrays_of, dtypes_of
 from phalanx.training.merge import Buffers
 from phalanx.training.server_worker import ServerWorker
 
@@ -23,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 Array = np.ndarray[Any, Any]
 
-WIRE_DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+WIRE_DTYPES = {name: np.dtype(name) for name in ("float16", "bfloat16")}
 
 
 class ServerMerge:
@@ -146,7 +144,7 @@ class ServerMerge:
                 bool(gradients),
                 finite,
                 share,
-                tuple(array.dtype.name for array in with_extras),
+                dtypes_of(with_extras),
                 tuple(weight.value for weight in weights) if server == HEAD else (),
             )
             self._client.send(server, question, with_extras)
@@ -164,10 +162,10 @@ class ServerMerge:
                 self._tickets.append(answer.ticket)
             if server == HEAD:
                 self._worker.global_step = max(self._worker.global_step, answer.step)
-            arrays = [np.frombuffer(b, dtype_of(d)) for b, d in zip(buffers, answer.dtypes, strict=True)]
+            arrays = arrays_of(buffers, answer.dtypes)
             if answer.shards:
                 self._versions[server] = answer.version
-            parts.append(placed.arrays(server, buffers[: answer.shards]))
+            parts.append(placed.shaped(server, arrays[: answer.shards]))
             extras += arrays[answer.shards :]
         self._keep(parts)
         return extras

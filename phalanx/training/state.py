@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from phalanx.backends.model_state import optimizers
+from phalanx.cluster.agreement import first_difference
 from phalanx.errors import DisagreementError
 from phalanx.training.replica import Replica
 
@@ -70,19 +71,11 @@ def _compare(structure: list[tuple[str, tuple[int, ...], str]], replica: Replica
     # Rare and slow: everybody learns everything, so that everybody raises the same error.
     everyone = [msgspec.msgpack.decode(e) for e in replica.communicator.all_gather_bytes(encoded)]
     other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    chiefs, others = ([_named(variable) for variable in everyone[rank]] for rank in (0, other))
     raise DisagreementError(
-        f"The model is not the same on all ranks: {_first_difference(everyone[0], everyone[other], other)} Every "
+        f"The model is not the same on all ranks: {first_difference(chiefs, others, 'rank 0', f'rank {other}')} Every "
         f"rank must build the same model with the same optimizer, in the same order."
     )
-
-
-def _first_difference(chief: list[Any], other: list[Any], rank: int) -> str:
-    for index, (left, right) in enumerate(zip(chief, other, strict=False)):
-        if left != right:
-            return f"variable {index} is {_named(left)} on rank 0 and {_named(right)} on rank {rank}."
-    longer, which = (chief, 0) if len(chief) > len(other) else (other, rank)
-    extra = longer[min(len(chief), len(other))]
-    return f"rank 0 has {len(chief)} variables and rank {rank} has {len(other)}; only rank {which} has {_named(extra)}."
 
 
 def _named(variable: Any) -> str:

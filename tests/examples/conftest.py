@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.backends import BACKENDS, FIRST
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-BACKENDS = tuple(os.environ.get("BACKENDS", "jax tensorflow torch").split())
 JOB_BOUND_S = 300.0
 """Against hanging only, on a machine with other work; the longest takes 15 s on two free cores."""
 
@@ -69,7 +70,7 @@ def run(tmp_path: Path) -> Run:
 
     def run(
         *arguments: object,
-        backend: str = BACKENDS[0],
+        backend: str = FIRST,
         workers: int | None = None,
         more: Mapping[str, str] | None = None,
     ) -> str:
@@ -91,7 +92,7 @@ def each_backend(*of: str, slow_after_the_first: bool = False) -> pytest.MarkDec
             getattr(pytest.mark, name),
             pytest.mark.skipif(name not in BACKENDS, reason=f"BACKENDS leaves out {name}"),
         ]
-        if slow_after_the_first and name != BACKENDS[0]:
+        if slow_after_the_first and name != FIRST:
             marks.append(pytest.mark.slow)
         parameters.append(pytest.param(name, marks=marks))
     return pytest.mark.parametrize("backend", parameters)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.conftest import BACKENDS, Run, each_backend
+from tests.examples.conftest import Run, each_backend
+from tests.support.backends import FIRST
 
 pytestmark = pytest.mark.timeout(700)
 
 PNG = b"\x89PNG\r\n\x1a\n"
-FIRST = BACKENDS[0]
 
 
 def said_by(task: str, output: str) -> list[str]:

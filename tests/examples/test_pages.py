@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.conftest import BACKENDS, EXAMPLES, JOB_BOUND_S, ROOT, environment, finish
+from tests.examples.conftest import EXAMPLES, JOB_BOUND_S, ROOT, environment, finish
 from tests.examples.pages import Program, pages, programs, shell_blocks
+from tests.support.backends import BACKENDS, FIRST
 
 pytestmark = pytest.mark.timeout(700)
 
@@ -27,7 +28,7 @@ RunPages = Callable[[str], Path]
 
 
 def backend_of(program: Program) -> str:
-    return program.backend or BACKENDS[0]
+    return program.backend or FIRST
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +97,7 @@ def test_two_workers_by_hand_as_written(machines: str, tmp_path: Path) -> None:
             process = subprocess.Popen(
                 ["bash", "-euc", terminal],
                 cwd=tmp_path,
-                env={**environment(BACKENDS[0]), "TF_CPP_MIN_LOG_LEVEL": "3"},
+                env={**environment(FIRST), "TF_CPP_MIN_LOG_LEVEL": "3"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

@@ -21,11 +21,11 @@ from phalanx.errors import (
     UnsupportedError,
 )
 from tests.parameter_server.tasks import Tasks
+from tests.support.backends import FIRST
 
 pytestmark = pytest.mark.timeout(600)
 
 BATCHES = 64
-BACKEND = os.environ.get("BACKENDS", "jax").split()[0]
 Start = Callable[..., Tasks]
 
 
@@ -36,7 +36,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         def of(kind: str, epochs: int = 8, *, servers: int = 1, workers: int = 2, timeout_s: float = 60) -> Tasks:
             program = ["-m", "tests.parameter_server.program", str(tmp_path), kind, str(epochs)]
             settings = {"PHALANX_TIMEOUT": str(timeout_s)}
-            tasks = Tasks(tmp_path, program, servers=servers, workers=workers, backend=BACKEND, settings=settings)
+            tasks = Tasks(tmp_path, program, servers=servers, workers=workers, backend=FIRST, settings=settings)
             return stack.enter_context(tasks)
 
         yield of

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +12,9 @@ import pytest
 
 from tests.parameter_server.cases import CASES
 from tests.parameter_server.tasks import Tasks
+from tests.support.backends import BACKENDS
 from tests.training.compare import assert_close
 
-BACKENDS = os.environ.get("BACKENDS", "jax tensorflow torch").split()
 pytestmark = [pytest.mark.parametrize("backend", BACKENDS), pytest.mark.timeout(600)]
 
 SERVERS = 2

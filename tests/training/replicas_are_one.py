@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from typing import Any
 
 import pytest
 
+from tests.support.backends import BACKENDS
 from tests.training.compare import assert_close
 from tests.training.conftest import FindingsOf
 from tests.training.scenarios.registry import Scenario, Table
@@ -20,7 +20,7 @@ BOUND_S = 1200
 def cases(table: Table) -> list[Any]:
     """The parameters (backend, world_size, scenario) of all tests, for the backends that the environment names."""
     found = []
-    for backend in os.environ.get("BACKENDS", "jax tensorflow torch").split():
+    for backend in BACKENDS:
         for world_size in WORLDS:
             for scenario in table.values():
                 if _runs(scenario, backend, world_size):

@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import PeerLostError
+from tests.support.backends import BACKENDS
 from tests.training.jobs import ROOT, environment
 
 WORLD_SIZE = 3
@@ -110,8 +111,7 @@ def _named_segments() -> set[str]:
 
 
 def _backends() -> list[object]:
-    names = os.environ.get("BACKENDS", "jax tensorflow torch").split()
-    return [pytest.param(name, marks=getattr(pytest.mark, name)) for name in names]
+    return [pytest.param(name, marks=getattr(pytest.mark, name)) for name in BACKENDS]
 
 
 def _kill_one(folder: Path, backend: str, victim: int, delay_s: float) -> None:

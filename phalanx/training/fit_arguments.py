@@ -1,0 +1,51 @@
+"""The arguments of Keras's `fit`, which all trainers take alike."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+from keras.src.trainers.data_adapters import array_slicing
+
+
+@dataclass
+class FitArguments:
+    """As `keras.Model.fit` has them, with its defaults; made ready as it makes them.
+
+    `epochs` and `steps_per_epoch` are capped by `keras.config`, and `validation_split` has become `validation_data`.
+    """
+
+    x: Any = None
+    y: Any = None
+    batch_size: int | None = None
+    epochs: int = 1
+    verbose: Any = "auto"
+    callbacks: Any = None
+    validation_split: float = 0.0
+    validation_data: Any = None
+    shuffle: Any = True
+    class_weight: Any = None
+    sample_weight: Any = None
+    initial_epoch: int = 0
+    steps_per_epoch: int | None = None
+    validation_steps: int | None = None
+    validation_batch_size: int | None = None
+    validation_freq: Any = 1
+
+    def __post_init__(self) -> None:
+        self.epochs = capped(self.epochs, keras.config.max_epochs(), "epochs")
+        self.steps_per_epoch = capped(self.steps_per_epoch, keras.config.max_steps_per_epoch(), "steps_per_epoch")
+        if self.validation_split and self.validation_data is None:
+            (self.x, self.y, self.sample_weight), self.validation_data = array_slicing.train_validation_split(
+                (self.x, self.y, self.sample_weight), validation_split=self.validation_split
+            )
+
+
+def capped(value: Any, cap: int | None, name: str) -> Any:
+    """The value, or the cap of `keras.config` where that is less, with a warning."""
+    if cap and (not value or cap < value):
+        warnings.warn(f"Limiting {name} to {cap}", stacklevel=3)
+        return cap
+    return value
