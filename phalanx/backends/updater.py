@@ -56,6 +56,8 @@ class Updater(ABC):
         key = self.optimizer._var_key  # TensorFlow's own optimizers pass their own kind of variable
         decays = {key(v): piece.decays for v, piece in zip(self.variables, pieces, strict=True)}
         vars(self.optimizer)["_use_weight_decay"] = lambda variable: decays[key(variable)]
+        if not any(decays.values()):
+            self.optimizer.weight_decay = None  # Keras on PyTorch fails where nothing decays
         self.slots = build_noting_slots(self.optimizer, self.variables)
         self._prepare()
 

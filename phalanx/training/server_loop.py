@@ -238,7 +238,7 @@ class ServerTrainer:
             placed.shards,
             json.dumps(keras.saving.serialize_keras_object(optimizer)),
             tuple(v.constraint and json.dumps(keras.constraints.serialize(v.constraint)) for v in trained),
-            tuple(bool(optimizer._use_weight_decay(getattr(v, "value", v))) for v in trained)
+            tuple(bool(optimizer._use_weight_decay(v)) for v in trained)
             if optimizer.weight_decay is not None
             else (True,) * len(trained),
         )

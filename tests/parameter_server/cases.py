@@ -58,11 +58,18 @@ def _schedule(keras: Any) -> Any:
     return keras.optimizers.SGD(rate, momentum=0.9, nesterov=True)
 
 
+def _decaying_but_kernels(keras: Any) -> Any:
+    optimizer = keras.optimizers.AdamW(0.02, weight_decay=0.5)
+    optimizer.exclude_from_weight_decay(var_names=["kernel"])
+    return optimizer
+
+
 CASES = {
     "alone": Case(1, {}),
     "alone_in_pieces_clipped": Case(
         1, {"variable_partitioner": 2}, lambda keras: keras.optimizers.AdamW(0.02, global_clipnorm=0.1)
     ),
+    "alone_with_variables_that_do_not_decay": Case(1, {}, _decaying_but_kernels),
     "alone_with_a_schedule": Case(1, {}, _schedule, weighted=True),
     "alone_accumulating": Case(1, {}, lambda keras: keras.optimizers.Adam(0.02, gradient_accumulation_steps=3)),
     "alone_averaging_weights": Case(1, {}, lambda keras: keras.optimizers.Adam(0.02, use_ema=True, ema_momentum=0.8)),
