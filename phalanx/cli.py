@@ -14,6 +14,7 @@ import click
 
 from phalanx.errors import ConfigurationError, PhalanxError
 from phalanx.launcher.exit_codes import SIGNAL_BASE
+from phalanx.launcher.restarts import DEFAULT as RESTARTS
 from phalanx.version import __version__
 
 BACKENDS = ("jax", "tensorflow", "torch")
@@ -43,6 +44,13 @@ def cli() -> None:
     metavar="S",
     help="Seconds that hosts and tasks wait for each other at the start.",
 )
+@click.option(
+    "--restarts",
+    type=click.IntRange(min=0),
+    default=RESTARTS,
+    show_default=True,
+    help="How often a task that was killed is started again, in a job with parameter servers.",
+)
 @click.option("-m", "module", metavar="MODULE", help="Run a module, as `python -m` does, instead of a script.")
 @click.option("-v", "--verbose", is_flag=True, help="Say when which task starts and ends.")
 @click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
@@ -55,6 +63,7 @@ def run(
     backend: str | None,
     log_dir: Path | None,
     start_timeout: float | None,
+    restarts: int,
     module: str | None,
     verbose: bool,
     program: tuple[str, ...],
@@ -94,6 +103,7 @@ def run(
             backend=backend,
             log_dir=log_dir,
             start_timeout_s=start_timeout,
+            restarts=restarts if ps else 0,
             verbose=verbose,
         )
     except BrokenPipeError:

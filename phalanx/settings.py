@@ -22,6 +22,10 @@ RENDEZVOUS_TIMEOUT = "PHALANX_RENDEZVOUS_TIMEOUT"
 """Seconds that a task waits at the start for the others."""
 TIMEOUT = "PHALANX_TIMEOUT"
 """Seconds that a collective waits for a rank that is connected but does not come."""
+RETURN_TIMEOUT = "PHALANX_RETURN_TIMEOUT"
+"""Seconds that the tasks of a job with parameter servers wait for a task that was killed to be started again."""
+SNAPSHOTS = "PHALANX_SNAPSHOTS"
+"""The two files for a parameter server's snapshots, which the launcher opened, joined by a colon."""
 HOST_ID = "PHALANX_HOST_ID"
 """Replaces the identity of this host. For tests: local ranks pretend to be on different hosts."""
 LOG_DIR = "PHALANX_LOG_DIR"
@@ -65,6 +69,8 @@ class Settings:
     job_id: str = ""
     rendezvous_timeout_s: float = DEFAULT_RENDEZVOUS_TIMEOUT_S
     timeout_s: float = DEFAULT_TIMEOUT_S
+    return_timeout_s: float | None = None
+    snapshots: tuple[Path, Path] | None = None
     host_id: str | None = None
     log_dir: Path | None = None
     listen_fd: int | None = None
@@ -83,6 +89,8 @@ class Settings:
             job_id=values.get(JOB_ID, ""),
             rendezvous_timeout_s=_seconds(values, RENDEZVOUS_TIMEOUT, DEFAULT_RENDEZVOUS_TIMEOUT_S),
             timeout_s=_seconds(values, TIMEOUT, DEFAULT_TIMEOUT_S),
+            return_timeout_s=_seconds(values, RETURN_TIMEOUT, 0.0) if values.get(RETURN_TIMEOUT) else None,
+            snapshots=_two_paths(values, SNAPSHOTS),
             host_id=values.get(HOST_ID) or None,
             log_dir=Path(values[LOG_DIR]) if values.get(LOG_DIR) else None,
             listen_fd=_whole_number(values, LISTEN_FD),
@@ -118,6 +126,16 @@ def _seconds(values: Mapping[str, str], name: str, default: float) -> float:
             f"{name}={text!r} is no time. Write a number of seconds greater than 0, for example {default:g}."
         )
     return seconds
+
+
+def _two_paths(values: Mapping[str, str], name: str) -> tuple[Path, Path] | None:
+    text = values.get(name)
+    if not text:
+        return None
+    first, colon, second = text.partition(":")
+    if not (first and colon and second):
+        raise ConfigurationError(f"{name}={text!r} is not two paths joined by a colon.")
+    return Path(first), Path(second)
 
 
 def _whole_number(values: Mapping[str, str], name: str) -> int | None:

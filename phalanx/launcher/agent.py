@@ -24,6 +24,7 @@ from phalanx.launcher.messages import (
     Prepare,
     Prepared,
     Refused,
+    Restart,
     Signal,
     Start,
 )
@@ -83,6 +84,8 @@ class Agent:
             case Start(orders):
                 for event in self._host.start(orders):
                     self._answer(event)
+            case Restart(rank):
+                self._answer(self._host.restart(rank))
             case Signal(rank, number):
                 self._host.signal(rank, number)
             case DumpStacks(rank):

@@ -39,6 +39,7 @@ def run(
     tasks: Sequence[str],
     log_dir: Path | None = None,
     start_timeout_s: float | None = None,
+    restarts: int = 0,
     verbose: bool = False,
 ) -> int:
     """Run the program on all workers and return the job's exit code.
@@ -50,6 +51,7 @@ def run(
         shares: with as many places as there are tasks.
         tasks: see `task_names`.
         arguments: the program's command line, as after `python`.
+        restarts: how often each task that was killed is started again.
     """
     grace = grace_s(os.environ)
     adopt_orphans()
@@ -82,8 +84,10 @@ def run(
             backend=backend,
             log_dir=str(log_dir.absolute()) if log_dir else None,
             start_timeout_s=start_timeout_s,
+            returns=restarts > 0,
         )
-        job = Job(placements, selector, _Narrator(screen, placements, verbose=verbose), grace_s=grace)
+        narrator = _Narrator(screen, placements, verbose=verbose)
+        job = Job(placements, selector, narrator, grace_s=grace, restarts=restarts)
 
         def resize() -> None:
             screen.columns = shutil.get_terminal_size().columns
@@ -129,6 +133,10 @@ class _Narrator:
         self._screen.finish(end.rank)
         if self._verbose:
             self._screen.message(f"phalanx: {end.task} (rank {end.rank}) ended with exit code {end.code}")
+
+    def returns(self, end: End, count: str) -> None:
+        reason = exit_codes.signal_name(-(end.returncode or 0))
+        self._screen.message(f"phalanx: {end.task} was killed by {reason}; starting it again ({count})")
 
     def failed(self, end: End) -> None:
         self._screen.message(f"phalanx: {end.task} (rank {end.rank}) failed with exit code {end.code}; ending the job")

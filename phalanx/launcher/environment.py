@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from phalanx.errors import ConfigurationError
-from phalanx.settings import HOST_ID, JOB_ID, LOG_DIR, RENDEZVOUS_TIMEOUT, SECRET
+from phalanx.settings import HOST_ID, JOB_ID, LOG_DIR, RENDEZVOUS_TIMEOUT, RETURN_TIMEOUT, SECRET
 
 CHILD = "PHALANX_CHILD"
 PROGRESS_FILE = "PHALANX_PROGRESS_FILE"
@@ -58,6 +58,7 @@ def job_settings(
     backend: str | None = None,
     log_dir: str | None = None,
     start_timeout_s: float | None = None,
+    return_timeout_s: float | None = None,
 ) -> dict[str, str]:
     """What makes a process task number `rank` of this job. It replaces what the user's environment says."""
     settings = {
@@ -71,6 +72,8 @@ def job_settings(
         settings[LOG_DIR] = log_dir
     if start_timeout_s is not None:
         settings[RENDEZVOUS_TIMEOUT] = f"{start_timeout_s:g}"
+    if return_timeout_s is not None:
+        settings[RETURN_TIMEOUT] = f"{return_timeout_s:g}"
     return settings
 
 

@@ -13,11 +13,12 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from phalanx.launcher.environment import DEFAULT_GRACE_S
 from phalanx.launcher.messages import Event, Exited, LastWords, Order, Output, Started
+from phalanx.launcher.restarts import Restarts
 from phalanx.launcher.verdict import End, Verdict, judge
 from phalanx.launcher.waker import Waker
 
@@ -41,6 +42,8 @@ class Host(Protocol):
     def needs_polling(self) -> bool: ...
 
     def start(self, orders: Sequence[Order]) -> list[Event]: ...
+
+    def restart(self, rank: int) -> Event | None: ...
 
     def events(self) -> list[Event]: ...
 
@@ -132,6 +135,10 @@ class Observer(Protocol):
 
     def exited(self, end: End) -> None: ...
 
+    def returns(self, end: End, count: str) -> None:
+        """A worker was killed and is started again; `count` says how often so far."""
+        ...
+
     def failed(self, end: End) -> None:
         """The first failure, upon which the job is being ended."""
         ...
@@ -147,6 +154,7 @@ class Job:
         observer: Observer,
         *,
         grace_s: float = DEFAULT_GRACE_S,
+        restarts: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._placements = {placement.order.rank: placement for placement in placements}
@@ -157,6 +165,9 @@ class Job:
         self._grace_s = grace_s
         self._clock = clock
         self._pids: dict[int, int] = {}
+        self._restarts = Restarts(restarts)
+        self._started: dict[int, float] = {}
+        self._returning: dict[int, tuple[float, End]] = {}  # when to start which tasks again
         self._ends: dict[int, End] = {}
         self._results: dict[int, bytes] = {}
         self._schedule: Schedule = ()
@@ -201,6 +212,7 @@ class Job:
                     for event in host.events():
                         self._take(event)
                 self._act()
+                self._restart()
         finally:
             self._close()
         ends = [self._ends[rank] for rank in sorted(self._ends)]
@@ -215,6 +227,7 @@ class Job:
         waits = [POLL_S] if any(host.needs_polling for host in self._hosts) else []
         if self._schedule:
             waits.append(max(0.0, self._schedule[0][0] - self._clock()))
+        waits += [max(0.0, due - self._clock()) for due, _ in self._returning.values()]
         return min(waits, default=None)
 
     def _take(self, event: Event) -> None:
@@ -223,6 +236,7 @@ class Job:
                 self._observer.output(rank, error, data)
             case Started(rank, pid):
                 self._pids[rank] = pid
+                self._started[rank] = self._clock()
                 self._observer.started(rank, pid)
             case Exited(rank, returncode, words, result):
                 placement = self._placements[rank]
@@ -237,13 +251,41 @@ class Job:
                     hung=rank in self._hung,
                     words=words,
                 )
-                self._ends[rank] = end
                 if result:
                     self._results[rank] = result
                 self._observer.exited(end)
+                delay_s = self._delay_s(placement, end)
+                if delay_s is not None:
+                    self._returning[rank] = (self._clock() + delay_s, end)
+                    self._observer.returns(end, self._restarts.describe(rank))
+                    return
+                self._ends[rank] = end
                 if end.failed and not self._schedule:
                     self._schedule = after_failure(self._clock(), self._grace_s)
                     self._observer.failed(end)
+
+    def _delay_s(self, placement: Placement, end: End) -> float | None:
+        """Seconds after which an ended task is started again; None: it is not. Nobody returns to a job that ends, or
+        whose chief has finished."""
+        if not placement.order.returns or self._is_ending or 0 in self._ends:
+            return None
+        lived_s = self._clock() - self._started.get(end.rank, self._clock())
+        return self._restarts.delay_s(end.rank, end.returncode, lived_s)
+
+    @property
+    def _is_ending(self) -> bool:
+        return bool(self._schedule or self._stop_requests or self._ending)
+
+    def _restart(self) -> None:
+        """Start those again whose time has come; if the job is ending, they have ended."""
+        for rank, (due, end) in list(self._returning.items()):
+            if self._is_ending:
+                del self._returning[rank]
+                self._ends[rank] = replace(end, order=len(self._ends))
+            elif due <= self._clock():
+                del self._returning[rank]
+                if event := self._placements[rank].host.restart(rank):
+                    self._take(event)
 
     def _act(self) -> None:
         while self._stop_requests:

@@ -27,7 +27,7 @@ from phalanx.launcher.devices import NO_GPU, gpu_shares
 from phalanx.launcher.environment import CHILD, PROGRESS_FILE, worker_environment
 from phalanx.launcher.lifeline import Lifeline
 from phalanx.launcher.messages import Event, Exited, LastWords, Order, Output, Started
-from phalanx.settings import LISTEN_FD
+from phalanx.settings import LISTEN_FD, SNAPSHOTS
 
 READ_BYTES = 65536
 # A pipe or a terminal holds far less than this many reads; more would come from a process that left the group.
@@ -76,6 +76,17 @@ class _Worker:
     files: list[BinaryIO] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class _Place:
+    """What a worker is started with, and started again. `files` outlive the process."""
+
+    order: Order
+    listener: socket.socket
+    cores: tuple[int, ...]
+    environment: dict[str, str]
+    files: tuple[BinaryIO, ...]
+
+
 class LocalHost:
     """Runs workers as processes of this host. Not thread-safe: all calls come from one thread at a time.
 
@@ -99,6 +110,7 @@ class LocalHost:
         self._streams = streams or Streams()
         self._listeners: list[socket.socket] = []
         self._workers: dict[int, _Worker] = {}
+        self._returning: dict[int, _Place] = {}
         self._shares = shares
 
     # ---- starting
@@ -118,9 +130,21 @@ class LocalHost:
         events: list[Event] = []
         for order, listener, share, device in zip(orders, self._listeners, shares, devices, strict=True):
             environment = worker_environment({**os.environ, **device}, order.environment, share.threads)
-            worker = self._start(order, listener, share.cores, environment)
+            files = (_unnamed_file(), _unnamed_file()) if order.keeps else ()
+            if files:
+                environment[SNAPSHOTS] = ":".join(f"/dev/fd/{file.fileno()}" for file in files)
+            place = _Place(order, listener, share.cores, environment, files)
+            worker = self._start(place)
+            if order.returns:
+                self._returning[order.rank] = place
+            else:
+                listener.close()
             events.append(Started(order.rank, worker.process.pid))
         return events
+
+    def restart(self, rank: int) -> Event:
+        """Start a worker again that has ended and whose order says that it returns, at the same port."""
+        return Started(rank, self._start(self._returning[rank]).process.pid)
 
     def _divide(self, orders: Sequence[Order]) -> tuple[Sequence[CoreShare], Sequence[Mapping[str, str]]]:
         """Cores and GPUs for each task; those without a replica may use all cores, with one thread, and no GPU."""
@@ -133,9 +157,8 @@ class LocalHost:
             [next(devices) if order.trains else NO_GPU for order in orders],
         )
 
-    def _start(
-        self, order: Order, listener: socket.socket, share: tuple[int, ...], environment: dict[str, str]
-    ) -> _Worker:
+    def _start(self, place: _Place) -> _Worker:
+        order, listener = place.order, place.listener
         line = Lifeline()
         record, stacks, error = _anonymous_file(), _anonymous_file(), _anonymous_file()
         function, result = _anonymous_file(), _anonymous_file()
@@ -146,7 +169,7 @@ class LocalHost:
             function.seek(0)
         stdin, stdout, stderr, reading = self._connect(order.rank)
         child_order = child.ChildOrder(
-            cores=share,
+            cores=place.cores,
             parent=os.getpid(),
             die_with_parent=threading.current_thread() is threading.main_thread(),
             lifeline=line.worker_end,
@@ -156,10 +179,11 @@ class LocalHost:
             result=result.fileno() if order.function else -1,
         )
         passed = [listener.fileno(), line.worker_end, record.fileno(), stacks.fileno(), error.fileno()]
+        passed += [file.fileno() for file in place.files]
         if order.function:
             passed += [function.fileno(), result.fileno()]
         environment = {
-            **environment,
+            **place.environment,
             CHILD: child_order.encode(),
             LISTEN_FD: str(listener.fileno()),
             PROGRESS_FILE: f"/dev/fd/{record.fileno()}",
@@ -175,7 +199,6 @@ class LocalHost:
         )
         for fd in {stdout, stderr}:
             os.close(fd)
-        listener.close()
         function.close()
         line.started()
         worker = _Worker(order.rank, process, line, record, stacks, error, result, reading, _open_pidfd(process.pid))
@@ -303,6 +326,9 @@ class LocalHost:
         """End every worker that still runs, and free everything. Safe to call twice."""
         for listener in self._listeners:
             listener.close()
+        for place in self._returning.values():
+            for file in place.files:
+                file.close()
         for worker in self._workers.values():
             if not worker.ended:
                 worker.ended = True
@@ -342,6 +368,11 @@ def _anonymous_file() -> BinaryIO:
     """A file without a name, so that none can be left behind."""
     if hasattr(os, "memfd_create"):
         return os.fdopen(os.memfd_create("phalanx"), "w+b")
+    return _unnamed_file()
+
+
+def _unnamed_file() -> BinaryIO:
+    """As `_anonymous_file`, on disk: for what would take much memory."""
     return tempfile.TemporaryFile()  # type: ignore[return-value]
 
 

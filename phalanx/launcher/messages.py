@@ -87,6 +87,8 @@ class Order(msgspec.Struct, frozen=True):
 
     Attributes:
         trains: whether it has a replica, and so gets cores and GPUs of its own.
+        returns: whether it may be started again, at the same port.
+        keeps: whether it writes snapshots, into files that outlive it.
     """
 
     rank: int
@@ -95,10 +97,18 @@ class Order(msgspec.Struct, frozen=True):
     interpreter: tuple[str, ...] = ()
     function: bytes = b""
     trains: bool = True
+    returns: bool = False
+    keeps: bool = False
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
     orders: list[Order]
+
+
+class Restart(msgspec.Struct, frozen=True, tag="restart"):
+    """Start a task again that has ended, as it was started first."""
+
+    rank: int
 
 
 class Signal(msgspec.Struct, frozen=True, tag="signal"):
@@ -110,5 +120,5 @@ class DumpStacks(msgspec.Struct, frozen=True, tag="dump-stacks"):
     rank: int
 
 
-Command = Prepare | Start | Signal | DumpStacks
+Command = Prepare | Start | Restart | Signal | DumpStacks
 Answer = Output | Started | Exited | Prepared | Refused

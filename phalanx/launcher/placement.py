@@ -18,6 +18,8 @@ from phalanx.launcher.remote import RemoteHost
 SECRET_BYTES = 32
 # ssh with a slow name service, and Python's start on a cold file system.
 START_TIMEOUT_S = 60.0
+# For a task that is started again to come so far that it answers; a busy host takes long to import a backend.
+RETURN_TIMEOUT_S = 120.0
 LOOPBACK = "127.0.0.1"
 # Tasks of these types compute little, or when it suits them: the cores are divided among the others.
 NO_REPLICA = ("ps/", "evaluator/")
@@ -49,11 +51,13 @@ def place(
     backend: str | None = None,
     log_dir: str | None = None,
     start_timeout_s: float | None = None,
+    returns: bool = False,
 ) -> list[Placement]:
     """Everything that is needed to start the job; only the agents of other hosts run already.
 
     Args:
         shares: with as many places as there are tasks, which take them in order.
+        returns: whether tasks that are killed may be started again.
 
     Raises: RendezvousError or ConfigurationError if another host cannot take part.
     """
@@ -89,6 +93,8 @@ def place(
                 interpreter=tuple(interpreter),
                 function=function,
                 trains=not tasks[rank].startswith(NO_REPLICA),
+                returns=returns,
+                keeps=returns and tasks[rank].startswith("ps/"),
                 environment=job_settings(
                     tasks=tasks,
                     addresses=addresses,
@@ -98,6 +104,7 @@ def place(
                     backend=backend,
                     log_dir=log_dir,
                     start_timeout_s=start_timeout_s,
+                    return_timeout_s=RETURN_TIMEOUT_S if returns else None,
                 ),
             ),
             tasks[rank],

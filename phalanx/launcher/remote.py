@@ -29,6 +29,7 @@ from phalanx.launcher.messages import (
     Prepare,
     Prepared,
     Refused,
+    Restart,
     Signal,
     Start,
 )
@@ -123,6 +124,12 @@ class RemoteHost:
         self._registered = True
         self._send(Start(orders))
         return []
+
+    def restart(self, rank: int) -> Event | None:
+        """Start a worker again that has ended; its `Started` is among the events to come."""
+        self._running.add(rank)
+        self._send(Restart(rank))
+        return None
 
     def events(self) -> list[Event]:
         process = self._process

@@ -208,6 +208,9 @@ class _Watch:
     def exited(self, end: End) -> None:
         self._screen.finish(end.rank)
 
+    def returns(self, end: End, count: str) -> None:
+        pass
+
     def failed(self, end: End) -> None:
         pass
 

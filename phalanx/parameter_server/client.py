@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -23,17 +24,22 @@ from phalanx.errors import (
     PhalanxError,
     RendezvousError,
 )
-from phalanx.parameter_server.messages import Answer, Bye, Done, Question, Refusal
+from phalanx.parameter_server.group import LEAD, NOT_LEADING, PURPOSE
+from phalanx.parameter_server.messages import Answer, Bye, Done, Question, Refusal, Values
 from phalanx.parameter_server.placement import Shard, Variable, rows, shard_shape
-from phalanx.parameter_server.schedule import lost
-from phalanx.parameter_server.server import PURPOSE
+from phalanx.parameter_server.schedule import CHIEF, lost
 from phalanx.transport.dial import RefusedError, retry_delay_s
 from phalanx.transport.link import Link
 
+logger = logging.getLogger(__name__)
+
 Array = np.ndarray[Any, Any]
+Asked = tuple[Question, Sequence[Array]]
 
 HEAD = 0
 """The first server, which also keeps the schedule."""
+PREFER_COPY_S = 3.0
+"""How long a worker that has lost a leader asks the copy alone: the port of a dead process may still be open."""
 GOODBYE_S = 5.0
 """For taking leave: a server that is busy is not waited for longer."""
 
@@ -44,25 +50,37 @@ _encode = msgspec.msgpack.Encoder().encode
 class Client:
     """The links of one worker to all servers. One thread at a time may ask.
 
-    Making one waits until all servers are there.
+    Making one waits until all servers are there. A link that breaks later is made again, if the server may come back,
+    and the question that was not answered is repeated: servers answer the same question twice alike.
+
+    Args:
+        return_s: how long to wait for a server that was lost; 0: not at all.
+        copied: whether each server's shards have a copy on the next one, which may take its place.
 
     Attributes:
         starting: whether an answer may have to wait for tasks that are only starting.
+        whereabouts: what to tell a server, given its number, that comes back in the middle of a `fit`; else None.
 
     Raises:
         RendezvousError: a server did not come in time.
         DisagreementError: a server and this task differ in what must be equal.
     """
 
-    def __init__(self, me: Identity):
+    def __init__(self, me: Identity, return_s: float = 0.0, *, copied: bool = False):
         self._me = me
+        self.return_s = return_s
+        self._copied = copied
         self.starting = True
+        self.whereabouts: Callable[[int], Sequence[Asked]] | None = None
         self.tasks = tuple(task for task in me.spec.tasks if task.type == PS)
         deadline = time.monotonic() + me.settings.rendezvous_timeout_s
         self._links: list[Link] = []
+        self._unanswered: list[Asked | None] = [None] * len(self.tasks)
+        self._leaders = list(range(len(self.tasks)))  # of each group, by number of the server
+        self._alone = [False] * len(self.tasks)  # whether the group's copy cannot take over
         try:
-            for task in self.tasks:
-                self._links.append(_connect(me, task, deadline))
+            for group in range(len(self.tasks)):
+                self._links.append(self._connect(group, deadline))
         except BaseException:
             self._close()
             raise
@@ -80,29 +98,121 @@ class Client:
         return self.receive(server)
 
     def send(self, server: int, question: Question, buffers: Sequence[Array] = ()) -> None:
-        """Ask without waiting for the answer, which `receive` must fetch before the next question to this server."""
+        """Ask without waiting for the answer, which `receive` must fetch before the next question to this server.
+
+        The buffers must stay as they are until then.
+        """
+        self._unanswered[server] = (question, buffers)
         try:
-            self._links[server].send(
-                _encode(question),
-                [np.ascontiguousarray(buffer) for buffer in buffers],
-                deadline=time.monotonic() + self._me.settings.timeout_s,
-            )
+            self._send(server, question, buffers)
         except LinkClosedError as error:
-            raise lost(str(self.tasks[server]), type(question).__name__.lower()) from error
+            self._return(server, error)
 
     def receive(self, server: int) -> tuple[Answer, list[memoryview]]:
+        while True:
+            try:
+                answer, buffers = self._receive(server)
+                break
+            except LinkClosedError as error:
+                self._return(server, error)
+        self._unanswered[server] = None
+        if isinstance(answer, Refusal):
+            raise _refused(answer, str(self.tasks[self._leaders[server]]))
+        return answer, buffers
+
+    def _send(self, server: int, question: Question, buffers: Sequence[Array]) -> None:
+        self._links[server].send(
+            _encode(question),
+            [np.ascontiguousarray(buffer) for buffer in buffers],
+            deadline=time.monotonic() + self._me.settings.timeout_s,
+        )
+
+    def _receive(self, server: int) -> tuple[Answer, list[memoryview]]:
         # More than the time after which the servers themselves give up on somebody, and say whom.
         settings = self._me.settings
         patience_s = max(settings.timeout_s, settings.rendezvous_timeout_s) if self.starting else settings.timeout_s
         deadline = time.monotonic() + settings.timeout_s + patience_s
-        try:
-            header, buffers = self._links[server].receive(deadline=deadline)
-        except LinkClosedError as error:
-            raise lost(str(self.tasks[server]), "training") from error
+        header, buffers = self._links[server].receive(deadline=deadline)
         answer = _ANSWERS.decode(header)
-        if isinstance(answer, Refusal):
-            raise _refused(answer, str(self.tasks[server]))
+        if isinstance(answer, Values):
+            self._alone[server] = answer.alone
         return answer, buffers
+
+    def _return(self, server: int, cause: LinkClosedError) -> None:
+        """Wait until a server is back, tell it where this worker is, and repeat what it has not answered."""
+        task = self.tasks[self._leaders[server]]
+        if not self.return_s:
+            raise lost(str(task), "training") from cause
+        other = ", or for its copy" if self._copied else ""
+        logger.warning("%s is gone; waiting up to %g s for it to come back%s.", task, self.return_s, other)
+        until = time.monotonic() + self.return_s
+        while True:
+            self._links[server].close()
+            try:
+                self._links[server] = self._connect(server, until, again=True)
+                for question, buffers in self.whereabouts(server) if self.whereabouts else ():
+                    self._send(server, question, buffers)
+                    answer, _ = self._receive(server)
+                    if isinstance(answer, Refusal):
+                        raise _refused(answer, str(task))
+                if unanswered := self._unanswered[server]:
+                    self._send(server, *unanswered)
+                break
+            except LinkClosedError as error:  # killed once more
+                if time.monotonic() > until:
+                    raise lost(str(task), "training") from error
+            except RendezvousError as error:
+                raise lost(str(task), f"training; it did not come back within {self.return_s:g} s") from error
+        logger.warning("%s is back.", self.tasks[self._leaders[server]])
+
+    def _connect(self, group: int, deadline: float, *, again: bool = False) -> Link:
+        """A link to the server that leads a group: its own, or the one with the copy.
+
+        Raises: RendezvousError, DisagreementError, or what it was refused with.
+        """
+        started_at = time.monotonic()
+        failing_since: float | None = None
+        details = msgspec.msgpack.encode(self._me.statement)
+        failure: PhalanxError = RendezvousError("")
+        while True:
+            for server, purpose in self._candidates(group, time.monotonic() - started_at, again=again):
+                now = time.monotonic()
+                attempt_s = ATTEMPT_TIMEOUT_S / 5 if again and self._copied else ATTEMPT_TIMEOUT_S
+                try:
+                    link, _ = self._me.dial(self.tasks[server], f"{purpose}/{group}", details, deadline=now + attempt_s)
+                except (LinkClosedError, LinkTimeoutError) as error:
+                    failing_since, failure = None, error
+                except RefusedError as error:
+                    if error.welcome.refusal == DISAGREEMENT:
+                        raise DisagreementError(error.welcome.reason) from error
+                    waits = error.welcome.refusal == NOT_LEADING
+                    failing_since, failure = None if waits else failing_since or now, error
+                except HandshakeError as error:
+                    failing_since, failure = failing_since or now, error
+                else:
+                    self._leaders[group] = server
+                    return link
+            now = time.monotonic()
+            if failing_since is not None and now - failing_since > HANDSHAKE_FAILURES_S:
+                raise failure
+            if now > deadline:
+                raise RendezvousError(
+                    f"{self.tasks[group]} did not come to the job in time ({failure}). Start it with the same cluster."
+                )
+            time.sleep(retry_delay_s(now - started_at))
+
+    def _candidates(self, group: int, waited_s: float, *, again: bool) -> list[tuple[int, str]]:
+        """The servers to dial, and what for."""
+        leader = self._leaders[group]
+        if not self._copied:
+            return [(leader, PURPOSE)]
+        other = (group + 1) % len(self.tasks) if leader == group else group
+        if not again:
+            return [(leader, PURPOSE), (other, PURPOSE)]
+        # The chief alone may say who leads. The others ask the copy until it has.
+        calls = self._me.rank == CHIEF and not self._alone[group]
+        to_other = (other, LEAD if calls else PURPOSE)
+        return [to_other] if waited_s < PREFER_COPY_S and not self._alone[group] else [to_other, (leader, PURPOSE)]
 
     def ask_all(self, questions: Sequence[tuple[Question, Sequence[Array]]]) -> list[tuple[Answer, list[memoryview]]]:
         """A question to each server, all at once."""
@@ -135,33 +245,6 @@ def _refused(answer: Refusal, server: str) -> PhalanxError:
         return PeerLostError(answer.reason, rank=0, task=server, host="")
     kind: type[PhalanxError] = getattr(errors, answer.kind, PhalanxError)
     return kind(answer.reason)
-
-
-def _connect(me: Identity, task: Any, deadline: float) -> Link:
-    started_at = time.monotonic()
-    failing_since: float | None = None
-    details = msgspec.msgpack.encode(me.statement)
-    while True:
-        now = time.monotonic()
-        failure: PhalanxError
-        try:
-            link, _ = me.dial(task, PURPOSE, details, deadline=now + ATTEMPT_TIMEOUT_S)
-            return link
-        except (LinkClosedError, LinkTimeoutError) as error:
-            failing_since, failure = None, error
-        except RefusedError as error:
-            if error.welcome.refusal == DISAGREEMENT:
-                raise DisagreementError(error.welcome.reason) from error
-            failing_since, failure = failing_since or now, error
-        except HandshakeError as error:
-            failing_since, failure = failing_since or now, error
-        if failing_since is not None and now - failing_since > HANDSHAKE_FAILURES_S:
-            raise failure
-        if now > deadline:
-            raise RendezvousError(
-                f"{task} did not come to the job in time ({failure}). Start it with the same cluster."
-            )
-        time.sleep(retry_delay_s(now - started_at))
 
 
 class Placed:

@@ -63,6 +63,27 @@ class Rules(msgspec.Struct, frozen=True):
     timeout_s: float
 
 
+class Ticket(msgspec.Struct, frozen=True, tag="ticket"):
+    """The right, and the duty, to make a step.
+
+    Attributes:
+        fit, epoch: where it belongs.
+        batch: number of the global batch in the epoch.
+        members: in synchronous training, the workers that make this step together, by number, in order; else the one.
+        member: this worker's number.
+        serial: numbers the steps of the job.
+        era: how many times a chief has begun a `fit`; a step of a former era is not applied.
+    """
+
+    fit: int
+    epoch: int
+    batch: int
+    members: tuple[int, ...]
+    member: int
+    serial: int
+    era: int
+
+
 # Questions.
 
 
@@ -87,6 +108,34 @@ class Attach(msgspec.Struct, frozen=True, tag="attach"):
 
     fit: int
     variables: tuple[Variable, ...]
+
+
+class Rejoin(msgspec.Struct, frozen=True, tag="rejoin"):
+    """From a worker in the middle of a `fit` that had lost its link to the server: where it is. A server that was
+    started again goes on from its snapshot, and the head makes its schedule anew from what all workers say. Buffer of
+    the chief to the head: the order of the samples, if there is one.
+
+    Attributes:
+        fit, era, epoch: of the worker.
+        version: the newest of the server's values that it has seen.
+        tickets: that it holds.
+        batches: how many of the epoch it knows to be handed out.
+        finished: the serial of its last step that has been applied; -1 before the first.
+        step: the global step as it knows it.
+        steps: how many the epoch has; -1 while that is unknown.
+        order_of: the epoch with which the pass over the data began, whose order comes along.
+    """
+
+    fit: int
+    era: int
+    epoch: int
+    version: int
+    tickets: tuple[Ticket, ...]
+    batches: int
+    finished: int
+    step: int
+    steps: int
+    order_of: int = -1
 
 
 class Pull(msgspec.Struct, frozen=True, tag="pull"):
@@ -197,27 +246,6 @@ class Bye(msgspec.Struct, frozen=True, tag="bye"):
 # Answers.
 
 
-class Ticket(msgspec.Struct, frozen=True, tag="ticket"):
-    """The right, and the duty, to make a step.
-
-    Attributes:
-        fit, epoch: where it belongs.
-        batch: number of the global batch in the epoch.
-        members: in synchronous training, the workers that make this step together, by number, in order; else the one.
-        member: this worker's number.
-        serial: numbers the steps of the job.
-        era: how many times a chief has begun a `fit`; a step of a former era is not applied.
-    """
-
-    fit: int
-    epoch: int
-    batch: int
-    members: tuple[int, ...]
-    member: int
-    serial: int
-    era: int
-
-
 class EpochOver(msgspec.Struct, frozen=True, tag="epoch-over"):
     """All steps of the epoch have been made, or the chief has gone back.
 
@@ -247,6 +275,7 @@ class Values(msgspec.Struct, frozen=True, tag="values"):
         note: what the worker should know of its update, for the log.
         slots: of the optimizer's variables, if those were asked for; as in `Declare`.
         ticket: with the answer to gradients, the right to a further step, where the head had one at hand.
+        alone: whether the copy of these shards, which there should be, is missing or behind.
     """
 
     version: int
@@ -256,6 +285,7 @@ class Values(msgspec.Struct, frozen=True, tag="values"):
     note: str = ""
     slots: tuple[tuple[int, str], ...] = ()
     ticket: Ticket | None = None
+    alone: bool = False
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
@@ -272,6 +302,7 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
 Question = (
     Declare
     | Attach
+    | Rejoin
     | Pull
     | PullOptimizer
     | Push
@@ -286,3 +317,55 @@ Question = (
     | Bye
 )
 Answer = Ticket | EpochOver | FitOver | Values | Done | Refusal
+
+
+# Between the leader of a group of shards and its copy.
+
+
+class State(msgspec.Struct, frozen=True, tag="state"):
+    """A group's part of the training, as it is kept in a snapshot and in a copy. Buffers: the shards' values, then the
+    optimizer's variables, then the merged extras of `completed`, in order.
+
+    Attributes:
+        declared: what the chief has said of the model.
+        version, era: see `Values` and `Ticket`.
+        slots: the optimizer's variables.
+        completed: the newest merges: serial, phase, whose parts are in, and the number of merged extras.
+        dtypes: of the buffers.
+        refused: how many updates were left out as they were not finite.
+        ended: whether the chief has ended the `fit`.
+        step: the global step, if this is the head.
+    """
+
+    declared: Declare
+    version: int
+    era: int
+    slots: tuple[tuple[int, str], ...]
+    completed: tuple[tuple[int, int, tuple[int, ...], int], ...]
+    dtypes: tuple[str, ...]
+    refused: int
+    ended: bool
+    step: int
+
+
+class Applied(msgspec.Struct, frozen=True, tag="applied"):
+    """A merge that is over. Buffers: the gradients that were applied, then the merged extras.
+
+    Attributes:
+        serial, phase: of the step.
+        members: whose parts are in.
+        gradients: how many of the buffers are gradients; 0 if nothing was applied.
+        dtypes: of the buffers.
+        step: the global step after it, if this is the head.
+    """
+
+    serial: int
+    phase: int
+    members: tuple[int, ...]
+    gradients: int
+    dtypes: tuple[str, ...]
+    step: int
+
+
+class Over(msgspec.Struct, frozen=True, tag="over"):
+    """The workers have no more to do."""

@@ -21,7 +21,7 @@ import numpy as np
 
 from phalanx.backends.layout import Weight
 from phalanx.errors import CollectiveTimeoutError, PeerLostError, PhalanxError
-from phalanx.parameter_server.messages import EpochOver, FitOver, Report, Rules, Ticket
+from phalanx.parameter_server.messages import EpochOver, FitOver, Rejoin, Report, Rules, State, Ticket
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,8 @@ Worker = int
 CHIEF: Worker = 0
 POLL_S = 0.5
 """Longest time between two looks at the clock; whatever happens wakes the waiting at once."""
+REJOIN_S = 10.0
+"""How long a new head waits for other workers than the chief: they have noticed at once, and dial."""
 
 
 @dataclass
@@ -95,6 +97,11 @@ class Schedule:
         self._order: tuple[int, int, Array] = (-1, -1, np.zeros(0, np.int64))
         self.global_step = 0
         self.lost_batches = 0
+        self._rejoined: dict[Worker, tuple[Rejoin, Array | None]] = {}
+        self._rebuilt = True  # False while this is to be made anew from what the workers say
+        self._rebuild_since = 0.0
+        self._awaited: set[Worker] = set()  # those that the process that led before had links to, perhaps
+        self._awaited_until = 0.0
 
     # Who is here.
 
@@ -108,6 +115,7 @@ class Schedule:
         """A `fit` begins, under these rules; the same one again if the chief was started again."""
         with self._changed:
             self._rules = rules
+            self._rebuilt = True
             self.era += 1
             self._ended_fit = fit - 1
             self._order = (-1, -1, np.zeros(0, np.int64))
@@ -120,10 +128,20 @@ class Schedule:
             self._steps_of = dict.fromkeys(self._present, 0)
             self._changed.notify_all()
 
+    def resume(self, state: State) -> None:
+        """A `fit` goes on, or has ended, that began under another schedule."""
+        with self._changed:
+            self.begin(state.declared.rules, state.declared.fit)
+            self.era, self.global_step = state.era, state.step
+            self._seen = set(range(len(self._names)))  # all came to its start
+            if state.ended:
+                self.end_fit(state.declared.fit)
+
     def attach(self, worker: Worker, incarnation: str) -> None:
         with self._changed:
             self._leave(worker)
             self._present[worker] = incarnation
+            self._awaited.discard(worker)
             self._seen.add(worker)
             # One that comes late is not behind: the others must not wait until it has made as many steps.
             self._steps_of[worker] = min(self._steps_of.values(), default=0)
@@ -149,7 +167,8 @@ class Schedule:
         return incarnation in self._evicted
 
     def is_present(self, worker: Worker) -> bool:
-        return worker in self._present
+        """Whether a worker is linked, or is expected to be in a moment."""
+        return worker in self._present or (worker in self._awaited and time.monotonic() < self._awaited_until)
 
     def _leave(self, worker: Worker) -> None:
         self._present.pop(worker, None)
@@ -175,18 +194,92 @@ class Schedule:
         epoch = self._epoch
         return epoch is not None and (epoch.fit, epoch.number) == (ticket.fit, ticket.epoch)
 
+    # After this server was started again.
+
+    def await_workers(self) -> None:
+        """Another process led before, and its workers are on their way here: they are not lost."""
+        with self._changed:
+            self._awaited = set(range(len(self._names))) - self._present.keys()
+            self._awaited_until = time.monotonic() + REJOIN_S
+
+    def await_rejoins(self) -> None:
+        """This schedule is new in the middle of a `fit`: it is made anew from what the workers tell of themselves."""
+        with self._changed:
+            self._rebuilt = False
+            self._rebuild_since = time.monotonic()
+            self._rejoined.clear()
+
+    def rejoin(self, worker: Worker, message: Rejoin, order: Array | None) -> None:
+        """A worker is back after its link was lost, and says where it is."""
+        with self._changed:
+            self.global_step = max(self.global_step, message.step)
+            if self._rebuilt:
+                self._hold_again(message)
+            else:
+                self._rejoined[worker] = (message, order)
+                if len(self._rejoined) == len(self._names):
+                    self._rebuild()
+            self._changed.notify_all()
+
+    def wait_until_rebuilt(self, timeout_s: float) -> None:
+        """Wait for the workers to rejoin: for the chief at most `timeout_s`, for the others less."""
+        with self._changed:
+            while not self._rebuilt:
+                waited_s = time.monotonic() - self._rebuild_since
+                if CHIEF in self._rejoined and waited_s > REJOIN_S:
+                    self._rebuild()
+                    self._changed.notify_all()
+                else:
+                    self._wait(self._rebuild_since + timeout_s, lambda: f"{self._names[CHIEF]} did not come back")
+
+    def _hold_again(self, message: Rejoin) -> None:
+        """Only the link was lost: the worker still makes the steps that were taken from it then."""
+        for ticket in message.tickets:
+            if self._joint is not None and self._joint.serial == ticket.serial:
+                self._joint_given.add(ticket.member)
+            elif self._epoch is not None and self._is_open(ticket) and ticket.batch in self._epoch.returned:
+                self._epoch.returned.remove(ticket.batch)
+                self._held[ticket.serial] = ticket
+
+    def _rebuild(self) -> None:
+        chief, order = self._rejoined[CHIEF]
+        here = [message for message, _ in self._rejoined.values()]
+        same = [m for m in here if (m.fit, m.epoch) == (chief.fit, chief.epoch)]
+        tickets = [ticket for message in same for ticket in message.tickets]
+        self._serial = max([t.serial for t in tickets] + [m.finished for m in here])
+        self._epoch = _Epoch(chief.fit, chief.epoch, None if chief.steps < 0 else chief.steps)
+        self._epoch.next = max(message.batches for message in same)
+        self._began = True
+        self._order = (chief.fit, chief.order_of, np.zeros(0, np.int64) if order is None else order)
+        self._took = {w for w, (m, _) in self._rejoined.items() if (m.fit, m.epoch) == (chief.fit, chief.epoch)}
+        self._last_progress = time.monotonic()
+        assert self._rules is not None
+        if not self._rules.synchronous:
+            self._held = {ticket.serial: ticket for ticket in tickets}
+        elif tickets:
+            # One that has finished the newest step has proved that it was applied: the next one may be given out.
+            joint = max(tickets, key=lambda ticket: ticket.serial)
+            if all(message.finished < joint.serial for message in here):
+                self._joint = joint
+                self._joint_given = {ticket.member for ticket in tickets if ticket.serial == joint.serial}
+        self._rejoined.clear()
+        self._rebuilt = True
+
     # Epochs.
 
     def open_epoch(self, fit: int, number: int, steps: int | None, order: Array | None) -> None:
         """The chief opens an epoch. In synchronous training, wait for all workers before the first one."""
         with self._changed:
             assert self._rules is not None
+            if self._epoch is not None and (self._epoch.fit, self._epoch.number) == (fit, number):
+                return  # the chief asks once more after its link was lost
             if self._rules.synchronous and self._epoch is None:
                 until = time.monotonic() + self._start_s
                 while len(self._seen) < len(self._names):
                     self._wait(until, lambda: f"{self._missing()} did not come to `fit`")
             self._note_steps()
             self._took.clear()
+            self._reports.clear()
             self._epoch = _Epoch(fit, number, steps)
             self._began = True
             self._last_progress = time.monotonic()
@@ -204,11 +297,16 @@ class Schedule:
                 self._wait(until, lambda: f"{self._names[CHIEF]} did not begin epoch {number + 1} of `fit`")
             return self._order[2]
 
+    def has_ended(self, fit: int) -> bool:
+        """Whether the chief has ended this `fit`."""
+        return self._ended_fit >= fit
+
     def end_fit(self, fit: int) -> None:
         with self._changed:
             self._note_steps()
             self._ended_fit = max(self._ended_fit, fit)
             self._epoch = None
+            self._rebuilt = True
             self._changed.notify_all()
 
     def _note_steps(self) -> None:
@@ -320,11 +418,16 @@ class Schedule:
         with self._changed:
             self.global_step += 1
             self._last_progress = time.monotonic()
+            if ticket.member in self._steps_of:
+                self._steps_of[ticket.member] += 1
+            self.confirm(ticket)
+
+    def confirm(self, ticket: Ticket) -> None:
+        """The step of this ticket was applied before this schedule was made: it is over."""
+        with self._changed:
             if self._joint is not None and self._joint.serial == ticket.serial:
                 self._joint = None
             self._held.pop(ticket.serial, None)
-            if ticket.member in self._steps_of:
-                self._steps_of[ticket.member] += 1
             self._changed.notify_all()
 
     def no_batch(self, ticket: Ticket, *, ends: bool) -> None:
@@ -367,7 +470,6 @@ class Schedule:
                         self.evict(worker)
                     continue
                 self._changed.wait(POLL_S)
-            del self._reports[fit, epoch]
             in_order = [reports[worker] for worker in sorted(reports)]
             return _merged(in_order), sum(report.samples for report, _ in in_order), self._steps_made()
 

@@ -16,7 +16,19 @@ from phalanx.backends.layout import Weight
 from phalanx.backends.updater import Piece, Slot, Updater
 from phalanx.cluster.agreement import first_difference
 from phalanx.errors import CollectiveTimeoutError, DisagreementError
-from phalanx.parameter_server.messages import Declare, Push, Rules, Ticket, arrays_of
+from phalanx.parameter_server.copying import LOST, Copy, Record
+from phalanx.parameter_server.messages import (
+    Applied,
+    Declare,
+    Over,
+    Push,
+    Rules,
+    SetRate,
+    State,
+    Ticket,
+    arrays_of,
+    dtypes_of,
+)
 from phalanx.parameter_server.placement import Shard, Variable, shard_shape
 from phalanx.parameter_server.schedule import CHIEF, POLL_S, Schedule, Worker
 
@@ -40,6 +52,16 @@ _Key = tuple[int, int]
 
 COMPLETED = 1000
 """Merges of which it is remembered that they are over: more than any worker can be behind."""
+RESULTS = 32
+"""Merges whose results are kept for workers that ask again after their link broke: each has one or two on the way."""
+
+
+@dataclass(frozen=True)
+class _Result:
+    """Of a merge that is over: whose parts are in, and the merged extras."""
+
+    members: tuple[Worker, ...]
+    extras: list[Array]
 
 
 class Store:
@@ -66,6 +88,8 @@ class Store:
         self._newest: dict[Worker, int] = {}  # the newest step that each worker has pushed
         self._completed: dict[_Key, None] = {}  # the newest, in the order in which they were completed
         self._forgotten: _Key = (-1, -1)  # no merge up to this one is remembered
+        self._results: dict[_Key, _Result] = {}
+        self._copy: Copy | None = None
         self.version = 0
         self.refused = 0
         self.late = 0
@@ -74,36 +98,44 @@ class Store:
 
     def declare(self, message: Declare, buffers: Sequence[memoryview]) -> None:
         """The chief's model: values of the shards, then those of the optimizer's variables."""
-        model = message.model
         with self._changed:
             self._before = (self._fit, self._values)
-            self._shards = tuple(shard for shard in model.shards if shard.server == self._index)
-            own = [model.variables[shard.variable] for shard in self._shards]
-            values = arrays_of(buffers[: len(own)], [variable.dtype for variable in own])
-            pieces = [
-                Piece(v.path, value.reshape(shard_shape(v, s)), model.constraints[s.variable], model.decays[s.variable])
-                for s, v, value in zip(self._shards, own, values, strict=True)
-            ]
-            if pieces:
-                self._updater = make_updater(model.optimizer, pieces)
-                state = dict(zip(message.slots, buffers[len(pieces) :], strict=True))
-                self._updater.load_optimizer(
-                    [
-                        np.frombuffer(state[slot], value.dtype).reshape(value.shape)
-                        for slot, value in zip(self._updater.slots, self._updater.optimizer_values(), strict=True)
-                    ]
-                )
-                self._values = self._updater.values()
-            self._fit, self._declared = message.fit, message
+            self._build(message, message.slots, buffers)
             for joint in self._joints.values():
                 joint.given_up = True
             self._joints.clear()
             self._completed.clear()
+            self._results.clear()
             self._forgotten = (-1, -1)
             self._newest.clear()
             self.version += 1
             self._schedule.begin(message.rules, message.fit)
+            if (state := self.state()) is not None:
+                self._send_copy(*state)
+                self._await_copy()
             self._changed.notify_all()
+
+    def _build(self, message: Declare, slots: Sequence[tuple[int, str]], buffers: Sequence[memoryview]) -> None:
+        """Take these values: of the shards, then of the optimizer's variables, which `slots` name."""
+        model = message.model
+        self._shards = tuple(shard for shard in model.shards if shard.server == self._index)
+        own = [model.variables[shard.variable] for shard in self._shards]
+        values = arrays_of(buffers[: len(own)], [variable.dtype for variable in own])
+        pieces = [
+            Piece(v.path, value.reshape(shard_shape(v, s)), model.constraints[s.variable], model.decays[s.variable])
+            for s, v, value in zip(self._shards, own, values, strict=True)
+        ]
+        if pieces:
+            self._updater = make_updater(model.optimizer, pieces)
+            state = dict(zip(slots, buffers[len(pieces) :], strict=True))
+            self._updater.load_optimizer(
+                [
+                    np.frombuffer(state[slot], value.dtype).reshape(value.shape)
+                    for slot, value in zip(self._updater.slots, self._updater.optimizer_values(), strict=True)
+                ]
+            )
+            self._values = self._updater.values()
+        self._fit, self._declared = message.fit, message
 
     def attach(self, fit: int, variables: tuple[Variable, ...], timeout_s: float) -> int:
         """Wait until the chief has declared this `fit`; compare the models. Returns the first epoch.
@@ -124,6 +156,117 @@ class Store:
                 )
             return self._declared.first_epoch
 
+    # Its own end.
+
+    @property
+    def fit(self) -> int:
+        """The `fit` that was declared last; -1 before the first."""
+        return self._fit
+
+    def state(self) -> tuple[State, list[Array]] | None:
+        """All that another process needs to go on in the place of this one; None before the first `fit`."""
+        with self._changed:
+            if self._declared is None:
+                return None
+            slots, optimizer = self.optimizer_values()
+            extras = [array for result in self._results.values() for array in result.extras]
+            arrays = [*self._values, *optimizer, *extras]
+            completed = tuple((*key, result.members, len(result.extras)) for key, result in self._results.items())
+            state = State(
+                self._declared,
+                self.version,
+                self._schedule.era,
+                slots,
+                completed,
+                dtypes_of(arrays),
+                self.refused,
+                self._schedule.has_ended(self._fit),
+                self._schedule.global_step,
+            )
+            return state, arrays
+
+    def restore(self, state: State, buffers: Sequence[memoryview]) -> None:
+        """Go on with what `state` returned elsewhere."""
+        with self._changed:
+            count = sum(shard.server == self._index for shard in state.declared.model.shards) + len(state.slots)
+            self._build(state.declared, state.slots, buffers[:count])
+            extras = iter(arrays_of(buffers[count:], state.dtypes[count:]))
+            for serial, phase, members, number in state.completed:
+                self._remember((serial, phase), _Result(members, [next(extras) for _ in range(number)]))
+            self.version, self.refused = state.version, state.refused
+            self._schedule.resume(state)
+            self._changed.notify_all()
+
+    def outrun(self, version: int) -> None:
+        """Somebody has seen this version, which is lost: the next ones must not be taken for it."""
+        with self._changed:
+            self.version = max(self.version, version) + 1
+
+    # Its copy on another server.
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether another server has a copy, as far as is known."""
+        with self._changed:
+            if self._copy is not None and self._copy.is_lost:
+                self._lose_copy()
+            return self._copy is not None
+
+    def copy_to(self, copy: Copy) -> bool:
+        """Keep a copy there from now on; False if that failed."""
+        with self._changed:
+            self._copy = copy
+            if (state := self.state()) is not None:
+                self._send_copy(*state)
+                self._await_copy()
+            return self._copy is not None
+
+    def tell_copy(self, record: Record) -> None:
+        """Have the copy do this as well."""
+        with self._changed:
+            self._send_copy(record)
+            self._await_copy()
+
+    def end_copy(self) -> None:
+        """The job is over, for the copy as well."""
+        with self._changed:
+            self._send_copy(Over())
+            self._await_copy()
+            if self._copy is not None:
+                self._copy.close()
+
+    def follow(self, record: Applied, buffers: Sequence[memoryview]) -> None:
+        """Be the copy: apply what the leader has applied."""
+        with self._changed:
+            arrays = arrays_of(buffers, record.dtypes)
+            if record.gradients and self._updater is not None:
+                self._updater.apply(self._shaped(arrays[: record.gradients]))
+                self._values = self._updater.values()
+                self.version += 1
+            result = _Result(record.members, arrays[record.gradients :])
+            self._remember((record.serial, record.phase), result)
+            self._schedule.global_step = record.step
+
+    def _send_copy(self, record: Record, arrays: Sequence[Array] = ()) -> None:
+        if self._copy is not None:
+            try:
+                self._copy.send(record, arrays)
+            except LOST:
+                self._lose_copy()
+
+    def _await_copy(self) -> None:
+        if self._copy is not None:
+            try:
+                self._copy.wait()
+            except LOST:
+                self._lose_copy()
+
+    def _lose_copy(self) -> None:
+        assert self._copy is not None
+        logger.warning("The copy of the shards of group %d is lost; going on without one.", self._index)
+        self._copy.close()
+        self._copy = None
+
     # Values.
 
     def pull(self, fit: int, version: int) -> tuple[int, list[Array]]:
@@ -142,6 +285,8 @@ class Store:
         with self._changed:
             if self._updater is not None:
                 self._updater.set_learning_rate(rate)
+            self._send_copy(SetRate(rate))
+            self._await_copy()
 
     # Updates.
 
@@ -157,39 +302,58 @@ class Store:
                 extras = arrays_of(buffers, message.dtypes)[len(buffers) - len(message.extras) :]
                 return self.version, [], extras, "it was of a `fit` that is over, or was begun anew"
             gradients, extras = self._arrays(message, buffers)
+            key = (message.ticket.serial, message.phase)
+            known = self._results.get(key)
+            if known is not None and message.ticket.member in known.members:  # the answer was lost on its way
+                if self._is_head and message.gradients:
+                    self._schedule.confirm(message.ticket)
+                return self.version, self._values if message.gradients else [], known.extras, ""
             if rules.synchronous:
                 extras, note = self._push_jointly(message, gradients, extras, rules)
                 return self.version, self._values if message.gradients else [], extras, note
-            note = self._apply(gradients, rules, message.ticket, finite=message.finite)
+            result = _Result(message.ticket.members, [])
+            note = self._apply(key, result, gradients, rules, message, finite=message.finite)
             return self.version, self._values, [], note
 
     def _arrays(self, message: Push, buffers: Sequence[memoryview]) -> tuple[list[Array], list[Array]]:
         """The gradients in the shards' shapes and dtypes, and the extras, flat."""
+        flat = arrays_of(buffers, message.dtypes)
+        count = len(self._shards) if message.gradients else 0
+        return self._shaped(flat[:count]), flat[count:]
+
+    def _shaped(self, flat: Sequence[Array]) -> list[Array]:
         assert self._declared is not None
         variables = self._declared.model.variables
-        flat = arrays_of(buffers, message.dtypes)
-        shards = self._shards if message.gradients else ()
-        gradients = [
+        return [
             array.astype(variables[shard.variable].dtype, copy=False).reshape(
                 shard_shape(variables[shard.variable], shard)
             )
-            for array, shard in zip(flat, shards, strict=False)
+            for array, shard in zip(flat, self._shards, strict=False)
         ]
-        return gradients, flat[len(shards) :]
 
-    def _apply(self, gradients: Sequence[Array], rules: Rules, ticket: Ticket, *, finite: bool) -> str:
-        """One update by the optimizer; what went wrong, for the log."""
+    def _apply(
+        self, key: _Key, result: _Result, gradients: Sequence[Array], rules: Rules, message: Push, *, finite: bool
+    ) -> str:
+        """Do what a merge has come to, here and in the copy; what was wrong with it, for the log."""
         note = ""
         if rules.refuse_nan and not finite:
             self.refused += 1
             note = "it was not finite and has not been applied"
-            logger.warning("An update of %s: %s (%d so far).", self._names[ticket.member], note, self.refused)
-        elif self._updater is not None:
+            name = self._names[message.ticket.member]
+            logger.warning("An update of %s: %s (%d so far).", name, note, self.refused)
+            gradients = ()
+        arrays = [*gradients, *result.extras]
+        # The copy works while this one does.
+        step = self._schedule.global_step + message.gradients
+        self._send_copy(Applied(*key, result.members, len(gradients), dtypes_of(arrays), step), arrays)
+        if gradients and self._updater is not None:
             self._updater.apply(gradients)
             self._values = self._updater.values()
             self.version += 1
-        if self._is_head:
-            self._schedule.done(ticket)
+        self._remember(key, result)
+        self._await_copy()
+        if self._is_head and message.gradients:
+            self._schedule.done(message.ticket)
         return note
 
     def _push_jointly(
@@ -210,8 +374,7 @@ class Store:
             if joint.given_up:
                 return extras, "the chief has begun anew"
             if self._is_complete(joint, ticket, rules):
-                self._merge(joint, message, rules)
-                self._remember(key)
+                joint.extras = self._merge(key, joint, message, rules)
                 self._joints.pop(key, None)
                 self._changed.notify_all()
             elif time.monotonic() > until:
@@ -222,8 +385,11 @@ class Store:
                 self._changed.wait(POLL_S)
         return joint.extras, ""
 
-    def _remember(self, key: _Key) -> None:
+    def _remember(self, key: _Key, result: _Result) -> None:
         self._completed[key] = None
+        self._results[key] = result
+        if len(self._results) > RESULTS:
+            del self._results[next(iter(self._results))]
         if len(self._completed) > COMPLETED:
             oldest = next(iter(self._completed))
             del self._completed[oldest]
@@ -239,7 +405,8 @@ class Store:
             if self._schedule.is_present(member)
         )
 
-    def _merge(self, joint: _Joint, message: Push, rules: Rules) -> None:
+    def _merge(self, key: _Key, joint: _Joint, message: Push, rules: Rules) -> list[Array]:
+        """Apply the mean of the gradients that came; returns the merged extras."""
         parts = [joint.contributions[m] for m in message.ticket.members if m in joint.contributions]
         # Of one that was lost or late the samples are missing; what is left is the mean over the others'.
         total = sum(share for share, _, _ in parts) or 1.0
@@ -249,14 +416,12 @@ class Store:
             Weight.ONE.value: [float(share > 0) for share in shares],
             Weight.FIRST.value: [1.0, *[0.0] * (len(parts) - 1)],
         }
-        if message.gradients:
-            columns = zip(*[gradients for _, gradients, _ in parts], strict=True)
-            merged = [_weighted_sum(column, shares) for column in columns]
-            self._apply(merged, rules, message.ticket, finite=joint.finite)
+        columns = zip(*[gradients for _, gradients, _ in parts], strict=True)
+        gradients = [_weighted_sum(column, shares) for column in columns]
         columns = zip(*[extras for _, _, extras in parts], strict=True)
-        joint.extras = [
-            _weighted_sum(column, counts[weight]) for column, weight in zip(columns, message.extras, strict=True)
-        ]
+        extras = [_weighted_sum(column, counts[weight]) for column, weight in zip(columns, message.extras, strict=True)]
+        self._apply(key, _Result(tuple(joint.contributions), extras), gradients, rules, message, finite=joint.finite)
+        return extras
 
     def notice(self) -> None:
         """Somebody came or left: those who wait look again."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -19,9 +21,10 @@ from phalanx.cluster.spec import EVALUATOR, PS, ClusterSpec
 from phalanx.errors import ConfigurationError, UnsupportedError
 from phalanx.launcher import exit_codes
 from phalanx.parameter_server.client import Client
+from phalanx.parameter_server.group import RETURN_S, SNAPSHOT_S
 from phalanx.parameter_server.messages import Rules
 from phalanx.parameter_server.partition import Partitioner
-from phalanx.parameter_server.server import ParameterServer
+from phalanx.parameter_server.server import ParameterServer, snapshots_of
 from phalanx.settings import Settings
 from phalanx.strategies.one_device import alone
 from phalanx.strategies.strategy import Strategy
@@ -49,6 +52,12 @@ class ParameterServerStrategy(Strategy):
         staleness: in asynchronous training, how many steps a worker may be ahead of the slowest. None: any number.
         refuse_nan: leave out updates with values that are not finite, say so and count them; False: apply what comes.
         compression: "float16" or "bfloat16": gradients travel in this dtype.
+        replication: 2: each server's shards have a copy on the next server, and every update is answered when both have
+            it. A killed server then costs no update and no wait for its restart. 1: no copies.
+        snapshot_dir: where each server keeps snapshots of its shards, from which it goes on when it was killed and is
+            started again. None: files of the launcher under `phalanx run`, which starts killed servers again; else
+            nowhere, and the loss of a server ends the job.
+        snapshot_seconds: between two snapshots; what was updated since the last one is lost with the server.
 
     Raises:
         ConfigurationError: the cluster is described wrongly or has no `ps`.
@@ -66,19 +75,31 @@ class ParameterServerStrategy(Strategy):
         staleness: int | None = None,
         refuse_nan: bool = True,
         compression: str | None = None,
+        replication: int = 1,
+        snapshot_dir: str | os.PathLike[str] | None = None,
+        snapshot_seconds: float = SNAPSHOT_S,
     ):
         resolver = cluster_resolver or resolve()
         me = _identify(resolver)
         if me.task.type == PS:
-            serve(me)
+            serve(me, snapshot_dir, snapshot_seconds, replication)
             sys.exit(0)
+        _check_replication(me, replication)
         rules = _rules(me, synchronous, replicas_to_aggregate, staleness, refuse_nan)
         if compression is not None and compression not in WIRE_DTYPES:
             raise ConfigurationError(f"compression is {compression!r}; write {' or '.join(map(repr, WIRE_DTYPES))}.")
         super().__init__(alone(), resolver)
         self._worker: ServerWorker | None = None
         if me.task.type != EVALUATOR:
-            self._worker = _join(me, rules, variable_partitioner, compression)
+            return_s = RETURN_S if snapshot_dir is not None or replication > 1 else 0.0
+            self._worker = _join(
+                me,
+                rules,
+                variable_partitioner,
+                compression,
+                me.settings.return_timeout_s or return_s,
+                copied=replication > 1,
+            )
 
     @property
     def _member(self) -> hook.Member:
@@ -124,11 +145,21 @@ class Server:
         server_or_cluster_def: the cluster: a `ClusterSpec` or a dict.
         job_name: "ps".
         task_index: which of the servers this process is.
+        replication, snapshot_dir, snapshot_seconds: as for `ParameterServerStrategy`.
 
     >>> phalanx.Server({"ps": ["a:2222"], "worker": ["b:2222"]}, job_name="ps", task_index=0).join()  # doctest: +SKIP
     """
 
-    def __init__(self, server_or_cluster_def: ClusterSpec | dict[str, Any], job_name: str = PS, task_index: int = 0):
+    def __init__(
+        self,
+        server_or_cluster_def: ClusterSpec | dict[str, Any],
+        job_name: str = PS,
+        task_index: int = 0,
+        *,
+        replication: int = 1,
+        snapshot_dir: str | os.PathLike[str] | None = None,
+        snapshot_seconds: float = SNAPSHOT_S,
+    ):
         if job_name != PS:
             raise ConfigurationError(
                 f"A Server of job {job_name!r} has nothing to serve. Make a ParameterServerStrategy in the processes "
@@ -136,30 +167,56 @@ class Server:
             )
         spec = ClusterSpec(server_or_cluster_def)
         self._me = _identify(SimpleClusterResolver(spec, task_type=job_name, task_id=task_index))
+        self._durability = snapshot_dir, snapshot_seconds, replication
 
     def join(self) -> None:
         """Serve until the job is over."""
-        serve(self._me)
+        serve(self._me, *self._durability)
 
 
-def serve(me: Identity) -> None:
+def serve(me: Identity, snapshot_dir: str | os.PathLike[str] | None, snapshot_s: float, replication: int) -> None:
     """Be a parameter server until the job is over."""
     exit_codes.install()
+    if not snapshot_s > 0:
+        raise ConfigurationError(f"snapshot_seconds is {snapshot_s}; it must be a time greater than 0.")
+    _check_replication(me, replication)
     prepare()
-    ParameterServer(me).run()
+    copied = replication > 1
+    # A copy is newer than any snapshot, which would only take time.
+    snapshots = None if copied else snapshots_of(me, None if snapshot_dir is None else Path(snapshot_dir))
+    ParameterServer(me, snapshots, snapshot_s, copied=copied).run()
+
+
+def _check_replication(me: Identity, replication: int) -> None:
+    servers = sum(task.type == PS for task in me.spec.tasks)
+    if replication not in (1, 2):
+        raise ConfigurationError(f"replication is {replication}; write 2 for a copy of each shard, or 1 for none.")
+    if replication > servers:
+        raise ConfigurationError(
+            "replication=2 needs a second parameter server for the copies, and the cluster has one: start the job with "
+            "`phalanx run --ps 2`."
+        )
 
 
 _member: tuple[ClusterSpec, ServerWorker] | None = None
 
 
-def _join(me: Identity, rules: Rules, partitioner: Partitioner | None, compression: str | None) -> ServerWorker:
+def _join(
+    me: Identity,
+    rules: Rules,
+    partitioner: Partitioner | None,
+    compression: str | None,
+    return_s: float,
+    *,
+    copied: bool,
+) -> ServerWorker:
     """This process's place: taken now, or, if a strategy has taken it before, the same one under the new rules."""
     global _member
     if _member is None:
         exit_codes.install()
         prepare()
         worker = ServerWorker(
-            client=Client(me),
+            client=Client(me, return_s, copied=copied),
             number=me.rank,
             workers=len(me.tasks),
             rules=rules,
@@ -177,6 +234,7 @@ def _join(me: Identity, rules: Rules, partitioner: Partitioner | None, compressi
             f"belongs to one cluster."
         )
     worker.rules, worker.partitioner, worker.compression = rules, partitioner, compression
+    worker.client.return_s = return_s
     return worker
 
 

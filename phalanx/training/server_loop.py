@@ -84,6 +84,11 @@ class ServerTrainer:
         self._new_order: Array | None = None
         self._rate: float | None = None
         self._announced = False
+        # What a head that comes back must hear once more.
+        self._epoch = 0
+        self._steps: int | None = None
+        self._order: tuple[int, Array | None] = (-1, None)  # of the chief: the order of the pass that began then
+        self._reported: tuple[Report, list[Array]] | None = None
 
     # The public methods, as Keras has them.
 
@@ -150,6 +155,7 @@ class ServerTrainer:
             self._client.ask(HEAD, EndFit(fit))
         self._assign(self._merge.pull())
         self._training = False
+        self._client.whereabouts = None
         if call.epochs > first_epoch:
             if model.optimizer.use_ema and not worker.is_chief:
                 self._pull_optimizer()
@@ -226,6 +232,7 @@ class ServerTrainer:
         answer = answers[HEAD][0]
         assert isinstance(answer, Values)
         self._merge.era = answer.version
+        client.whereabouts = partial(self._whereabouts, fit)
         return answer.step
 
     def _declare(self, fit: int, first_epoch: int) -> None:
@@ -273,15 +280,29 @@ class ServerTrainer:
         for variable, value in zip(self._model.optimizer.variables, state.values(), strict=True):
             variable.assign(value)
 
+    def _whereabouts(self, fit: int, server: int) -> list[tuple[Any, Sequence[Array]]]:
+        """What to tell a server that comes back: where this worker is, and what the head would have been told since."""
+        steps = -1 if self._steps is None else self._steps
+        pass_began, order = self._order
+        order_of = pass_began if self._worker.is_chief and server == HEAD and order is not None else -1
+        rejoin = self._merge.rejoin(server, self._epoch, steps, order_of)
+        told: list[tuple[Any, Sequence[Array]]] = [(rejoin, [] if order_of < 0 or order is None else [order])]
+        if server == HEAD and self._reported is not None:
+            told.append(self._reported)
+        return told
+
     # An epoch.
 
     def _train_epoch(
         self, fit: int, epoch: int, source: ShardedInput, engine: Engine, callbacks: Any
     ) -> tuple[int, EpochOver | FitOver]:
         """Take tickets until there are no more. Returns the samples trained on, and the last answer."""
-        steps = source.begin(epoch)
+        self._epoch = epoch
+        self._steps = steps = source.begin(epoch)
         if self._worker.is_chief:
             order = [] if self._new_order is None else [self._new_order]
+            if self._new_order is not None:
+                self._order = (epoch, self._new_order)
             self._new_order = None
             self._client.ask(HEAD, OpenEpoch(fit, epoch, -1 if steps is None else steps), order)
         samples = step = 0
@@ -295,6 +316,7 @@ class ServerTrainer:
                 if not isinstance(ticket, Ticket):
                     made = ticket.steps if isinstance(ticket, EpochOver) and ticket.steps else made
                     return samples, ticket
+                self._reported = None  # the chief has it, since it has opened this epoch
                 batch = self._batch(source, ticket)
                 if batch is None:
                     continue
@@ -335,6 +357,7 @@ class ServerTrainer:
     def _tell_of_no_batch(self, ticket: Ticket, *, ends: bool) -> None:
         self._merge.flush()
         self._client.ask(HEAD, NoBatch(ticket, ends))
+        self._merge.give_back(ticket)
 
     def _finish_epoch(self, fit: int, epoch: int, samples: int, engine: Engine) -> dict[str, Any]:
         """The chief merges what all counted, and fetches what it may save."""
@@ -345,6 +368,7 @@ class ServerTrainer:
             weights = tuple(weight.value for weight in model_state.metric_weights(model))
             report = Report(fit, epoch, samples, tuple(v.dtype.name for v in values), weights)
             self._client.ask(HEAD, report, values)
+            self._reported = (report, values)
             if self._worker.is_chief:
                 answer, buffers = self._client.ask(HEAD, Collect(fit, epoch))
                 assert isinstance(answer, Values)

@@ -13,7 +13,18 @@ from phalanx.backends.layout import Layout, Weight
 from phalanx.errors import UnsupportedError
 from phalanx.launcher import progress
 from phalanx.parameter_server.client import HEAD, Placed
-from phalanx.parameter_server.messages import EpochOver, FitOver, Pull, Push, Take, Ticket, Values, arrays_of, dtypes_of
+from phalanx.parameter_server.messages import (
+    EpochOver,
+    FitOver,
+    Pull,
+    Push,
+    Rejoin,
+    Take,
+    Ticket,
+    Values,
+    arrays_of,
+    dtypes_of,
+)
 from phalanx.training.merge import Buffers
 from phalanx.training.server_worker import ServerWorker
 
@@ -52,6 +63,10 @@ class ServerMerge:
         self._fit = -1
         self.era = 0
         self._ticket: Ticket | None = None
+        self._held: dict[int, Ticket] = {}  # by serial: those whose step has not been applied, as far as we know
+        self._pushed: deque[int] = deque()  # serials of those whose gradients are on their way
+        self._finished = -1
+        self._handed_out = (-1, 0)  # the epoch, and how many of its batches are known to be handed out
 
     def place(self, fit: int, placed: Placed, clip: Callable[[Sequence[Array]], Sequence[Array]]) -> None:
         """The variables of the `fit` that begins, and what to do with gradients before they are sent."""
@@ -61,6 +76,34 @@ class ServerMerge:
         self._versions = [-1] * self._client.servers
         self._outstanding = False
         self._tickets.clear()
+        self._held.clear()
+        self._pushed.clear()
+        self._handed_out = (-1, 0)
+
+    def rejoin(self, server: int, epoch: int, steps: int, order_of: int) -> Rejoin:
+        """What a server must know of this worker that comes back in the middle of a `fit`."""
+        return Rejoin(
+            self._fit,
+            self.era,
+            epoch,
+            self._versions[server],
+            tuple(self._held.values()),
+            self._handed_out[1] if self._handed_out[0] == epoch else 0,
+            self._finished,
+            self._worker.global_step,
+            steps,
+            order_of,
+        )
+
+    def give_back(self, ticket: Ticket) -> None:
+        """No step will be made for this ticket."""
+        self._held.pop(ticket.serial, None)
+
+    def _hold(self, ticket: Ticket) -> None:
+        self._tickets.append(ticket)
+        self._held[ticket.serial] = ticket
+        known = self._handed_out[1] if self._handed_out[0] == ticket.epoch else 0
+        self._handed_out = (ticket.epoch, max(known, ticket.batch + 1))
 
     def next_ticket(self, fit: int, epoch: int) -> Ticket | EpochOver | FitOver:
         """Begin the next step: with a ticket that came with an answer, else with one that is asked for."""
@@ -72,13 +115,14 @@ class ServerMerge:
             if not isinstance(answer, Ticket):
                 if isinstance(answer, EpochOver) and answer.back_to >= 0:
                     self.era = answer.era
+                    self._held.clear()
                 return answer
-            self._tickets.append(answer)
+            self._hold(answer)
             if self._overlap:
                 # A second one: with each step's gradients on their way, the next step must have its ticket already.
                 spare, _ = self._client.ask(HEAD, Take(fit, epoch, self.era, wait=False))
                 if isinstance(spare, Ticket):
-                    self._tickets.append(spare)
+                    self._hold(spare)
         self._ticket = self._tickets.popleft()
         self._phase = 0
         return self._ticket
@@ -108,7 +152,7 @@ class ServerMerge:
         """Wait until what was sent has been applied."""
         if self._outstanding:
             self._outstanding = False
-            self._take([self._client.receive(server) for server in range(self._client.servers)])
+            self._receive()
 
     def _step(
         self, gradients: Sequence[Array], extras: Sequence[Array], weights: Sequence[Weight], share: float
@@ -123,8 +167,16 @@ class ServerMerge:
                     self.flush()
             return [*(self._values if gradients else ()), *extras]
         self._send(gradients, extras, weights, share)
-        merged = self._take([self._client.receive(server) for server in range(self._client.servers)])
+        merged = self._receive()
         return [*(self._values if gradients else ()), *merged]
+
+    def _receive(self) -> list[Array]:
+        """The servers' answers to the step that was sent first; returns the merged extras."""
+        merged = self._take([self._client.receive(server) for server in range(self._client.servers)])
+        if self._pushed:
+            self._finished = self._pushed.popleft()
+            self._held.pop(self._finished, None)
+        return merged
 
     def _send(
         self, gradients: Sequence[Array], extras: Sequence[Array], weights: Sequence[Weight], share: float
@@ -132,8 +184,12 @@ class ServerMerge:
         """To each server its shards' gradients; the rest to the head."""
         placed = self._require_placed()
         assert self._ticket is not None
+        if gradients:
+            self._pushed.append(self._ticket.serial)
         if self._wire is not None:
             gradients = [g.astype(self._wire) if g.dtype.itemsize > 2 else g for g in gradients]
+        elif self._overlap and self._client.return_s:
+            gradients = [gradient.copy() for gradient in gradients]  # the engine goes on; they may be sent once more
         finite = not self._worker.rules.refuse_nan or all(_is_finite(gradient) for gradient in gradients)
         for server in range(self._client.servers):
             parts = placed.cut(gradients, server) if gradients else []
@@ -159,7 +215,7 @@ class ServerMerge:
             if answer.note:
                 logger.warning("An update of this worker: %s.", answer.note)
             if answer.ticket is not None:
-                self._tickets.append(answer.ticket)
+                self._hold(answer.ticket)
             if server == HEAD:
                 self._worker.global_step = max(self._worker.global_step, answer.step)
             arrays = arrays_of(buffers, answer.dtypes)

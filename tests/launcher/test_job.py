@@ -7,6 +7,7 @@ import signal
 
 from phalanx.launcher.job import Job, Placement, Step, after_failure, after_signal
 from phalanx.launcher.messages import Event, Exited, LastWords, Order, Output, Started
+from phalanx.launcher.restarts import Restarts
 from phalanx.launcher.verdict import End
 
 
@@ -31,6 +32,10 @@ class FakeHost:
         self._pending = []
         return events
 
+    def restart(self, rank: int) -> Event:
+        self.calls.append(("restart", rank, 0))
+        return Started(rank, 200 + rank)
+
     def dump_stacks(self, rank: int) -> None:
         self.calls.append(("dump", rank, 0))
 
@@ -47,6 +52,7 @@ class Recorder:
     def __init__(self) -> None:
         self.text: list[tuple[int, bool, bytes]] = []
         self.failures: list[int] = []
+        self.returned: list[str] = []
 
     def output(self, rank: int, is_error: bool, data: bytes) -> None:
         self.text.append((rank, is_error, data))
@@ -56,6 +62,9 @@ class Recorder:
 
     def exited(self, end: End) -> None:
         pass
+
+    def returns(self, end: End, count: str) -> None:
+        self.returned.append(f"{end.task} {count}")
 
     def failed(self, end: End) -> None:
         self.failures.append(end.rank)
@@ -72,10 +81,11 @@ class Clock:
         return self.now
 
 
-def make(host: FakeHost, workers: int = 2) -> tuple[Job, Recorder]:
+def make(host: FakeHost, workers: int = 2, restarts: int = 0) -> tuple[Job, Recorder]:
     recorder = Recorder()
-    placements = [Placement(Order(rank, (), {}), f"worker/{rank}", host) for rank in range(workers)]
-    return Job(placements, selectors.DefaultSelector(), recorder, clock=Clock()), recorder
+    orders = [Order(rank, (), {}, returns=restarts > 0) for rank in range(workers)]
+    placements = [Placement(order, f"worker/{order.rank}", host) for order in orders]
+    return Job(placements, selectors.DefaultSelector(), recorder, restarts=restarts, clock=Clock()), recorder
 
 
 def done(rank: int, code: int = 0) -> Exited:
@@ -166,3 +176,71 @@ def test_the_steps_come_in_order_and_end() -> None:
         assert times == sorted(times)
         assert times[0] >= 10.0
         assert [step for _, step in schedule][-2:] == [Step.KILL, Step.GIVE_UP]
+
+
+def test_a_killed_task_is_started_again() -> None:
+    host = FakeHost([[], [done(1, -signal.SIGKILL)], [], [], [done(1)], [done(0)]])
+    job, recorder = make(host, restarts=2)
+    job.start()
+    outcome = job.run()
+    assert outcome.verdict.success
+    assert [end.pid for end in outcome.ends] == [100, 201]
+    assert host.calls == [("restart", 1, 0)]
+    assert recorder.returned == ["worker/1 1 of 2"]
+
+
+def test_a_task_that_fails_by_itself_is_not_started_again() -> None:
+    host = FakeHost([[done(1, 5)], [done(0, 71)]])
+    job, recorder = make(host, restarts=2)
+    job.start()
+    assert job.run().verdict.code == 5
+    assert recorder.returned == []
+
+
+def test_a_task_is_not_started_again_when_the_first_has_finished() -> None:
+    host = FakeHost([[done(0)], [done(1, -signal.SIGKILL)]])
+    job, _ = make(host, restarts=2)
+    job.start()
+    assert job.run().verdict.code == 128 + signal.SIGKILL
+    assert ("restart", 1, 0) not in host.calls
+
+
+def test_nobody_is_started_again_while_the_job_ends() -> None:
+    host = FakeHost([[done(1, 5)]])  # worker 0 is then killed by the launcher
+    job, recorder = make(host, restarts=2)
+    job.start()
+    assert job.run().verdict.code == 5
+    assert recorder.returned == []
+
+
+def test_a_task_that_waits_to_be_started_again_has_ended_when_another_fails() -> None:
+    kills = [[done(1, -signal.SIGKILL)], [done(1, -signal.SIGKILL), done(0, 5)]]
+    host = FakeHost(kills)
+    job, recorder = make(host, restarts=5)
+    job.start()
+    outcome = job.run()
+    assert len(outcome.ends) == 2
+    assert recorder.failures == [0]
+
+
+class TestRestarts:
+    def test_only_what_a_signal_killed_returns(self) -> None:
+        restarts = Restarts(3)
+        assert restarts.delay_s(0, -signal.SIGKILL, 100.0) == 0.0
+        assert restarts.delay_s(0, 1, 100.0) is None
+        assert restarts.delay_s(0, 0, 100.0) is None
+        assert restarts.delay_s(0, None, 100.0) is None
+
+    def test_as_often_as_allowed_for_each_task(self) -> None:
+        restarts = Restarts(2)
+        assert [restarts.delay_s(0, -9, 100.0) for _ in range(3)] == [0.0, 0.0, None]
+        assert restarts.delay_s(1, -9, 100.0) == 0.0
+        assert restarts.describe(1) == "1 of 2"
+
+    def test_one_that_dies_at_once_waits_longer_and_is_given_up(self) -> None:
+        restarts = Restarts(10)
+        assert [restarts.delay_s(0, -9, 1.0) for _ in range(3)] == [0.0, 0.5, None]
+
+    def test_a_long_life_makes_up_for_short_ones(self) -> None:
+        restarts = Restarts(10)
+        assert [restarts.delay_s(0, -9, lived) for lived in (1.0, 1.0, 60.0, 1.0)] == [0.0, 0.5, 0.0, 0.0]

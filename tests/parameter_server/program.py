@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -13,13 +14,19 @@ def main() -> None:
     import phalanx
 
     folder, kind, epochs = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    strategy = phalanx.ParameterServerStrategy(synchronous=kind == "synchronous")
+    strategy = phalanx.ParameterServerStrategy(
+        synchronous=kind == "synchronous",
+        snapshot_dir=os.environ.get("SNAPSHOT_DIR"),
+        snapshot_seconds=0.2,
+        replication=int(os.environ.get("REPLICATION", "1")),
+    )
     width = 9 if kind == "other model" and strategy.rank == 1 else 8
+    keras.utils.set_random_seed(1)
     with strategy.scope():
         model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(width, "tanh"), keras.layers.Dense(1)])
-        model.compile(keras.optimizers.SGD(0.01), "mse")
+        model.compile(keras.optimizers.Adam(0.001), "mse")
     x = np.random.default_rng(0).normal(size=(1024, 8)).astype("float32")
-    y = x[:, :1].copy()
+    y = x[:, :1] + np.random.default_rng(1).normal(size=(1024, 1)).astype("float32")
     if kind == "not finite":
         y[32:48] = np.nan  # batch 2 of each epoch
 
@@ -28,6 +35,7 @@ def main() -> None:
 
     noted = keras.callbacks.LambdaCallback(on_epoch_end=end_of_epoch)
     model.fit(x, y, batch_size=16, epochs=epochs, verbose=0, shuffle=False, callbacks=[noted])
+    np.savez(folder / f"{strategy.rank}.weights.npz", *model.get_weights())
     finite = all(np.isfinite(weight).all() for weight in model.get_weights())
     (folder / f"{strategy.rank}.end").write_text(f"{strategy.global_step} {finite}")
 

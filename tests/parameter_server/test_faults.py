@@ -33,10 +33,18 @@ Start = Callable[..., Tasks]
 def start(tmp_path: Path) -> Iterator[Start]:
     with contextlib.ExitStack() as stack:
 
-        def of(kind: str, epochs: int = 8, *, servers: int = 1, workers: int = 2, timeout_s: float = 60) -> Tasks:
+        def of(
+            kind: str,
+            epochs: int = 8,
+            *,
+            servers: int = 1,
+            workers: int = 2,
+            timeout_s: float = 60,
+            settings: dict[str, str] | None = None,
+        ) -> Tasks:
             program = ["-m", "tests.parameter_server.program", str(tmp_path), kind, str(epochs)]
-            settings = {"PHALANX_TIMEOUT": str(timeout_s)}
-            tasks = Tasks(tmp_path, program, servers=servers, workers=workers, backend=FIRST, settings=settings)
+            all_settings = {"PHALANX_TIMEOUT": str(timeout_s), **(settings or {})}
+            tasks = Tasks(tmp_path, program, servers=servers, workers=workers, backend=FIRST, settings=all_settings)
             return stack.enter_context(tasks)
 
         yield of

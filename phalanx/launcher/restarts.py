@@ -1,0 +1,48 @@
+"""Which tasks of a job with parameter servers are started again after they were killed, and when."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+DEFAULT = 10
+"""How often one task is started again."""
+SHORT_S = 10.0
+"""A task that lives no longer than this has not come to train: its imports alone take some seconds."""
+SHORT_LIVES = 3
+"""After so many of those in a row it is given up."""
+FIRST_DELAY_S = 0.5
+"""Before a second attempt in a row, and twice as long before the third."""
+
+
+class Restarts:
+    """The memory of a job's restarts.
+
+    Only a task that was killed by a signal is started again: memory ran out, its host took the core away, somebody
+    killed it. One that ended by itself, with an error, would do so again.
+
+    Args:
+        allowed: how often each task may be started again; 0: never.
+    """
+
+    def __init__(self, allowed: int):
+        self._allowed = allowed
+        self._made: dict[int, int] = defaultdict(int)
+        self._short: dict[int, int] = defaultdict(int)
+
+    @property
+    def any(self) -> bool:
+        return self._allowed > 0
+
+    def delay_s(self, rank: int, returncode: int | None, lived_s: float) -> float | None:
+        """Seconds to wait before this task is started again; None: it is not."""
+        if returncode is None or returncode >= 0 or self._made[rank] >= self._allowed:
+            return None
+        self._short[rank] = self._short[rank] + 1 if lived_s < SHORT_S else 0
+        if self._short[rank] >= SHORT_LIVES:
+            return None
+        self._made[rank] += 1
+        return FIRST_DELAY_S * 2 ** (self._short[rank] - 2) if self._short[rank] > 1 else 0.0
+
+    def describe(self, rank: int) -> str:
+        """Which restart this is, for a message."""
+        return f"{self._made[rank]} of {self._allowed}"

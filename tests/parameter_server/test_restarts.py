@@ -1,0 +1,129 @@
+"""A server is killed and started again, and the job goes on."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from phalanx.errors import PeerLostError
+from tests.parameter_server.tasks import Tasks
+from tests.parameter_server.test_faults import BATCHES, Start, start, steps, trains
+from tests.support.backends import FIRST
+
+pytestmark = pytest.mark.timeout(600)
+__all__ = ["start"]
+
+EPOCHS = 60
+MANY = 150
+
+
+@pytest.mark.parametrize(
+    ("kind", "victim"),
+    [
+        ("asynchronous", "ps/0"),
+        ("synchronous", "ps/0"),
+        pytest.param("asynchronous", "ps/1", marks=pytest.mark.slow),
+        pytest.param("synchronous", "ps/1", marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_server_goes_on_from_its_snapshot(start: Start, tmp_path: Path, kind: str, victim: str) -> None:
+    tasks = start(kind, epochs=EPOCHS, servers=2, settings={"SNAPSHOT_DIR": str(tmp_path / "snapshots")})
+    trains(tasks)
+    tasks.send(victim, signal.SIGKILL)
+    tasks.processes[victim].wait()
+    tasks.restart(victim)
+    assert set(tasks.ends().values()) == {0}, tasks.everything()
+    # Of a killed server the updates since its snapshot are lost, but every batch of every epoch was trained once.
+    assert steps(tasks) == (EPOCHS * BATCHES, True)
+    assert f"{victim} goes on from its snapshot" in tasks.said(victim)
+    assert re.search(victim + r": \d+ updates of its variables are lost", tasks.said(victim))
+    assert f"{victim} is back" in tasks.said("worker/0")
+    assert not list((tmp_path / "snapshots").iterdir())
+
+
+def test_a_server_that_does_not_come_back_ends_all_with_its_name(start: Start, tmp_path: Path) -> None:
+    settings = {"SNAPSHOT_DIR": str(tmp_path / "snapshots"), "PHALANX_RETURN_TIMEOUT": "3"}
+    tasks = start("asynchronous", epochs=10_000, servers=2, settings=settings)
+    trains(tasks)
+    tasks.send("ps/1", signal.SIGKILL)
+    assert set(tasks.ends("worker/0", "worker/1").values()) == {PeerLostError.exit_code}
+    for worker in ("worker/0", "worker/1"):
+        assert "lost ps/1 during training; it did not come back within 3 s" in tasks.said(worker)
+
+
+@pytest.mark.slow
+def test_a_server_that_comes_back_without_a_snapshot_says_so(start: Start, tmp_path: Path) -> None:
+    snapshots = tmp_path / "snapshots"
+    tasks = start("asynchronous", epochs=10_000, settings={"SNAPSHOT_DIR": str(snapshots)})
+    trains(tasks)
+    tasks.send("ps/0", signal.SIGKILL)
+    tasks.processes["ps/0"].wait()
+    for file in snapshots.iterdir():
+        file.unlink()
+    tasks.restart("ps/0")
+    assert set(tasks.ends("worker/0", "worker/1").values()) == {PeerLostError.exit_code}
+    assert "ps/0 was killed and started again, and has no snapshot of this training" in tasks.said("worker/0")
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_said_and_training_goes_on(start: Start) -> None:
+    tasks = start("asynchronous", settings={"PHALANX_SNAPSHOTS": "/dev/full:/dev/full"})
+    assert set(tasks.ends().values()) == {0}
+    assert "ps/0 cannot write its snapshot (No space left on device)" in tasks.said("ps/0")
+
+
+def weights(tasks: Tasks) -> list[np.ndarray[Any, Any]]:
+    with np.load(tasks.folder / "0.weights.npz") as archive:
+        return [archive[name] for name in archive.files]
+
+
+def trains_on(tasks: Tasks) -> None:
+    """Wait until the chief has finished two more epochs."""
+    now = epoch(tasks)
+    tasks.wait_for(lambda: epoch(tasks) >= now + 2, "training goes on")
+
+
+def epoch(tasks: Tasks) -> int:
+    text = (tasks.folder / "0.epoch").read_text()
+    return int(text) if text else -1  # it is being written
+
+
+def wait_for_copies(tasks: Tasks, leader: str, copy: str, count: int) -> None:
+    tasks.wait_for(lambda: tasks.said(leader).count(f"{copy} holds a copy") >= count, f"{copy} has the copies")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[np.ndarray[Any, Any]]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    program = ["-m", "tests.parameter_server.program", str(folder), "synchronous", str(MANY)]
+    with Tasks(folder, program, servers=2, workers=2, backend=FIRST) as tasks:
+        assert set(tasks.ends().values()) == {0}, tasks.everything()
+        return weights(tasks)
+
+
+@pytest.mark.parametrize("kills", [["ps/0", "ps/1"], pytest.param(["ps/1", "ps/0"] * 2, marks=pytest.mark.slow)])
+def test_with_copies_killed_servers_cost_no_update(
+    start: Start, undisturbed: list[np.ndarray[Any, Any]], kills: list[str]
+) -> None:
+    tasks = start("synchronous", epochs=MANY, servers=2, settings={"REPLICATION": "2"})
+    trains(tasks)
+    for victim in kills:
+        other = "ps/1" if victim == "ps/0" else "ps/0"
+        tasks.send(victim, signal.SIGKILL)
+        tasks.processes[victim].wait()
+        # Nobody waits for the one that was killed: the copy leads.
+        trains_on(tasks)
+        copies = tasks.said(other).count(f"{victim} holds a copy")
+        tasks.restart(victim)
+        wait_for_copies(tasks, other, victim, copies + 2)
+        trains_on(tasks)
+    assert set(tasks.ends().values()) == {0}, tasks.everything()
+    assert steps(tasks) == (MANY * BATCHES, True)
+    assert "updates of its variables are lost" not in tasks.everything()
+    for found, expected in zip(weights(tasks), undisturbed, strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-3)
