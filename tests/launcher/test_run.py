@@ -537,3 +537,61 @@ def test_the_launcher_imports_no_framework(launcher: Launcher) -> None:
 def test_a_worker_imports_no_framework_before_the_program(launcher: Launcher) -> None:
     job = launcher.run("-n", "1", launcher.script("print({'keras', 'numpy', 'msgspec'} & {*sys.modules})"))
     assert job.lines == ["[worker/0] set()"]
+
+
+def test_a_killed_task_of_a_job_with_servers_is_started_again_at_its_port(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        import json, os, pathlib, signal, socket
+        task = json.loads(os.environ["TF_CONFIG"])["task"]
+        name = task["type"] + str(task["index"])
+        port = socket.socket(fileno=int(os.environ["PHALANX_LISTEN_FD"])).getsockname()[1]
+        lives = pathlib.Path(name)
+        with lives.open("a") as file:
+            file.write(f"{port} {bool(os.environ.get('PHALANX_SNAPSHOTS'))}\\n")
+        if name != "worker1" and len(lives.read_text().splitlines()) == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        print(name, "has lived")
+        """
+    )
+    job = launcher.run("--ps", "1", "--workers", "2", script)
+    assert job.code == 0, job.err
+    for name in ("worker/0", "ps/0"):
+        assert f"phalanx: {name} was killed by SIGKILL; starting it again (1 of 10)" in job.err
+        first, second = (launcher.folder / name.replace("/", "")).read_text().splitlines()
+        assert first == second
+        assert first.endswith(str(name == "ps/0"))
+
+
+def test_what_is_kept_outlives_a_server_and_not_the_job(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        import json, os, pathlib, signal
+        if json.loads(os.environ["TF_CONFIG"])["task"]["type"] == "ps":
+            kept = pathlib.Path(os.environ["PHALANX_SNAPSHOTS"].split(":")[0])
+            if not kept.read_bytes():
+                kept.write_bytes(b"of a former life")
+                os.kill(os.getpid(), signal.SIGKILL)
+            print(kept.read_bytes().decode(), os.readlink(kept).endswith("(deleted)"))
+            touch("read")
+        else:
+            wait_for("read")
+        """
+    )
+    job = launcher.run("--ps", "1", "--workers", "1", script)
+    assert job.code == 0, job.err
+    assert any(line.endswith("of a former life True") for line in job.lines)
+
+
+def test_without_restarts_a_killed_server_ends_the_job(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        import json, os, signal
+        assert "PHALANX_SNAPSHOTS" not in os.environ
+        if json.loads(os.environ["TF_CONFIG"])["task"]["type"] == "ps":
+            os.kill(os.getpid(), signal.SIGKILL)
+        """
+    )
+    job = launcher.run("--restarts", "0", "--ps", "1", "--workers", "1", script)
+    assert job.code == 137
+    assert "starting it again" not in job.err
