@@ -22,11 +22,13 @@ from phalanx.errors import FrameError, LinkClosedError, LinkTimeoutError, Phalan
 from phalanx.parameter_server.messages import (
     Answer,
     Attach,
+    BeginSession,
     Bye,
     Collect,
     Declare,
     Done,
     EndFit,
+    Hold,
     NoBatch,
     OpenEpoch,
     Order,
@@ -262,6 +264,14 @@ class ParameterServer:
             case Collect(fit, epoch):
                 merged, _, _ = schedule.collect(fit, epoch, timeout_s)
                 return Values(0, schedule.global_step, dtypes_of(merged)), merged
+            case Hold(on):
+                if on:
+                    schedule.hold(timeout_s)
+                else:
+                    schedule.go_on()
+                return Values(0, schedule.global_step), ()
+            case BeginSession(session):
+                schedule.begin_session(worker, session)
             case EndFit(fit):
                 schedule.end_fit(fit)
         return Done(), ()

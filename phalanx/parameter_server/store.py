@@ -102,7 +102,7 @@ class Store:
             self._forgotten = (-1, -1)
             self._newest.clear()
             self.version += 1
-            self._schedule.begin(message.rules, message.fit)
+            self._schedule.begin(message.rules, message.fit, message.step)
             self._changed.notify_all()
 
     def attach(self, fit: int, variables: tuple[Variable, ...], timeout_s: float) -> int:
