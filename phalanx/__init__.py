@@ -61,6 +61,7 @@ if TYPE_CHECKING:
         leave_job,
     )
     from phalanx.strategies.average import compute_average_loss, scale_regularization_loss
+    from phalanx.supervision import ManagedSession, Saver, SidecarEvaluator, Supervisor
 
 _EXPORTS = {
     "phalanx.cluster": (
@@ -110,6 +111,7 @@ _EXPORTS = {
         "leave_job",
     ),
     "phalanx.parameter_server.partition": ("FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner"),
+    "phalanx.supervision": ("ManagedSession", "Saver", "SidecarEvaluator", "Supervisor"),
     "phalanx.strategies.average": ("compute_average_loss", "scale_regularization_loss"),
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
@@ -135,6 +137,7 @@ __all__ = [
     "InputOptions",
     "KubernetesClusterResolver",
     "MPIClusterResolver",
+    "ManagedSession",
     "MaxSizePartitioner",
     "MinSizePartitioner",
     "MirroredStrategy",
@@ -148,10 +151,13 @@ __all__ = [
     "ReductionToOneDevice",
     "RendezvousError",
     "ReplicaContext",
+    "Saver",
     "Server",
+    "SidecarEvaluator",
     "SimpleClusterResolver",
     "SlurmClusterResolver",
     "Strategy",
+    "Supervisor",
     "TFConfigClusterResolver",
     "Task",
     "UnsupportedError",

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 
+from phalanx.cluster.admission import PROBE, Probe
 from phalanx.cluster.agreement import Facts
 from phalanx.cluster.host import host_identity
 from phalanx.cluster.membership import Member, Membership
 from phalanx.cluster.rendezvous import FIRST_GENERATION, meet
 from phalanx.cluster.resolvers import ClusterResolver
+from phalanx.cluster.roll_call import Identity
 from phalanx.cluster.spec import EVALUATOR, PS, WORKER, ClusterSpec, Task
 from phalanx.errors import ConfigurationError, UnsupportedError
 from phalanx.settings import Settings
-from phalanx.transport.listener import Listener
+from phalanx.transport.listener import Listener, open_sockets
 
 
 class Node:
@@ -23,8 +25,8 @@ class Node:
         cluster_spec: the whole cluster; empty if there is none.
         settings: what the environment said.
         membership: the members, with links between them.
-        listener: the port; None in a world of one, which needs none. Further purposes can be registered on
-            it.
+        listener: the port; None in a world of one, unless an evaluator asks there. Further purposes can be registered
+            on it.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ def join(
     if task is None and isinstance(cluster, ClusterResolver):
         task = cluster.task()
     if not spec:
-        return _alone(spec, task or Task(WORKER, 0), settings)
+        return _alone(spec, task or Task(WORKER, 0), settings, facts or Facts())
     if task is None:
         raise ConfigurationError(
             f"the cluster has the tasks {', '.join(map(str, spec.tasks))}, but nothing says which of them "
@@ -104,7 +106,7 @@ def join(
             f"ParameterServerStrategy, or start this process as a worker."
         )
     if task.type == EVALUATOR or len(spec.ranked_tasks) == 1:
-        return _alone(spec, task, settings)
+        return _alone(spec, task, settings, facts or Facts())
     membership, listener = meet(
         spec,
         task,
@@ -115,7 +117,7 @@ def join(
     return Node(task=task, cluster_spec=spec, settings=settings, membership=membership, listener=listener)
 
 
-def _alone(spec: ClusterSpec, task: Task, settings: Settings) -> Node:
+def _alone(spec: ClusterSpec, task: Task, settings: Settings, facts: Facts) -> Node:
     member = Member(
         rank=0,
         task=str(task),
@@ -124,4 +126,17 @@ def _alone(spec: ClusterSpec, task: Task, settings: Settings) -> Node:
         pid=os.getpid(),
     )
     membership = Membership(generation=FIRST_GENERATION, rank=0, members=(member,))
-    return Node(task=task, cluster_spec=spec, settings=settings, membership=membership, listener=None)
+    listener = None
+    if settings.listen_fd is not None and task.type != EVALUATOR and EVALUATOR in spec.jobs:
+        listener = _answer_the_evaluator(Identity(spec, task, facts, settings))
+    return Node(task=task, cluster_spec=spec, settings=settings, membership=membership, listener=listener)
+
+
+def _answer_the_evaluator(me: Identity) -> Listener:
+    """A port that only says that the job lives; the launcher has opened it anyway."""
+    settings = me.settings
+    sockets = open_sockets(me.address, secret=settings.secret, listen_fd=settings.listen_fd)
+    listener = Listener(sockets, task=str(me.task), secret=settings.secret, job=settings.job_id, tls=me.tls)
+    listener.register(PROBE, Probe(me))
+    listener.start()
+    return listener

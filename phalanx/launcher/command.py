@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from phalanx.launcher import exit_codes, page
-from phalanx.launcher.environment import grace_s
+from phalanx.launcher.environment import evaluator_grace_s, grace_s
 from phalanx.launcher.hosts import HostShare
 from phalanx.launcher.job import Job, Placement
 from phalanx.launcher.lifeline import adopt_orphans, end_orphans
@@ -53,7 +53,7 @@ def run(
         arguments: the program's command line, as after `python`.
         restarts: how often each task that was killed is started again.
     """
-    grace = grace_s(os.environ)
+    grace, evaluator_grace = grace_s(os.environ), evaluator_grace_s(os.environ)
     adopt_orphans()
     terminal = sys.stdout.isatty()
     merged = _same_place(1, 2)
@@ -87,7 +87,7 @@ def run(
             returns=restarts > 0,
         )
         narrator = _Narrator(screen, placements, verbose=verbose)
-        job = Job(placements, selector, narrator, grace_s=grace, restarts=restarts)
+        job = Job(placements, selector, narrator, grace_s=grace, evaluator_grace_s=evaluator_grace, restarts=restarts)
 
         def resize() -> None:
             screen.columns = shutil.get_terminal_size().columns
@@ -140,6 +140,12 @@ class _Narrator:
 
     def failed(self, end: End) -> None:
         self._screen.message(f"phalanx: {end.task} (rank {end.rank}) failed with exit code {end.code}; ending the job")
+
+    def overdue(self, tasks: Sequence[str], seconds: float) -> None:
+        self._screen.message(
+            f"phalanx: {', '.join(tasks)} still runs {seconds:g} s after the training (PHALANX_EVALUATOR_GRACE); "
+            f"ending it"
+        )
 
 
 @contextlib.contextmanager

@@ -12,6 +12,9 @@ from phalanx.settings import HOST_ID, JOB_ID, LOG_DIR, RENDEZVOUS_TIMEOUT, RETUR
 CHILD = "PHALANX_CHILD"
 PROGRESS_FILE = "PHALANX_PROGRESS_FILE"
 GRACE = "PHALANX_GRACE"
+EVALUATOR_GRACE = "PHALANX_EVALUATOR_GRACE"
+# One evaluation of the last checkpoint; as long as anything else in a job may take (PHALANX_TIMEOUT).
+DEFAULT_EVALUATOR_GRACE_S = 600.0
 # Survivors of a failed worker notice at once, and need a moment to raise and print their own PeerLostError.
 DEFAULT_GRACE_S = 4.0
 
@@ -86,15 +89,26 @@ def worker_environment(base: Mapping[str, str], job: Mapping[str, str], threads:
 
 def grace_s(environ: Mapping[str, str]) -> float:
     """Seconds that the survivors of a failed worker get to end by themselves (PHALANX_GRACE)."""
-    text = environ.get(GRACE)
+    return _seconds(environ, GRACE, DEFAULT_GRACE_S)
+
+
+def evaluator_grace_s(environ: Mapping[str, str]) -> float:
+    """Seconds that the evaluator gets after the training has ended (PHALANX_EVALUATOR_GRACE)."""
+    return _seconds(environ, EVALUATOR_GRACE, DEFAULT_EVALUATOR_GRACE_S)
+
+
+def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
+    text = environ.get(name)
     if not text:
-        return DEFAULT_GRACE_S
+        return default
     try:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
     if not 0 <= seconds < math.inf:
-        raise ConfigurationError(f"{GRACE}={text!r} is no time. Write a number of seconds, for example {GRACE}=4.")
+        raise ConfigurationError(
+            f"{name}={text!r} is no time. Write a number of seconds, for example {name}={default:g}."
+        )
     return seconds
 
 

@@ -128,6 +128,9 @@ class _Narrator:
     def failed(self, end: End) -> None:
         pass
 
+    def overdue(self, tasks: Sequence[str], seconds: float) -> None:
+        pass
+
 
 def _error(outcome: Outcome, call: Any) -> BaseException:
     """The error to raise for a job that failed."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from phalanx.launcher.environment import DEFAULT_GRACE_S
+from phalanx.launcher.environment import DEFAULT_EVALUATOR_GRACE_S, DEFAULT_GRACE_S
 from phalanx.launcher.messages import Event, Exited, LastWords, Order, Output, Started
 from phalanx.launcher.restarts import Restarts
 from phalanx.launcher.verdict import End, Verdict, judge
@@ -31,6 +31,8 @@ INTERRUPT_GRACE_S = 5.0
 # A killed process can hang in the kernel (a dead network file system). Nobody can help it.
 GIVE_UP_S = 5.0
 POLL_S = 0.05
+# Tasks of this type end after the others.
+EVALUATORS = "evaluator/"
 
 
 class Host(Protocol):
@@ -78,6 +80,12 @@ def after_failure(now: float, grace_s: float = DEFAULT_GRACE_S) -> Schedule:
         (kill, Step.KILL),
         (kill + GIVE_UP_S, Step.GIVE_UP),
     )
+
+
+def after_overdue_evaluation(now: float) -> Schedule:
+    """How an evaluator is ended that does not come to its end after the training."""
+    kill = now + TERMINATION_S
+    return ((now, Step.TERMINATE), (kill, Step.KILL), (kill + GIVE_UP_S, Step.GIVE_UP))
 
 
 def after_signal(now: float, number: int, grace_s: float = INTERRUPT_GRACE_S) -> Schedule:
@@ -143,6 +151,10 @@ class Observer(Protocol):
         """The first failure, upon which the job is being ended."""
         ...
 
+    def overdue(self, tasks: Sequence[str], seconds: float) -> None:
+        """Evaluators that still run so long after the training, and are being ended."""
+        ...
+
 
 class Job:
     """Runs the workers of one job to their end. `start`, then `run`, each once."""
@@ -155,6 +167,7 @@ class Job:
         *,
         grace_s: float = DEFAULT_GRACE_S,
         restarts: int = 0,
+        evaluator_grace_s: float = DEFAULT_EVALUATOR_GRACE_S,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._placements = {placement.order.rank: placement for placement in placements}
@@ -163,6 +176,8 @@ class Job:
         self._waker = Waker(selector)
         self._observer = observer
         self._grace_s = grace_s
+        self._evaluator_grace_s = evaluator_grace_s
+        self._evaluates_until: float | None = None  # once only evaluators are left
         self._clock = clock
         self._pids: dict[int, int] = {}
         self._restarts = Restarts(restarts)
@@ -227,6 +242,8 @@ class Job:
         waits = [POLL_S] if any(host.needs_polling for host in self._hosts) else []
         if self._schedule:
             waits.append(max(0.0, self._schedule[0][0] - self._clock()))
+        elif self._evaluates_until is not None:
+            waits.append(max(0.0, self._evaluates_until - self._clock()))
         waits += [max(0.0, due - self._clock()) for due, _ in self._returning.values()]
         return min(waits, default=None)
 
@@ -263,6 +280,11 @@ class Job:
                 if end.failed and not self._schedule:
                     self._schedule = after_failure(self._clock(), self._grace_s)
                     self._observer.failed(end)
+                if not self._schedule and self._evaluates_until is None and self._only_evaluators_run():
+                    self._evaluates_until = self._clock() + self._evaluator_grace_s
+
+    def _only_evaluators_run(self) -> bool:
+        return all(p.task.startswith(EVALUATORS) for rank, p in self._placements.items() if rank not in self._ends)
 
     def _delay_s(self, placement: Placement, end: End) -> float | None:
         """Seconds after which an ended task is started again; None: it is not. Nobody returns to a job that ends, or
@@ -296,6 +318,10 @@ class Job:
             elif not self._schedule:  # else a failure came first and all are being ended already
                 self._stopped_by = number
                 self._schedule = after_signal(now, number)
+        if self._evaluates_until is not None and not self._schedule and self._evaluates_until <= self._clock():
+            self._schedule = after_overdue_evaluation(self._clock())
+            late = [p.task for rank, p in self._placements.items() if rank not in self._ends]
+            self._observer.overdue(late, self._evaluator_grace_s)
         while self._schedule and self._schedule[0][0] <= self._clock():
             step = self._schedule[0][1]
             self._schedule = self._schedule[1:]

@@ -214,6 +214,9 @@ class _Watch:
     def failed(self, end: End) -> None:
         pass
 
+    def overdue(self, tasks: Sequence[str], seconds: float) -> None:
+        pass
+
     # How it ends.
 
     def close(self, wait_s: float) -> None:

@@ -35,11 +35,13 @@ from phalanx.parameter_server.messages import (
     Answer,
     Applied,
     Attach,
+    BeginSession,
     Bye,
     Collect,
     Declare,
     Done,
     EndFit,
+    Hold,
     NoBatch,
     OpenEpoch,
     Order,
@@ -518,6 +520,14 @@ class Group:
             case Collect(fit, epoch):
                 merged, _, _ = schedule.collect(fit, epoch, timeout_s)
                 return Values(0, schedule.global_step, dtypes_of(merged)), merged
+            case Hold(on):
+                if on:
+                    schedule.hold(timeout_s)
+                else:
+                    schedule.go_on()
+                return Values(0, schedule.global_step), ()
+            case BeginSession(session):
+                schedule.begin_session(worker, session)
             case EndFit(fit):
                 schedule.end_fit(fit)
                 store.tell_copy(question)

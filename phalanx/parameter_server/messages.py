@@ -93,6 +93,7 @@ class Declare(msgspec.Struct, frozen=True, tag="declare"):
     Attributes:
         slots: the optimizer's variables: the number of a shard among the server's, or -1 for the optimizer's own, and
             a name.
+        step: the global step that the values are of; one that the job has passed changes nothing.
     """
 
     fit: int
@@ -100,6 +101,7 @@ class Declare(msgspec.Struct, frozen=True, tag="declare"):
     model: Model
     rules: Rules
     slots: tuple[tuple[int, str], ...]
+    step: int = 0
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
@@ -233,6 +235,19 @@ class Collect(msgspec.Struct, frozen=True, tag="collect"):
     epoch: int
 
 
+class Hold(msgspec.Struct, frozen=True, tag="hold"):
+    """From the chief: hand out no more steps, and answer when those of the other workers have been made; or, with `on`
+    False, go on. The answer's step is the global one."""
+
+    on: bool
+
+
+class BeginSession(msgspec.Struct, frozen=True, tag="begin-session"):
+    """From the chief: it has restored what this managed session starts from. From others: wait until it has."""
+
+    session: int
+
+
 class EndFit(msgspec.Struct, frozen=True, tag="end-fit"):
     """From the chief: there are no more steps in this `fit`."""
 
@@ -313,6 +328,8 @@ Question = (
     | Order
     | Report
     | Collect
+    | Hold
+    | BeginSession
     | EndFit
     | Bye
 )

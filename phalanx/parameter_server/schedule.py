@@ -81,6 +81,8 @@ class Schedule:
         self._chief_left = False
         self._rules: Rules | None = None
         self._epoch: _Epoch | None = None
+        self._on_hold = False
+        self._session = -1
         self._began = False  # whether an epoch of this `fit` was opened
         self._last_progress = 0.0
         self._ended_fit = -1
@@ -111,11 +113,14 @@ class Schedule:
             self._chief_left = True
             self._changed.notify_all()
 
-    def begin(self, rules: Rules, fit: int) -> None:
-        """A `fit` begins, under these rules; the same one again if the chief was started again."""
+    def begin(self, rules: Rules, fit: int, step: int = 0) -> None:
+        """A `fit` begins, under these rules, with the values of a global step; the same one again if the chief was
+        started again."""
         with self._changed:
             self._rules = rules
             self._rebuilt = True
+            self.global_step = max(self.global_step, step)
+            self._on_hold = False
             self.era += 1
             self._ended_fit = fit - 1
             self._order = (-1, -1, np.zeros(0, np.int64))
@@ -172,6 +177,8 @@ class Schedule:
 
     def _leave(self, worker: Worker) -> None:
         self._present.pop(worker, None)
+        if worker == CHIEF:
+            self._on_hold = False
         self._steps_of.pop(worker, None)
         self._joint_given.discard(worker)
         for ticket in [ticket for ticket in self._held.values() if ticket.member == worker]:
@@ -377,6 +384,8 @@ class Schedule:
         if self._rules.synchronous:
             return self._assign_jointly(worker, epoch)
         self._took.add(worker)
+        if self._on_hold:
+            return None
         if epoch.exhausted:
             return None if self._held else EpochOver(self._steps_made())  # a ticket that is held may come back
         if self._holding_back(worker) is not None:
@@ -390,6 +399,8 @@ class Schedule:
 
     def _assign_jointly(self, worker: Worker, epoch: _Epoch) -> Ticket | EpochOver | None:
         if self._joint is None:
+            if self._on_hold:
+                return None
             batch = epoch.take()
             if batch is None:
                 return EpochOver(self._steps_made())
@@ -445,6 +456,35 @@ class Schedule:
                     self.lost_batches += 1
                     logger.warning("Batch %d of epoch %d is lost with its worker.", ticket.batch, ticket.epoch + 1)
             self._changed.notify_all()
+
+    def hold(self, timeout_s: float) -> None:
+        """Hand out no more steps, and wait until all have been made but the chief's own, which asks for this."""
+        with self._changed:
+            self._on_hold = True
+            until = time.monotonic() + timeout_s
+            while late := {ticket.member for ticket in self._held.values()} - {CHIEF}:
+                if time.monotonic() > until:
+                    for worker in late:
+                        self.evict(worker)
+                else:
+                    self._changed.wait(POLL_S)
+
+    def go_on(self) -> None:
+        with self._changed:
+            self._on_hold = False
+            self._changed.notify_all()
+
+    # Managed sessions.
+
+    def begin_session(self, worker: Worker, session: int) -> None:
+        """The chief has restored what this session starts from; or another worker waits until it has."""
+        with self._changed:
+            if worker == CHIEF:
+                self._session = max(self._session, session)
+                self._changed.notify_all()
+            until = time.monotonic() + self._start_s
+            while self._session < session:
+                self._wait(until, lambda: f"{self._names[CHIEF]} did not begin its managed session")
 
     # What the workers counted.
 

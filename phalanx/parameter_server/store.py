@@ -109,7 +109,7 @@ class Store:
             self._forgotten = (-1, -1)
             self._newest.clear()
             self.version += 1
-            self._schedule.begin(message.rules, message.fit)
+            self._schedule.begin(message.rules, message.fit, message.step)
             if (state := self.state()) is not None:
                 self._send_copy(*state)
                 self._await_copy()

@@ -10,6 +10,11 @@ import keras
 from keras.src.callbacks import CallbackList
 from keras.src.callbacks.progbar_logger import ProgbarLogger
 
+
+class ChiefCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Base of callbacks of our own that run on the chief alone."""
+
+
 # What these do is for all: files, services, the terminal. The chief does it once.
 CHIEF_ONLY = (
     keras.callbacks.ModelCheckpoint,
@@ -18,6 +23,7 @@ CHIEF_ONLY = (
     keras.callbacks.TensorBoard,
     keras.callbacks.RemoteMonitor,
     keras.callbacks.ProgbarLogger,
+    ChiefCallback,
 )
 
 _BATCH_HOOKS = {

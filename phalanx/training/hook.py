@@ -3,7 +3,8 @@
 `install()` puts dispatchers before a few methods of Keras's trainer class; `uninstall()` takes them out. A model
 made or compiled inside `strategy.scope()` carries its strategy's member of the job, and its `fit`, `evaluate`, ...
 go to a `ReplicaTrainer` or a `ServerTrainer`; every other model goes on to Keras as if nothing were there. An optimizer
-applied inside `strategy.run` merges its gradients first.
+applied inside `strategy.run` merges its gradients first. A session of a `Supervisor` accompanies the `fit` of its model
+(`replaced`).
 
 Tested with Keras 3.15. On 3.12 (JAX) the training scenarios of CI hold as well, but for two results that Keras itself
 has changed since: the metrics of `train_on_batch`, and the names of the logs of an own `test_step`.
@@ -14,7 +15,8 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -78,6 +80,42 @@ def member_of(model: Any) -> Member | None:
     """What a model belongs to, or None if it is Keras's own."""
     member: Member | None = vars(model).get(_MARK)
     return member
+
+
+def is_server_worker(model: Any) -> bool:
+    """Whether parameter servers train the model."""
+    return isinstance(member_of(model), ServerWorker)
+
+
+def synchronise_variables(model: Any) -> None:
+    """Put the state that a loop of JAX has among its arguments into the model's variables."""
+    if hasattr(model, "jax_state_sync"):
+        model.jax_state_sync()
+
+
+def bring_up_to_date(model: Any) -> None:
+    """Put what a callback may save now into the model's variables: weights and optimizer state of one step, which
+    during `fit` JAX has among its arguments, and parameter servers on those."""
+    synchronise_variables(model)
+    trainer = vars(model).get(_TRAINER)
+    if isinstance(trainer, ServerTrainer):
+        trainer.gather()
+
+
+@contextmanager
+def replaced(model: Any, methods: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]) -> Iterator[None]:
+    """While inside, methods of this one model go through functions of the caller's.
+
+    Args:
+        methods: by name, what makes the function to be called from the method.
+    """
+    for name, wrap in methods.items():
+        vars(model)[name] = wrap(getattr(model, name))
+    try:
+        yield
+    finally:
+        for name in methods:
+            del vars(model)[name]
 
 
 def _trainer_class() -> Any:

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -40,6 +42,7 @@ from phalanx.parameter_server.messages import (
     EndFit,
     EpochOver,
     FitOver,
+    Hold,
     Model,
     NoBatch,
     OpenEpoch,
@@ -60,6 +63,10 @@ from phalanx.training.server_worker import ServerWorker
 logger = logging.getLogger(__name__)
 
 Array = np.ndarray[Any, Any]
+
+AGREEMENT_S = 2.0
+"""How long the servers may take to apply what is still on its way. One that a lost worker's last update did not reach
+never has as many as the others."""
 
 
 class ServerTrainer:
@@ -251,10 +258,13 @@ class ServerTrainer:
         )
         values = [_to_host(v) for v in trained]
         state = self._optimizer_state()
+        self._worker.global_step = max(self._worker.global_step, int(_to_host(optimizer.iterations)))
         questions = []
         for server in range(self._client.servers):
             places = _slots_on(self._slots, placed, server)
-            message = Declare(fit, first_epoch, description, self._worker.rules, tuple(places))
+            message = Declare(
+                fit, first_epoch, description, self._worker.rules, tuple(places), self._worker.global_step
+            )
             questions.append(
                 (message, [*placed.cut(values, server), *[state[slot][rows] for slot, rows in places.values()]])
             )
@@ -265,8 +275,45 @@ class ServerTrainer:
         optimizer = self._model.optimizer
         return {slot: np.array(_to_host(v)) for slot, v in zip(self._slots, optimizer.variables, strict=True)}
 
-    def _pull_optimizer(self) -> None:
-        """Put the optimizer's state, which the servers have, into the model's optimizer, so that it can be saved."""
+    def gather(self) -> None:
+        """In the middle of `fit`, fetch weights and optimizer state for a callback of the chief that saves them.
+
+        They are of one step: no worker is in the middle of one, and all servers have applied as many.
+        """
+        if not self._training:
+            return
+        assert self._engine is not None
+        self._engine.end()
+        with self._between_steps():
+            until = time.monotonic() + AGREEMENT_S
+            while True:
+                self._assign(self._merge.pull())
+                versions = {*self._merge.versions(), *self._pull_optimizer()}
+                if len(versions) <= 1 or time.monotonic() > until:
+                    return
+                time.sleep(0.001)
+
+    @contextmanager
+    def _between_steps(self) -> Iterator[None]:
+        """While inside, no worker makes a step. Where all make each step together the chief's own pause is enough."""
+        rules = self._worker.rules
+        if rules.synchronous and not rules.at_least:
+            yield
+            return
+        self._merge.flush()
+        answer, _ = self._client.ask(HEAD, Hold(True))
+        assert isinstance(answer, Values)
+        self._worker.global_step = max(self._worker.global_step, answer.step)
+        try:
+            yield
+        finally:
+            self._client.ask(HEAD, Hold(False))
+
+    def _pull_optimizer(self) -> list[int]:
+        """Put the optimizer's state, which the servers have, into the model's optimizer, so that it can be saved.
+
+        Returns: the versions that the servers had.
+        """
         placed = self._placed
         assert placed is not None
         state = self._optimizer_state()
@@ -279,6 +326,7 @@ class ServerTrainer:
                 state[slot][rows] = value.reshape(state[slot][rows].shape)
         for variable, value in zip(self._model.optimizer.variables, state.values(), strict=True):
             variable.assign(value)
+        return [answer.version for answer, _ in answers if isinstance(answer, Values) and answer.slots]
 
     def _whereabouts(self, fit: int, server: int) -> list[tuple[Any, Sequence[Array]]]:
         """What to tell a server that comes back: where this worker is, and what the head would have been told since."""

@@ -148,6 +148,11 @@ class ServerMerge:
         self._take(self._client.ask_all([(Pull(self._fit, version), ()) for version in self._versions]))
         return self._values
 
+    def versions(self) -> list[int]:
+        """Of the values that `pull` last brought, on each server that has some."""
+        placed = self._require_placed()
+        return [version for version, shards in zip(self._versions, placed.of_server, strict=True) if shards]
+
     def flush(self) -> None:
         """Wait until what was sent has been applied."""
         if self._outstanding:

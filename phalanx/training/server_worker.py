@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from phalanx.parameter_server.client import Client
-from phalanx.parameter_server.messages import Rules
+from phalanx.parameter_server.client import HEAD, Client
+from phalanx.parameter_server.messages import BeginSession, Rules
 from phalanx.parameter_server.partition import Partitioner
 
 
@@ -33,6 +33,7 @@ class ServerWorker:
     seed: str
     global_step: int = 0
     _fits: int = field(default=-1)
+    _sessions: int = field(default=-1)
 
     @property
     def is_chief(self) -> bool:
@@ -42,6 +43,14 @@ class ServerWorker:
         """Numbers the calls of `fit` in the program, equally on all workers."""
         self._fits += 1
         return self._fits
+
+    def begin_session(self) -> None:
+        """On the chief: what this managed session starts from is restored. On others: wait until it is.
+
+        Raises: CollectiveTimeoutError or PeerLostError naming the chief.
+        """
+        self._sessions += 1
+        self.client.ask(HEAD, BeginSession(self._sessions))
 
     def describe(self) -> str:
         rules = self.rules

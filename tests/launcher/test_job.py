@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import selectors
 import signal
+from collections.abc import Sequence
 
 from phalanx.launcher.job import Job, Placement, Step, after_failure, after_signal
 from phalanx.launcher.messages import Event, Exited, LastWords, Order, Output, Started
@@ -53,6 +54,7 @@ class Recorder:
         self.text: list[tuple[int, bool, bytes]] = []
         self.failures: list[int] = []
         self.returned: list[str] = []
+        self.late: Sequence[str] = ()
 
     def output(self, rank: int, is_error: bool, data: bytes) -> None:
         self.text.append((rank, is_error, data))
@@ -68,6 +70,9 @@ class Recorder:
 
     def failed(self, end: End) -> None:
         self.failures.append(end.rank)
+
+    def overdue(self, tasks: Sequence[str], seconds: float) -> None:
+        self.late = tasks
 
 
 class Clock:
@@ -244,3 +249,45 @@ class TestRestarts:
     def test_a_long_life_makes_up_for_short_ones(self) -> None:
         restarts = Restarts(10)
         assert [restarts.delay_s(0, -9, lived) for lived in (1.0, 1.0, 60.0, 1.0)] == [0.0, 0.5, 0.0, 0.0]
+
+
+def with_evaluator(host: FakeHost, grace_s: float = 5) -> tuple[Job, Recorder]:
+    recorder = Recorder()
+    tasks = ("worker/0", "ps/0", "evaluator/0")
+    placements = [Placement(Order(rank, (), {}), task, host) for rank, task in enumerate(tasks)]
+    return Job(placements, selectors.DefaultSelector(), recorder, evaluator_grace_s=grace_s, clock=Clock()), recorder
+
+
+def test_an_evaluator_may_finish_after_the_others() -> None:
+    host = FakeHost([[done(0)], [done(1)], [], [], [done(2)]])
+    job, recorder = with_evaluator(host)
+    job.start()
+    assert job.run().verdict.success
+    assert host.calls == []
+    assert recorder.late == ()
+
+
+def test_an_evaluator_that_does_not_finish_is_ended_and_the_job_is_a_success() -> None:
+    host = FakeHost([[done(0)], [done(1)]])
+    job, recorder = with_evaluator(host)
+    job.start()
+    outcome = job.run()
+    assert outcome.verdict.success
+    assert recorder.late == ["evaluator/0"]
+    assert host.calls == [("signal", 2, signal.SIGTERM), ("signal", 2, signal.SIGKILL)]
+
+
+def test_an_evaluator_that_fails_after_the_others_fails_the_job() -> None:
+    host = FakeHost([[done(0)], [done(1)], [done(2, 3)]])
+    job, recorder = with_evaluator(host)
+    job.start()
+    assert job.run().verdict.code == 3
+    assert recorder.failures == [2]
+
+
+def test_a_server_that_still_runs_is_not_waited_for_with_the_evaluators_patience() -> None:
+    host = FakeHost([[done(0)], *[[]] * 30, [done(1)], [done(2)]])
+    job, recorder = with_evaluator(host, grace_s=1)
+    job.start()
+    assert job.run().verdict.success
+    assert recorder.late == ()

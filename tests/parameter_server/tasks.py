@@ -34,6 +34,7 @@ class Tasks:
         servers: int,
         workers: int,
         backend: str,
+        evaluators: int = 0,
         settings: dict[str, str] | None = None,
     ):
         self.folder = folder
@@ -43,6 +44,7 @@ class Tasks:
         self.names = [
             *[f"worker/{index}" for index in range(workers)],
             *[f"ps/{index}" for index in range(servers)],
+            *[f"evaluator/{index}" for index in range(evaluators)],
         ]
         self.listeners = {name: socket.create_server(("127.0.0.1", 0)) for name in self.names}
         self.processes = {name: self.start(name) for name in self.names}

@@ -1,0 +1,49 @@
+"""Event files for TensorBoard, without TensorFlow."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from phalanx.errors import ConfigurationError
+
+PACKAGE = "tensorboardX"
+
+
+def is_available() -> bool:
+    """Whether event files can be written."""
+    return importlib.util.find_spec(PACKAGE) is not None
+
+
+class EventWriter:
+    """Writes numbers that TensorBoard shows. The file is made with the first of them.
+
+    Raises: ConfigurationError naming the package that is not installed.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]):
+        if not is_available():
+            raise ConfigurationError(
+                f"Event files for TensorBoard in {os.fspath(directory)!r} need the package {PACKAGE}, which is not "
+                f"installed: `pip install {PACKAGE}` (or `pip install 'phalanx[tensorboard]'`)."
+            )
+        self._directory = os.fspath(directory)
+        self._writer: Any = None
+
+    def scalars(self, values: Mapping[str, Any], step: int) -> None:
+        """Note numbers by their names; they are in the file when this returns."""
+        if self._writer is None:
+            from tensorboardX import SummaryWriter
+
+            self._writer = SummaryWriter(logdir=self._directory)
+        for name, value in values.items():
+            self._writer.add_scalar(name, float(value), step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        if self._writer is not None:
+            writer, self._writer = self._writer, None
+            writer.close()

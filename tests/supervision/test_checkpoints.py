@@ -1,0 +1,236 @@
+"""Checkpoints are whole or not there, and the newest whole one is found."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from phalanx.errors import ConfigurationError
+from phalanx.training import checkpoints
+from phalanx.training.checkpoints import Checkpoints, DamagedError, read
+from tests.supervision.models import make_data, make_model, state_of
+from tests.support.backends import FIRST
+from tests.training.jobs import ROOT, environment
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def trained() -> Any:
+    model = make_model()
+    model.fit(*make_data(), batch_size=16, epochs=1, verbose=0)
+    return model
+
+
+def assert_same(left: list[Any], right: list[Any]) -> None:
+    for one, other in zip(left, right, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def cut_off(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def cut_off_the_end(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+DAMAGES = [cut_off, cut_off_the_end, flip_a_bit, empty]
+
+
+def test_weights_optimizer_and_step_come_back(tmp_path: Path, trained: Any) -> None:
+    directory = Checkpoints(tmp_path / "new" / "folder")
+    directory.save(trained, 10, {"epoch": 1})
+    other = make_model(seed=2)
+    found = directory.restore(other)
+    assert found is not None
+    assert (found.step, found.state["epoch"]) == (10, 1)
+    assert_same(state_of(other), state_of(trained))
+
+
+def test_keras_reads_the_file_as_it_is(tmp_path: Path, trained: Any) -> None:
+    path = Checkpoints(tmp_path).save(trained, 10)
+    assert path.name == "model.ckpt-000000010.weights.h5"
+    other = make_model(seed=2)
+    other.load_weights(path)
+    assert_same(other.get_weights(), trained.get_weights())
+
+
+def test_an_empty_directory_and_none_have_no_checkpoint(tmp_path: Path) -> None:
+    assert Checkpoints(tmp_path).restore(make_model()) is None
+    assert Checkpoints(tmp_path / "absent").restore(make_model()) is None
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_newest_is_skipped_with_a_warning(
+    tmp_path: Path, trained: Any, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = Checkpoints(tmp_path)
+    directory.save(trained, 10)
+    before = state_of(trained)
+    trained.fit(*make_data(), batch_size=16, epochs=1, verbose=0)
+    newest = directory.save(trained, 20)
+    damage(newest)
+    with pytest.raises(DamagedError):
+        read(newest)
+    other = make_model(seed=2)
+    with caplog.at_level(logging.WARNING):
+        found = directory.restore(other)
+    assert found is not None
+    assert found.step == 10
+    assert_same(state_of(other), before)
+    assert f"{newest} is damaged" in caplog.text
+    assert "Trying the one before" in caplog.text
+    assert [path.name for path in directory.paths()] == ["model.ckpt-000000010.weights.h5"]
+    assert newest.with_name(newest.name + ".damaged").exists()
+
+
+def test_if_all_are_damaged_nothing_begins_anew(tmp_path: Path, trained: Any) -> None:
+    directory = Checkpoints(tmp_path)
+    for step in (1, 2):
+        cut_off(directory.save(trained, step))
+    with pytest.raises(ConfigurationError, match=r"None of the checkpoints in .* can be read: .*Move them away"):
+        directory.restore(make_model())
+    assert len(directory.paths()) == 2
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, trained: Any) -> None:
+    directory = Checkpoints(tmp_path)
+    directory.save(trained, 10)
+    with pytest.raises(ConfigurationError, match="is of another model"):
+        directory.restore(make_model(width=5))
+
+
+def test_the_newest_few_are_kept(tmp_path: Path, trained: Any) -> None:
+    directory = Checkpoints(tmp_path, keep=2)
+    for step in (5, 999_999_999, 1_000_000_000):
+        directory.save(trained, step)
+    steps = [read(path).step for path in directory.paths()]
+    assert steps == [999_999_999, 1_000_000_000]
+    with pytest.raises(ConfigurationError, match="0 checkpoints are to be kept"):
+        Checkpoints(tmp_path, keep=0)
+
+
+def test_what_a_killed_process_left_is_not_seen_and_swept_away(tmp_path: Path, trained: Any) -> None:
+    directory = Checkpoints(tmp_path)
+    left = tmp_path / ".model.ckpt-000000010.123.weights.h5"
+    left.write_bytes(b"half")
+    assert directory.restore(trained) is None
+    directory.sweep()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_is_not_writable_is_named(tmp_path: Path, trained: Any) -> None:
+    folder = tmp_path / "read-only"
+    folder.mkdir(mode=0o555)
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(NOBODY)
+    try:
+        with pytest.raises(PermissionError, match="The checkpoint of step 10 cannot be written") as caught:
+            Checkpoints(folder).save(trained, 10)
+    finally:
+        if root:
+            os.seteuid(0)
+    assert str(folder) in str(caught.value)
+
+
+FULL = """
+import sys
+from phalanx.training.checkpoints import Checkpoints
+from tests.supervision.models import make_model
+import resource
+model = make_model(width=int(sys.argv[2]))
+directory = Checkpoints(sys.argv[1])
+directory.save(model, 1)
+size = directory.paths()[0].stat().st_size
+for part in range(1, 10):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size * part // 10, resource.RLIM_INFINITY))
+    try:
+        directory.save(model, 2)
+    except OSError as error:
+        print(error)
+    else:
+        sys.exit("it was written")
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+directory.save(model, 3)
+"""
+
+
+def run(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program, *map(str, arguments)],
+        env=environment(FIRST, Path("/nonexistent")) | {"JAX_ENABLE_COMPILATION_CACHE": "false"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_a_disk_that_is_full_leaves_nothing_half_and_the_process_alive(tmp_path: Path) -> None:
+    done = run(FULL, tmp_path, 20_000)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("The checkpoint of step 2 cannot be written (File too large)") == 9, done.stdout
+    assert [read(path).step for path in sorted(tmp_path.iterdir())] == [1, 3]
+
+
+KILLED = """
+import sys
+from phalanx.training.checkpoints import Checkpoints
+from tests.supervision.models import make_model
+model = make_model(width=20000)
+directory = Checkpoints(sys.argv[1], keep=3)
+step = 0
+while True:
+    step += 1
+    directory.save(model, step)
+    print(step, flush=True)
+"""
+
+
+@pytest.mark.parametrize("rounds", [1, pytest.param(5, marks=pytest.mark.slow)])
+def test_whoever_is_killed_while_writing_leaves_whole_checkpoints(tmp_path: Path, rounds: int) -> None:
+    for round_ in range(rounds):
+        folder = tmp_path / str(round_)
+        process = subprocess.Popen(
+            [sys.executable, "-c", KILLED, str(folder)],
+            env=environment(FIRST, tmp_path / "compiled"),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None
+        with process:
+            for _ in range(4 + round_):
+                process.stdout.readline()
+            process.send_signal(signal.SIGKILL)
+        found = [read(path).step for path in Checkpoints(folder).paths()]
+        assert len(found) >= 3
+        assert found == sorted(found)
+
+
+def test_a_sum_of_a_file_that_is_not_ours_is_not_asked_for(tmp_path: Path, trained: Any) -> None:
+    path = tmp_path / "own.weights.h5"
+    trained.save_weights(path)
+    assert not checkpoints.is_sealed(path)
+    assert checkpoints.is_sealed(Checkpoints(tmp_path).save(trained, 1))
