@@ -13,7 +13,7 @@ from phalanx import errors
 from phalanx.cluster.admission import DISAGREEMENT
 from phalanx.cluster.dialling import ATTEMPT_TIMEOUT_S, HANDSHAKE_FAILURES_S
 from phalanx.cluster.roll_call import Identity
-from phalanx.cluster.spec import PS
+from phalanx.cluster.spec import PS, Task
 from phalanx.errors import (
     DisagreementError,
     HandshakeError,
@@ -62,10 +62,15 @@ class Client:
         self._links: list[Link] = []
         try:
             for task in self.tasks:
-                self._links.append(_connect(me, task, deadline))
+                self._links.append(connect(me, task, PURPOSE, deadline))
         except BaseException:
             self._close()
             raise
+
+    @property
+    def identity(self) -> Identity:
+        """Who this process is in the cluster."""
+        return self._me
 
     @property
     def servers(self) -> int:
@@ -137,7 +142,17 @@ def _refused(answer: Refusal, server: str) -> PhalanxError:
     return kind(answer.reason)
 
 
-def _connect(me: Identity, task: Any, deadline: float) -> Link:
+def connect(me: Identity, task: Task, purpose: str, deadline: float) -> Link:
+    """A link to a task for a purpose; tries until it is there.
+
+    Args:
+        deadline: a value of `time.monotonic()`.
+
+    Raises:
+        RendezvousError: it did not come in time.
+        DisagreementError: it and this task differ in what must be equal.
+        HandshakeError: what is at its address is none of ours, or refuses for good.
+    """
     started_at = time.monotonic()
     failing_since: float | None = None
     details = msgspec.msgpack.encode(me.statement)
@@ -145,7 +160,7 @@ def _connect(me: Identity, task: Any, deadline: float) -> Link:
         now = time.monotonic()
         failure: PhalanxError
         try:
-            link, _ = me.dial(task, PURPOSE, details, deadline=now + ATTEMPT_TIMEOUT_S)
+            link, _ = me.dial(task, purpose, details, deadline=now + ATTEMPT_TIMEOUT_S)
             return link
         except (LinkClosedError, LinkTimeoutError) as error:
             failing_since, failure = None, error
