@@ -123,7 +123,9 @@ class FunctionServer:
         try:
             while not self._stopped:
                 try:
-                    link = connect(self._me, self._chief, PURPOSE, deadline)
+                    link = connect(self._me, self._chief, PURPOSE, deadline, self._check)
+                except _JobOverError:
+                    return
                 except RendezvousError as error:
                     if link is None:
                         raise
@@ -154,6 +156,11 @@ class FunctionServer:
             logger.warning("%s: %s Waiting for it to come back.", self._me.task, error)
         finally:
             link.close()
+
+    def _check(self) -> None:
+        """While the coordinator is not there: has it gone for good?"""
+        if self._worker.client.is_over():
+            raise _JobOverError
 
     def _stop(self) -> None:
         """In the reading thread: there is no more to do."""
@@ -256,6 +263,10 @@ class _Unreadable:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise PhalanxError("The function could not be read on this worker, as its first call has told.")
+
+
+class _JobOverError(Exception):
+    """The coordinator had no more to do before this worker came."""
 
 
 class _ChiefGoneError(Exception):

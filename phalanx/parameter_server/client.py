@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -23,7 +23,7 @@ from phalanx.errors import (
     PhalanxError,
     RendezvousError,
 )
-from phalanx.parameter_server.messages import Answer, Bye, Done, Question, Refusal
+from phalanx.parameter_server.messages import Answer, Bye, Done, FitOver, IsOver, Question, Refusal
 from phalanx.parameter_server.placement import Shard, Variable, rows, shard_shape
 from phalanx.parameter_server.schedule import lost
 from phalanx.parameter_server.server import PURPOSE
@@ -115,6 +115,10 @@ class Client:
             self.send(server, question, buffers)
         return [self.receive(server) for server in range(self.servers)]
 
+    def is_over(self) -> bool:
+        """Whether the chief has said goodbye."""
+        return isinstance(self.ask(HEAD, IsOver())[0], FitOver)
+
     def close(self) -> None:
         """Take leave of all servers; safe to call twice."""
         for link in self._links:
@@ -142,11 +146,12 @@ def _refused(answer: Refusal, server: str) -> PhalanxError:
     return kind(answer.reason)
 
 
-def connect(me: Identity, task: Task, purpose: str, deadline: float) -> Link:
+def connect(me: Identity, task: Task, purpose: str, deadline: float, check: Callable[[], None] = lambda: None) -> Link:
     """A link to a task for a purpose; tries until it is there.
 
     Args:
         deadline: a value of `time.monotonic()`.
+        check: called between two attempts; what it raises ends them.
 
     Raises:
         RendezvousError: it did not come in time.
@@ -176,6 +181,7 @@ def connect(me: Identity, task: Task, purpose: str, deadline: float) -> Link:
             raise RendezvousError(
                 f"{task} did not come to the job in time ({failure}). Start it with the same cluster."
             )
+        check()
         time.sleep(retry_delay_s(now - started_at))
 
 

@@ -190,6 +190,10 @@ class EndFit(msgspec.Struct, frozen=True, tag="end-fit"):
     fit: int
 
 
+class IsOver(msgspec.Struct, frozen=True, tag="is-over"):
+    """Has the chief said goodbye? FitOver: yes; Done: no."""
+
+
 class Bye(msgspec.Struct, frozen=True, tag="bye"):
     """The worker has no more to do."""
 
@@ -283,6 +287,7 @@ Question = (
     | Report
     | Collect
     | EndFit
+    | IsOver
     | Bye
 )
 Answer = Ticket | EpochOver | FitOver | Values | Done | Refusal

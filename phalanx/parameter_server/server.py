@@ -27,6 +27,8 @@ from phalanx.parameter_server.messages import (
     Declare,
     Done,
     EndFit,
+    FitOver,
+    IsOver,
     NoBatch,
     OpenEpoch,
     Order,
@@ -264,6 +266,8 @@ class ParameterServer:
                 return Values(0, schedule.global_step, dtypes_of(merged)), merged
             case EndFit(fit):
                 schedule.end_fit(fit)
+            case IsOver():
+                return FitOver() if schedule.has_chief_left else Done(), ()
         return Done(), ()
 
 

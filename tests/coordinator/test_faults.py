@@ -72,6 +72,7 @@ def test_a_killed_workers_function_runs_elsewhere_and_the_worker_comes_back(star
     assert (tasks.folder / "came back").exists()
 
 
+@pytest.mark.slow
 def test_without_a_worker_left_the_chief_ends_with_their_names(start: Start) -> None:
     tasks = start("", PHALANX_TIMEOUT="3")
     tasks.wait_for(lambda: len(running(tasks)) == 2, "both workers run a function")

@@ -39,7 +39,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
             names = [case for case in CASES if (case in ALONE) == alone]
             program = ["-m", "tests.coordinator.cases", str(folder), *names]
             # The chief is a task of its own in one job, and worker 0 in the other.
-            with Tasks(folder, program, servers=2, workers=2, backend=backend, chief=not alone) as tasks:
+            with Tasks(folder, program, servers=1 + alone, workers=2, backend=backend, chief=not alone) as tasks:
                 codes = tasks.ends()
                 (folder / "said").write_text(f"{codes}\n{tasks.everything()}")
         file = finished[backend, alone] / name
