@@ -389,7 +389,7 @@ class TensorFlowTensors:
         if isinstance(thing, tf.types.experimental.PolymorphicFunction):
             # Its own pickle holds what was traced here, which cannot travel; it is traced anew.
             options = {
-                "input_signature": thing._input_signature,
+                "input_signature": thing.input_signature,
                 "autograph": thing._autograph,
                 "jit_compile": thing._jit_compile,
                 "reduce_retracing": thing._reduce_retracing,

@@ -141,11 +141,10 @@ class ClusterCoordinator:
 
     def done(self) -> bool:
         """Whether all scheduled functions are finished; raises as `join`."""
-        self._dispatcher.raise_failure()
-        if self._dispatcher.is_busy:
-            return False
-        self._settle()
-        return True
+        done = self._dispatcher.is_done()
+        if done:
+            self._settle()
+        return done
 
     def fetch(self, val: Any) -> Any:
         """The results of all `RemoteValue`s in a structure, in their places; waits for them."""

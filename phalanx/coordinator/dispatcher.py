@@ -173,11 +173,13 @@ class Dispatcher:
                 worker.outbox.append((Forget(number), ()))
             self._changed.notify_all()
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether functions wait or run, or one has failed and that has not been told."""
+    def is_done(self) -> bool:
+        """Whether all functions are finished; raises as `join`."""
         with self._changed:
-            return bool(self._queue.unfinished) or self._failure is not None
+            self.raise_failure()
+            if self._queue.unfinished and not self._workers:
+                self._give_up_if_late()
+            return not self._queue.unfinished
 
     def raise_failure(self) -> None:
         """If a function has failed: wait until none runs, and raise its error, once."""

@@ -147,8 +147,8 @@ def pack(thing: Any, references: References, what: str) -> bytes:
         raise type(error)(f"{what} cannot travel: {error}") from error
     except Exception as error:  # whatever the pickling code of some class raises
         raise UnsupportedError(
-            f"{what} cannot travel to another task: {error} Make such things inside the function, or with "
-            f"create_per_worker_values."
+            f"{what} cannot travel to another task: {str(error).rstrip('.')}. Make such things inside the function, or "
+            f"with create_per_worker_values."
         ) from error
     return file.getvalue()
 

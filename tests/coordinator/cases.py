@@ -48,6 +48,8 @@ class World:
             self.optimizer = keras.optimizers.Adam(0.02)
             self.accuracy = keras.metrics.SparseCategoricalAccuracy()
             self.mean = keras.metrics.Mean()
+            self.normalize = keras.layers.BatchNormalization(center=False, scale=False)
+            self.normalize.build((None, FEATURES))
 
 
 def steps_of(world: World) -> Callable[..., float]:
@@ -168,10 +170,19 @@ def all_workers(coordinator: ClusterCoordinator, world: World) -> Any:
 
 
 def errors(coordinator: ClusterCoordinator, world: World) -> Any:
+    import tempfile
+    import time
+
+    all_are_scheduled = Path(tempfile.mkdtemp()) / "all are scheduled"
+
     def fail() -> None:
+        until = time.monotonic() + 60
+        while not all_are_scheduled.exists() and time.monotonic() < until:
+            time.sleep(0.01)
         raise KeyError("what went wrong")
 
     failing = [coordinator.schedule(fail) for _ in range(50)]
+    all_are_scheduled.touch()
     at_join = raised_by(coordinator.join)
     ends = [raised_by(value.fetch)[0] for value in failing]
     after = coordinator.schedule(lambda: 1).fetch()
@@ -305,6 +316,21 @@ def values_that_the_program_sets(coordinator: ClusterCoordinator, world: World) 
     return {"seen": [float(w.mean()) for w in seen], "after": [float(w.mean()) for w in after]}
 
 
+def state_of_layers(coordinator: ClusterCoordinator, world: World) -> Any:
+    layer, (x, _) = world.normalize, data()
+
+    def mean() -> Any:
+        return keras.ops.convert_to_numpy(layer.moving_mean)
+
+    def normalize() -> Any:
+        layer(keras.ops.convert_to_tensor(x), training=True)
+        return mean()
+
+    at_worker = coordinator.schedule(normalize).fetch()
+    coordinator.join()
+    return {"worker": at_worker, "chief": mean()}
+
+
 def run_inside(coordinator: ClusterCoordinator, world: World) -> Any:
     strategy = coordinator.strategy
 
@@ -394,6 +420,7 @@ CASES: dict[str, Callable[[ClusterCoordinator, World], Any]] = {
     for case in (
         *(results, results_are_arguments, all_workers, errors, errors_that_do_not_travel, what_does_not_travel),
         *(own_datasets, own_values, metrics, functions_are_kept, values_that_the_program_sets, run_inside, own_batches),
+        *(state_of_layers,),
         *(training, training_like_one_process),
     )
 }

@@ -139,6 +139,12 @@ def test_what_the_program_sets_after_join_is_everybodys(found: Found, backend: s
     assert result == {"seen": [0.5] * 4, "after": [0.5] * 4}
 
 
+def test_the_state_of_layers_comes_to_the_chief(found: Found, backend: str) -> None:
+    result = found(backend, "state_of_layers")
+    assert np.any(result["worker"])
+    np.testing.assert_array_equal(result["chief"], result["worker"])
+
+
 def test_the_strategy_runs_and_reduces_inside_a_function(found: Found, backend: str) -> None:
     reduced, is_current = found(backend, "run_inside")
     assert float(reduced) == 2
