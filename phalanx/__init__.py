@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.version import __version__
 
 if TYPE_CHECKING:
-    from phalanx import errors, experimental
+    from phalanx import coordinator, errors, experimental
     from phalanx.cluster import (
         ClusterSpec,
         KubernetesClusterResolver,
@@ -115,10 +115,11 @@ _EXPORTS = {
     "phalanx.strategies.average": ("compute_average_loss", "scale_regularization_loss"),
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
-_MODULES = ("errors", "experimental")
+_MODULES = ("coordinator", "errors", "experimental")
 
 __all__ = [
     "__version__",
+    "coordinator",
     "errors",
     "experimental",
     "AutoShardPolicy",

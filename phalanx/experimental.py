@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from phalanx import coordinator
 from phalanx.cluster.resolvers.resolver import ClusterResolver
 from phalanx.collectives import CollectiveCommunication, CommunicationImplementation, CommunicationOptions
 from phalanx.strategies import MultiWorkerMirroredStrategy as _MultiWorkerMirroredStrategy
@@ -14,6 +15,7 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "ParameterServerStrategy",
     "ValueContext",
+    "coordinator",
 ]
 
 

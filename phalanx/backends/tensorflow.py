@@ -385,6 +385,29 @@ class TensorFlowTensors:
 
         return list(tf.custom_gradient(differentiable)(*tensors))
 
+    def reduce(self, thing: Any) -> Any:
+        if isinstance(thing, tf.types.experimental.PolymorphicFunction):
+            # Its own pickle holds what was traced here, which cannot travel; it is traced anew.
+            options = {
+                "input_signature": thing.input_signature,
+                "autograph": thing._autograph,
+                "jit_compile": thing._jit_compile,
+                "reduce_retracing": thing._reduce_retracing,
+            }
+            return _function, (thing.python_function, options)
+        if isinstance(thing, tf.data.Dataset):
+            graph = tf.raw_ops.DatasetToGraphV2(input_dataset=thing._variant_tensor)
+            return _dataset, (graph.numpy(), thing.element_spec)
+        return NotImplemented
+
+
+def _function(python_function: Callable[..., Any], options: dict[str, Any]) -> Any:
+    return tf.function(python_function, **options)
+
+
+def _dataset(graph: bytes, element_spec: Any) -> Any:
+    return tf.data.experimental.from_variant(tf.raw_ops.DatasetFromGraph(graph_def=graph), element_spec)
+
 
 def _on_host(function: HostFunction, tensors: Sequence[Any], keeps_shapes: bool) -> list[Any]:
     if not tf.inside_function():

@@ -40,3 +40,8 @@ class Tensors(Protocol):
                 backends that differentiate through host functions. None: there is none.
         """
         ...
+
+    def reduce(self, thing: Any) -> Any:
+        """How a thing of the backend's own is pickled where the backend itself does not know: as `__reduce_ex__` says
+        it. NotImplemented for everything else."""
+        ...

@@ -334,6 +334,9 @@ class TorchTensors:
             return _on_host(function, tensors)
         return list(_Differentiable.apply(function, gradient, *tensors))  # type: ignore[no-untyped-call]
 
+    def reduce(self, thing: Any) -> Any:
+        return NotImplemented
+
 
 class _Differentiable(torch.autograd.Function):  # type: ignore[misc]
     """A host function with its gradient."""

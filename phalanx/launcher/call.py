@@ -56,14 +56,15 @@ def run(function_fd: int, result_fd: int, error_fd: int) -> int:
         code = 0
     except Exception as error:
         words.write(error_fd, words.of_error(error))
-        content = _encode_error(error)
+        content = encode_error(error)
         code = exit_codes.of_error(error)
     with os.fdopen(result_fd, "wb") as file:
         file.write(content)
     return code
 
 
-def _encode_error(error: Exception) -> bytes:
+def encode_error(error: Exception) -> bytes:
+    """The pickle of a `Raised`; of a stand-in with the same words, if the error itself cannot travel."""
     text = "".join(traceback.format_exception(error))
     try:
         content: bytes = cloudpickle.dumps(Raised(error.with_traceback(None), text))

@@ -14,7 +14,7 @@ from phalanx import errors
 from phalanx.cluster.admission import DISAGREEMENT
 from phalanx.cluster.dialling import ATTEMPT_TIMEOUT_S, HANDSHAKE_FAILURES_S
 from phalanx.cluster.roll_call import Identity
-from phalanx.cluster.spec import PS
+from phalanx.cluster.spec import PS, Task
 from phalanx.errors import (
     DisagreementError,
     HandshakeError,
@@ -25,7 +25,7 @@ from phalanx.errors import (
     RendezvousError,
 )
 from phalanx.parameter_server.group import LEAD, NOT_LEADING, PURPOSE
-from phalanx.parameter_server.messages import Answer, Bye, Done, Question, Refusal, Values
+from phalanx.parameter_server.messages import Answer, Bye, Done, FitOver, IsOver, Question, Refusal, Values
 from phalanx.parameter_server.placement import Shard, Variable, rows, shard_shape
 from phalanx.parameter_server.schedule import CHIEF, lost
 from phalanx.transport.dial import RefusedError, retry_delay_s
@@ -40,6 +40,8 @@ HEAD = 0
 """The first server, which also keeps the schedule."""
 PREFER_COPY_S = 3.0
 """How long a worker that has lost a leader asks the copy alone: the port of a dead process may still be open."""
+CALL_S = 1.0
+"""For one attempt then."""
 GOODBYE_S = 5.0
 """For taking leave: a server that is busy is not waited for longer."""
 
@@ -84,6 +86,16 @@ class Client:
         except BaseException:
             self._close()
             raise
+
+    @property
+    def identity(self) -> Identity:
+        """Who this process is in the cluster."""
+        return self._me
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether each server's shards have a copy on the next one."""
+        return self._copied
 
     @property
     def servers(self) -> int:
@@ -166,40 +178,16 @@ class Client:
         logger.warning("%s is back.", self.tasks[self._leaders[server]])
 
     def _connect(self, group: int, deadline: float, *, again: bool = False) -> Link:
-        """A link to the server that leads a group: its own, or the one with the copy.
+        """A link to the server that leads a group: its own, or the one with the copy."""
 
-        Raises: RendezvousError, DisagreementError, or what it was refused with.
-        """
-        started_at = time.monotonic()
-        failing_since: float | None = None
-        details = msgspec.msgpack.encode(self._me.statement)
-        failure: PhalanxError = RendezvousError("")
-        while True:
-            for server, purpose in self._candidates(group, time.monotonic() - started_at, again=again):
-                now = time.monotonic()
-                attempt_s = ATTEMPT_TIMEOUT_S / 5 if again and self._copied else ATTEMPT_TIMEOUT_S
-                try:
-                    link, _ = self._me.dial(self.tasks[server], f"{purpose}/{group}", details, deadline=now + attempt_s)
-                except (LinkClosedError, LinkTimeoutError) as error:
-                    failing_since, failure = None, error
-                except RefusedError as error:
-                    if error.welcome.refusal == DISAGREEMENT:
-                        raise DisagreementError(error.welcome.reason) from error
-                    waits = error.welcome.refusal == NOT_LEADING
-                    failing_since, failure = None if waits else failing_since or now, error
-                except HandshakeError as error:
-                    failing_since, failure = failing_since or now, error
-                else:
-                    self._leaders[group] = server
-                    return link
-            now = time.monotonic()
-            if failing_since is not None and now - failing_since > HANDSHAKE_FAILURES_S:
-                raise failure
-            if now > deadline:
-                raise RendezvousError(
-                    f"{self.tasks[group]} did not come to the job in time ({failure}). Start it with the same cluster."
-                )
-            time.sleep(retry_delay_s(now - started_at))
+        def places(waited_s: float) -> list[tuple[Task, str]]:
+            found = self._candidates(group, waited_s, again=again)
+            return [(self.tasks[server], f"{purpose}/{group}") for server, purpose in found]
+
+        attempt_s = CALL_S if again and self._copied else ATTEMPT_TIMEOUT_S
+        link, task = connect_one(self._me, places, deadline, attempt_s=attempt_s)
+        self._leaders[group] = self.tasks.index(task)
+        return link
 
     def _candidates(self, group: int, waited_s: float, *, again: bool) -> list[tuple[int, str]]:
         """The servers to dial, and what for."""
@@ -219,6 +207,10 @@ class Client:
         for server, (question, buffers) in enumerate(questions):
             self.send(server, question, buffers)
         return [self.receive(server) for server in range(self.servers)]
+
+    def is_over(self) -> bool:
+        """Whether the chief has said goodbye."""
+        return isinstance(self.ask(HEAD, IsOver())[0], FitOver)
 
     def close(self) -> None:
         """Take leave of all servers; safe to call twice."""
@@ -245,6 +237,62 @@ def _refused(answer: Refusal, server: str) -> PhalanxError:
         return PeerLostError(answer.reason, rank=0, task=server, host="")
     kind: type[PhalanxError] = getattr(errors, answer.kind, PhalanxError)
     return kind(answer.reason)
+
+
+def connect(me: Identity, task: Task, purpose: str, deadline: float, check: Callable[[], None] = lambda: None) -> Link:
+    """A link to a task for a purpose; tries until it is there. Arguments and errors as for `connect_one`."""
+    return connect_one(me, lambda waited_s: [(task, purpose)], deadline, check=check)[0]
+
+
+def connect_one(
+    me: Identity,
+    places: Callable[[float], Sequence[tuple[Task, str]]],
+    deadline: float,
+    *,
+    attempt_s: float = ATTEMPT_TIMEOUT_S,
+    check: Callable[[], None] = lambda: None,
+) -> tuple[Link, Task]:
+    """A link to the first of some tasks that takes it, and which that is; tries until there is one.
+
+    Args:
+        places: the tasks and what for, given how many seconds were waited so far.
+        deadline: a value of `time.monotonic()`.
+        attempt_s: for one attempt.
+        check: called between two rounds; what it raises ends them.
+
+    Raises:
+        RendezvousError: none came in time.
+        DisagreementError: one and this task differ in what must be equal.
+        HandshakeError: what is at an address is none of ours, or refuses for good.
+    """
+    started_at = time.monotonic()
+    failing_since: float | None = None
+    details = msgspec.msgpack.encode(me.statement)
+    while True:
+        failure: PhalanxError | None = None
+        for task, purpose in places(time.monotonic() - started_at):
+            now = time.monotonic()
+            try:
+                return me.dial(task, purpose, details, deadline=now + attempt_s)[0], task
+            except (LinkClosedError, LinkTimeoutError) as error:
+                failing_since, failure = None, error
+            except RefusedError as error:
+                if error.welcome.refusal == DISAGREEMENT:
+                    raise DisagreementError(error.welcome.reason) from error
+                failing_since = None if error.welcome.refusal == NOT_LEADING else failing_since or now
+                failure = error
+            except HandshakeError as error:
+                failing_since, failure = failing_since or now, error
+        now = time.monotonic()
+        if failure is not None and failing_since is not None and now - failing_since > HANDSHAKE_FAILURES_S:
+            raise failure
+        if now > deadline:
+            task, _ = places(0.0)[0]
+            raise RendezvousError(
+                f"{task} did not come to the job in time ({failure}). Start it with the same cluster."
+            )
+        check()
+        time.sleep(retry_delay_s(now - started_at))
 
 
 class Placed:

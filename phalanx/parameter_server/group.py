@@ -41,7 +41,9 @@ from phalanx.parameter_server.messages import (
     Declare,
     Done,
     EndFit,
+    FitOver,
     Hold,
+    IsOver,
     NoBatch,
     OpenEpoch,
     Order,
@@ -351,7 +353,8 @@ class Group:
         with self._restoring:
             if self._store.fit < message.fit:
                 self._restore(message)
-            if self._must_rebuild and self._is_head and not self._schedule.has_ended(message.fit):
+            scheduled = self._is_head and message.epoch >= 0
+            if self._must_rebuild and scheduled and not self._schedule.has_ended(message.fit):
                 self._schedule.await_rejoins()
             self._must_rebuild = False
             missing = max(0, message.version - self._restored)
@@ -359,7 +362,7 @@ class Group:
                 self._lost_updates = missing
                 self._store.outrun(message.version)
                 logger.warning("%s: %d updates of its variables are lost.", self._me.task, self._lost_updates)
-        if self._is_head:
+        if scheduled:
             order = np.frombuffer(buffers[0], np.int64) if buffers else None
             self._schedule.rejoin(worker, message, order)
 
@@ -526,6 +529,8 @@ class Group:
                 else:
                     schedule.go_on()
                 return Values(0, schedule.global_step), ()
+            case IsOver():
+                return FitOver() if schedule.has_chief_left else Done(), ()
             case BeginSession(session):
                 schedule.begin_session(worker, session)
             case EndFit(fit):

@@ -118,7 +118,7 @@ class Rejoin(msgspec.Struct, frozen=True, tag="rejoin"):
     the chief to the head: the order of the samples, if there is one.
 
     Attributes:
-        fit, era, epoch: of the worker.
+        fit, era, epoch: of the worker; no epoch (-1) where no schedule hands out batches.
         version: the newest of the server's values that it has seen.
         tickets: that it holds.
         batches: how many of the epoch it knows to be handed out.
@@ -254,6 +254,10 @@ class EndFit(msgspec.Struct, frozen=True, tag="end-fit"):
     fit: int
 
 
+class IsOver(msgspec.Struct, frozen=True, tag="is-over"):
+    """Has the chief said goodbye? FitOver: yes; Done: no."""
+
+
 class Bye(msgspec.Struct, frozen=True, tag="bye"):
     """The worker has no more to do."""
 
@@ -331,6 +335,7 @@ Question = (
     | Hold
     | BeginSession
     | EndFit
+    | IsOver
     | Bye
 )
 Answer = Ticket | EpochOver | FitOver | Values | Done | Refusal

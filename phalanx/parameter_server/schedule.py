@@ -113,6 +113,10 @@ class Schedule:
             self._chief_left = True
             self._changed.notify_all()
 
+    @property
+    def has_chief_left(self) -> bool:
+        return self._chief_left
+
     def begin(self, rules: Rules, fit: int, step: int = 0) -> None:
         """A `fit` begins, under these rules, with the values of a global step; the same one again if the chief was
         started again."""

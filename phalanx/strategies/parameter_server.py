@@ -19,6 +19,7 @@ from phalanx.cluster.resolvers.simple import SimpleClusterResolver
 from phalanx.cluster.roll_call import Identity
 from phalanx.cluster.spec import EVALUATOR, PS, ClusterSpec
 from phalanx.errors import ConfigurationError, UnsupportedError
+from phalanx.inputs import DistributedDataset, InputContext
 from phalanx.launcher import exit_codes
 from phalanx.parameter_server.client import Client
 from phalanx.parameter_server.group import RETURN_S, SNAPSHOT_S
@@ -125,17 +126,41 @@ class ParameterServerStrategy(Strategy):
         updates in between."""
         return 0 if self._worker is None else self._worker.global_step
 
+    @property
+    def _in_function(self) -> bool:
+        """Whether this is a worker of a `ClusterCoordinator`, on which each function is alone."""
+        return self._worker is not None and self._worker.in_function
+
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+        if self._in_function:
+            return super().run(fn, args, kwargs, options)
         raise UnsupportedError(
-            "strategy.run() is not supported by ParameterServerStrategy: use fit(), or MultiWorkerMirroredStrategy for "
-            "a custom training loop."
+            "With ParameterServerStrategy strategy.run() is for functions that a ClusterCoordinator has scheduled. Use "
+            "fit(), or MultiWorkerMirroredStrategy for another custom training loop."
         )
 
     def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
+        if self._in_function:
+            return super().reduce(reduce_op, value, axis)
         raise UnsupportedError("Workers among parameter servers do not wait for each other, so they cannot reduce().")
 
     def gather(self, value: Any, axis: int) -> Any:
+        if self._in_function:
+            return super().gather(value, axis)
         raise UnsupportedError("Workers among parameter servers do not wait for each other, so they cannot gather().")
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: Any = None
+    ) -> DistributedDataset:
+        if self._worker is not None and self._in_function:
+            context = InputContext(self._worker.workers - 1, self._worker.number - 1, 1)
+            return super().distribute_datasets_from_function(lambda _: dataset_fn(context), options)
+        return super().distribute_datasets_from_function(dataset_fn, options)
+
+    def _input_arguments(self) -> dict[str, Any]:
+        arguments = super()._input_arguments()
+        # The dataset of a worker that runs functions is its own, and whole.
+        return {**arguments, "rank": 0, "world_size": 1} if self._in_function else arguments
 
 
 class Server:

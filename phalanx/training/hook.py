@@ -4,7 +4,8 @@
 made or compiled inside `strategy.scope()` carries its strategy's member of the job, and its `fit`, `evaluate`, ...
 go to a `ReplicaTrainer` or a `ServerTrainer`; every other model goes on to Keras as if nothing were there. An optimizer
 applied inside `strategy.run` merges its gradients first. A session of a `Supervisor` accompanies the `fit` of its model
-(`replaced`).
+(`replaced`). Layers, optimizers and metrics made in the scope of parameter servers are named, so that tasks can speak
+of them.
 
 Tested with Keras 3.15. On 3.12 (JAX) the training scenarios of CI hold as well, but for two results that Keras itself
 has changed since: the metrics of `train_on_batch`, and the names of the logs of an own `test_step`.
@@ -15,13 +16,14 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import keras
 
 from phalanx.training.loop import ReplicaTrainer
+from phalanx.training.made import KINDS
 from phalanx.training.replica import Replica
 from phalanx.training.server_loop import ServerTrainer
 from phalanx.training.server_worker import ServerWorker
@@ -64,6 +66,9 @@ def install(current_member: Callable[[], Member | None], merge_gradients: Callab
     for optimizer in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
         owner = next(base for base in optimizer.__mro__ if "apply" in vars(base))
         _replace(owner, "apply", _merging(owner.apply))
+    for kind in KINDS:
+        owner = next(base for base in kind.__mro__ if "__init__" in vars(base))
+        _replace(owner, "__init__", _naming(owner.__init__))
 
 
 def uninstall() -> None:
@@ -141,6 +146,32 @@ def _marking(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return method
+
+
+def _naming(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Around `__init__`: name what is made, as the other tasks name theirs."""
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        member = _current_member()
+        if isinstance(member, ServerWorker):
+            member.made.note(self)
+
+    return method
+
+
+def redirect(optimizer: Any, apply: Callable[[Sequence[Any], Sequence[Any] | None], None]) -> None:
+    """Let an optimizer's `apply` (and with it `apply_gradients`, `stateless_apply`) be another's from now on.
+
+    Args:
+        apply: gets the gradients, and the variables that were named with them, or None.
+    """
+
+    def redirected(grads: Any, trainable_variables: Any = None) -> None:
+        apply(list(grads), None if trainable_variables is None else list(trainable_variables))
+
+    vars(optimizer)["apply"] = redirected
 
 
 def _dispatching(original: Callable[..., Any]) -> Callable[..., Any]:

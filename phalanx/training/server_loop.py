@@ -11,7 +11,6 @@ own part of it.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 import zlib
@@ -27,36 +26,30 @@ from keras.src.utils.python_utils import pythonify_logs
 
 from phalanx.backends import make_engine, model_state
 from phalanx.backends.engine import Engine
-from phalanx.backends.updater import Slot, check_optimizer, clipped, slots_of_model
 from phalanx.errors import UnsupportedError
 from phalanx.inputs import LocalBatch, ShardedInput, shard_input
 from phalanx.inputs.keras_adapters import shuffled_orders
 from phalanx.inputs.sharded import BatchGoneError
 from phalanx.inputs.split import cut
 from phalanx.launcher import progress
-from phalanx.parameter_server.client import HEAD, Placed
+from phalanx.parameter_server.client import HEAD
 from phalanx.parameter_server.messages import (
-    Attach,
     Collect,
-    Declare,
     EndFit,
     EpochOver,
     FitOver,
     Hold,
-    Model,
     NoBatch,
     OpenEpoch,
     Order,
-    PullOptimizer,
     Report,
-    SetRate,
     Ticket,
     Values,
     arrays_of,
 )
-from phalanx.parameter_server.placement import Variable, place
 from phalanx.training import callbacks as callback_lists
 from phalanx.training.fit_arguments import FitArguments
+from phalanx.training.served import Served, to_host
 from phalanx.training.server_merge import ServerMerge
 from phalanx.training.server_worker import ServerWorker
 
@@ -84,12 +77,10 @@ class ServerTrainer:
         self._merge = ServerMerge(worker)
         self._engine: Engine | None = None
         self._source: ShardedInput | None = None
-        self._placed: Placed | None = None
-        self._slots: tuple[Slot, ...] = ()
+        self._served: Served | None = None
         self._training = False
         self._peeked = False
         self._new_order: Array | None = None
-        self._rate: float | None = None
         self._announced = False
         # What a head that comes back must hear once more.
         self._epoch = 0
@@ -165,7 +156,7 @@ class ServerTrainer:
         self._client.whereabouts = None
         if call.epochs > first_epoch:
             if model.optimizer.use_ema and not worker.is_chief:
-                self._pull_optimizer()
+                self._require_served().pull_optimizer()
             model.optimizer.finalize_variable_values(model.trainable_weights)
         callbacks.on_train_end(logs=logs)
         return model.history
@@ -214,66 +205,11 @@ class ServerTrainer:
 
     def _attach(self, fit: int, first_epoch: int) -> int:
         """Agree with the servers on what is trained; returns the first epoch, which the chief knows."""
-        model, client = self._model, self._client
-        variables = [Variable(v.path, tuple(v.shape), str(v.dtype)) for v in model.trainable_variables]
-        shards = place(variables, client.servers, self._worker.partitioner)
-        in_pieces = len(shards) > len(variables)
-        whole = client.servers == 1 and not in_pieces
-        check_optimizer(model.optimizer, cut=in_pieces, whole=whole, synchronous=self._worker.rules.synchronous)
-        if in_pieces and any(v.constraint is not None for v in model.trainable_variables):
-            raise UnsupportedError(
-                "A variable with a constraint cannot be cut: it may look at all of its rows. Leave out "
-                "variable_partitioner, or the constraint."
-            )
-        self._slots = slots_of_model(model.optimizer, model.trainable_variables)
-        self._placed = Placed(variables, shards, client.servers)
-        # Where no server sees all gradients, the worker clips them.
-        self._merge.place(
-            fit, self._placed, (lambda gradients: gradients) if whole else partial(clipped, model.optimizer)
-        )
-        if self._worker.is_chief:
-            self._declare(fit, first_epoch)
-        self._training = client.starting = True
-        progress.report("initial values")
-        answers = client.ask_all([(Attach(fit, tuple(variables)), ())] * client.servers)
-        answer = answers[HEAD][0]
-        assert isinstance(answer, Values)
-        self._merge.era = answer.version
-        client.whereabouts = partial(self._whereabouts, fit)
-        return answer.step
-
-    def _declare(self, fit: int, first_epoch: int) -> None:
-        model, placed = self._model, self._placed
-        assert placed is not None
-        optimizer = model.optimizer
-        trained = model.trainable_variables
-        description = Model(
-            placed.variables,
-            placed.shards,
-            json.dumps(keras.saving.serialize_keras_object(optimizer)),
-            tuple(v.constraint and json.dumps(keras.constraints.serialize(v.constraint)) for v in trained),
-            tuple(bool(optimizer._use_weight_decay(v)) for v in trained)
-            if optimizer.weight_decay is not None
-            else (True,) * len(trained),
-        )
-        values = [_to_host(v) for v in trained]
-        state = self._optimizer_state()
-        self._worker.global_step = max(self._worker.global_step, int(_to_host(optimizer.iterations)))
-        questions = []
-        for server in range(self._client.servers):
-            places = _slots_on(self._slots, placed, server)
-            message = Declare(
-                fit, first_epoch, description, self._worker.rules, tuple(places), self._worker.global_step
-            )
-            questions.append(
-                (message, [*placed.cut(values, server), *[state[slot][rows] for slot, rows in places.values()]])
-            )
-        self._client.ask_all(questions)
-        self._rate = self._learning_rate()
-
-    def _optimizer_state(self) -> dict[Slot, Array]:
-        optimizer = self._model.optimizer
-        return {slot: np.array(_to_host(v)) for slot, v in zip(self._slots, optimizer.variables, strict=True)}
+        self._served = Served(self._worker, self._merge, self._model.optimizer, self._model.trainable_variables)
+        self._training = True
+        epoch = self._served.begin(fit, first_epoch)
+        self._client.whereabouts = partial(self._whereabouts, fit)
+        return epoch
 
     def gather(self) -> None:
         """In the middle of `fit`, fetch weights and optimizer state for a callback of the chief that saves them.
@@ -288,7 +224,7 @@ class ServerTrainer:
             until = time.monotonic() + AGREEMENT_S
             while True:
                 self._assign(self._merge.pull())
-                versions = {*self._merge.versions(), *self._pull_optimizer()}
+                versions = {*self._merge.versions(), *self._require_served().pull_optimizer()}
                 if len(versions) <= 1 or time.monotonic() > until:
                     return
                 time.sleep(0.001)
@@ -308,25 +244,6 @@ class ServerTrainer:
             yield
         finally:
             self._client.ask(HEAD, Hold(False))
-
-    def _pull_optimizer(self) -> list[int]:
-        """Put the optimizer's state, which the servers have, into the model's optimizer, so that it can be saved.
-
-        Returns: the versions that the servers had.
-        """
-        placed = self._placed
-        assert placed is not None
-        state = self._optimizer_state()
-        answers = self._client.ask_all([(PullOptimizer(), ())] * self._client.servers)
-        for server, (answer, buffers) in enumerate(answers):
-            assert isinstance(answer, Values)
-            places = _slots_on(self._slots, placed, server)
-            for key, value in zip(answer.slots, arrays_of(buffers, answer.dtypes), strict=True):
-                slot, rows = places[key]
-                state[slot][rows] = value.reshape(state[slot][rows].shape)
-        for variable, value in zip(self._model.optimizer.variables, state.values(), strict=True):
-            variable.assign(value)
-        return [answer.version for answer, _ in answers if isinstance(answer, Values) and answer.slots]
 
     def _whereabouts(self, fit: int, server: int) -> list[tuple[Any, Sequence[Array]]]:
         """What to tell a server that comes back: where this worker is, and what the head would have been told since."""
@@ -411,7 +328,7 @@ class ServerTrainer:
         """The chief merges what all counted, and fetches what it may save."""
         model = self._model
         metrics = model.metrics_variables
-        values = [_to_host(variable) for variable in metrics]
+        values = [to_host(variable) for variable in metrics]
         if not self._worker.rules.synchronous:
             weights = tuple(weight.value for weight in model_state.metric_weights(model))
             report = Report(fit, epoch, samples, tuple(v.dtype.name for v in values), weights)
@@ -425,8 +342,8 @@ class ServerTrainer:
                     variable.assign(value.reshape(variable.shape))
         if self._worker.is_chief:
             self._assign(self._merge.pull())
-            self._pull_optimizer()
-        silent = model_state.silent_metrics(model, [_to_host(variable) for variable in metrics])
+            self._require_served().pull_optimizer()
+        silent = model_state.silent_metrics(model, [to_host(variable) for variable in metrics])
         own = engine.logs() if samples else {}
         return dict(pythonify_logs({**own, **model_state.choose_logs(own, model.get_metrics_result, silent)}))
 
@@ -469,31 +386,11 @@ class ServerTrainer:
         if self._training:
             self._assign(self._merge.pull())
 
-    def _learning_rate(self) -> float | None:
-        rate = getattr(self._model.optimizer, "_learning_rate", None)
-        return float(_to_host(rate)) if isinstance(rate, keras.Variable) else None
-
     def _tell_learning_rate(self) -> None:
         """The chief's learning rate, which a callback may have set."""
-        if not self._worker.is_chief:
-            return
-        rate = self._learning_rate()
-        if rate is not None and rate != self._rate:
-            self._rate = rate
-            self._client.ask_all([(SetRate(rate), ())] * self._client.servers)
+        if self._worker.is_chief:
+            self._require_served().tell_learning_rate()
 
-
-def _slots_on(slots: Sequence[Slot], placed: Placed, server: int) -> dict[tuple[int, str], tuple[Slot, Any]]:
-    """What a server's optimizer has: how it calls each of its variables, which of the model's that is, which rows."""
-    own: dict[tuple[int, str], tuple[Slot, Any]] = {(-1, slot.name): (slot, ...) for slot in slots if slot.variable < 0}
-    of_shards: dict[tuple[int, str], tuple[Slot, Any]] = {
-        (number, slot.name): (slot, slice(shard.start, shard.stop) if placed.variables[slot.variable].shape else ...)
-        for number, shard in enumerate(placed.of_server[server])
-        for slot in slots
-        if slot.variable == shard.variable
-    }
-    return own | of_shards if placed.of_server[server] else {}
-
-
-def _to_host(variable: Any) -> Array:
-    return np.asarray(keras.ops.convert_to_numpy(getattr(variable, "value", variable)))
+    def _require_served(self) -> Served:
+        assert self._served is not None, "the model is declared before the first step"
+        return self._served

@@ -34,6 +34,9 @@ Array = np.ndarray[Any, Any]
 
 WIRE_DTYPES = {name: np.dtype(name) for name in ("float16", "bfloat16")}
 
+NO_EPOCH = -1
+"""Epoch, batch and serial of a ticket that no schedule has given."""
+
 
 class ServerMerge:
     """Lets the servers make a step's update (`backends.engine.Merge`).
@@ -42,15 +45,18 @@ class ServerMerge:
     that the way there, the update and the way back take place while this worker computes. It then computes with weights
     that lack its own last update, as they lack some of the others' anyway. A worker that is alone waits, and so trains
     as one process does.
+
+    Args:
+        trainers: how many workers train; None: all.
     """
 
     updates = True
 
-    def __init__(self, worker: ServerWorker) -> None:
+    def __init__(self, worker: ServerWorker, trainers: int | None = None) -> None:
         self._worker = worker
         self._client = worker.client
         self._synchronous = worker.rules.synchronous
-        self._overlap = not worker.rules.synchronous and worker.workers > 1
+        self._overlap = not worker.rules.synchronous and (trainers or worker.workers) > 1
         self._wire = WIRE_DTYPES[worker.compression] if worker.compression else None
         self._buffers = Buffers()
         self._placed: Placed | None = None
@@ -80,8 +86,8 @@ class ServerMerge:
         self._pushed.clear()
         self._handed_out = (-1, 0)
 
-    def rejoin(self, server: int, epoch: int, steps: int, order_of: int) -> Rejoin:
-        """What a server must know of this worker that comes back in the middle of a `fit`."""
+    def rejoin(self, server: int, epoch: int = -1, steps: int = -1, order_of: int = -1) -> Rejoin:
+        """What a server must know of this worker when it comes back in the middle of the training."""
         return Rejoin(
             self._fit,
             self.era,
@@ -127,6 +133,15 @@ class ServerMerge:
         self._phase = 0
         return self._ticket
 
+    def update(self, gradients: Sequence[Array]) -> list[Array]:
+        """An update outside of epochs, without a ticket of the schedule: in asynchronous training, where nobody waits
+        for it. Returns the variables' values, which nobody will overwrite."""
+        if self._ticket is None or (self._ticket.fit, self._ticket.era) != (self._fit, self.era):
+            number = self._worker.number
+            self._ticket = Ticket(self._fit, NO_EPOCH, NO_EPOCH, (number,), number, NO_EPOCH, self.era)
+        progress.enter("push")
+        return self._step(self._clip(gradients), (), (), 1.0)
+
     def __call__(self, layout: Layout, arrays: Sequence[Array], share: float) -> list[Array]:
         flats, views = self._buffers.next(layout)
         count = sum(weight is Weight.GRADIENT for weight in layout.weights)
@@ -152,6 +167,11 @@ class ServerMerge:
         """Of the values that `pull` last brought, on each server that has some."""
         placed = self._require_placed()
         return [version for version, shards in zip(self._versions, placed.of_server, strict=True) if shards]
+
+    @property
+    def values(self) -> list[Array]:
+        """The variables' values as they came last: another list whenever some are new."""
+        return self._values
 
     def flush(self) -> None:
         """Wait until what was sent has been applied."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from phalanx.parameter_server.client import HEAD, Client
 from phalanx.parameter_server.messages import BeginSession, Rules
 from phalanx.parameter_server.partition import Partitioner
+from phalanx.training.made import Made
 
 
 @dataclass
@@ -22,6 +24,9 @@ class ServerWorker:
         compression: dtype in which gradients travel; None: their own.
         global_step: of the job, when this worker's last update was applied.
         seed: equal on all tasks; orders of data that is shuffled here follow from it.
+        made: what the program has made in the strategy's scope.
+        coordinator: this process's, if it has one.
+        in_function: whether this process runs functions that a coordinator has scheduled.
     """
 
     client: Client
@@ -32,6 +37,9 @@ class ServerWorker:
     compression: str | None
     seed: str
     global_step: int = 0
+    made: Made = field(default_factory=Made)
+    coordinator: Any = None
+    in_function: bool = False
     _fits: int = field(default=-1)
     _sessions: int = field(default=-1)
 
@@ -51,6 +59,11 @@ class ServerWorker:
         """
         self._sessions += 1
         self.client.ask(HEAD, BeginSession(self._sessions))
+
+    @property
+    def last_fit(self) -> int:
+        """The number of the last `fit`; -1 before the first."""
+        return self._fits
 
     def describe(self) -> str:
         rules = self.rules

@@ -129,4 +129,14 @@ def test_workers_share_the_steps_of_a_line(run: Run) -> None:
     made = [sorted(map(int, re.findall(rf"worker {rank} made step (\d+)", output))) for rank in range(2)]
     assert all(len(steps) > 1 for steps in made), "both workers train"
     again = run("--ps", 1, "examples/parameter_server_linear.py", "--epochs", 12, workers=2)
-    assert "steps 1200:" in again, "it goes on from the backup"
+    assert "steps 200:" in again, "it goes on from the backup"
+
+
+@each_backend(slow_after_the_first=True)
+def test_a_coordinated_loop_learns_the_digits(run: Run, backend: str) -> None:
+    output = run("--ps", 1, "--chief", "examples/coordinator_loop.py", workers=2, backend=backend)
+    assert percent(output, "test accuracy") >= 94
+    assert "updates       800" in output, "10 steps in each of 8 functions in each of 10 epochs"
+    found = losses(output)
+    assert found[-1] < 0.2 * found[0]
+    assert not said_by("worker/0", output) + said_by("worker/1", output), "only the chief comes so far"

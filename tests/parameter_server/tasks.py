@@ -24,6 +24,7 @@ class Tasks:
     Args:
         folder: for what they print and write.
         arguments: of the program, as after `python`.
+        chief: whether there is a task `chief` besides the workers.
     """
 
     def __init__(
@@ -36,12 +37,14 @@ class Tasks:
         backend: str,
         evaluators: int = 0,
         settings: dict[str, str] | None = None,
+        chief: bool = False,
     ):
         self.folder = folder
         self._arguments = arguments
         self._backend = backend
         self._settings = {"PHALANX_SECRET": secrets.token_hex(), **(settings or {})}
         self.names = [
+            *(["chief/0"] if chief else []),
             *[f"worker/{index}" for index in range(workers)],
             *[f"ps/{index}" for index in range(servers)],
             *[f"evaluator/{index}" for index in range(evaluators)],

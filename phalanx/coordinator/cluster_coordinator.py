@@ -1,0 +1,264 @@
+"""`ClusterCoordinator`: schedule functions on workers, train with parameter servers (`tf.distribute.coordinator`)."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import keras
+
+from phalanx.backends import make_tensors
+from phalanx.coordinator import state
+from phalanx.coordinator.dispatcher import Dispatcher, ScheduledCall
+from phalanx.coordinator.messages import Make
+from phalanx.coordinator.outgoing import OutgoingReferences
+from phalanx.coordinator.pickling import pack, unpack
+from phalanx.coordinator.remote import PerWorkerDataset, PerWorkerIterator, PerWorkerValues, RemoteValue
+from phalanx.coordinator.variables import ChiefVariables
+from phalanx.coordinator.worker import FunctionServer
+from phalanx.errors import ConfigurationError, UnsupportedError
+from phalanx.settings import SECRET
+from phalanx.strategies.parameter_server import ParameterServerStrategy
+from phalanx.training.made import Name
+from phalanx.training.server_worker import ServerWorker
+
+
+class ClusterCoordinator:
+    """Runs functions on the workers of a cluster with parameter servers.
+
+    Every task runs the same program. On the chief (task `chief`, else worker 0) this returns, and the program goes on;
+    on the other workers the constructor runs functions until the chief's program is over, and then ends the process
+    with exit code 0. So layers, models, optimizers and metrics that functions use are made before, in
+    `strategy.scope()`, on all tasks alike: functions refer to them, and use the worker's own. Everything else that a
+    function refers to is sent to the worker with it.
+
+    Inside a function `optimizer.apply` and `apply_gradients` send the gradients to the servers, which update
+    the variables; `strategy.run` calls a function on this worker. Before a function runs, its model has the servers'
+    newest values. After `join` the chief's model, optimizer and metrics have the newest values; what the chief changes
+    between `join` and the next `schedule` (weights that it restores, a learning rate) is everybody's.
+
+    Code travels from the chief to the workers here, so the job needs a secret: `phalanx run` makes one; without
+    it, set PHALANX_SECRET on all tasks.
+
+    Args:
+        strategy: a ParameterServerStrategy that trains asynchronously.
+
+    Raises:
+        ConfigurationError: the strategy is another one, there is no secret, or no worker besides the chief.
+        RendezvousError: on a worker: the chief did not come in time.
+        PeerLostError: on a worker: the chief was lost and did not come back.
+    """
+
+    def __new__(cls, strategy: ParameterServerStrategy) -> ClusterCoordinator:
+        # There is one in a process, as in TensorFlow there is one for a strategy.
+        existing: ClusterCoordinator | None = _check(strategy).coordinator
+        return super().__new__(cls) if existing is None else existing
+
+    def __init__(self, strategy: ParameterServerStrategy) -> None:
+        worker = _check(strategy)
+        if worker.coordinator is self:
+            return
+        worker.coordinator = self
+        self._strategy = strategy
+        if not worker.is_chief:
+            FunctionServer(strategy, worker, self).run()
+            sys.exit(0)
+        self._worker = worker
+        worker.made.settle()
+        me = worker.client.identity
+        self._lock = threading.RLock()  # one thread at a time packs, and speaks to the servers
+        self._references = OutgoingReferences({"strategy": strategy, "coordinator": self}, worker.made, make_tensors())
+        self._variables = ChiefVariables(worker, trainers=len(me.tasks) - 1)
+        self._account = state.Account(worker.made)
+        self._account_lock = threading.Lock()
+        self._dispatcher = Dispatcher(me, self._note_answer)
+        self._dispatcher.start()
+        atexit.register(self._dispatcher.close)
+
+    @property
+    def strategy(self) -> ParameterServerStrategy:
+        """The strategy that this was made with."""
+        return self._strategy
+
+    def schedule(
+        self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
+    ) -> RemoteValue:
+        """Let a worker call `fn(*args, **kwargs)`; returns at once.
+
+        It is called at least once: again, on another worker, if its worker is lost. Metrics count each function once
+        all the same; gradients that it had sent to the servers before are applied. What the function refers to is taken
+        as it is now, and large arrays among it are sent once, so do not change those in place.
+
+        Raises:
+            what a function raised that was scheduled before: functions that had not begun are then cancelled, none
+                runs any more, and the coordinator can be used again.
+            UnsupportedError: the function or its arguments cannot travel, or need what no task has made.
+            PeerLostError: a server is lost.
+        """
+        if not callable(fn):
+            raise ConfigurationError(f"schedule() got {fn!r} to call; pass a function, not its result.")
+        self._dispatcher.raise_failure()
+        with self._lock:
+            references = self._references
+            name = getattr(fn, "__qualname__", type(fn).__name__)
+            with references.noting(keeps=True) as of_function:
+                function = pack(fn, references, f"The function {name}")
+            with references.noting(keeps=False) as of_arguments:
+                arguments = pack((tuple(args or ()), dict(kwargs or {})), references, f"An argument of {name}")
+            needs = of_function.results | of_arguments.results
+            for need in needs.values():
+                if need.is_finished:
+                    need.finished()  # raises its error
+            self._drop_forgotten()
+            self._prepare(of_function.names | of_arguments.names)
+            result = RemoteValue(next(references.numbers), self._dispatcher.wait_for, self._decode)
+            self._dispatcher.add(
+                ScheduledCall(
+                    digest=hashlib.blake2b(function, digest_size=16).digest(),
+                    function=function,
+                    arguments=arguments,
+                    needs=list(needs.values()),
+                    keeps={number: partial(references.pack_kept, thing) for number, thing in of_function.kept.items()},
+                    holds=[*of_function.own, *of_arguments.own],
+                    result=result,
+                )
+            )
+            return result
+
+    def join(self) -> None:
+        """Wait until all scheduled functions are finished. Then this task's variables and metrics are the newest.
+
+        Raises: as `schedule`; PeerLostError or RendezvousError if there is no worker for longer than PHALANX_TIMEOUT,
+            naming them.
+        """
+        self._dispatcher.join()
+        self._settle()
+
+    def done(self) -> bool:
+        """Whether all scheduled functions are finished; raises as `join`."""
+        done = self._dispatcher.is_done()
+        if done:
+            self._settle()
+        return done
+
+    def fetch(self, val: Any) -> Any:
+        """The results of all `RemoteValue`s in a structure, in their places; waits for them."""
+        return keras.tree.map_structure(lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, val)
+
+    def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
+        """A dataset of each worker's own.
+
+        Args:
+            dataset_fn: a function that returns one, called on each worker, with an `InputContext` if it takes an
+                argument; or a dataset, of which each worker gets a copy. A worker that comes back makes it anew.
+
+        Returns: what `iter()` makes iterators of that can be passed to `schedule`.
+        """
+        with self._lock:
+            dataset = PerWorkerDataset(self._references.number, self._iterate)
+            self._dispatcher.tell(Make(dataset.number), [self._pack_maker(dataset_fn)])
+            return dataset
+
+    def create_per_worker_values(self, fn: Callable[..., Any]) -> PerWorkerValues:
+        """A value of each worker's own: what `fn` returns there, called as in `create_per_worker_dataset`."""
+        if not callable(fn):
+            raise ConfigurationError(f"create_per_worker_values() got {fn!r}; pass a function.")
+        with self._lock:
+            values = PerWorkerValues(self._references.number)
+            self._dispatcher.tell(Make(values.number), [self._pack_maker(fn)])
+            return values
+
+    # Behind them.
+
+    def _prepare(self, used: set[Name]) -> None:
+        """Let the servers have the variables as functions need them."""
+        if self._variables.is_ready(used):
+            return
+        self._dispatcher.join()  # who runs must not see them change
+        self._variables.pull()
+        begin = self._variables.begin(used)
+        if begin is not None:
+            values = pack(state.layer_state(self._worker.made), self._references, "The state of layers")
+            self._dispatcher.tell(begin, [values])
+
+    def _settle(self) -> None:
+        with self._lock:
+            self._drop_forgotten()
+            self._variables.pull()
+            with self._account_lock:
+                self._account.settle()
+
+    def _iterate(self, dataset: PerWorkerDataset) -> PerWorkerIterator:
+        with self._lock:
+            iterator = PerWorkerIterator(self._references.number, dataset)
+            self._dispatcher.tell(Make(iterator.number, iterator_of=dataset.number))
+            return iterator
+
+    def _pack_maker(self, maker: Any) -> bytes:
+        with self._references.noting(keeps=False) as noted:
+            pickle = pack(maker, self._references, "What makes the workers' own values")
+        if noted.results or noted.own:
+            raise UnsupportedError(
+                "What makes the workers' own values refers to results of functions, or to other values of theirs. Pass "
+                "those to schedule() beside it."
+            )
+        return pickle
+
+    def _drop_forgotten(self) -> None:
+        forgotten = self._references.forgotten
+        while forgotten:
+            self._dispatcher.forget(forgotten.popleft())
+
+    def _note_answer(self, changes: memoryview, global_step: int) -> None:
+        """In a thread of the dispatcher: what a function has changed."""
+        with self._account_lock:
+            if changes:
+                self._account.add(unpack(changes, self._references.load_on_host))
+            self._worker.global_step = max(self._worker.global_step, global_step)
+
+    def _decode(self, pickle: memoryview, as_tensors: bool) -> Any:
+        return unpack(pickle, self._references.load if as_tensors else self._references.load_on_host)
+
+
+def _check(strategy: Any) -> ServerWorker:
+    """This task's place, if it can have a coordinator."""
+    if not isinstance(strategy, ParameterServerStrategy):
+        raise ConfigurationError(
+            f"A ClusterCoordinator schedules functions for a ParameterServerStrategy; it got {strategy!r}."
+        )
+    worker = strategy._member
+    if not isinstance(worker, ServerWorker):
+        raise ConfigurationError(
+            "The evaluator runs no scheduled functions. Let it do its own work before the ClusterCoordinator is made: "
+            "`if strategy.cluster_resolver.task_type == 'evaluator': ...`."
+        )
+    me = worker.client.identity
+    if not me.settings.secret:
+        raise ConfigurationError(
+            f"A ClusterCoordinator sends code to workers, so nobody else may be able to: set {SECRET} to the same "
+            f"random value for all tasks, or start the job with "
+            f"`phalanx run`, which does so."
+        )
+    if len(me.tasks) < 2:
+        raise ConfigurationError(
+            f"{me.tasks[0]} coordinates and computes nothing, and the cluster has no other worker: "
+            f"{me.spec.as_dict()}. Add one, for example with `phalanx run --ps 1 --chief --workers 1`."
+        )
+    rules = worker.rules
+    if rules.synchronous or rules.staleness >= 0:
+        raise ConfigurationError(
+            "A ClusterCoordinator trains asynchronously: make the ParameterServerStrategy without synchronous and "
+            "staleness."
+        )
+    if worker.client.is_copied:
+        # The chief alone may call upon a copy, and between two functions it does not speak to the servers.
+        raise UnsupportedError(
+            "A ClusterCoordinator works with snapshots (snapshot_dir), and not with copies: make the "
+            "ParameterServerStrategy without replication=2."
+        )
+    return worker

@@ -1,0 +1,429 @@
+"""The coordinator's links: sends functions to workers, takes their answers, notices who is lost.
+
+Each worker has a thread that sends to it and one that receives from it; what runs where the queue decides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from phalanx.cluster.admission import DISAGREEMENT, DUPLICATE, PROBE, Probe
+from phalanx.cluster.agreement import Statement, describe_disagreement
+from phalanx.cluster.roll_call import Identity
+from phalanx.coordinator.messages import (
+    FUNCTIONS_KEPT,
+    Answer,
+    Begin,
+    Call,
+    Forget,
+    Keep,
+    Make,
+    Order,
+    Ping,
+    Pong,
+    Raised,
+    Returned,
+    Stop,
+)
+from phalanx.coordinator.queue import MAX_LOSSES, FunctionQueue
+from phalanx.coordinator.remote import RemoteValue
+from phalanx.errors import FrameError, LinkClosedError, LinkTimeoutError, PeerLostError, PhalanxError, RendezvousError
+from phalanx.launcher import call as calls
+from phalanx.launcher.function import WorkerTraceback
+from phalanx.transport.handshake import Hello, Welcome
+from phalanx.transport.link import Link
+from phalanx.transport.listener import Listener, open_sockets
+
+logger = logging.getLogger(__name__)
+
+PURPOSE = "coordinator"
+POLL_S = 0.5
+"""Longest time between two looks at the clock; whatever happens wakes the waiting at once."""
+PING_S = 5.0
+"""Between two questions whether a worker is alive. Its death is noticed without them; that it is stopped is not."""
+GOODBYE_S = 5.0
+"""For taking leave: a worker that is busy is not waited for longer."""
+
+_ANSWERS = msgspec.msgpack.Decoder(Answer)
+_encode = msgspec.msgpack.Encoder().encode
+
+
+_Message = tuple[Order, Sequence[bytes | memoryview]]
+
+
+@dataclass
+class ScheduledCall:
+    """A function that is to run.
+
+    Attributes:
+        digest: of its pickle.
+        function: its pickle; `arguments`: theirs.
+        needs: results that they refer to.
+        keeps: large values that they refer to: their number, and what pickles them.
+        holds: what must live until it has run.
+        result: where the result goes.
+    """
+
+    digest: bytes
+    function: bytes
+    arguments: bytes
+    needs: Sequence[RemoteValue]
+    keeps: dict[int, Callable[[], bytes]]
+    holds: Sequence[Any]
+    result: RemoteValue
+
+
+@dataclass(eq=False)
+class _Worker:
+    """A worker that is here.
+
+    Attributes:
+        incarnation: of its process and this link.
+        outbox: what it is told before the next function.
+        has: digests of the functions that it has, those used last at the end.
+        kept: numbers of the large values that it has.
+    """
+
+    number: int
+    name: str
+    process: str
+    incarnation: str
+    link: Link
+    outbox: deque[_Message]
+    has: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    kept: set[int] = field(default_factory=set)
+    told_at: float = 0.0
+
+
+class Dispatcher:
+    """Owns the listening port, the links to the workers and their threads.
+
+    Args:
+        me: this task.
+        on_answer: called with each result that counts: its changes' pickle, the worker's global step. One at a time.
+    """
+
+    def __init__(self, me: Identity, on_answer: Callable[[memoryview, int], None]) -> None:
+        self._me = me
+        self._on_answer = on_answer
+        self._names = {rank: str(task) for rank, task in enumerate(me.tasks) if rank != me.rank}
+        self._changed = threading.Condition()  # protects everything below
+        self._queue = FunctionQueue()
+        self._calls: dict[int, ScheduledCall] = {}
+        self._workers: dict[int, _Worker] = {}
+        self._news: list[tuple[Begin | Make, Sequence[bytes]]] = []  # what a worker that comes later must hear
+        self._failure: BaseException | None = None
+        self._links_made = itertools.count()
+        self._alone_since = time.monotonic()
+        self._came: set[int] = set()
+        self._closing = False
+        settings = me.settings
+        self._listener = Listener(
+            open_sockets(me.address, secret=settings.secret, listen_fd=settings.listen_fd),
+            task=str(me.task),
+            secret=settings.secret,
+            job=settings.job_id,
+            tls=me.tls,
+        )
+        self._listener.register(PURPOSE, self)
+        self._listener.register(PROBE, Probe(me))
+
+    def start(self) -> None:
+        """Let workers come."""
+        self._listener.start()
+
+    # What the program's thread does.
+
+    def add(self, call: ScheduledCall) -> None:
+        """A function is to run; raises the error of one that has failed meanwhile."""
+        with self._changed:
+            self.raise_failure()
+            self._calls[call.result.number] = call
+            self._queue.add(call.result.number, [need.number for need in call.needs if not need.is_finished])
+            self._changed.notify_all()
+
+    def tell(self, order: Begin | Make, buffers: Sequence[bytes] = ()) -> None:
+        """Tell all workers, also those that come later; who come later hear the last `Begin` only."""
+        with self._changed:
+            if isinstance(order, Begin):
+                self._news = [(known, data) for known, data in self._news if not isinstance(known, Begin)]
+            self._news.append((order, buffers))
+            for worker in self._workers.values():
+                worker.outbox.append((order, buffers))
+            self._changed.notify_all()
+
+    def forget(self, number: int) -> None:
+        """Nobody refers to the workers' own value, or the large array, of this number any more."""
+        with self._changed:
+            self._news = [
+                (known, data) for known, data in self._news if isinstance(known, Begin) or known.number != number
+            ]
+            for worker in self._workers.values():
+                worker.kept.discard(number)
+                worker.outbox.append((Forget(number), ()))
+            self._changed.notify_all()
+
+    def is_done(self) -> bool:
+        """Whether all functions are finished; raises as `join`."""
+        with self._changed:
+            self.raise_failure()
+            if self._queue.unfinished and not self._workers:
+                self._give_up_if_late()
+            return not self._queue.unfinished
+
+    def raise_failure(self) -> None:
+        """If a function has failed: wait until none runs, and raise its error, once."""
+        with self._changed:
+            if self._failure is not None:
+                self._wait(lambda: not self._queue.unfinished)
+                self._tell_failure()
+
+    def join(self) -> None:
+        """Wait until all functions are finished; raise the error of one that failed."""
+        with self._changed:
+            self._wait(lambda: not self._queue.unfinished)
+            self._tell_failure()
+
+    def wait_for(self, result: RemoteValue) -> None:
+        """Wait until a function is finished, however it ends."""
+        with self._changed:
+            self._wait(lambda: result.is_finished)
+
+    def close(self) -> None:
+        """Take leave of all workers; safe to call twice."""
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+            for worker in self._workers.values():
+                worker.outbox.append((Stop(), ()))
+            self._changed.notify_all()
+            # They hang up; if we did, what they are sending could cost them the message.
+            self._changed.wait_for(lambda: not self._workers, timeout=GOODBYE_S)
+            links = [worker.link for worker in self._workers.values()]
+        for link in links:
+            link.close()
+        self._listener.close()
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        """Wait with the lock held; not forever without a worker."""
+        while not condition():
+            if not self._workers:
+                self._give_up_if_late()
+            self._changed.wait(POLL_S)
+
+    def _give_up_if_late(self) -> None:
+        settings = self._me.settings
+        patience_s = settings.timeout_s if self._came else max(settings.rendezvous_timeout_s, settings.timeout_s)
+        if time.monotonic() - self._alone_since < patience_s:
+            return
+        names = ", ".join(self._names.values())
+        error: PhalanxError
+        if self._came:
+            error = PeerLostError(
+                f"No worker is left to run functions: {names} are lost, and none came back within {patience_s:g} s. "
+                f"Look at the end of their output for the cause.",
+                rank=-1,
+                task=names,
+                host="",
+            )
+        else:
+            error = RendezvousError(
+                f"No worker came to run functions within {patience_s:g} s: {names} are missing. Each must run this "
+                f"program, up to ClusterCoordinator(strategy)."
+            )
+        self._cancel(self._queue.fail())
+        self._queue.clear_failure()
+        self._failure = None
+        raise error
+
+    def _tell_failure(self) -> None:
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            self._queue.clear_failure()
+            raise failure
+
+    # The listener's service.
+
+    def admit(self, hello: Hello) -> Welcome:
+        try:
+            newcomer = msgspec.msgpack.decode(hello.details, type=Statement)
+        except msgspec.MsgspecError as error:
+            return Welcome(
+                refusal=DISAGREEMENT, reason=f"{hello.task} and {self._me.task} run different versions ({error})."
+            )
+        if disagreement := describe_disagreement(self._me.statement, newcomer):
+            return Welcome(refusal=DISAGREEMENT, reason=disagreement)
+        number = self._me.rank_of(newcomer.task)
+        if number not in self._names:
+            return Welcome(refusal=DISAGREEMENT, reason=f"{newcomer.task} is no worker of this cluster.")
+        with self._changed:
+            present = self._workers.get(number)
+        if present is not None and present.process != newcomer.incarnation and not present.link.peer_closed():
+            return Welcome(
+                refusal=DUPLICATE,
+                reason=f"{newcomer.task} is here already. This process, pid {newcomer.pid} on {newcomer.host}, has the "
+                f"same task: give it another task.index in TF_CONFIG, or end the other one.",
+            )
+        return Welcome(details=msgspec.msgpack.encode(self._me.statement))
+
+    def adopt(self, hello: Hello, link: Link) -> None:
+        number = self._me.rank_of(hello.task)
+        assert number is not None, "checked when it was admitted"
+        with self._changed:
+            incarnation = f"{hello.incarnation} {next(self._links_made)}"
+            worker = _Worker(number, hello.task, hello.incarnation, incarnation, link, deque(self._news))
+            former = self._workers.get(number)
+            if self._closing:
+                worker.outbox.append((Stop(), ()))
+            self._workers[number] = worker
+            self._came.add(number)
+            self._account_for_lost(self._queue.enter(number, incarnation), hello.task)
+            self._changed.notify_all()
+        if former is not None:
+            former.link.close()
+        for body in (self._send_to, self._receive_from):
+            threading.Thread(target=body, args=(worker,), name=f"phalanx-{hello.task}", daemon=True).start()
+
+    # One worker's threads.
+
+    def _send_to(self, worker: _Worker) -> None:
+        try:
+            while (message := self._next_message(worker)) is not None:
+                order, buffers = message
+                worker.link.send(
+                    _encode(order), buffers, deadline=time.monotonic() + self._me.settings.timeout_s + PING_S
+                )
+                worker.told_at = time.monotonic()
+                if isinstance(order, Stop):
+                    worker.link.finish()
+                    return
+        except (LinkClosedError, LinkTimeoutError, FrameError) as error:
+            self._lose(worker, str(error))
+
+    def _next_message(self, worker: _Worker) -> _Message | None:
+        """What to send now; waits for it. None if it is gone."""
+        with self._changed:
+            while self._workers.get(worker.number) is worker:
+                if worker.outbox:
+                    return worker.outbox.popleft()
+                number = self._queue.next_for(worker.number, worker.incarnation)
+                if number is not None:
+                    return self._message(worker, number)
+                if time.monotonic() - worker.told_at > PING_S:
+                    return Ping(), ()
+                self._changed.wait(PING_S)
+            return None
+
+    def _message(self, worker: _Worker, number: int) -> _Message:
+        """A function, or first what it refers to and this worker has not."""
+        call = self._calls[number]
+        orders: list[_Message] = []
+        for kept, pickle in call.keeps.items():
+            if kept not in worker.kept:
+                worker.kept.add(kept)
+                orders.append((Keep(kept), [pickle()]))
+        is_new = call.digest not in worker.has
+        worker.has[call.digest] = None
+        worker.has.move_to_end(call.digest)
+        if len(worker.has) > FUNCTIONS_KEPT:
+            worker.has.popitem(last=False)
+        results = tuple(need.number for need in call.needs)
+        buffers: list[bytes | memoryview] = [
+            *([call.function] if is_new else []),
+            call.arguments,
+            *[need.finished() for need in call.needs],
+        ]
+        orders.append((Call(number, call.digest, is_new, results), buffers))
+        worker.outbox.extend(orders[1:])
+        return orders[0]
+
+    def _receive_from(self, worker: _Worker) -> None:
+        patience_s = self._me.settings.timeout_s + PING_S
+        try:
+            while True:
+                header, buffers = worker.link.receive(deadline=time.monotonic() + patience_s)
+                self._take(worker, _ANSWERS.decode(header), buffers)
+        except (LinkClosedError, LinkTimeoutError, FrameError, msgspec.MsgspecError) as error:
+            self._lose(worker, str(error))
+
+    def _take(self, worker: _Worker, answer: Answer, buffers: list[memoryview]) -> None:
+        if isinstance(answer, Pong):
+            return
+        raised = _error_of(worker.name, buffers[0]) if isinstance(answer, Raised) else None
+        with self._changed:
+            if not self._queue.finish(worker.number, worker.incarnation, answer.call):
+                return
+            call = self._calls.pop(answer.call)
+            if isinstance(answer, Returned):
+                try:
+                    self._on_answer(buffers[1], answer.global_step)
+                    call.result.succeed(buffers[0])
+                except Exception as error:  # what it counted cannot be read here
+                    raised = error
+            if raised is not None:
+                self._fail(call, raised)
+            self._changed.notify_all()
+
+    def _lose(self, worker: _Worker, why: str) -> None:
+        worker.link.close()
+        with self._changed:
+            if self._workers.get(worker.number) is not worker:
+                return  # it has come back since
+            del self._workers[worker.number]
+            if not self._workers:
+                self._alone_since = time.monotonic()
+            if not self._closing:
+                logger.warning("Lost %s: %s What it ran runs elsewhere.", worker.name, why)
+            self._account_for_lost(self._queue.leave(worker.number, worker.incarnation), worker.name)
+            self._changed.notify_all()
+
+    # How functions end. With the lock held.
+
+    def _account_for_lost(self, numbers: Iterable[int], name: str) -> None:
+        """Functions that do not run again though their worker was lost."""
+        for number in numbers:
+            if self._queue.failing:
+                self._cancel([number])
+                continue
+            error = PeerLostError(
+                f"A function was given up: {MAX_LOSSES} workers were lost while they ran it, {name} last. Look at the "
+                f"end of their output for the cause.",
+                rank=-1,
+                task=name,
+                host="",
+            )
+            self._fail(self._calls.pop(number), error)
+
+    def _fail(self, call: ScheduledCall, error: BaseException) -> None:
+        call.result.fail(error)
+        if self._failure is None:
+            self._failure = error
+        self._cancel(self._queue.fail())
+
+    def _cancel(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self._calls.pop(number).result.cancel()
+
+
+def _error_of(name: str, pickle: memoryview) -> BaseException:
+    """The error that a function raised on a worker."""
+    try:
+        raised = calls.decode_result(bytes(pickle))
+    except Exception as error:
+        # Its class may be one that only the worker has.
+        return PhalanxError(f"A function failed on {name} with an error that cannot be read here: {error!r}")
+    assert isinstance(raised, calls.Raised), raised
+    with contextlib.suppress(AttributeError, TypeError):  # an error class may allow no cause to be set
+        raised.error.__cause__ = WorkerTraceback(name, raised.traceback)
+    return raised.error

@@ -1,0 +1,147 @@
+"""Which function runs where: decisions only, without a process, thread or clock.
+
+    waiting --(a worker is free)--> sent --(it answers)--> done
+       ^                             |
+       +-----(its worker is lost)----+
+    waiting, sent --(a function failed)--> cancelled, failed
+
+A function is done when the first answer of the process that it was sent to is here; whatever else comes of it (from a
+worker that was thought dead) does not count. When one fails, those that wait are cancelled, and those that
+run are waited for; then the error is told, once, and the queue is as new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import islice
+
+Worker = int
+FunctionId = int
+
+PIPELINE = 2
+"""Functions that a worker has at one time: one that runs, and one that waits there, so that it need not wait for us."""
+MAX_LOSSES = 5
+"""A function at whose side so many workers died is what kills them."""
+
+
+@dataclass
+class _Function:
+    """A function that is not finished.
+
+    Attributes:
+        needs: functions whose results it gets as arguments.
+        losses: how many workers were lost while they ran it.
+    """
+
+    needs: frozenset[FunctionId]
+    losses: int = 0
+
+
+@dataclass
+class _Presence:
+    """A worker that is here.
+
+    Attributes:
+        incarnation: of its process.
+        sent: what it has and has not answered; it runs them in this order.
+    """
+
+    incarnation: str
+    sent: list[FunctionId] = field(default_factory=list)
+
+
+class FunctionQueue:
+    """Not safe for use by several threads at once: whoever owns it has a lock."""
+
+    def __init__(self) -> None:
+        self._unfinished: dict[FunctionId, _Function] = {}
+        self._waiting: list[FunctionId] = []  # in the order in which they are to run
+        self._workers: dict[Worker, _Presence] = {}
+        self.failing = False  # a function has failed, and the others are being cancelled or waited for
+
+    # What the program does.
+
+    def add(self, function: FunctionId, needs: Iterable[FunctionId] = ()) -> None:
+        """A function is to run, after those whose results it needs. Numbers grow, and are never used again."""
+        assert not self.failing, "the error is told first"
+        self._unfinished[function] = _Function(frozenset(needs))
+        self._waiting.append(function)
+
+    @property
+    def unfinished(self) -> int:
+        """How many functions wait or run."""
+        return len(self._unfinished)
+
+    @property
+    def running(self) -> int:
+        """How many functions have been sent and not answered."""
+        return sum(len(worker.sent) for worker in self._workers.values())
+
+    def clear_failure(self) -> None:
+        """The error has been told: go on with new functions."""
+        assert not self._unfinished, "nothing runs any more when an error is told"
+        self.failing = False
+
+    # What workers do.
+
+    @property
+    def present(self) -> frozenset[Worker]:
+        return frozenset(self._workers)
+
+    def enter(self, worker: Worker, incarnation: str) -> list[FunctionId]:
+        """A worker is here, perhaps in the place of its former self; returns what `leave` says of that one."""
+        former = self._workers.get(worker)
+        over = self.leave(worker, former.incarnation) if former is not None else []
+        self._workers[worker] = _Presence(incarnation)
+        return over
+
+    def leave(self, worker: Worker, incarnation: str) -> list[FunctionId]:
+        """A worker is lost: what it had runs elsewhere, before what waits.
+
+        Returns: what does not run again: after a failure all of it, else what has cost too many workers.
+        """
+        presence = self._workers.get(worker)
+        if presence is None or presence.incarnation != incarnation:
+            return []
+        del self._workers[worker]
+        if presence.sent:
+            self._unfinished[presence.sent[0]].losses += 1
+        given_up = [f for f in presence.sent if self.failing or self._unfinished[f].losses >= MAX_LOSSES]
+        self._waiting[:0] = [function for function in presence.sent if function not in given_up]
+        self._waiting.sort()
+        for function in given_up:
+            del self._unfinished[function]
+        return given_up
+
+    def next_for(self, worker: Worker, incarnation: str) -> FunctionId | None:
+        """What to send to a worker now, which it then has; None if there is nothing, or it has enough."""
+        presence = self._workers.get(worker)
+        if presence is None or presence.incarnation != incarnation or len(presence.sent) >= PIPELINE:
+            return None
+        # What it could only keep in store is left to those that are idle.
+        idle = sum(not other.sent for other in self._workers.values()) if presence.sent else 0
+        can_run = (f for f in self._waiting if self._unfinished.keys().isdisjoint(self._unfinished[f].needs))
+        ready = list(islice(can_run, idle + 1))
+        if len(ready) <= idle:
+            return None
+        self._waiting.remove(ready[0])
+        presence.sent.append(ready[0])
+        return ready[0]
+
+    def finish(self, worker: Worker, incarnation: str, function: FunctionId) -> bool:
+        """A worker has answered; whether that counts."""
+        presence = self._workers.get(worker)
+        if presence is None or presence.incarnation != incarnation or function not in presence.sent:
+            return False
+        presence.sent.remove(function)
+        del self._unfinished[function]
+        return True
+
+    def fail(self) -> list[FunctionId]:
+        """A function has failed: returns those that wait, which are now cancelled."""
+        self.failing = True
+        cancelled, self._waiting = self._waiting, []
+        for function in cancelled:
+            del self._unfinished[function]
+        return cancelled

@@ -1,0 +1,121 @@
+"""What a program holds of things that are elsewhere: results to come, and values of which each worker has its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from typing import Any
+
+from phalanx.errors import UnsupportedError
+
+
+class OutOfRangeError(EOFError):
+    """The data of a worker ended inside a scheduled function (`tf.errors.OutOfRangeError`)."""
+
+
+class RemoteValue:
+    """The result of a scheduled function (`tf.distribute.coordinator.RemoteValue`).
+
+    Pass it to another scheduled function, which then runs after this one and gets the result.
+
+    Args:
+        number: of the function.
+        wait: returns when the function is finished.
+        decode: makes the result from its pickle, with the backend's tensors if so asked.
+    """
+
+    def __init__(
+        self, number: int, wait: Callable[[RemoteValue], None], decode: Callable[[memoryview, bool], Any]
+    ) -> None:
+        self.number = number
+        self._wait = wait
+        self._decode = decode
+        self._pickle: memoryview | None = None
+        self._error: BaseException | None = None
+
+    def fetch(self) -> Any:
+        """The result, tensors as NumPy arrays; waits for it.
+
+        Raises: what the function raised; concurrent.futures.CancelledError if it was cancelled because another one
+            failed: schedule it again.
+        """
+        return self._decode(self.finished(), False)
+
+    def get(self) -> Any:
+        """As `fetch`, with tensors of the backend."""
+        return self._decode(self.finished(), True)
+
+    def finished(self) -> memoryview:
+        """The result as it came; waits for it."""
+        self._wait(self)
+        if self._error is not None:
+            raise self._error
+        assert self._pickle is not None, "it is finished"
+        return self._pickle
+
+    # For who runs it.
+
+    @property
+    def is_finished(self) -> bool:
+        return self._pickle is not None or self._error is not None
+
+    def succeed(self, pickle: memoryview) -> None:
+        self._pickle = pickle
+
+    def fail(self, error: BaseException) -> None:
+        self._error = error
+
+    def cancel(self) -> None:
+        self._error = CancelledError("The function was cancelled, because another one failed. Schedule it again.")
+
+    def __repr__(self) -> str:
+        state = "waited for" if not self.is_finished else "here" if self._error is None else repr(self._error)
+        return f"<RemoteValue of function {self.number}: {state}>"
+
+
+class PerWorkerValues:
+    """A value of which each worker has its own (`tf.distribute.coordinator.PerWorkerValues`).
+
+    A scheduled function that gets it as an argument gets the value of the worker that it runs on. Here is nothing.
+
+    Args:
+        number: gives this a number.
+    """
+
+    def __init__(self, number: Callable[[PerWorkerValues], int]) -> None:
+        self.number = number(self)
+
+
+class PerWorkerIterator(PerWorkerValues):
+    """Each worker's own iterator over its own dataset."""
+
+    def __init__(self, number: Callable[[PerWorkerValues], int], dataset: PerWorkerDataset) -> None:
+        super().__init__(number)
+        self._dataset = dataset  # as long as this is needed, so is that
+
+    def __iter__(self) -> PerWorkerIterator:
+        return self
+
+    def __next__(self) -> Any:
+        raise UnsupportedError(
+            "The iterators are the workers': pass this one to `schedule`, and call next() inside the function."
+        )
+
+    get_next = __next__
+
+
+class PerWorkerDataset(PerWorkerValues):
+    """Each worker's own dataset; `iter()` of it gives a `PerWorkerValues` of iterators.
+
+    Args:
+        iterate: makes them.
+    """
+
+    def __init__(
+        self, number: Callable[[PerWorkerValues], int], iterate: Callable[[PerWorkerDataset], PerWorkerIterator]
+    ) -> None:
+        super().__init__(number)
+        self._iterate = iterate
+
+    def __iter__(self) -> PerWorkerIterator:
+        return self._iterate(self)

@@ -1,0 +1,145 @@
+"""The variables that servers train, as one task sees them: declared by the chief, compared by the others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import keras
+import numpy as np
+
+from phalanx.backends.updater import Slot, check_optimizer, clipped, slots_of_model
+from phalanx.errors import UnsupportedError
+from phalanx.launcher import progress
+from phalanx.parameter_server.client import HEAD, Placed
+from phalanx.parameter_server.messages import Attach, Declare, Model, PullOptimizer, SetRate, Values, arrays_of
+from phalanx.parameter_server.placement import Variable, place
+from phalanx.training.server_merge import ServerMerge
+from phalanx.training.server_worker import ServerWorker
+
+Array = np.ndarray[Any, Any]
+
+
+class Served:
+    """Variables of this task and the optimizer that updates them on the servers.
+
+    Args:
+        variables: built, in the same order on every task.
+
+    Raises: UnsupportedError for an optimizer that cannot run on servers.
+    """
+
+    def __init__(self, worker: ServerWorker, merge: ServerMerge, optimizer: Any, variables: Sequence[Any]) -> None:
+        self.optimizer = optimizer
+        self.variables = list(variables)
+        self._worker = worker
+        self._client = worker.client
+        self._merge = merge
+        self._rate: float | None = None
+        described = [Variable(v.path, tuple(v.shape), str(v.dtype)) for v in self.variables]
+        shards = place(described, self._client.servers, worker.partitioner)
+        in_pieces = len(shards) > len(described)
+        whole = self._client.servers == 1 and not in_pieces
+        check_optimizer(optimizer, cut=in_pieces, whole=whole, synchronous=worker.rules.synchronous)
+        if in_pieces and any(v.constraint is not None for v in self.variables):
+            raise UnsupportedError(
+                "A variable with a constraint cannot be cut: it may look at all of its rows. Leave out "
+                "variable_partitioner, or the constraint."
+            )
+        self._slots = slots_of_model(optimizer, self.variables)
+        self._placed = Placed(described, shards, self._client.servers)
+        # Where no server sees all gradients, the worker clips them.
+        self._clip = (lambda gradients: gradients) if whole else partial(clipped, optimizer)
+
+    def begin(self, fit: int, first_epoch: int = 0) -> int:
+        """Agree with the servers on what is trained; returns the first epoch, which the chief knows."""
+        self._merge.place(fit, self._placed, self._clip)
+        if self._worker.is_chief:
+            self._declare(fit, first_epoch)
+        self._client.starting = True
+        progress.report("initial values")
+        answers = self._client.ask_all([(Attach(fit, self._placed.variables), ())] * self._client.servers)
+        answer = answers[HEAD][0]
+        assert isinstance(answer, Values)
+        self._merge.era = answer.version
+        self._client.whereabouts = lambda server: [(self._merge.rejoin(server), [])]
+        return answer.step
+
+    def assign(self, values: Sequence[Array]) -> None:
+        """Give this task's variables these values."""
+        for variable, value in zip(self.variables, values, strict=True):
+            variable.assign(value)
+
+    def pull_optimizer(self) -> list[int]:
+        """Put the optimizer's state, which the servers have, into this task's optimizer, so that it can be saved.
+
+        Returns: the versions that the servers had.
+        """
+        state = self._optimizer_state()
+        answers = self._client.ask_all([(PullOptimizer(), ())] * self._client.servers)
+        for server, (answer, buffers) in enumerate(answers):
+            assert isinstance(answer, Values)
+            places = _slots_on(self._slots, self._placed, server)
+            for key, value in zip(answer.slots, arrays_of(buffers, answer.dtypes), strict=True):
+                slot, rows = places[key]
+                state[slot][rows] = value.reshape(state[slot][rows].shape)
+        for variable, value in zip(self.optimizer.variables, state.values(), strict=True):
+            variable.assign(value)
+        return [answer.version for answer, _ in answers if isinstance(answer, Values) and answer.slots]
+
+    def tell_learning_rate(self) -> None:
+        """Tell the servers the optimizer's learning rate, if it was set since."""
+        rate = self._learning_rate()
+        if rate is not None and rate != self._rate:
+            self._rate = rate
+            self._client.ask_all([(SetRate(rate), ())] * self._client.servers)
+
+    def _declare(self, fit: int, first_epoch: int) -> None:
+        placed, optimizer, trained = self._placed, self.optimizer, self.variables
+        description = Model(
+            placed.variables,
+            placed.shards,
+            json.dumps(keras.saving.serialize_keras_object(optimizer)),
+            tuple(v.constraint and json.dumps(keras.constraints.serialize(v.constraint)) for v in trained),
+            tuple(bool(optimizer._use_weight_decay(v)) for v in trained)
+            if optimizer.weight_decay is not None
+            else (True,) * len(trained),
+        )
+        values = [to_host(v) for v in trained]
+        state = self._optimizer_state()
+        step = self._worker.global_step = max(self._worker.global_step, int(to_host(optimizer.iterations)))
+        questions = []
+        for server in range(self._client.servers):
+            places = _slots_on(self._slots, placed, server)
+            message = Declare(fit, first_epoch, description, self._worker.rules, tuple(places), step)
+            questions.append(
+                (message, [*placed.cut(values, server), *[state[slot][rows] for slot, rows in places.values()]])
+            )
+        self._client.ask_all(questions)
+        self._rate = self._learning_rate()
+
+    def _optimizer_state(self) -> dict[Slot, Array]:
+        return {slot: np.array(to_host(v)) for slot, v in zip(self._slots, self.optimizer.variables, strict=True)}
+
+    def _learning_rate(self) -> float | None:
+        rate = getattr(self.optimizer, "_learning_rate", None)
+        return float(to_host(rate)) if isinstance(rate, keras.Variable) else None
+
+
+def _slots_on(slots: Sequence[Slot], placed: Placed, server: int) -> dict[tuple[int, str], tuple[Slot, Any]]:
+    """What a server's optimizer has: how it calls each of its variables, which of the model's that is, which rows."""
+    own: dict[tuple[int, str], tuple[Slot, Any]] = {(-1, slot.name): (slot, ...) for slot in slots if slot.variable < 0}
+    of_shards: dict[tuple[int, str], tuple[Slot, Any]] = {
+        (number, slot.name): (slot, slice(shard.start, shard.stop) if placed.variables[slot.variable].shape else ...)
+        for number, shard in enumerate(placed.of_server[server])
+        for slot in slots
+        if slot.variable == shard.variable
+    }
+    return own | of_shards if placed.of_server[server] else {}
+
+
+def to_host(variable: Any) -> Array:
+    """The value of a variable or tensor."""
+    return np.asarray(keras.ops.convert_to_numpy(getattr(variable, "value", variable)))

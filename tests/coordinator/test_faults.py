@@ -1,0 +1,177 @@
+"""What goes wrong while functions run on workers, by really causing it; and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import phalanx
+from phalanx.cluster.agreement import Facts
+from phalanx.cluster.roll_call import Identity
+from phalanx.cluster.spec import ClusterSpec
+from phalanx.coordinator import ClusterCoordinator
+from phalanx.errors import ConfigurationError, PeerLostError, RendezvousError
+from phalanx.parameter_server.messages import Rules
+from phalanx.settings import Settings
+from phalanx.training.server_worker import ServerWorker
+from tests.coordinator.program import FUNCTIONS
+from tests.parameter_server.tasks import Tasks
+from tests.support.backends import FIRST
+
+pytestmark = pytest.mark.timeout(600)
+
+Start = Callable[..., Tasks]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    with contextlib.ExitStack() as stack:
+
+        def of(kind: str, *, workers: int = 2, **settings: str) -> Tasks:
+            program = ["-m", "tests.coordinator.program", str(tmp_path), kind]
+            tasks = Tasks(tmp_path, program, servers=1, workers=workers, backend=FIRST, settings=settings, chief=True)
+            return stack.enter_context(tasks)
+
+        yield of
+
+
+def running(tasks: Tasks) -> dict[int, list[int]]:
+    """The functions that were begun, by the process that did."""
+    found: dict[int, list[int]] = {}
+    for path in tasks.folder.glob("running-*"):
+        _, number, pid = path.name.split("-")
+        found.setdefault(int(pid), []).append(int(number))
+    return found
+
+
+def pid_of(tasks: Tasks, name: str) -> int:
+    return tasks.processes[name].pid
+
+
+def test_a_killed_workers_function_runs_elsewhere_and_the_worker_comes_back(start: Start) -> None:
+    tasks = start("comes back")
+    tasks.wait_for(lambda: len(running(tasks)) == 2, "both workers run a function")
+    killed = pid_of(tasks, "worker/1")
+    begun = running(tasks)[killed]
+    tasks.send("worker/1", signal.SIGKILL)
+    tasks.processes["worker/1"].wait()
+    (tasks.folder / "go").touch()
+    tasks.wait_for((tasks.folder / "joined").exists, "the chief goes on")
+    assert (tasks.folder / "joined").read_text().split() == [str(pid_of(tasks, "worker/0"))] * FUNCTIONS
+    assert set(begun) <= set(running(tasks)[pid_of(tasks, "worker/0")]), "what was begun ran again"
+    assert "Lost worker/1" in tasks.said("chief/0")
+    tasks.restart("worker/1")
+    (tasks.folder / "started again").write_text(str(pid_of(tasks, "worker/1")))
+    assert set(tasks.ends().values()) == {0}
+    assert (tasks.folder / "came back").exists()
+
+
+@pytest.mark.slow
+def test_without_a_worker_left_the_chief_ends_with_their_names(start: Start) -> None:
+    tasks = start("", PHALANX_TIMEOUT="3")
+    tasks.wait_for(lambda: len(running(tasks)) == 2, "both workers run a function")
+    for name in ("worker/0", "worker/1"):
+        tasks.send(name, signal.SIGKILL)
+    assert tasks.ends("chief/0") == {"chief/0": PeerLostError.exit_code}
+    assert "No worker is left to run functions: worker/0, worker/1 are lost" in tasks.said("chief/0")
+
+
+@pytest.mark.slow
+def test_if_no_worker_comes_the_chief_ends_with_their_names(start: Start) -> None:
+    tasks = start("", PHALANX_TIMEOUT="3", PHALANX_RENDEZVOUS_TIMEOUT="10")
+    for name in ("worker/0", "worker/1"):
+        tasks.send(name, signal.SIGKILL)
+    assert tasks.ends("chief/0") == {"chief/0": RendezvousError.exit_code}
+    assert "No worker came to run functions within 10 s: worker/0, worker/1 are missing" in tasks.said("chief/0")
+
+
+def test_an_interrupted_chief_ends_all_tasks(start: Start) -> None:
+    tasks = start("endless")
+    tasks.wait_for((tasks.folder / "sleeps").exists, "a function runs")
+    tasks.send("chief/0", signal.SIGINT)
+    codes = tasks.ends()
+    assert codes.pop("chief/0") == -signal.SIGINT
+    assert set(codes.values()) == {0}
+    assert "KeyboardInterrupt" in tasks.said("chief/0")
+
+
+@pytest.mark.slow
+def test_a_stopped_worker_is_left_out_and_may_go_on(start: Start) -> None:
+    tasks = start("comes back", PHALANX_TIMEOUT="5")
+    tasks.wait_for(lambda: len(running(tasks)) == 2, "both workers run a function")
+    tasks.send("worker/1", signal.SIGSTOP)
+    (tasks.folder / "go").touch()
+    tasks.wait_for((tasks.folder / "joined").exists, "the chief goes on")
+    tasks.send("worker/1", signal.SIGCONT)
+    (tasks.folder / "started again").write_text(str(pid_of(tasks, "worker/1")))
+    assert set(tasks.ends().values()) == {0}
+
+
+@pytest.mark.slow
+def test_workers_wait_for_a_chief_that_is_started_again(start: Start) -> None:
+    tasks = start("")
+    tasks.wait_for(lambda: len(running(tasks)) == 2, "both workers run a function")
+    tasks.send("chief/0", signal.SIGKILL)
+    tasks.processes["chief/0"].wait()
+    (tasks.folder / "go").touch()
+    tasks.restart("chief/0")
+    assert set(tasks.ends().values()) == {0}
+
+
+@pytest.mark.slow
+def test_workers_of_a_chief_that_does_not_come_back_end_with_its_name(start: Start) -> None:
+    tasks = start("", PHALANX_TIMEOUT="3")
+    tasks.wait_for(lambda: len(running(tasks)) == 2, "both workers run a function")
+    tasks.send("chief/0", signal.SIGKILL)
+    (tasks.folder / "go").touch()
+    assert set(tasks.ends("worker/0", "worker/1").values()) == {PeerLostError.exit_code}
+    assert "lost chief/0" in tasks.said("worker/0")
+
+
+# Strategies that can have no coordinator.
+
+
+def strategy_of(
+    cluster: dict[str, list[str]], *, secret: bytes | None = b"0123456789abcdef", **rules: Any
+) -> phalanx.ParameterServerStrategy:
+    """As much of a strategy as the coordinator looks at first, without a job."""
+    spec = ClusterSpec(cluster)
+    me = Identity(spec, spec.chief, Facts(), Settings(secret=secret))
+    client: Any = SimpleNamespace(identity=me)
+    all_rules = Rules(
+        **{"synchronous": False, "at_least": 0, "staleness": -1, "refuse_nan": True, "timeout_s": 1.0} | rules
+    )
+    strategy = object.__new__(phalanx.ParameterServerStrategy)
+    strategy._worker = ServerWorker(client, 0, len(me.tasks), all_rules, None, None, "")
+    return strategy
+
+
+TWO = {"ps": ["localhost:1"], "worker": ["localhost:2", "localhost:3"]}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cluster": TWO, "secret": None}, r"sends code .* set PHALANX_SECRET .* `phalanx run`"),
+        (
+            {"cluster": {**TWO, "worker": ["localhost:2"]}},
+            r"worker/0 coordinates and computes nothing, .* no other worker",
+        ),
+        ({"cluster": TWO, "synchronous": True}, "trains asynchronously"),
+        ({"cluster": TWO, "staleness": 1}, "trains asynchronously"),
+    ],
+)
+def test_what_can_have_no_coordinator_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        ClusterCoordinator(strategy_of(**options))
+
+
+def test_other_strategies_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="for a ParameterServerStrategy; it got <OneDeviceStrategy"):
+        ClusterCoordinator(phalanx.OneDeviceStrategy())  # type: ignore[arg-type]
