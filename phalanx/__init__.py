@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from phalanx.launcher.function import launch
     from phalanx.parameter_server.partition import FixedShardsPartitioner, MaxSizePartitioner, MinSizePartitioner
     from phalanx.strategies import (
+        CentralStorageStrategy,
         MirroredStrategy,
         MultiWorkerMirroredStrategy,
         OneDeviceStrategy,
@@ -95,6 +96,7 @@ _EXPORTS = {
     "phalanx.inputs": ("AutoShardPolicy", "DistributedDataset", "InputContext", "InputOptions"),
     "phalanx.launcher.function": ("launch",),
     "phalanx.strategies": (
+        "CentralStorageStrategy",
         "MirroredStrategy",
         "MultiWorkerMirroredStrategy",
         "OneDeviceStrategy",
@@ -120,6 +122,7 @@ __all__ = [
     "errors",
     "experimental",
     "AutoShardPolicy",
+    "CentralStorageStrategy",
     "ClusterSpec",
     "CollectiveCommunication",
     "CollectiveMismatchError",

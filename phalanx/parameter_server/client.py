@@ -64,7 +64,7 @@ class Client:
             for task in self.tasks:
                 self._links.append(_connect(me, task, deadline))
         except BaseException:
-            self._close()
+            self.hang_up()
             raise
 
     @property
@@ -121,9 +121,10 @@ class Client:
                     continue
             except (LinkClosedError, LinkTimeoutError):
                 continue  # it is gone; so are we
-        self._close()
+        self.hang_up()
 
-    def _close(self) -> None:
+    def hang_up(self) -> None:
+        """Leave without a goodbye: the servers will miss this worker. Safe to call twice."""
         for link in self._links:
             link.close()
         self._links = []

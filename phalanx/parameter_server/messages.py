@@ -54,6 +54,7 @@ class Rules(msgspec.Struct, frozen=True):
         staleness: how many steps a worker may be ahead of the slowest; -1: any number.
         refuse_nan: drop updates that are not finite, and count them; else apply what comes.
         timeout_s: how long to wait for a worker that is connected, before it is left out.
+        all_needed: the training ends for all when a worker is lost or does not come; else the others go on without it.
     """
 
     synchronous: bool
@@ -61,6 +62,7 @@ class Rules(msgspec.Struct, frozen=True):
     staleness: int
     refuse_nan: bool
     timeout_s: float
+    all_needed: bool = False
 
 
 # Questions.

@@ -7,6 +7,7 @@ as another process of the same task; what its former self still sends is refused
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -83,9 +84,13 @@ class ParameterServer:
         self._gone: set[Worker] = set()  # those that said goodbye
         self._lost: dict[Worker, float] = {}  # those that did not, and since when
         self._closing = False
+        self._stopped = False
 
-    def run(self) -> None:
-        """Serve until all workers have said goodbye.
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until all workers have said goodbye, or `stop`.
+
+        Args:
+            sockets: that listen at this task's address; None: opened here.
 
         Raises:
             ConfigurationError: the port is taken.
@@ -93,7 +98,7 @@ class ParameterServer:
             PeerLostError: the chief was lost and did not come back.
         """
         settings = self._me.settings
-        sockets = open_sockets(self._me.address, secret=settings.secret, listen_fd=settings.listen_fd)
+        sockets = sockets or open_sockets(self._me.address, secret=settings.secret, listen_fd=settings.listen_fd)
         listener = Listener(
             sockets, task=str(self._me.task), secret=settings.secret, job=settings.job_id, tls=self._me.tls
         )
@@ -109,9 +114,15 @@ class ParameterServer:
                 for link in links:
                     link.close()
 
+    def stop(self) -> None:
+        """Let `run` end now; workers that are still there lose their server."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
     def _wait_until_over(self, first_contact_until: float) -> None:
         with self._changed:
-            while not self._is_over(first_contact_until):
+            while not self._stopped and not self._is_over(first_contact_until):
                 now = time.monotonic()
                 came = self._links.keys() | self._gone | self._lost.keys()
                 if CHIEF not in came and now > first_contact_until:
@@ -212,10 +223,11 @@ class ParameterServer:
             if self._links.get(worker, ("", None))[1] is not link:
                 return  # it has come back since
             del self._links[worker]
-            if worker not in self._gone:
+            goodbye = worker in self._gone
+            if not goodbye:
                 self._lost[worker] = time.monotonic()
             self._changed.notify_all()
-        self._schedule.detach(worker, incarnation)
+        self._schedule.detach(worker, incarnation, goodbye=goodbye)
         self._store.notice()
 
     def _handle(

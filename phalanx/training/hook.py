@@ -19,6 +19,7 @@ from typing import Any
 
 import keras
 
+from phalanx.training.central import CentralTrainer, CentralWorker
 from phalanx.training.loop import ReplicaTrainer
 from phalanx.training.replica import Replica
 from phalanx.training.server_loop import ServerTrainer
@@ -143,6 +144,8 @@ def _trainer_of(model: Any, member: Member) -> ReplicaTrainer | ServerTrainer:
     if trainer is None:
         if isinstance(member, Replica):
             trainer = ReplicaTrainer(model, member)
+        elif isinstance(member, CentralWorker):
+            trainer = CentralTrainer(model, member, lambda name: functools.partial(_plain[name], model))
         else:
             trainer = ServerTrainer(model, member, lambda name: functools.partial(_plain[name], model))
         vars(model)[_TRAINER] = trainer

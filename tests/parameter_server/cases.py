@@ -92,7 +92,8 @@ CASES = {
 }
 
 
-def _train(case: Case, scope: Any) -> dict[str, Any]:
+def train(case: Case, scope: Any) -> dict[str, Any]:
+    """What a case comes to, in the scope of a strategy or in none."""
     import keras
     import numpy as np
 
@@ -145,9 +146,9 @@ def main() -> None:
             options["variable_partitioner"] = _shards(options["variable_partitioner"])
         strategy = phalanx.ParameterServerStrategy(**options)
         before = strategy.global_step
-        found = {"job": _train(case, strategy.scope()), "steps": strategy.global_step - before}
+        found = {"job": train(case, strategy.scope()), "steps": strategy.global_step - before}
         if strategy.is_chief:
-            found["plain"] = _train(case, contextlib.nullcontext())
+            found["plain"] = train(case, contextlib.nullcontext())
         (folder / f"{name}.{strategy.rank}").write_bytes(pickle.dumps(found))
 
 
