@@ -1,6 +1,6 @@
 """What is trained around a central storage, to be compared with plain Keras; and the program that does it.
 
-    python -m tests.parameter_server.central FOLDER
+    python -m tests.parameter_server.central FOLDER CASE...
 
 starts its second replica itself; under `phalanx run` the workers are the replicas. Each writes what it found, and the
 first what it found without Phalanx.
@@ -61,6 +61,7 @@ def cases() -> dict[str, Case]:
     }
 
 
+BATCHES = "single_batches"
 NAMES = (
     "adam",
     "schedule",
@@ -72,6 +73,7 @@ NAMES = (
     "clipped",
     "early_stopping",
     "stopped_at_a_batch",
+    BATCHES,
 )
 
 
@@ -94,6 +96,10 @@ def batches(scope: Any) -> dict[str, Any]:
     return {"losses": found, "predicted": model.predict_on_batch(x[:5]), "weights": model.get_weights()}
 
 
+def run(name: str, scope: Any) -> dict[str, Any]:
+    return batches(scope) if name == BATCHES else train(cases()[name], scope)
+
+
 def main() -> None:
     import numpy as np
 
@@ -104,15 +110,11 @@ def main() -> None:
     assert strategy.num_replicas_in_sync == 2
     total = strategy.reduce("SUM", np.float32(strategy.rank + 1))
     assert float(total) == 3.0
-    for name in NAMES:
-        found = {"job": train(cases()[name], strategy.scope())}
+    for name in sys.argv[2:]:
+        found = {"job": run(name, strategy.scope())}
         if strategy.is_chief:
-            found["plain"] = train(cases()[name], contextlib.nullcontext())
+            found["plain"] = run(name, contextlib.nullcontext())
         (folder / f"{name}.{strategy.rank}").write_bytes(pickle.dumps(found))
-    found = {"job": batches(strategy.scope())}
-    if strategy.is_chief:
-        found["plain"] = batches(contextlib.nullcontext())
-    (folder / f"batches.{strategy.rank}").write_bytes(pickle.dumps(found))
 
 
 if __name__ == "__main__":
