@@ -125,7 +125,7 @@ class _Bare:
         self._values = [piece.value for piece in pieces]
 
     def apply(self, gradients: Sequence[Any]) -> None:
-        self._values = list(gradients)
+        self._values = list(gradients)  # in the worker's own memory, which it does not touch before it has the answer
 
     def values(self) -> list[Any]:
         return self._values
@@ -202,6 +202,7 @@ def _push(
         client.ask(0, Declare(0, 0, model, rules, slots), [*gradients, *state])
     answer, _ = client.ask(0, Attach(0, variables))
     assert isinstance(answer, Values)
+    client.share_memory(0, [gradient.nbytes for gradient in gradients])
     era = answer.version
     if number == 0:
         client.ask(0, OpenEpoch(0, 0, -1))

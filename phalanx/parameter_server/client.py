@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -11,9 +12,11 @@ import numpy as np
 
 from phalanx import errors
 from phalanx.cluster.admission import DISAGREEMENT
+from phalanx.cluster.agreement import Statement
 from phalanx.cluster.dialling import ATTEMPT_TIMEOUT_S, HANDSHAKE_FAILURES_S
 from phalanx.cluster.roll_call import Identity
 from phalanx.cluster.spec import PS
+from phalanx.collectives.segment import Offer
 from phalanx.errors import (
     DisagreementError,
     HandshakeError,
@@ -23,7 +26,18 @@ from phalanx.errors import (
     PhalanxError,
     RendezvousError,
 )
-from phalanx.parameter_server.messages import Answer, Bye, Done, Question, Refusal
+from phalanx.parameter_server.lanes import TO_SERVER, Lanes, place_bytes
+from phalanx.parameter_server.messages import (
+    Answer,
+    Bye,
+    Done,
+    Push,
+    Question,
+    Refusal,
+    Share,
+    Sharing,
+    Values,
+)
 from phalanx.parameter_server.placement import Shard, Variable, rows, shard_shape
 from phalanx.parameter_server.schedule import lost
 from phalanx.parameter_server.server import PURPOSE
@@ -60,9 +74,13 @@ class Client:
         self.tasks = tuple(task for task in me.spec.tasks if task.type == PS)
         deadline = time.monotonic() + me.settings.rendezvous_timeout_s
         self._links: list[Link] = []
+        self._hosts: list[str] = []
+        self._lanes: dict[int, Lanes] = {}
         try:
             for task in self.tasks:
-                self._links.append(_connect(me, task, deadline))
+                link, host = _connect(me, task, deadline)
+                self._links.append(link)
+                self._hosts.append(host)
         except BaseException:
             self.hang_up()
             raise
@@ -81,6 +99,11 @@ class Client:
 
     def send(self, server: int, question: Question, buffers: Sequence[Array] = ()) -> None:
         """Ask without waiting for the answer, which `receive` must fetch before the next question to this server."""
+        lanes = self._lanes.get(server)
+        if lanes is not None and isinstance(question, Push):
+            lengths = lanes.write(TO_SERVER, buffers)
+            if lengths:
+                question, buffers = msgspec.structs.replace(question, lengths=lengths), ()
         try:
             self._links[server].send(
                 _encode(question),
@@ -102,7 +125,26 @@ class Client:
         answer = _ANSWERS.decode(header)
         if isinstance(answer, Refusal):
             raise _refused(answer, str(self.tasks[server]))
+        if isinstance(answer, Values) and answer.lengths:
+            return answer, self._lanes[server].read(answer.place, answer.lengths)
         return answer, buffers
+
+    def share_memory(self, server: int, lengths: Sequence[int]) -> None:
+        """Let gradients and values of these lengths in bytes pass through memory, if the server is on this host. Values
+        that come so are overwritten by those that come after the next ones."""
+        need = place_bytes(lengths)
+        lanes = self._lanes.get(server)
+        if self._hosts[server] != self._me.statement.host or (lanes is not None and lanes.place_bytes >= need):
+            return
+
+        def accepts(offer: Offer) -> bool:
+            answer, _ = self.ask(server, Share(offer))
+            assert isinstance(answer, Sharing)
+            return answer.accepted
+
+        made = Lanes.offer(need, accepts)
+        if made is not None:
+            self._lanes[server] = made
 
     def ask_all(self, questions: Sequence[tuple[Question, Sequence[Array]]]) -> list[tuple[Answer, list[memoryview]]]:
         """A question to each server, all at once."""
@@ -127,7 +169,9 @@ class Client:
         """Leave without a goodbye: the servers will miss this worker. Safe to call twice."""
         for link in self._links:
             link.close()
-        self._links = []
+        for lanes in self._lanes.values():
+            lanes.close()
+        self._links, self._lanes = [], {}
 
 
 def _refused(answer: Refusal, server: str) -> PhalanxError:
@@ -138,7 +182,8 @@ def _refused(answer: Refusal, server: str) -> PhalanxError:
     return kind(answer.reason)
 
 
-def _connect(me: Identity, task: Any, deadline: float) -> Link:
+def _connect(me: Identity, task: Any, deadline: float) -> tuple[Link, str]:
+    """A link to a server, and the identity of its host."""
     started_at = time.monotonic()
     failing_since: float | None = None
     details = msgspec.msgpack.encode(me.statement)
@@ -146,8 +191,8 @@ def _connect(me: Identity, task: Any, deadline: float) -> Link:
         now = time.monotonic()
         failure: PhalanxError
         try:
-            link, _ = me.dial(task, PURPOSE, details, deadline=now + ATTEMPT_TIMEOUT_S)
-            return link
+            link, welcome = me.dial(task, PURPOSE, details, deadline=now + ATTEMPT_TIMEOUT_S)
+            return link, msgspec.msgpack.decode(welcome.details, type=Statement).host
         except (LinkClosedError, LinkTimeoutError) as error:
             failing_since, failure = None, error
         except RefusedError as error:
@@ -177,6 +222,13 @@ class Placed:
     def cut(self, arrays: Sequence[Array], server: int) -> list[Array]:
         """The parts of the variables' arrays that are this server's, in its order."""
         return [rows(arrays[shard.variable], shard) for shard in self.of_server[server]]
+
+    def lengths(self, shards: Sequence[Shard]) -> list[int]:
+        """Of the shards, in bytes."""
+        return [
+            math.prod(shard_shape(self.variables[s.variable], s)) * np.dtype(self.variables[s.variable].dtype).itemsize
+            for s in shards
+        ]
 
     def join(self, parts: Sequence[Sequence[Array]]) -> list[Array]:
         """The variables' arrays from the parts of all servers."""

@@ -12,6 +12,7 @@ import ml_dtypes  # noqa: F401  (NumPy then knows bfloat16 by its name)
 import msgspec
 import numpy as np
 
+from phalanx.collectives.segment import Offer
 from phalanx.parameter_server.placement import Shard, Variable
 
 Array = np.ndarray[Any, Any]
@@ -114,6 +115,7 @@ class Push(msgspec.Struct, frozen=True, tag="push"):
         dtypes: of the buffers.
         extras: how each of the buffers counts that are no gradients, and are merged in synchronous training all the
             same: values of `Weight`.
+        lengths: of the buffers, if they lie in the lane instead.
     """
 
     ticket: Ticket
@@ -123,6 +125,7 @@ class Push(msgspec.Struct, frozen=True, tag="push"):
     share: float
     dtypes: tuple[str, ...]
     extras: tuple[str, ...] = ()
+    lengths: tuple[int, ...] = ()
 
 
 class SetRate(msgspec.Struct, frozen=True, tag="rate"):
@@ -184,6 +187,12 @@ class Collect(msgspec.Struct, frozen=True, tag="collect"):
 
     fit: int
     epoch: int
+
+
+class Share(msgspec.Struct, frozen=True, tag="share"):
+    """From a worker on the server's host: let us use this memory, see `lanes`. The answer is Sharing."""
+
+    offer: Offer
 
 
 class EndFit(msgspec.Struct, frozen=True, tag="end-fit"):
@@ -249,6 +258,7 @@ class Values(msgspec.Struct, frozen=True, tag="values"):
         note: what the worker should know of its update, for the log.
         slots: of the optimizer's variables, if those were asked for; as in `Declare`.
         ticket: with the answer to gradients, the right to a further step, where the head had one at hand.
+        lengths: of the buffers, if they lie in this `place` of the lanes instead.
     """
 
     version: int
@@ -258,6 +268,14 @@ class Values(msgspec.Struct, frozen=True, tag="values"):
     note: str = ""
     slots: tuple[tuple[int, str], ...] = ()
     ticket: Ticket | None = None
+    lengths: tuple[int, ...] = ()
+    place: int = 0
+
+
+class Sharing(msgspec.Struct, frozen=True, tag="sharing"):
+    """Whether the server has mapped the memory."""
+
+    accepted: bool
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
@@ -284,7 +302,8 @@ Question = (
     | Order
     | Report
     | Collect
+    | Share
     | EndFit
     | Bye
 )
-Answer = Ticket | EpochOver | FitOver | Values | Done | Refusal
+Answer = Ticket | EpochOver | FitOver | Values | Sharing | Done | Refusal

@@ -20,6 +20,7 @@ from phalanx.cluster.admission import DISAGREEMENT, DUPLICATE, PROBE, Probe
 from phalanx.cluster.agreement import Statement, describe_disagreement
 from phalanx.cluster.roll_call import Identity
 from phalanx.errors import FrameError, LinkClosedError, LinkTimeoutError, PhalanxError, RendezvousError
+from phalanx.parameter_server.lanes import TO_SERVER, Lanes
 from phalanx.parameter_server.messages import (
     Answer,
     Attach,
@@ -38,6 +39,8 @@ from phalanx.parameter_server.messages import (
     Refusal,
     Report,
     SetRate,
+    Share,
+    Sharing,
     Take,
     Values,
     arrays_of,
@@ -60,6 +63,8 @@ SEND_S = 60.0
 """How long a worker may take to read an answer. One that is stopped holds up its own thread only."""
 RETURN_S = 60.0
 """How long the chief may be away before the job counts as lost: a launcher restarts it in less."""
+END_S = 5.0
+"""For the threads to end when their links are closed: longer than any update takes."""
 
 _QUESTIONS = msgspec.msgpack.Decoder(Question)
 _encode = msgspec.msgpack.Encoder().encode
@@ -83,6 +88,7 @@ class ParameterServer:
         self._links: dict[Worker, tuple[str, Link]] = {}
         self._gone: set[Worker] = set()  # those that said goodbye
         self._lost: dict[Worker, float] = {}  # those that did not, and since when
+        self._threads: list[threading.Thread] = []
         self._closing = False
         self._stopped = False
 
@@ -113,6 +119,10 @@ class ParameterServer:
                     links = [link for _, link in self._links.values()]
                 for link in links:
                     link.close()
+                # One that still ran when the interpreter is taken down would abort the process.
+                until = time.monotonic() + END_S
+                for thread in self._threads:
+                    thread.join(max(0.0, until - time.monotonic()))
 
     def stop(self) -> None:
         """Let `run` end now; workers that are still there lose their server."""
@@ -177,14 +187,17 @@ class ParameterServer:
             self._lost.pop(worker, None)
             self._changed.notify_all()
         self._schedule.attach(worker, hello.incarnation)
-        threading.Thread(
+        thread = threading.Thread(
             target=self._serve, args=(worker, hello.incarnation, link), name=f"phalanx-{hello.task}", daemon=True
-        ).start()
+        )
+        self._threads = [*(each for each in self._threads if each.is_alive()), thread]
+        thread.start()
 
     # One worker.
 
     def _serve(self, worker: Worker, incarnation: str, link: Link) -> None:
         self._store.notice()  # not in the listener's thread: the store may be busy
+        lanes: Lanes | None = None
         try:
             while True:
                 header, buffers = link.receive(deadline=time.monotonic() + IDLE_S)
@@ -196,6 +209,15 @@ class ParameterServer:
                         self._schedule.chief_left()
                     _answer(link, Done())
                     return
+                if isinstance(question, Share):
+                    made = Lanes.accept(question.offer)
+                    lanes = made or lanes
+                    _answer(link, Sharing(made is not None))
+                    continue
+                if isinstance(question, Push) and question.lengths:
+                    if lanes is None:
+                        raise FrameError("gradients in memory that is not shared")
+                    buffers = lanes.read(TO_SERVER, question.lengths)
                 try:
                     if self._schedule.is_evicted(incarnation):
                         raise PhalanxError(
@@ -208,6 +230,11 @@ class ParameterServer:
                 except Exception as error:
                     logger.exception("%s cannot do what %s asked", self._me.task, self._names[worker])
                     answer, arrays = Refusal("PhalanxError", f"{self._me.task} failed: {error!r}"), []
+                if lanes is not None and isinstance(answer, Values) and isinstance(question, Push | Pull):
+                    place = lanes.next_place()
+                    lengths = lanes.write(place, arrays)
+                    if lengths:
+                        answer, arrays = msgspec.structs.replace(answer, lengths=lengths, place=place), ()
                 _answer(link, answer, arrays, max(SEND_S, self._me.settings.timeout_s))
         except (LinkClosedError, LinkTimeoutError) as error:
             if not self._closing:
@@ -216,6 +243,8 @@ class ParameterServer:
             logger.warning("%s hangs up on %s: %s", self._me.task, self._names[worker], error)
         finally:
             link.close()
+            if lanes is not None:
+                lanes.close()
             self._forget(worker, incarnation, link)
 
     def _forget(self, worker: Worker, incarnation: str, link: Link) -> None:

@@ -52,6 +52,7 @@ def cases() -> dict[str, Case]:
         "own_train_step": "alone_with_own_train_step",
         "class_weights": "synchronous_class_weights",
         "loss_divided_by_weights": "synchronous_with_a_loss_divided_by_weights",
+        "wide": "synchronous_wide",
     }
     return {
         **{name: SERVER_CASES[of] for name, of in chosen.items()},
@@ -70,6 +71,7 @@ NAMES = (
     "own_train_step",
     "class_weights",
     "loss_divided_by_weights",
+    "wide",
     "clipped",
     "early_stopping",
     "stopped_at_a_batch",
