@@ -12,7 +12,7 @@ PACKAGE_jax := jax
 PACKAGE_tensorflow := tensorflow-cpu
 PACKAGE_torch := torch==2.13.0
 
-.PHONY: demo test test-slow lint bench bench-peers clean
+.PHONY: demo test test-slow lint bench bench-servers bench-peers clean
 
 $(PY):
 	$(PYTHON) -m venv $(VENV)
@@ -62,6 +62,10 @@ bench-peers: .venv-peers/.installed
 
 bench: $(addprefix $(VENV)/.backend-,$(BACKENDS)) $(VENV)/.demo
 	$(PY) -m benchmarks.run $(ARGS)
+
+bench-servers: $(addprefix $(VENV)/.backend-,$(BACKENDS)) $(VENV)/.demo
+	$(PY) -m benchmarks.run --only servers64,uneven64 --name "$$(date -I)-servers-tools" $(ARGS)
+	$(PY) -m benchmarks.servers
 
 clean:
 	rm -rf $(VENV) .venv-peers build dist

@@ -1,12 +1,13 @@
-"""Keras `fit` on the backend that KERAS_BACKEND names, without Phalanx or as a replica of a Phalanx job.
+"""Keras `fit` on the backend that KERAS_BACKEND names, without Phalanx or as a task of a Phalanx job.
 
 By itself it is one process of plain Keras. `--strategy` puts the model into the scope of that strategy; under
-`phalanx run --workers N` that makes N replicas.
+`phalanx run --workers N` that makes N replicas, and with `--ps` N workers among parameter servers.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,30 +16,63 @@ import keras
 from benchmarks.timing import Stopwatch, arguments
 
 
+class Pause(keras.callbacks.Callback):  # type: ignore[misc]
+    """Makes this process slower: it sleeps at each of its steps."""
+
+    def __init__(self, ms: float) -> None:
+        super().__init__()
+        self._seconds = ms / 1e3
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        time.sleep(self._seconds)
+
+
+def _strategy(args: argparse.Namespace) -> Any:
+    """The strategy of that name; in a process that is a parameter server, this serves and does not return."""
+    import phalanx
+
+    options: dict[str, Any] = {"synchronous": True} if args.synchronous else {}
+    if args.shards is not None:
+        options["variable_partitioner"] = phalanx.FixedShardsPartitioner(args.shards)
+    return getattr(phalanx, args.strategy)(**options)
+
+
 def main() -> None:
     def add(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--strategy", choices=("MultiWorkerMirroredStrategy", "OneDeviceStrategy"))
+        names = ("MultiWorkerMirroredStrategy", "OneDeviceStrategy", "ParameterServerStrategy")
+        parser.add_argument("--strategy", choices=names)
+        parser.add_argument("--synchronous", action="store_true", help="parameter servers: merge gradients")
+        parser.add_argument("--shards", type=int, help="parameter servers: pieces of each variable")
+        parser.add_argument("--local-batch", action="store_true", help="the work's batch is that of one replica")
 
     args = arguments(add)
+    work = args.work
     scope: Any = nullcontext()
-    chief = True
+    number, workers = 0, 1
+    batch, pauses = work.batch, []
     if args.strategy is not None:
-        import phalanx
-
-        strategy = getattr(phalanx, args.strategy)()
-        scope, chief = strategy.scope(), not strategy.cluster_resolver.task_id
+        strategy = _strategy(args)
+        scope = strategy.scope()
+        if strategy.cluster_resolver is not None:
+            number = strategy.cluster_resolver.task_id or 0
+            workers = len(strategy.cluster_resolver.cluster_spec().ranked_tasks)
+        if args.local_batch:
+            batch *= workers
+        if work.slow_ms and number == workers - 1:
+            pauses = [Pause(work.slow_ms)]
     # Weights are not seeded: `keras.utils.set_random_seed` imports TensorFlow on every backend where it is installed,
     # which takes seconds of the start, and no time here depends on the weights.
     with scope:
-        model = args.work.compiled_keras_model(keras)
+        model = work.compiled_keras_model(keras)
 
-    def fit(steps: int, **options: Any) -> None:
-        x, y = args.work.data(steps)
-        model.fit(x, y, batch_size=args.work.batch, verbose=0, **options)
+    def fit(steps: int, *, callbacks: list[Any], **options: Any) -> None:
+        x, y = work.data(steps)
+        model.fit(x, y, batch_size=batch, verbose=0, callbacks=[*callbacks, *pauses], **options)
 
-    stopwatch = Stopwatch(args.work, args.windows)
-    stopwatch.time_fit(keras, fit)
-    if chief:
+    stopwatch = Stopwatch(work, args.windows)
+    # Where each step is one worker's, all have something to do in the first call.
+    stopwatch.time_fit(keras, fit, first_steps=1 if work.together else 2 * workers)
+    if number == 0:
         stopwatch.report(backend=keras.backend.backend(), keras=keras.__version__)
 
 

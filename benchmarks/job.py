@@ -144,7 +144,8 @@ def _command(tool: Tool, work: str, windows: int, result: Path) -> list[str]:
     if tool.kind is not Kind.COLLECTIVE:
         program += ["--work", work, "--windows", str(windows)]
     if tool.kind is Kind.PHALANX:
-        return [interpreter(), "-m", "phalanx", "run", "--workers", str(tool.ranks), *program]
+        tasks = ["--workers", str(tool.workers), *(["--ps", str(tool.servers)] if tool.servers else [])]
+        return [interpreter(), "-m", "phalanx", "run", *tasks, *program]
     return [*tool.launched_by, interpreter(), *program]
 
 

@@ -14,8 +14,8 @@ from benchmarks.work import WORKS
 
 Row = tuple[str, ...]
 
-# The start depends on the packages, hardly on the work: one of them is shown.
-START_WORK = "mlp64"
+# The start depends on the packages and the tasks, hardly on the model: one of them is shown for each.
+START_WORKS = ("mlp64", "servers64")
 # Blue, orange and grey differ in lightness as well, for prints and colour-blind readers.
 COLOURS = {Kind.PHALANX: "#1f6feb", Kind.PEER: "#c2611f", Kind.SINGLE: "#8b949e"}
 KINDS = {Kind.PHALANX: "Phalanx", Kind.PEER: "peers", Kind.SINGLE: "one process, not distributed"}
@@ -126,17 +126,18 @@ def _tables(comparison: Comparison) -> Iterator[tuple[str, Row, list[Row]]]:
         bars = _bars(comparison, work)
         if bars:
             yield _work_title(work), ("tool", "cores", *_SPEED_HEADER), _speed_rows(comparison, work, bars)
-    starts = [
-        (tool.title, tool.share.value, *_spread(spread))
-        for tool in TOOLS.values()
-        if (spread := comparison.first_step_s(tool.name, START_WORK)) is not None
-    ]
-    if starts:
-        yield (
-            f"From the start of the job to the end of its first step ({START_WORK}), seconds",
-            ("tool", "cores", "median", "least", "greatest"),
-            starts,
-        )
+    for work in START_WORKS:
+        starts = [
+            (tool.title, tool.share.value, *_spread(spread))
+            for tool in TOOLS.values()
+            if (spread := comparison.first_step_s(tool.name, work)) is not None
+        ]
+        if starts:
+            yield (
+                f"From the start of the job to the end of its first step ({work}), seconds",
+                ("tool", "cores", "median", "least", "greatest"),
+                starts,
+            )
     header, rows = _all_reduce_rows(comparison)
     if rows:
         yield "All-reduce between two processes of one host, a core each", header, rows
@@ -201,5 +202,9 @@ def _style(row: Row) -> str | None:
 
 
 def _work_title(work: str) -> str:
-    name = {"mlp": "MLP 784-256-256-10", "cnn": "CNN 32x32x3"}[WORKS[work].model]
-    return f"{name}, Adam, global batch {WORKS[work].batch}"
+    chosen = WORKS[work]
+    name = {"mlp": "MLP 784-256-256-10", "cnn": "CNN 32x32x3"}[chosen.model]
+    if chosen.together:
+        return f"{name}, Adam, global batch {chosen.batch}"
+    slow = f", one of the workers {chosen.slow_ms:g} ms slower at each step" if chosen.slow_ms else ""
+    return f"{name}, Adam, {chosen.batch} samples of one worker, 2 workers{slow}"

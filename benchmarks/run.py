@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks import job, machine, report
 from benchmarks.comparison import Comparison, Measurement
 from benchmarks.tools import ALL_REDUCE, TOOLS, Kind, Tool
-from benchmarks.work import WORKS
+from benchmarks.work import APART, WORKS
 
 EVERY_WORK = (*WORKS, ALL_REDUCE)
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -46,7 +46,8 @@ def select(only: Sequence[str]) -> list[tuple[Tool, str]]:
     """The (tool, work) pairs that the words of `--only` choose, in the order of the tables.
 
     A word that is part of works' names narrows the works, one that is part of tools' names the tools:
-    `["mlp", "jax"]` is everything on JAX on the two MLPs. No words choose everything.
+    `["mlp", "jax"]` is everything on JAX on the two MLPs. No words choose everything but the works of parameter
+    servers, which `make bench-servers` names.
 
     Raises: ValueError for a word that is part of no name.
     """
@@ -62,7 +63,7 @@ def select(only: Sequence[str]) -> list[tuple[Tool, str]]:
     return [
         (tool, work)
         for work in EVERY_WORK
-        if work in works or not works
+        if work in works or (not works and (tools or work not in APART))
         for tool in TOOLS.values()
         if work in tool.works and (tool.name in tools or not tools)
     ]

@@ -37,8 +37,8 @@ class Stopwatch:
         return WARM_UP_WINDOWS + self.windows
 
     def first_step(self) -> None:
-        """The first training step is finished."""
-        if "BENCH_STARTED" in os.environ:
+        """The first training step is finished; what comes after the first call does not count."""
+        if self.first_step_s is None and "BENCH_STARTED" in os.environ:
             self.first_step_s = time.time() - float(os.environ["BENCH_STARTED"])
 
     def lap(self) -> None:
@@ -71,6 +71,9 @@ class Stopwatch:
             def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
                 float((logs or {})["loss"])  # an asynchronous backend has finished the step only now
                 stopwatch.first_step()
+
+            def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+                stopwatch.first_step()  # a worker among parameter servers may have left all steps to the others
 
         class Windows(keras.callbacks.Callback):  # type: ignore[misc]
             def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:

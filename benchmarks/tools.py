@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from benchmarks.work import WORKS
+from benchmarks.work import APART, TOGETHER
 
 # The bars were set on two cores and two workers; a machine with more cores is held to two of them.
 CORES = 2
@@ -44,6 +44,8 @@ class Tool:
         module: what is run, with `arguments` and those of every timed script.
         backend: KERAS_BACKEND, where the script leaves the choice open.
         works: names of the works it is timed on.
+        servers: parameter servers beside the workers.
+        workers: processes that train together.
         launched_by: what stands before the interpreter.
         paired_with: name of the tool whose figures the same process measures too, in alternation.
     """
@@ -55,9 +57,11 @@ class Tool:
     module: str
     arguments: tuple[str, ...] = ()
     backend: str | None = None
-    works: tuple[str, ...] = tuple(WORKS)
+    works: tuple[str, ...] = TOGETHER
     launched_by: tuple[str, ...] = ()
     paired_with: str | None = None
+    servers: int = 0
+    workers: int = PROCESSES
 
     @property
     def needs_peers(self) -> bool:
@@ -67,12 +71,12 @@ class Tool:
     @property
     def ranks(self) -> int:
         """Processes that train together."""
-        return 1 if self.kind is Kind.SINGLE else PROCESSES
+        return 1 if self.kind is Kind.SINGLE else self.workers
 
     @property
     def starts(self) -> int:
         """Processes that must be started; they start the rest."""
-        return PROCESSES if self.kind is Kind.PEER else 1
+        return self.workers if self.kind is Kind.PEER else 1
 
 
 TITLES = {"jax": "JAX", "tensorflow": "TensorFlow", "torch": "PyTorch"}
@@ -108,6 +112,37 @@ def _one_replica(backend: str) -> Tool:
     )
 
 
+def servers(backend: str, *options: str, works: tuple[str, ...] = APART, count: int = 1, workers: int = 2) -> Tool:
+    """Phalanx with parameter servers, asynchronous unless `options` (of `benchmarks.fit`) say otherwise."""
+    return Tool(
+        f"servers-{backend}",
+        f"Phalanx with {count} server(s), Keras fit on {TITLES[backend]}",
+        Kind.PHALANX,
+        Share.OWN,
+        "benchmarks.fit",
+        ("--strategy", "ParameterServerStrategy", *options),
+        backend=backend,
+        works=works,
+        servers=count,
+        workers=workers,
+    )
+
+
+def _mirrored(backend: str) -> Tool:
+    """What is compared with parameter servers: equal shares of every step, as many samples on a worker as there."""
+    return replace(
+        _phalanx(backend),
+        name=f"mirrored-{backend}",
+        title=f"Phalanx mirrored, Keras fit on {TITLES[backend]}",
+        arguments=("--strategy", "MultiWorkerMirroredStrategy", "--local-batch"),
+        works=APART,
+    )
+
+
+_TF_SERVERS = "benchmarks.peers.tf_parameter_server"
+# The coordinator and the server beside the two workers.
+_TF_SERVER_TASKS = PROCESSES + 2
+
 _TF_DISTRIBUTE = "benchmarks.peers.tf_multiworker"
 
 TOOLS = {
@@ -142,6 +177,27 @@ TOOLS = {
         ),
         *(_keras(backend, share) for share in (Share.ALL, Share.ONE) for backend in TITLES),
         *(_one_replica(backend) for backend in TITLES),
+        *(servers(backend) for backend in TITLES),
+        *(_mirrored(backend) for backend in TITLES),
+        Tool(
+            "tf-servers",
+            "tf.distribute with a server, tf_keras fit",
+            Kind.PEER,
+            Share.ALL,
+            _TF_SERVERS,
+            works=("servers64",),
+            workers=_TF_SERVER_TASKS,
+        ),
+        Tool(
+            "tf-coordinator",
+            "tf.distribute with a server, coordinator, 20 steps a call",
+            Kind.PEER,
+            Share.ALL,
+            _TF_SERVERS,
+            ("--steps-per-call", "20"),
+            works=("servers64",),
+            workers=_TF_SERVER_TASKS,
+        ),
         Tool(
             "communicators",
             "all-reduce of Phalanx and gloo",
@@ -196,6 +252,11 @@ HOROVOD_MS = {"mlp64": 3.8, "mlp512": 6.9, "cnn64": 19.1}
 DDP_BESIDE_HOROVOD_MS = {"mlp64": 3.5, "mlp512": 7.3, "cnn64": 16.1}
 _NOT_SLOWER_THAN_HOROVOD = {work: round(DDP_BESIDE_HOROVOD_MS[work] / HOROVOD_MS[work], 2) for work in HOROVOD_MS}
 
+
+def _beside_tf_servers(tool: str) -> list[SpeedBar]:
+    return [*_speed(tool, "tf-servers", {"servers64": 4}), *_speed(tool, "tf-coordinator", {"servers64": 1})]
+
+
 # At most 3 % above the time without Phalanx, and at most 25 % above the time of one process with all cores.
 ONE_REPLICA_FACTOR = 1 / 1.03
 CNN_FACTOR = 1 / 1.25
@@ -208,17 +269,20 @@ SPEED_BARS: Sequence[SpeedBar] = (
     *_speed("phalanx-tensorflow", "tf-distribute", {"mlp64": 4.5, "mlp512": 3.3, "cnn64": 1.8}),
     *_speed("phalanx-tensorflow", "ddp", _NOT_SLOWER_THAN_HOROVOD, "Horovod's time, through DDP's"),
     *_speed("phalanx-tensorflow", "keras-tensorflow", {"cnn64": CNN_FACTOR}, "at most 25 % above"),
-    *_speed("phalanx-torch", "keras-ddp", dict.fromkeys(WORKS, 1.0)),
+    *_speed("phalanx-torch", "keras-ddp", dict.fromkeys(TOGETHER, 1.0)),
     *(
         bar
         for backend in TITLES
         for bar in _speed(
             f"one-replica-{backend}",
             f"no-phalanx-{backend}",
-            dict.fromkeys(WORKS, ONE_REPLICA_FACTOR),
+            dict.fromkeys(TOGETHER, ONE_REPLICA_FACTOR),
             "at most 3 % above",
         )
     ),
+    *_speed("servers-jax", "tf-servers", {"servers64": 15}),
+    *_speed("servers-jax", "tf-coordinator", {"servers64": 4}),
+    *(bar for backend in ("tensorflow", "torch") for bar in _beside_tf_servers(f"servers-{backend}")),
 )
 
 # Systems of `benchmarks.all_reduce`; MPICH is timed by a script of its own.
@@ -230,4 +294,4 @@ ALL_REDUCE_BARS: Sequence[SpeedBar] = (
     *_speed(RING, GLOO, dict.fromkeys(("4096", "65536", "1080000", "16000000", "100000000"), 1.0)),
 )
 
-START_BARS: Sequence[StartBar] = (StartBar("mlp64", "phalanx-jax", 3.0),)
+START_BARS: Sequence[StartBar] = (StartBar("mlp64", "phalanx-jax", 3.0), StartBar("servers64", "servers-jax", 5.0))

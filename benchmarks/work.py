@@ -22,14 +22,22 @@ class Work:
     Attributes:
         name: as `--only` and the tables have it.
         model: `mlp` or `cnn`.
-        batch: samples of one step over all processes: the global batch.
+        batch: samples of one step over all processes: the global batch. Among parameter servers, where a step is made
+            by one worker, that worker's batch.
         steps: steps of one timed window, and of one epoch for the tools that have epochs.
+        slow_ms: how much longer than the others the last worker takes for each of its steps.
     """
 
     name: str
     model: str
     batch: int
     steps: int
+    slow_ms: float = 0.0
+
+    @property
+    def together(self) -> bool:
+        """Whether all workers make each step together."""
+        return self.name in TOGETHER
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -108,5 +116,10 @@ WORKS = {
         Work("mlp64", "mlp", batch=64, steps=200),
         Work("mlp512", "mlp", batch=512, steps=100),
         Work("cnn64", "cnn", batch=64, steps=40),
+        Work("servers64", "mlp", batch=64, steps=400),
+        Work("uneven64", "mlp", batch=64, steps=400, slow_ms=10.0),
     )
 }
+# Works whose step is made by all workers together, and those whose step is made by one of them.
+TOGETHER = ("mlp64", "mlp512", "cnn64")
+APART = ("servers64", "uneven64")

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from phalanx.launcher.function import launch
     from phalanx.parameter_server.partition import FixedShardsPartitioner, MaxSizePartitioner, MinSizePartitioner
     from phalanx.strategies import (
+        CentralStorageStrategy,
         MirroredStrategy,
         MultiWorkerMirroredStrategy,
         OneDeviceStrategy,
@@ -96,6 +97,7 @@ _EXPORTS = {
     "phalanx.inputs": ("AutoShardPolicy", "DistributedDataset", "InputContext", "InputOptions"),
     "phalanx.launcher.function": ("launch",),
     "phalanx.strategies": (
+        "CentralStorageStrategy",
         "MirroredStrategy",
         "MultiWorkerMirroredStrategy",
         "OneDeviceStrategy",
@@ -123,6 +125,7 @@ __all__ = [
     "errors",
     "experimental",
     "AutoShardPolicy",
+    "CentralStorageStrategy",
     "ClusterSpec",
     "CollectiveCommunication",
     "CollectiveMismatchError",

@@ -5,10 +5,11 @@ from __future__ import annotations
 from phalanx import coordinator
 from phalanx.cluster.resolvers.resolver import ClusterResolver
 from phalanx.collectives import CollectiveCommunication, CommunicationImplementation, CommunicationOptions
+from phalanx.strategies import CentralStorageStrategy, ParameterServerStrategy, ValueContext
 from phalanx.strategies import MultiWorkerMirroredStrategy as _MultiWorkerMirroredStrategy
-from phalanx.strategies import ParameterServerStrategy, ValueContext
 
 __all__ = [
+    "CentralStorageStrategy",
     "CollectiveCommunication",
     "CommunicationImplementation",
     "CommunicationOptions",

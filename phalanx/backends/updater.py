@@ -8,12 +8,15 @@ there are several servers, of the workers.
 from __future__ import annotations
 
 import json
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
+from keras.src.utils import module_utils
 
 from phalanx.errors import UnsupportedError
 
@@ -21,6 +24,25 @@ Array = np.ndarray[Any, Any]
 
 _OF_WHOLE_VARIABLES = ("Lamb", "Muon")
 """Optimizers that look at a variable as a whole: at its norm, at its rows and columns."""
+
+
+def description_of(thing: Any) -> str:
+    """Keras's description of an optimizer or a constraint, as JSON."""
+    with _without_tensorflow():
+        return json.dumps(keras.saving.serialize_keras_object(thing))
+
+
+@contextmanager
+def _without_tensorflow() -> Iterator[None]:
+    """Keras asks of all that it describes whether TensorFlow has made it, and imports TensorFlow for that, which takes
+    seconds of a job's start. What was not imported has made nothing."""
+    lazy, answer = module_utils.tensorflow, module_utils.tensorflow._available
+    if "tensorflow" not in sys.modules:
+        lazy._available = False
+    try:
+        yield
+    finally:
+        lazy._available = answer
 
 
 class Piece(NamedTuple):
@@ -107,7 +129,9 @@ def build_noting_slots(optimizer: Any, variables: Sequence[Any]) -> tuple[Slot, 
 
 def slots_of_model(optimizer: Any, variables: Sequence[Any]) -> tuple[Slot, ...]:
     """What each of a built optimizer's variables belongs to, found on a twin of it."""
-    return build_noting_slots(type(optimizer).from_config(optimizer.get_config()), variables)
+    with _without_tensorflow():
+        twin = type(optimizer).from_config(optimizer.get_config())
+    return build_noting_slots(twin, variables)
 
 
 def check_optimizer(optimizer: Any, *, cut: bool, whole: bool, synchronous: bool) -> None:

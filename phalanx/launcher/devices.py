@@ -19,12 +19,9 @@ def device_settings(device: str, environ: Mapping[str, str]) -> dict[str, str]:
         device: `cpu:0`, `gpu:1`, `/gpu:1`, `/device:GPU:1` or `cuda:1`.
         environ: CUDA_VISIBLE_DEVICES in it is what the numbers count.
     """
-    match = _DEVICE.fullmatch(device.strip())
-    if match is None:
-        raise ConfigurationError(f"{device!r} is not a device. Write cpu:0, gpu:1 or /gpu:1.")
-    if match[1].lower() == "cpu":
+    kind, index = _parse(device)
+    if kind == "cpu":
         return dict(NO_GPU)
-    index = int(match[2] or 0)
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return {"CUDA_VISIBLE_DEVICES": str(index)}
@@ -35,6 +32,20 @@ def device_settings(device: str, environ: Mapping[str, str]) -> dict[str, str]:
             "which are counted from 0."
         )
     return {"CUDA_VISIBLE_DEVICES": names[index]}
+
+
+def same_device(one: str, other: str) -> bool:
+    """Whether two names are of the same device; all CPUs are one."""
+    first, second = _parse(one), _parse(other)
+    return first[0] == second[0] and (first[0] == "cpu" or first[1] == second[1])
+
+
+def _parse(device: str) -> tuple[str, int]:
+    """`cpu` or `gpu`, and the number."""
+    match = _DEVICE.fullmatch(device.strip())
+    if match is None:
+        raise ConfigurationError(f"{device!r} is not a device. Write cpu:0, gpu:1 or /gpu:1.")
+    return "cpu" if match[1].lower() == "cpu" else "gpu", int(match[2] or 0)
 
 
 def gpu_shares(workers: int, gpus: int, environ: Mapping[str, str]) -> list[dict[str, str]]:

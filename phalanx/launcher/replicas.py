@@ -161,7 +161,7 @@ def _own_program() -> Program:
     program = None if interactive else parse_command(sys.orig_argv)
     if program is None:
         raise ConfigurationError(
-            "MirroredStrategy runs the same program again for its other replicas, and a notebook or an "
+            "A strategy of local replicas runs the same program again for the others, and a notebook or an "
             "interactive session is no program. Put the training into a function and call "
             "phalanx.launch(function, workers=N) with MultiWorkerMirroredStrategy inside it."
         )

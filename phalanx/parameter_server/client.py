@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,9 +13,11 @@ import numpy as np
 
 from phalanx import errors
 from phalanx.cluster.admission import DISAGREEMENT
+from phalanx.cluster.agreement import Statement
 from phalanx.cluster.dialling import ATTEMPT_TIMEOUT_S, HANDSHAKE_FAILURES_S
 from phalanx.cluster.roll_call import Identity
 from phalanx.cluster.spec import PS, Task
+from phalanx.collectives.segment import Offer
 from phalanx.errors import (
     DisagreementError,
     HandshakeError,
@@ -25,10 +28,24 @@ from phalanx.errors import (
     RendezvousError,
 )
 from phalanx.parameter_server.group import LEAD, NOT_LEADING, PURPOSE
-from phalanx.parameter_server.messages import Answer, Bye, Done, FitOver, IsOver, Question, Refusal, Values
+from phalanx.parameter_server.lanes import TO_SERVER, Lanes, place_bytes
+from phalanx.parameter_server.messages import (
+    Answer,
+    Bye,
+    Done,
+    FitOver,
+    IsOver,
+    Push,
+    Question,
+    Refusal,
+    Share,
+    Sharing,
+    Values,
+)
 from phalanx.parameter_server.placement import Shard, Variable, rows, shard_shape
 from phalanx.parameter_server.schedule import CHIEF, lost
 from phalanx.transport.dial import RefusedError, retry_delay_s
+from phalanx.transport.handshake import Welcome
 from phalanx.transport.link import Link
 
 logger = logging.getLogger(__name__)
@@ -80,11 +97,13 @@ class Client:
         self._unanswered: list[Asked | None] = [None] * len(self.tasks)
         self._leaders = list(range(len(self.tasks)))  # of each group, by number of the server
         self._alone = [False] * len(self.tasks)  # whether the group's copy cannot take over
+        self._hosts = [""] * len(self.tasks)
+        self._lanes: dict[int, Lanes] = {}
         try:
             for group in range(len(self.tasks)):
                 self._links.append(self._connect(group, deadline))
         except BaseException:
-            self._close()
+            self.hang_up()
             raise
 
     @property
@@ -133,6 +152,11 @@ class Client:
         return answer, buffers
 
     def _send(self, server: int, question: Question, buffers: Sequence[Array]) -> None:
+        lanes = self._lanes.get(server)
+        if lanes is not None and isinstance(question, Push):
+            lengths = lanes.write(TO_SERVER, buffers)
+            if lengths:
+                question, buffers = msgspec.structs.replace(question, lengths=lengths), ()
         self._links[server].send(
             _encode(question),
             [np.ascontiguousarray(buffer) for buffer in buffers],
@@ -148,7 +172,26 @@ class Client:
         answer = _ANSWERS.decode(header)
         if isinstance(answer, Values):
             self._alone[server] = answer.alone
+            if answer.lengths:
+                return answer, self._lanes[server].read(answer.place, answer.lengths)
         return answer, buffers
+
+    def share_memory(self, server: int, lengths: Sequence[int]) -> None:
+        """Let gradients and values of these lengths in bytes pass through memory, if the server is on this host. Values
+        that come so are overwritten by those that come after the next ones."""
+        need = place_bytes(lengths)
+        lanes = self._lanes.get(server)
+        if self._hosts[server] != self._me.statement.host or (lanes is not None and lanes.place_bytes >= need):
+            return
+
+        def accepts(offer: Offer) -> bool:
+            answer, _ = self.ask(server, Share(offer))
+            assert isinstance(answer, Sharing)
+            return answer.accepted
+
+        made = Lanes.offer(need, accepts)
+        if made is not None:
+            self._lanes[server] = made
 
     def _return(self, server: int, cause: LinkClosedError) -> None:
         """Wait until a server is back, tell it where this worker is, and repeat what it has not answered."""
@@ -158,6 +201,8 @@ class Client:
         other = ", or for its copy" if self._copied else ""
         logger.warning("%s is gone; waiting up to %g s for it to come back%s.", task, self.return_s, other)
         until = time.monotonic() + self.return_s
+        if lanes := self._lanes.pop(server, None):  # the next `fit` makes others
+            lanes.close()
         while True:
             self._links[server].close()
             try:
@@ -185,8 +230,9 @@ class Client:
             return [(self.tasks[server], f"{purpose}/{group}") for server, purpose in found]
 
         attempt_s = CALL_S if again and self._copied else ATTEMPT_TIMEOUT_S
-        link, task = connect_one(self._me, places, deadline, attempt_s=attempt_s)
+        link, welcome, task = connect_one(self._me, places, deadline, attempt_s=attempt_s)
         self._leaders[group] = self.tasks.index(task)
+        self._hosts[group] = msgspec.msgpack.decode(welcome.details, type=Statement).host
         return link
 
     def _candidates(self, group: int, waited_s: float, *, again: bool) -> list[tuple[int, str]]:
@@ -223,12 +269,15 @@ class Client:
                     continue
             except (LinkClosedError, LinkTimeoutError):
                 continue  # it is gone; so are we
-        self._close()
+        self.hang_up()
 
-    def _close(self) -> None:
+    def hang_up(self) -> None:
+        """Leave without a goodbye: the servers will miss this worker. Safe to call twice."""
         for link in self._links:
             link.close()
-        self._links = []
+        for lanes in self._lanes.values():
+            lanes.close()
+        self._links, self._lanes = [], {}
 
 
 def _refused(answer: Refusal, server: str) -> PhalanxError:
@@ -251,8 +300,8 @@ def connect_one(
     *,
     attempt_s: float = ATTEMPT_TIMEOUT_S,
     check: Callable[[], None] = lambda: None,
-) -> tuple[Link, Task]:
-    """A link to the first of some tasks that takes it, and which that is; tries until there is one.
+) -> tuple[Link, Welcome, Task]:
+    """A link to the first of some tasks that takes it, its answer, and which it is; tries until there is one.
 
     Args:
         places: the tasks and what for, given how many seconds were waited so far.
@@ -273,7 +322,7 @@ def connect_one(
         for task, purpose in places(time.monotonic() - started_at):
             now = time.monotonic()
             try:
-                return me.dial(task, purpose, details, deadline=now + attempt_s)[0], task
+                return *me.dial(task, purpose, details, deadline=now + attempt_s), task
             except (LinkClosedError, LinkTimeoutError) as error:
                 failing_since, failure = None, error
             except RefusedError as error:
@@ -307,6 +356,13 @@ class Placed:
     def cut(self, arrays: Sequence[Array], server: int) -> list[Array]:
         """The parts of the variables' arrays that are this server's, in its order."""
         return [rows(arrays[shard.variable], shard) for shard in self.of_server[server]]
+
+    def lengths(self, shards: Sequence[Shard]) -> list[int]:
+        """Of the shards, in bytes."""
+        return [
+            math.prod(shard_shape(self.variables[s.variable], s)) * np.dtype(self.variables[s.variable].dtype).itemsize
+            for s in shards
+        ]
 
     def join(self, parts: Sequence[Sequence[Array]]) -> list[Array]:
         """The variables' arrays from the parts of all servers."""

@@ -31,6 +31,7 @@ from phalanx.errors import (
     RendezvousError,
 )
 from phalanx.parameter_server import copying
+from phalanx.parameter_server.lanes import TO_SERVER, Lanes
 from phalanx.parameter_server.messages import (
     Answer,
     Applied,
@@ -56,6 +57,8 @@ from phalanx.parameter_server.messages import (
     Rejoin,
     Report,
     SetRate,
+    Share,
+    Sharing,
     State,
     Take,
     Values,
@@ -96,6 +99,8 @@ FIRST_SEEK_S = 0.05
 """Between two attempts to reach the other server at the start, which waits for it."""
 ATTEMPT_S = 5.0
 """For one of them."""
+END_S = 5.0
+"""For the threads to end when their links are closed: longer than any update takes."""
 
 _QUESTIONS = msgspec.msgpack.Decoder(Question)
 _STATES = msgspec.msgpack.Decoder(State)
@@ -175,8 +180,9 @@ class Group:
             self._store.end_copy()
         for link in [*links, *([following] if following else [])]:
             link.close()
+        until = time.monotonic() + END_S
         for thread in self._threads:  # one that is in the backend when the interpreter ends would crash it
-            thread.join(ATTEMPT_S)
+            thread.join(max(0.0, until - time.monotonic()))
         if self._snapshots is not None and over:
             self._snapshots.clear()
 
@@ -184,6 +190,11 @@ class Group:
         """Until something has changed here, at most so long."""
         with self._changed:
             self._changed.wait(seconds)
+
+    def wake(self) -> None:
+        """End a `wait`."""
+        with self._changed:
+            self._changed.notify_all()
 
     # How it ends.
 
@@ -419,14 +430,17 @@ class Group:
             self._lost.pop(worker, None)
             self._changed.notify_all()
         self._schedule.attach(worker, hello.incarnation)
-        threading.Thread(
+        thread = threading.Thread(
             target=self._serve, args=(worker, hello.incarnation, link), name=f"phalanx-{hello.task}", daemon=True
-        ).start()
+        )
+        self._threads = [*(each for each in self._threads if each.is_alive()), thread]
+        thread.start()
 
     # One worker.
 
     def _serve(self, worker: Worker, incarnation: str, link: Link) -> None:
         self._store.notice()  # not in the listener's thread: the store may be busy
+        lanes: Lanes | None = None
         try:
             while True:
                 header, buffers = link.receive(deadline=time.monotonic() + IDLE_S)
@@ -439,6 +453,15 @@ class Group:
                         self._schedule.chief_left()
                     _answer(link, Done())
                     return
+                if isinstance(question, Share):
+                    made = Lanes.accept(question.offer)
+                    lanes = made or lanes
+                    _answer(link, Sharing(made is not None))
+                    continue
+                if isinstance(question, Push) and question.lengths:
+                    if lanes is None:
+                        raise FrameError("gradients in memory that is not shared")
+                    buffers = lanes.read(TO_SERVER, question.lengths)
                 try:
                     if self._schedule.is_evicted(incarnation):
                         raise PhalanxError(
@@ -451,6 +474,11 @@ class Group:
                 except Exception as error:
                     logger.exception("%s cannot do what %s asked", self._me.task, self._names[worker])
                     answer, arrays = Refusal("PhalanxError", f"{self._me.task} failed: {error!r}"), []
+                if lanes is not None and isinstance(answer, Values) and isinstance(question, Push | Pull):
+                    place = lanes.next_place()
+                    lengths = lanes.write(place, arrays)
+                    if lengths:
+                        answer, arrays = msgspec.structs.replace(answer, lengths=lengths, place=place), ()
                 _answer(link, answer, arrays, max(SEND_S, self._me.settings.timeout_s))
         except (LinkClosedError, LinkTimeoutError) as error:
             if not self._closing:
@@ -459,6 +487,8 @@ class Group:
             logger.warning("%s hangs up on %s: %s", self._me.task, self._names[worker], error)
         finally:
             link.close()
+            if lanes is not None:
+                lanes.close()
             self._forget(worker, incarnation, link)
 
     def _forget(self, worker: Worker, incarnation: str, link: Link) -> None:
@@ -466,10 +496,11 @@ class Group:
             if self._links.get(worker, ("", None))[1] is not link:
                 return  # it has come back since
             del self._links[worker]
-            if worker not in self._gone:
+            goodbye = worker in self._gone
+            if not goodbye:
                 self._lost[worker] = time.monotonic()
             self._changed.notify_all()
-        self._schedule.detach(worker, incarnation)
+        self._schedule.detach(worker, incarnation, goodbye=goodbye)
         self._store.notice()
 
     def _handle(

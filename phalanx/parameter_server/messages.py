@@ -12,6 +12,7 @@ import ml_dtypes  # noqa: F401  (NumPy then knows bfloat16 by its name)
 import msgspec
 import numpy as np
 
+from phalanx.collectives.segment import Offer
 from phalanx.parameter_server.placement import Shard, Variable
 
 Array = np.ndarray[Any, Any]
@@ -54,6 +55,7 @@ class Rules(msgspec.Struct, frozen=True):
         staleness: how many steps a worker may be ahead of the slowest; -1: any number.
         refuse_nan: drop updates that are not finite, and count them; else apply what comes.
         timeout_s: how long to wait for a worker that is connected, before it is left out.
+        all_needed: the training ends for all when a worker is lost or does not come; else the others go on without it.
     """
 
     synchronous: bool
@@ -61,6 +63,7 @@ class Rules(msgspec.Struct, frozen=True):
     staleness: int
     refuse_nan: bool
     timeout_s: float
+    all_needed: bool = False
 
 
 class Ticket(msgspec.Struct, frozen=True, tag="ticket"):
@@ -163,6 +166,7 @@ class Push(msgspec.Struct, frozen=True, tag="push"):
         dtypes: of the buffers.
         extras: how each of the buffers counts that are no gradients, and are merged in synchronous training all the
             same: values of `Weight`.
+        lengths: of the buffers, if they lie in the lane instead.
     """
 
     ticket: Ticket
@@ -172,6 +176,7 @@ class Push(msgspec.Struct, frozen=True, tag="push"):
     share: float
     dtypes: tuple[str, ...]
     extras: tuple[str, ...] = ()
+    lengths: tuple[int, ...] = ()
 
 
 class SetRate(msgspec.Struct, frozen=True, tag="rate"):
@@ -248,6 +253,12 @@ class BeginSession(msgspec.Struct, frozen=True, tag="begin-session"):
     session: int
 
 
+class Share(msgspec.Struct, frozen=True, tag="share"):
+    """From a worker on the server's host: let us use this memory, see `lanes`. The answer is Sharing."""
+
+    offer: Offer
+
+
 class EndFit(msgspec.Struct, frozen=True, tag="end-fit"):
     """From the chief: there are no more steps in this `fit`."""
 
@@ -295,6 +306,7 @@ class Values(msgspec.Struct, frozen=True, tag="values"):
         slots: of the optimizer's variables, if those were asked for; as in `Declare`.
         ticket: with the answer to gradients, the right to a further step, where the head had one at hand.
         alone: whether the copy of these shards, which there should be, is missing or behind.
+        lengths: of the buffers, if they lie in this `place` of the lanes instead.
     """
 
     version: int
@@ -305,6 +317,14 @@ class Values(msgspec.Struct, frozen=True, tag="values"):
     slots: tuple[tuple[int, str], ...] = ()
     ticket: Ticket | None = None
     alone: bool = False
+    lengths: tuple[int, ...] = ()
+    place: int = 0
+
+
+class Sharing(msgspec.Struct, frozen=True, tag="sharing"):
+    """Whether the server has mapped the memory."""
+
+    accepted: bool
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
@@ -334,11 +354,12 @@ Question = (
     | Collect
     | Hold
     | BeginSession
+    | Share
     | EndFit
     | IsOver
     | Bye
 )
-Answer = Ticket | EpochOver | FitOver | Values | Done | Refusal
+Answer = Ticket | EpochOver | FitOver | Values | Sharing | Done | Refusal
 
 
 # Between the leader of a group of shards and its copy.

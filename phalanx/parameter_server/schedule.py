@@ -79,6 +79,7 @@ class Schedule:
         self._present: dict[Worker, str] = {}
         self._evicted: set[str] = set()
         self._chief_left = False
+        self._failure: Callable[[], PhalanxError] | None = None  # what has ended the training for all
         self._rules: Rules | None = None
         self._epoch: _Epoch | None = None
         self._on_hold = False
@@ -156,18 +157,33 @@ class Schedule:
             self._steps_of[worker] = min(self._steps_of.values(), default=0)
             self._changed.notify_all()
 
-    def detach(self, worker: Worker, incarnation: str) -> None:
+    def detach(self, worker: Worker, incarnation: str, *, goodbye: bool = False) -> None:
+        """The worker is gone, with a `goodbye` or without."""
         with self._changed:
             if self._present.get(worker) == incarnation:
                 self._leave(worker)
+                if not goodbye:
+                    self._miss(lambda: lost(self._names[worker], "training"))
                 self._changed.notify_all()
+
+    def check(self) -> None:
+        """Raise what has ended the training for all, if something has: the loss of a worker that was needed."""
+        if self._failure is not None:
+            raise self._failure()
+
+    def _miss(self, failure: Callable[[], PhalanxError]) -> None:
+        if self._rules is not None and self._rules.all_needed and self._failure is None:
+            self._failure = failure
 
     def evict(self, worker: Worker) -> None:
         """Go on without a worker that is connected and does not come; what it still sends is refused."""
         with self._changed:
             incarnation = self._present.get(worker)
             if incarnation is not None:
-                logger.warning("%s makes no progress: going on without it.", self._names[worker])
+                if self._rules is not None and self._rules.all_needed:
+                    self._miss(lambda: _did_not_come(f"{self._names[worker]} did not make its part of a step"))
+                else:
+                    logger.warning("%s makes no progress: going on without it.", self._names[worker])
                 self._evicted.add(incarnation)
                 self._leave(worker)
                 self._changed.notify_all()
@@ -288,6 +304,9 @@ class Schedule:
                 until = time.monotonic() + self._start_s
                 while len(self._seen) < len(self._names):
                     self._wait(until, lambda: f"{self._missing()} did not come to `fit`")
+                absent = self._seen - self._present.keys()
+                if absent and self._rules.all_needed:
+                    raise lost(self._names[min(absent)], "the start of `fit`")
             self._note_steps()
             self._took.clear()
             self._reports.clear()
@@ -343,6 +362,7 @@ class Schedule:
             asked = since = time.monotonic()
             blocked_since: float | None = None
             while True:
+                self.check()
                 epoch = self._epoch
                 if self._present.get(worker) != incarnation:
                     raise PhalanxError(f"{self._names[worker]} was left out, or started again in another process.")
@@ -524,10 +544,7 @@ class Schedule:
         if remaining <= 0:
             if CHIEF not in self._present:
                 raise lost(self._names[CHIEF], "fit; it did not come back within the time set")
-            raise CollectiveTimeoutError(
-                f"{reason()} within the time set (PHALANX_TIMEOUT). It is connected, so it is busy, stopped or waiting "
-                f"for something else."
-            )
+            raise _did_not_come(reason())
         self._changed.wait(min(remaining, POLL_S))
 
 
@@ -543,6 +560,13 @@ def _merged(reports: list[tuple[Report, list[Array]]]) -> list[Array]:
         result = values[0] if weight == Weight.FIRST.value else np.sum(values, axis=0)
         merged.append(np.asarray(result).astype(reports[0][1][index].dtype))
     return merged
+
+
+def _did_not_come(reason: str) -> CollectiveTimeoutError:
+    return CollectiveTimeoutError(
+        f"{reason} within the time set (PHALANX_TIMEOUT). It is connected, so it is busy, stopped or waiting "
+        f"for something else."
+    )
 
 
 def lost(name: str, during: str) -> PeerLostError:

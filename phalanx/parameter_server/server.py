@@ -5,12 +5,13 @@ It serves until the workers have said that they have no more to do.
 
 from __future__ import annotations
 
+import socket
 import threading
 from pathlib import Path
 
 from phalanx.cluster.admission import PROBE, Probe
 from phalanx.cluster.roll_call import Identity
-from phalanx.parameter_server.group import COPY, LEAD, PURPOSE, Group
+from phalanx.parameter_server.group import COPY, LEAD, PURPOSE, SNAPSHOT_S, Group
 from phalanx.parameter_server.schedule import CHIEF, POLL_S
 from phalanx.parameter_server.snapshot import Snapshots
 from phalanx.transport.handshake import Hello, Welcome
@@ -28,8 +29,11 @@ class ParameterServer:
         copied: whether each group of shards has a copy on the next server.
     """
 
-    def __init__(self, me: Identity, snapshots: Snapshots | None, snapshot_s: float, *, copied: bool = False):
+    def __init__(
+        self, me: Identity, snapshots: Snapshots | None = None, snapshot_s: float = SNAPSHOT_S, *, copied: bool = False
+    ):
         self._me = me
+        self._stopped = False
         servers = [task for task in me.spec.tasks if task.type == me.task.type]
         own = servers.index(me.task)
         following, before = (own + 1) % len(servers), (own - 1) % len(servers)
@@ -38,8 +42,11 @@ class ParameterServer:
         if copied:
             self._groups.append(Group(me, before, other=servers[before], snapshots=None, snapshot_s=snapshot_s))
 
-    def run(self) -> None:
-        """Serve until all workers have said goodbye.
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until all workers have said goodbye, or `stop`.
+
+        Args:
+            sockets: that listen at this task's address; None: opened here.
 
         Raises:
             ConfigurationError: the port is taken.
@@ -47,7 +54,7 @@ class ParameterServer:
             PeerLostError: the chief was lost and did not come back.
         """
         me, settings = self._me, self._me.settings
-        sockets = open_sockets(me.address, secret=settings.secret, listen_fd=settings.listen_fd)
+        sockets = sockets or open_sockets(me.address, secret=settings.secret, listen_fd=settings.listen_fd)
         listener = Listener(sockets, task=str(me.task), secret=settings.secret, job=settings.job_id, tls=me.tls)
         listener.register(PROBE, Probe(me))
         for group in self._groups:
@@ -58,11 +65,16 @@ class ParameterServer:
             try:
                 for group in self._groups:
                     group.start()
-                while not self._is_over():
+                while not self._stopped and not self._is_over():
                     self._groups[0].wait(POLL_S)
             finally:
                 for group in self._groups:
                     group.close()
+
+    def stop(self) -> None:
+        """Let `run` end now; workers that are still there lose their server."""
+        self._stopped = True
+        self._groups[0].wake()
 
     def _is_over(self) -> bool:
         over = [group.is_over() for group in self._groups]  # all are asked: each may have an error to raise

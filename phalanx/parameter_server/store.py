@@ -371,6 +371,7 @@ class Store:
         joint.finite &= message.finite
         until = time.monotonic() + rules.timeout_s
         while joint.extras is None:
+            self._schedule.check()
             if joint.given_up:
                 return extras, "the chief has begun anew"
             if self._is_complete(joint, ticket, rules):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from phalanx.strategies import context
+from phalanx.strategies.central_storage import CentralStorageStrategy
 from phalanx.strategies.context import (
     ReplicaContext,
     current_replica_context,
@@ -37,6 +38,7 @@ def get_replica_context() -> ReplicaContext | None:
 
 
 __all__ = [
+    "CentralStorageStrategy",
     "DefaultStrategy",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",

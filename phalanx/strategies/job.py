@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -42,6 +43,7 @@ class Job:
         self.resolver = resolver
         self.options = options
         self.replica = Replica(communicator)
+        self._before_leaving: list[Callable[[], None]] = []
 
     @property
     def membership(self) -> Membership:
@@ -51,8 +53,14 @@ class Job:
     def is_evaluator(self) -> bool:
         return self._node.task.type == "evaluator"
 
+    def before_leaving(self, function: Callable[[], None]) -> None:
+        """Call `function` first when the job is left."""
+        self._before_leaving.append(function)
+
     def close(self) -> None:
         """Leave the job; safe to call twice."""
+        while self._before_leaving:
+            self._before_leaving.pop()()
         self.replica.communicator.close()
         self._node.close()
 

@@ -30,7 +30,7 @@ class MirroredStrategy(Strategy):
     """
 
     def __init__(self, devices: int | Sequence[str] | None = None, cross_device_ops: CrossDeviceOps | None = None):
-        self._devices = _devices(devices)
+        self._devices = local_devices(devices, "MirroredStrategy")
         if JOB_ID not in os.environ or REPLICAS in os.environ:
             start_local_replicas(len(self._devices), self._devices)
         resolver = resolve()
@@ -48,12 +48,13 @@ class MirroredStrategy(Strategy):
         return (self._devices[min(self.rank, len(self._devices) - 1)],)
 
 
-def _devices(devices: int | Sequence[str] | None) -> list[str]:
+def local_devices(devices: int | Sequence[str] | None, strategy: str) -> list[str]:
+    """One device for each replica, from what a strategy was given; raises ConfigurationError."""
     if devices is None:
         gpus = count_gpus(os.environ)
         return [f"gpu:{index}" for index in range(gpus)] or ["cpu:0"]
     if isinstance(devices, bool) or (isinstance(devices, int) and devices < 1):
-        raise ConfigurationError(f"MirroredStrategy needs at least one device; got {devices!r}.")
+        raise ConfigurationError(f"{strategy} needs at least one device; got {devices!r}.")
     if isinstance(devices, int):
         kind = "gpu" if count_gpus(os.environ) >= devices else "cpu"
         return [f"{kind}:{index}" for index in range(devices)]

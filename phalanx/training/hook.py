@@ -22,6 +22,7 @@ from typing import Any
 
 import keras
 
+from phalanx.training.central import CentralTrainer, CentralWorker
 from phalanx.training.loop import ReplicaTrainer
 from phalanx.training.made import KINDS
 from phalanx.training.replica import Replica
@@ -212,6 +213,8 @@ def _trainer_of(model: Any, member: Member) -> ReplicaTrainer | ServerTrainer:
     if trainer is None:
         if isinstance(member, Replica):
             trainer = ReplicaTrainer(model, member)
+        elif isinstance(member, CentralWorker):
+            trainer = CentralTrainer(model, member, lambda name: functools.partial(_plain[name], model))
         else:
             trainer = ServerTrainer(model, member, lambda name: functools.partial(_plain[name], model))
         vars(model)[_TRAINER] = trainer

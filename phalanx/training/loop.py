@@ -47,6 +47,10 @@ class ReplicaTrainer:
         self._announced = False
         self._seeds_given = 0
 
+    def resynchronise(self) -> None:
+        """The model has been trained by others: `*_on_batch` must begin with the chief's state again."""
+        self._synchronised = False
+
     # The public methods, as Keras has them.
 
     def fit(self, **arguments: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from phalanx.backends.updater import Slot, check_optimizer, clipped, slots_of_model
+from phalanx.backends.updater import Slot, check_optimizer, clipped, description_of, slots_of_model
 from phalanx.errors import UnsupportedError
 from phalanx.launcher import progress
 from phalanx.parameter_server.client import HEAD, Placed
@@ -101,8 +100,8 @@ class Served:
         description = Model(
             placed.variables,
             placed.shards,
-            json.dumps(keras.saving.serialize_keras_object(optimizer)),
-            tuple(v.constraint and json.dumps(keras.constraints.serialize(v.constraint)) for v in trained),
+            description_of(optimizer),
+            tuple(v.constraint and description_of(v.constraint) for v in trained),
             tuple(bool(optimizer._use_weight_decay(v)) for v in trained)
             if optimizer.weight_decay is not None
             else (True,) * len(trained),

@@ -144,10 +144,10 @@ class ServerTrainer:
             if validates and worker.is_chief:
                 found = self._validate(call, callbacks)
                 logs |= {f"val_{name}": value for name, value in found.items()}
+            logs = self._logs_of_all(logs)
             callbacks.on_epoch_end(epoch, logs)
             epoch += 1
-            # The chief's decision is everybody's: what other workers see is only a part.
-            if isinstance(answer, FitOver) or (worker.is_chief and model.stop_training):
+            if self._stops_after(answer):
                 break
         if worker.is_chief:
             self._client.ask(HEAD, EndFit(fit))
@@ -181,7 +181,7 @@ class ServerTrainer:
 
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         raise UnsupportedError(
-            "train_on_batch() is not supported by ParameterServerStrategy: who trains on which batch is decided by the "
+            "train_on_batch() is not supported with parameter servers: who trains on which batch is decided by the "
             "servers. Use fit(), with a callback for what is to happen between batches."
         )
 
@@ -301,6 +301,9 @@ class ServerTrainer:
                 if listened:
                     callbacks.on_train_batch_end(ticket.batch, engine.logs())
                 step += 1
+                if self._stops_within_epoch():
+                    made = step
+                    return samples, FitOver()
         finally:
             self._merge.flush()
             engine.end()
@@ -346,6 +349,19 @@ class ServerTrainer:
         silent = model_state.silent_metrics(model, [to_host(variable) for variable in metrics])
         own = engine.logs() if samples else {}
         return dict(pythonify_logs({**own, **model_state.choose_logs(own, model.get_metrics_result, silent)}))
+
+    def _logs_of_all(self, logs: dict[str, Any]) -> dict[str, Any]:
+        """An epoch's logs for callbacks and history; each worker has its own."""
+        return logs
+
+    def _stops_within_epoch(self) -> bool:
+        """Whether no further step of this epoch is to be made: workers that make steps of their own go on to its
+        end."""
+        return False
+
+    def _stops_after(self, answer: EpochOver | FitOver) -> bool:
+        """Whether there are no more epochs. The chief decides for all: what other workers see is only a part."""
+        return isinstance(answer, FitOver) or (self._worker.is_chief and self._model.stop_training)
 
     def _validate(self, call: FitArguments, callbacks: Any) -> Mapping[str, Any]:
         """The chief evaluates, as Keras's `fit` does."""

@@ -80,6 +80,8 @@ class ServerMerge:
         self._placed = placed
         self._clip = clip
         self._versions = [-1] * self._client.servers
+        for server, shards in enumerate(placed.of_server):
+            self._client.share_memory(server, placed.lengths(shards))
         self._outstanding = False
         self._tickets.clear()
         self._held.clear()
@@ -161,7 +163,7 @@ class ServerMerge:
         """The variables' newest values."""
         self.flush()
         self._take(self._client.ask_all([(Pull(self._fit, version), ()) for version in self._versions]))
-        return self._values
+        return [np.array(value) for value in self._values]  # what came may be overwritten, or be aliased by a backend
 
     def versions(self) -> list[int]:
         """Of the values that `pull` last brought, on each server that has some."""

@@ -9,8 +9,8 @@ import pytest
 from benchmarks import report
 from benchmarks.comparison import Comparison, Measurement
 from benchmarks.run import select
-from benchmarks.tools import ALL_REDUCE_BARS, SPEED_BARS, START_BARS, TOOLS
-from benchmarks.work import WORKS
+from benchmarks.tools import ALL_REDUCE, ALL_REDUCE_BARS, SPEED_BARS, START_BARS, TOOLS
+from benchmarks.work import APART, TOGETHER, WORKS
 
 
 def comparison(*measurements: Measurement) -> Comparison:
@@ -86,8 +86,9 @@ def test_words_narrow_works_and_tools() -> None:
     assert {tool.name for tool, _ in pairs} == {"phalanx-jax", "no-phalanx-jax", "ddp", "keras-ddp"} & set(TOOLS)
 
 
-def test_no_words_select_everything() -> None:
-    assert {tool.name for tool, _ in select([])} == set(TOOLS)
+def test_no_words_select_everything_but_the_works_of_parameter_servers() -> None:
+    assert {work for _, work in select([])} == {*TOGETHER, ALL_REDUCE}
+    assert {tool.name for tool, _ in select([*APART, *TOGETHER, ALL_REDUCE])} == set(TOOLS)
 
 
 def test_an_unknown_word_is_an_error_that_lists_the_known_ones() -> None:

@@ -53,6 +53,12 @@ def _own_step(keras: Any) -> Any:
     return STEPS[keras.backend.backend()](inputs, keras.layers.Dense(CLASSES, activation="softmax")(hidden))
 
 
+def _wide(keras: Any) -> Any:
+    """A model whose gradients pass through shared memory."""
+    layers = keras.layers
+    return keras.Sequential([keras.Input((FEATURES,)), layers.Dense(4096, "tanh"), layers.Dense(CLASSES, "softmax")])
+
+
 def _schedule(keras: Any) -> Any:
     rate = keras.optimizers.schedules.ExponentialDecay(0.05, 3, 0.8)
     return keras.optimizers.SGD(rate, momentum=0.9, nesterov=True)
@@ -75,7 +81,9 @@ CASES = {
     "alone_averaging_weights": Case(1, {}, lambda keras: keras.optimizers.Adam(0.02, use_ema=True, ema_momentum=0.8)),
     "alone_with_own_train_step": Case(1, {}, model=_own_step),
     "alone_with_fewer_steps_than_data": Case(1, {}, fit={"steps_per_epoch": 4, "epochs": 3, "validation_data": None}),
+    "alone_wide": Case(1, {"variable_partitioner": 2}, model=_wide),
     "synchronous": Case(2, {"synchronous": True}),
+    "synchronous_wide": Case(2, {"synchronous": True}, _schedule, model=_wide),
     "synchronous_in_pieces": Case(2, {"synchronous": True, "variable_partitioner": 3}, _schedule, weighted=True),
     "synchronous_class_weights": Case(2, {"synchronous": True}, fit={"class_weight": {0: 0.5, 1: 1.0, 2: 2.0}}),
     "synchronous_with_own_train_step": Case(2, {"synchronous": True}, model=_own_step),
@@ -87,12 +95,14 @@ CASES = {
     ),
     "synchronous_of_the_first": Case(2, {"synchronous": True, "replicas_to_aggregate": 1}, exact=False),
     "asynchronous": Case(2, {}, fit={"epochs": 12}, exact=False),
+    "asynchronous_wide": Case(2, {}, fit={"epochs": 12}, model=_wide, exact=False),
     "asynchronous_in_half_precision": Case(2, {"compression": "float16"}, fit={"epochs": 12}, exact=False),
     "bounded_staleness": Case(2, {"staleness": 1}, fit={"epochs": 12}, exact=False),
 }
 
 
-def _train(case: Case, scope: Any) -> dict[str, Any]:
+def train(case: Case, scope: Any) -> dict[str, Any]:
+    """What a case comes to, in the scope of a strategy or in none."""
     import keras
     import numpy as np
 
@@ -145,9 +155,9 @@ def main() -> None:
             options["variable_partitioner"] = _shards(options["variable_partitioner"])
         strategy = phalanx.ParameterServerStrategy(**options)
         before = strategy.global_step
-        found = {"job": _train(case, strategy.scope()), "steps": strategy.global_step - before}
+        found = {"job": train(case, strategy.scope()), "steps": strategy.global_step - before}
         if strategy.is_chief:
-            found["plain"] = _train(case, contextlib.nullcontext())
+            found["plain"] = train(case, contextlib.nullcontext())
         (folder / f"{name}.{strategy.rank}").write_bytes(pickle.dumps(found))
 
 

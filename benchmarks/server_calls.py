@@ -1,0 +1,277 @@
+"""A parameter server by itself: what a push of gradients and the pull of new values cost, without any training.
+
+    python -m benchmarks.server_calls
+
+The arrays are those of the MLP of `benchmarks.work`: six, of 1.08 MB together. A client sends a gradient for each
+variable and gets the new values in the answer. The server is the one that trains, in a process with a core of its own;
+the clients share the other core. Beside it, in the same run, gloo's all-reduce of as many bytes between two processes.
+
+`bare` is a server whose optimizer does nothing: it takes the gradients for the new values. So it is the way there and
+back, with everything that the server does but the arithmetic. `Adam` is Keras's, on JAX.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SHAPES = ((784, 256), (256,), (256, 256), (256,), (256, 10), (10,))
+BARE, ADAM = "bare", "Adam"
+BOUND_S = 120.0
+SECRET = b"of this benchmark"
+WARM_UP_CALLS = 20
+CALLS = 400
+CLIENTS = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Calls:
+    """What one run of clients found.
+
+    Attributes:
+        ms: of a call, median over one client's calls; with several clients that includes waiting for the others.
+        updates_per_s: of all clients together.
+        server_ms: processor time of the server for one update: the longest that it can keep up with.
+    """
+
+    optimizer: str
+    clients: int
+    ms: float
+    updates_per_s: float
+    server_ms: float
+
+
+def measure(optimizer: str, clients: int, calls: int = CALLS) -> Calls:
+    """One server and its clients, in processes of their own."""
+    context = multiprocessing.get_context("fork")
+    cores = sorted(os.sched_getaffinity(0))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        # Clients have a place in the cluster, and listen nowhere.
+        port = listener.getsockname()[1]
+        spec = {"ps": [f"127.0.0.1:{port}"], "worker": [f"127.0.0.1:{index + 1}" for index in range(clients)]}
+        server = context.Process(target=_serve, args=(spec, listener, optimizer, cores[0]), daemon=True)
+        server.start()
+        barrier = context.Barrier(clients)
+        pipes = [context.Pipe(duplex=False) for _ in range(clients)]
+        others = [
+            context.Process(
+                target=_push,
+                args=(spec, number, optimizer, calls, cores[1 % len(cores)], server.pid, barrier, pipes[number][1]),
+                daemon=True,
+            )
+            for number in range(clients)
+        ]
+        for client in others:
+            client.start()
+    try:
+        found = []
+        for number, (reader, writer) in enumerate(pipes):
+            writer.close()
+            if not reader.poll(BOUND_S):
+                raise TimeoutError(f"client {number} of a server with {optimizer} took more than {BOUND_S:g} s")
+            found.append(reader.recv())
+    finally:
+        for process in (*others, server):
+            process.join(5)
+            process.kill()
+            process.join()
+    total = sum(len(samples) for samples, _, _ in found)
+    elapsed = max(seconds for _, seconds, _ in found)
+    server_s = max(busy for _, _, busy in found)
+    return Calls(optimizer, clients, 1e3 * statistics.median(found[0][0]), total / elapsed, 1e3 * server_s / total)
+
+
+def gloo_ms(calls: int = CALLS) -> float:
+    """An all-reduce of as many bytes between two processes with a core each."""
+    from benchmarks.all_reduce import run_pair
+
+    with tempfile.TemporaryDirectory() as folder:
+        return run_pair(_time_gloo, str(Path(folder) / "store"), calls, links=False)["gloo"]
+
+
+def _time_gloo(rank: int, store: str, calls: int) -> dict[str, float]:
+    import torch
+    import torch.distributed as dist
+
+    from benchmarks.all_reduce import time_calls
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    tensor = torch.zeros(sum(int(np.prod(shape)) for shape in SHAPES))
+    ms = time_calls(lambda: dist.all_reduce(tensor), dist.barrier, calls)
+    dist.destroy_process_group()
+    return {"gloo": ms}
+
+
+class _Bare:
+    """In the place of an `Updater`: the gradients are the new values."""
+
+    slots = ()
+
+    def __init__(self, _: str, pieces: Sequence[Any]) -> None:
+        self._values = [piece.value for piece in pieces]
+
+    def apply(self, gradients: Sequence[Any]) -> None:
+        self._values = list(gradients)  # in the worker's own memory, which it does not touch before it has the answer
+
+    def values(self) -> list[Any]:
+        return self._values
+
+    def optimizer_values(self) -> list[Any]:
+        return []
+
+    def load_optimizer(self, values: Sequence[Any]) -> None:
+        assert not values
+
+
+def _start(core: int) -> None:
+    os.sched_setaffinity(0, {core})
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.environ["KERAS_BACKEND"] = "jax"
+
+
+def _identity(spec: dict[str, list[str]], kind: str, number: int, listen_fd: int | None) -> Any:
+    from phalanx.cluster.agreement import Facts
+    from phalanx.cluster.roll_call import Identity
+    from phalanx.cluster.spec import ClusterSpec, Task
+    from phalanx.settings import Settings
+
+    settings = Settings(secret=SECRET, rendezvous_timeout_s=BOUND_S, timeout_s=BOUND_S, listen_fd=listen_fd)
+    return Identity(ClusterSpec(spec), Task(kind, number), Facts(), settings)
+
+
+def _serve(spec: dict[str, list[str]], listener: socket.socket, optimizer: str, core: int) -> None:
+    _start(core)
+    from phalanx.backends import prepare
+    from phalanx.parameter_server import server, store
+
+    prepare()
+    if optimizer == BARE:
+        vars(store)["make_updater"] = _Bare
+    server.ParameterServer(_identity(spec, "ps", 0, listener.fileno())).run()
+
+
+def _push(
+    spec: dict[str, list[str]],
+    number: int,
+    optimizer: str,
+    calls: int,
+    core: int,
+    server_pid: int,
+    barrier: Any,
+    writer: Any,
+) -> None:
+    _start(core)
+    from phalanx.parameter_server.client import Client
+    from phalanx.parameter_server.messages import (
+        Attach,
+        Declare,
+        EndFit,
+        Model,
+        OpenEpoch,
+        Push,
+        Rules,
+        Take,
+        Ticket,
+        Values,
+        dtypes_of,
+    )
+    from phalanx.parameter_server.placement import Variable, place
+
+    client = Client(_identity(spec, "worker", number, None))
+    variables = tuple(Variable(f"v{index}", shape, "float32") for index, shape in enumerate(SHAPES))
+    gradients = [np.full(shape, 1e-3, np.float32) for shape in SHAPES]
+    if number == 0:
+        description, slots, state = _optimizer(optimizer)
+        nothing = (None,) * len(SHAPES)
+        model = Model(variables, place(variables, 1), description, nothing, (True,) * len(SHAPES))
+        rules = Rules(synchronous=False, at_least=0, staleness=-1, refuse_nan=True, timeout_s=BOUND_S)
+        client.ask(0, Declare(0, 0, model, rules, slots), [*gradients, *state])
+    answer, _ = client.ask(0, Attach(0, variables))
+    assert isinstance(answer, Values)
+    client.share_memory(0, [gradient.nbytes for gradient in gradients])
+    era = answer.version
+    if number == 0:
+        client.ask(0, OpenEpoch(0, 0, -1))
+    ticket, _ = client.ask(0, Take(0, 0, era))
+
+    def call() -> None:
+        nonlocal ticket
+        assert isinstance(ticket, Ticket)
+        push = Push(ticket, 0, True, True, 1.0, dtypes_of(gradients))
+        answer, buffers = client.ask(0, push, gradients)
+        assert isinstance(answer, Values)
+        assert len(buffers) == len(SHAPES)
+        ticket = answer.ticket
+
+    for _ in range(WARM_UP_CALLS):
+        call()
+    samples = []
+    barrier.wait(BOUND_S)
+    busy, start = _processor_s(server_pid), time.perf_counter()
+    for _ in range(calls):
+        before = time.perf_counter()
+        call()
+        samples.append(time.perf_counter() - before)
+    elapsed = time.perf_counter() - start
+    barrier.wait(BOUND_S)
+    busy = _processor_s(server_pid) - busy
+    if number == 0:
+        client.ask(0, EndFit(0))
+    writer.send((samples, elapsed, busy))
+    client.close()
+
+
+def _optimizer(name: str) -> tuple[str, tuple[tuple[int, str], ...], list[Any]]:
+    """Its description, and the names and values of its variables, as `fit` would declare them."""
+    if name == BARE:
+        return "", (), []
+    import keras
+
+    from phalanx.backends.updater import build_noting_slots, description_of
+
+    adam = keras.optimizers.Adam()
+    slots = build_noting_slots(adam, [keras.Variable(np.zeros(shape, np.float32)) for shape in SHAPES])
+    state = [np.array(keras.ops.convert_to_numpy(variable)) for variable in adam.variables]
+    return description_of(keras.optimizers.Adam()), tuple((slot.variable, slot.name) for slot in slots), state
+
+
+def _processor_s(pid: int) -> float:
+    """Processor time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--calls", type=int, default=CALLS, help="timed calls of each client")
+    parser.add_argument("--clients", type=int, default=CLIENTS, nargs="+")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    args = parser.parse_args()
+    found = [measure(optimizer, clients, args.calls) for optimizer in (BARE, ADAM) for clients in args.clients]
+    for calls in found:
+        print(
+            f"{calls.optimizer:5} {calls.clients} client(s): {calls.ms:.3f} ms, {calls.updates_per_s:,.0f} updates/s, "
+            f"server {calls.server_ms:.3f} ms of processor each"
+        )
+    gloo = gloo_ms(args.calls)
+    print(f"gloo's all-reduce: {gloo:.3f} ms")
+    if args.json:
+        args.json.write_text(json.dumps({"gloo_ms": gloo, "calls": [asdict(calls) for calls in found]}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

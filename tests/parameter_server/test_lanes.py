@@ -1,0 +1,95 @@
+"""Memory that a worker and a server share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from phalanx.collectives.segment import Offer, Segment
+from phalanx.errors import FrameError
+from phalanx.parameter_server import lanes
+from phalanx.parameter_server.lanes import MAX_BYTES, TO_SERVER, TO_WORKER, Lanes
+
+ARRAYS = [
+    np.arange(10_000, dtype=np.float32).reshape(100, 100),
+    np.zeros((0, 3), np.float32),
+    np.float64(3.5).reshape(()),
+    np.arange(21, dtype=np.int8)[::2],  # not contiguous
+    np.asfortranarray(np.arange(6, dtype=np.float16).reshape(2, 3)),
+]
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Lanes, Lanes]]:
+    """Both sides, here in one process: worker's and server's."""
+    others: list[Lanes | None] = []
+
+    def accepts(offer: Offer) -> bool:
+        others.append(Lanes.accept(offer))
+        return others[-1] is not None
+
+    own = Lanes.offer(sum(array.nbytes for array in ARRAYS), accepts)
+    assert own is not None
+    assert others[-1] is not None
+    yield own, others[-1]
+    own.close()
+    others[-1].close()
+
+
+def test_arrays_arrive_as_they_were_sent(pair: tuple[Lanes, Lanes]) -> None:
+    worker, server = pair
+    lengths = worker.write(TO_SERVER, ARRAYS)
+    assert lengths == tuple(array.nbytes for array in ARRAYS)
+    for array, memory in zip(ARRAYS, server.read(TO_SERVER, lengths), strict=True):
+        np.testing.assert_array_equal(np.frombuffer(memory, array.dtype).reshape(array.shape), array)
+
+
+def test_buffers_are_aligned_as_backends_want_it(pair: tuple[Lanes, Lanes]) -> None:
+    worker, _ = pair
+    views = [np.frombuffer(memory, np.uint8) for memory in worker.read(TO_SERVER, [1, 30, 65, 8])]
+    assert all(view.ctypes.data % 64 == 0 for view in views)
+
+
+def test_values_stay_until_those_after_the_next_come(pair: tuple[Lanes, Lanes]) -> None:
+    worker, server = pair
+    first, second = np.full(5000, 1.0, np.float32), np.full(5000, 2.0, np.float32)
+    places = [server.next_place(), server.next_place(), server.next_place()]
+    assert places[0] != places[1]
+    assert places[2] == places[0]
+    assert TO_SERVER not in places
+    lengths = server.write(places[0], [first])
+    (memory,) = worker.read(places[0], lengths)
+    server.write(places[1], [second])
+    worker.write(TO_SERVER, [second])
+    np.testing.assert_array_equal(np.frombuffer(memory, np.float32), first)
+
+
+def test_what_is_too_little_or_too_much_goes_with_the_message(pair: tuple[Lanes, Lanes]) -> None:
+    worker, _ = pair
+    assert worker.write(TO_SERVER, [np.zeros(10, np.float32)]) == ()
+    assert worker.write(TO_SERVER, []) == ()
+    assert worker.write(TO_SERVER, [np.zeros(worker.place_bytes, np.uint8), np.zeros(1, np.uint8)]) == ()
+
+
+@pytest.mark.parametrize(("place", "lengths"), [(-1, [64]), (3, [64]), (TO_WORKER, [-64, 128]), (0, [1 << 60])])
+def test_a_place_that_is_not_there_is_refused(pair: tuple[Lanes, Lanes], place: int, lengths: list[int]) -> None:
+    with pytest.raises(FrameError, match="in place"):
+        pair[0].read(place, lengths)
+
+
+def test_without_shared_memory_there_are_no_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(size: int, method: str) -> Segment:
+        raise OSError("no space left on device")
+
+    asked: list[Offer] = []
+    assert Lanes.offer(MAX_BYTES, lambda offer: not asked.append(offer)) is None, "too large"
+    assert Lanes.offer(100_000, lambda offer: bool(asked.append(offer))) is None, "not accepted"
+    assert len(asked) == len(lanes.METHODS)
+    assert not any(os.path.exists(offer.path) for offer in asked)
+    monkeypatch.setattr(lanes.Segment, "create", fail)
+    assert Lanes.offer(100_000, lambda offer: True) is None
+    assert Lanes.accept(Offer("/nowhere", 1, b"")) is None
+    assert Lanes.accept(Offer("/dev/null", 0, b"")) is None
