@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -162,11 +162,16 @@ class Group:
     def start(self) -> None:
         """Begin with what is done beside the workers' questions."""
         if self._snapshots is not None:
-            self._threads.append(threading.Thread(target=self._keep, name="phalanx-snapshots", daemon=True))
+            self._run("snapshots", self._keep)
         if self._other is not None:
-            self._threads.append(threading.Thread(target=self._seek_copy, name="phalanx-copies", daemon=True))
-        for thread in self._threads:
-            thread.start()
+            self._run("copies", self._seek_copy)
+
+    def _run(self, name: str, body: Callable[..., None], *args: Any) -> None:
+        """A thread that `close` waits for."""
+        thread = threading.Thread(target=body, args=args, name=f"phalanx-{name}", daemon=True)
+        thread.start()
+        with self._changed:
+            self._threads = [*(each for each in self._threads if each.is_alive()), thread]
 
     def close(self) -> None:
         """Hang up on everybody. The copy, if there is one, hears that the job is over if it is."""
@@ -300,7 +305,11 @@ class Group:
             return Welcome(refusal=LEADING, reason=f"{self._me.task} leads group {self.number} now.")
         return Welcome()
 
-    def follow(self, link: Link) -> None:
+    def adopt_leader(self, hello: Hello, link: Link) -> None:
+        """The other server leads, and this is its stream."""
+        self._run(f"copy-of-{hello.task}", self._follow, link)
+
+    def _follow(self, link: Link) -> None:
         """Do as the leader does, until its link ends. The body of a thread."""
         with self._changed:
             self._following = link
@@ -430,11 +439,7 @@ class Group:
             self._lost.pop(worker, None)
             self._changed.notify_all()
         self._schedule.attach(worker, hello.incarnation)
-        thread = threading.Thread(
-            target=self._serve, args=(worker, hello.incarnation, link), name=f"phalanx-{hello.task}", daemon=True
-        )
-        self._threads = [*(each for each in self._threads if each.is_alive()), thread]
-        thread.start()
+        self._run(hello.task, self._serve, worker, hello.incarnation, link)
 
     # One worker.
 

@@ -6,7 +6,6 @@ It serves until the workers have said that they have no more to do.
 from __future__ import annotations
 
 import socket
-import threading
 from pathlib import Path
 
 from phalanx.cluster.admission import PROBE, Probe
@@ -15,7 +14,6 @@ from phalanx.parameter_server.group import COPY, LEAD, PURPOSE, SNAPSHOT_S, Grou
 from phalanx.parameter_server.schedule import CHIEF, POLL_S
 from phalanx.parameter_server.snapshot import Snapshots
 from phalanx.transport.handshake import Hello, Welcome
-from phalanx.transport.link import Link
 from phalanx.transport.listener import Listener, open_sockets
 
 
@@ -99,14 +97,8 @@ class _Copying:
     """The leader of a group keeps its copy here."""
 
     def __init__(self, group: Group):
-        self._group = group
-
-    def admit(self, hello: Hello) -> Welcome:
-        return self._group.admit_leader(hello)
-
-    def adopt(self, hello: Hello, link: Link) -> None:
-        name = f"phalanx-copy-{self._group.number}"
-        threading.Thread(target=self._group.follow, args=(link,), name=name, daemon=True).start()
+        self.admit = group.admit_leader
+        self.adopt = group.adopt_leader
 
 
 def snapshots_of(me: Identity, folder: Path | None) -> Snapshots | None:
