@@ -92,12 +92,12 @@ class EndOfJob:
         if sign is Sign.ALIVE:
             self._last_sign = now
             return False
+        if announced:
+            return True
         if sign is Sign.SILENT:
             return now - self._last_sign >= patience.silent_s
         if self._gone_since is None:
             self._gone_since = now
-        if announced:
-            return True
         if self._seen:
             return now - self._gone_since >= patience.gone_s
         if self._last_checkpoint is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 from collections.abc import Mapping
@@ -35,9 +36,7 @@ class EventWriter:
     def scalars(self, values: Mapping[str, Any], step: int) -> None:
         """Note numbers by their names; they are in the file when this returns."""
         if self._writer is None:
-            from tensorboardX import SummaryWriter
-
-            self._writer = SummaryWriter(logdir=self._directory)
+            self._writer = importlib.import_module(PACKAGE).SummaryWriter(logdir=self._directory)
         for name, value in values.items():
             self._writer.add_scalar(name, float(value), step)
         self._writer.flush()

@@ -54,12 +54,14 @@ class Found:
         copy: of the file.
         weights: what `model.load_weights` takes; `copy` itself, or what was in it.
         step: the global step of which it is, as far as it says: the optimizer's iterations, else a number in its name.
+        content: names the weights and the optimizer's state; empty for a file of Keras.
     """
 
     name: str
     copy: Path
     weights: Path
     step: int
+    content: str = ""
 
 
 class _State(enum.Enum):
@@ -91,6 +93,7 @@ class Watch:
         self._ignored = ignored
         self._clock = clock
         self._files: dict[str, _File] = {}
+        self._contents: dict[str, str] = {}  # of those that were taken
         self._began = False
 
     @property
@@ -141,6 +144,7 @@ class Watch:
                 self._files[entry.name] = _File(identity, self._clock())
             times[entry.name] = (status.st_mtime_ns, entry.name)
         for name in self._files.keys() - times.keys():
+            self._contents.pop(name, None)
             if self._files.pop(name).state is _State.PENDING:
                 logger.info("%s was deleted before its turn.", self._directory / name)
         return sorted((n for n in times if self._files[n].state is _State.PENDING), key=lambda name: times[name])
@@ -170,6 +174,9 @@ class Watch:
                 file.state = _State.OVER
             return None
         file.state = _State.OVER
+        if found.content and self._contents.get(name) == found.content:
+            return None  # saved once more: the same weights, in another epoch
+        self._contents[name] = found.content
         return found
 
     def _copy(self, path: Path, identity: Identity) -> Path | None:
@@ -191,7 +198,8 @@ def _open(name: str, copy: Path, scratch: Path) -> Found:
     Raises: DamagedError if it is not whole.
     """
     if checkpoints.is_sealed(copy):
-        return Found(name, copy, copy, checkpoints.read(copy).step)
+        ours = checkpoints.read(copy)
+        return Found(name, copy, copy, ours.step, str(ours.state[checkpoints.CONTENT]))
     weights = copy
     if name.endswith(KERAS_SUFFIX):
         weights = scratch / f"{name}{SUFFIX}"

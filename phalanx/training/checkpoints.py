@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 SUFFIX = ".weights.h5"
 DEFAULT_BASENAME = "model.ckpt"
+CONTENT = "content"
+"""In the state: the sum of Keras's part. The same step may be saved again, when only the state has changed."""
 DAMAGED = ".damaged"
 """Appended to the name of a checkpoint that cannot be read, when an older one has taken its place."""
 
@@ -272,8 +274,8 @@ def _temporary(place: Path) -> Iterator[Path]:
 
 
 def _write_sealed(file: BinaryIO, content: Snapshot, state: Mapping[str, Any]) -> None:
-    body = json.dumps(dict(state)).encode()
     digest = hashlib.sha256(content)
+    body = json.dumps({**state, CONTENT: digest.hexdigest()}).encode()
     digest.update(body)
     file.write(content)
     file.write(body + digest.digest() + len(body).to_bytes(_LENGTH_BYTES, "big") + _SEAL)

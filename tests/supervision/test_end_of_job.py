@@ -67,9 +67,9 @@ def test_a_job_without_ports_is_over_when_it_saves_no_more() -> None:
     assert not end.saw_nothing
 
 
-def test_what_a_file_says_counts_only_where_nobody_is_there() -> None:
+def test_what_a_file_says_counts_only_where_nobody_answers() -> None:
     signs = [(Sign.ALIVE, 1), (Sign.SILENT, 2), (Sign.GONE, 3)]
-    assert over(EndOfJob(PATIENCE, 0), *signs, announced=True) == [False, False, True]
+    assert over(EndOfJob(PATIENCE, 0), *signs, announced=True) == [False, True, True]
 
 
 def test_jobs_of_the_launcher_end_sooner() -> None:

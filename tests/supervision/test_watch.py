@@ -164,6 +164,22 @@ def test_a_file_that_is_written_again_is_another_checkpoint(
     assert settled(watch, clock) is not None
 
 
+def test_ours_that_is_saved_again_with_the_same_weights_is_not(
+    folder: Path, watch: Watch, files: dict[str, Path]
+) -> None:
+    model = make_model()
+    model.load_weights(files["ours"])
+    directory = Checkpoints(folder)
+    directory.save(model, 10, {"epoch": 1})
+    assert watch.next() is not None
+    directory.save(model, 10, {"epoch": 2})
+    assert watch.next() is None
+    assert not watch.pending
+    model.layers[0].kernel.assign_add(model.layers[0].kernel)
+    directory.save(model, 10, {"epoch": 2})
+    assert watch.next() is not None, "trained again, after going back"
+
+
 def test_a_file_that_is_written_while_it_is_copied_is_not_taken(
     files: dict[str, Path], folder: Path, watch: Watch, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
