@@ -139,4 +139,4 @@ def test_a_coordinated_loop_learns_the_digits(run: Run, backend: str) -> None:
     assert "updates       800" in output, "10 steps in each of 8 functions in each of 10 epochs"
     found = losses(output)
     assert found[-1] < 0.2 * found[0]
-    assert not said_by("worker/0", output) + said_by("worker/1", output), "only the chief comes so far"
+    assert output.count("epoch 1:") == 1, "only the chief comes so far"
