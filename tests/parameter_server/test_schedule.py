@@ -16,8 +16,17 @@ BOUND_S = 20.0
 NAMES = ("worker/0", "worker/1", "worker/2")
 
 
-def rules(*, synchronous: bool = False, staleness: int = -1, timeout_s: float = BOUND_S) -> Rules:
-    return Rules(synchronous=synchronous, at_least=0, staleness=staleness, refuse_nan=True, timeout_s=timeout_s)
+def rules(
+    *, synchronous: bool = False, staleness: int = -1, timeout_s: float = BOUND_S, all_needed: bool = False
+) -> Rules:
+    return Rules(
+        synchronous=synchronous,
+        at_least=0,
+        staleness=staleness,
+        refuse_nan=True,
+        timeout_s=timeout_s,
+        all_needed=all_needed,
+    )
 
 
 def begun(steps: int | None, *, workers: int = 2, **options: object) -> Schedule:
@@ -245,3 +254,32 @@ def test_the_report_of_one_that_took_no_part_is_not_waited_for() -> None:
     merged, _, steps = schedule.collect(0, 0, BOUND_S)
     assert (float(merged[0][0]), steps) == (1.0, 1)
     assert schedule.is_present(1)
+
+
+# Where no worker can be done without.
+
+
+def test_a_lost_worker_that_is_needed_ends_the_training_for_all() -> None:
+    schedule = begun(5, synchronous=True, all_needed=True)
+    take(schedule, 0)
+    schedule.detach(1, "incarnation 1")
+    for call in (lambda: ask(schedule, 0), schedule.check):
+        with pytest.raises(PeerLostError, match=r"lost worker/1 during training"):
+            call()
+
+
+def test_a_worker_that_says_goodbye_is_missed_only_by_the_next_fit() -> None:
+    schedule = begun(1, synchronous=True, all_needed=True)
+    schedule.done(take(schedule, 0))
+    schedule.detach(1, "incarnation 1", goodbye=True)
+    assert isinstance(ask(schedule, 0), EpochOver)
+    schedule.begin(rules(synchronous=True, all_needed=True), 1)
+    with pytest.raises(PeerLostError, match=r"lost worker/1 during the start of `fit`"):
+        schedule.open_epoch(1, 0, 1, None)
+
+
+def test_a_needed_worker_that_does_not_come_ends_the_training_for_all() -> None:
+    schedule = begun(5, synchronous=True, all_needed=True)
+    schedule.evict(1)
+    with pytest.raises(CollectiveTimeoutError, match=r"worker/1 did not make its part of a step within the time set"):
+        ask(schedule, 0)
