@@ -25,6 +25,7 @@ from phalanx.errors import (
 )
 from phalanx.parameter_server.messages import Answer, Bye, Done, Question, Refusal
 from phalanx.parameter_server.placement import Shard, Variable, rows, shard_shape
+from phalanx.parameter_server.rows import Rows, cut
 from phalanx.parameter_server.schedule import lost
 from phalanx.parameter_server.server import PURPOSE
 from phalanx.transport.dial import RefusedError, retry_delay_s
@@ -48,6 +49,7 @@ class Client:
 
     Attributes:
         starting: whether an answer may have to wait for tasks that are only starting.
+        bytes_sent, bytes_received: of all messages until now.
 
     Raises:
         RendezvousError: a server did not come in time.
@@ -57,6 +59,7 @@ class Client:
     def __init__(self, me: Identity):
         self._me = me
         self.starting = True
+        self.bytes_sent = self.bytes_received = 0
         self.tasks = tuple(task for task in me.spec.tasks if task.type == PS)
         deadline = time.monotonic() + me.settings.rendezvous_timeout_s
         self._links: list[Link] = []
@@ -81,10 +84,12 @@ class Client:
 
     def send(self, server: int, question: Question, buffers: Sequence[Array] = ()) -> None:
         """Ask without waiting for the answer, which `receive` must fetch before the next question to this server."""
+        header, arrays = _encode(question), [np.ascontiguousarray(buffer) for buffer in buffers]
+        self.bytes_sent += len(header) + sum(array.nbytes for array in arrays)
         try:
             self._links[server].send(
-                _encode(question),
-                [np.ascontiguousarray(buffer) for buffer in buffers],
+                header,
+                arrays,
                 deadline=time.monotonic() + self._me.settings.timeout_s,
             )
         except LinkClosedError as error:
@@ -99,6 +104,7 @@ class Client:
             header, buffers = self._links[server].receive(deadline=deadline)
         except LinkClosedError as error:
             raise lost(str(self.tasks[server]), "training") from error
+        self.bytes_received += len(header) + sum(buffer.nbytes for buffer in buffers)
         answer = _ANSWERS.decode(header)
         if isinstance(answer, Refusal):
             raise _refused(answer, str(self.tasks[server]))
@@ -165,33 +171,66 @@ def _connect(me: Identity, task: Any, deadline: float) -> Link:
 
 
 class Placed:
-    """The variables of a model on the servers: cuts arrays for the way there, and joins those that come back."""
+    """The variables of a model on the servers: cuts arrays for the way there, and joins those that come back.
 
-    def __init__(self, variables: Sequence[Variable], shards: Sequence[Shard], servers: int):
+    Args:
+        tables: numbers of the variables of which single rows travel.
+    """
+
+    def __init__(
+        self, variables: Sequence[Variable], shards: Sequence[Shard], servers: int, tables: Sequence[int] = ()
+    ):
         self.variables = tuple(variables)
         self.shards = tuple(shards)
+        self.tables = tuple(tables)
         self.of_server = [tuple(s for s in shards if s.server == server) for server in range(servers)]
+        self.dense_of_server = [tuple(s for s in own if s.variable not in tables) for own in self.of_server]
+        self.tables_of_server = [tuple(s for s in own if s.variable in tables) for own in self.of_server]
         self._pieces = [[s for s in shards if s.variable == index] for index in range(len(variables))]
 
-    def cut(self, arrays: Sequence[Array], server: int) -> list[Array]:
-        """The parts of the variables' arrays that are this server's, in its order."""
-        return [rows(arrays[shard.variable], shard) for shard in self.of_server[server]]
+    def cut(self, arrays: Sequence[Array | Rows | None], server: int) -> list[Array]:
+        """The parts of the variables' arrays that are this server's, in its order; of `Rows` their numbers and their
+        values, of None nothing."""
+        parts: list[Array] = []
+        for shard in self.of_server[server]:
+            whole = arrays[shard.variable]
+            if isinstance(whole, Rows):
+                parts += cut(whole, shard)
+            elif whole is not None:
+                parts.append(rows(whole, shard))
+        return parts
 
-    def join(self, parts: Sequence[Sequence[Array]]) -> list[Array]:
-        """The variables' arrays from the parts of all servers."""
-        by_shard = {
-            shard: array
-            for shards, arrays in zip(self.of_server, parts, strict=True)
-            for shard, array in zip(shards, arrays, strict=True)
-        }
+    def join(self, parts: Sequence[Sequence[Array]]) -> list[Array | None]:
+        """The variables' arrays from the parts of all servers; None for tables."""
+        by_shard = _by_shard(self.dense_of_server, parts)
         return [
-            by_shard[pieces[0]] if len(pieces) == 1 else np.concatenate([by_shard[piece] for piece in pieces])
-            for pieces in self._pieces
+            None if index in self.tables else _joined([by_shard[piece] for piece in pieces])
+            for index, pieces in enumerate(self._pieces)
+        ]
+
+    def join_tables(self, parts: Sequence[Sequence[Array]]) -> list[Array]:
+        """For each table the rows that the servers sent, or all of them; the parts may be flat."""
+        by_shard = _by_shard(self.tables_of_server, parts)
+        return [
+            _joined([by_shard[piece].reshape(-1, *self.variables[table].shape[1:]) for piece in self._pieces[table]])
+            for table in self.tables
         ]
 
     def shaped(self, server: int, arrays: Sequence[Array]) -> list[Array]:
-        """A server's flat arrays in the shapes of its shards; none, if it sent none."""
+        """A server's flat arrays in the shapes of its shards, tables excepted; none, if it sent none."""
         return [
             array.reshape(shard_shape(self.variables[s.variable], s))
-            for s, array in zip(self.of_server[server], arrays, strict=False)
+            for s, array in zip(self.dense_of_server[server], arrays, strict=False)
         ]
+
+
+def _by_shard(of_server: Sequence[Sequence[Shard]], parts: Sequence[Sequence[Array]]) -> dict[Shard, Array]:
+    return {
+        shard: array
+        for shards, arrays in zip(of_server, parts, strict=True)
+        for shard, array in zip(shards, arrays, strict=True)
+    }
+
+
+def _joined(pieces: Sequence[Array]) -> Array:
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)

@@ -32,6 +32,8 @@ from phalanx.parameter_server.messages import (
     Order,
     Pull,
     PullOptimizer,
+    PullRows,
+    PullTables,
     Push,
     Question,
     Refusal,
@@ -42,6 +44,7 @@ from phalanx.parameter_server.messages import (
     arrays_of,
     dtypes_of,
 )
+from phalanx.parameter_server.rows import NUMBER
 from phalanx.parameter_server.schedule import CHIEF, POLL_S, Schedule, Worker, lost
 from phalanx.parameter_server.store import Store
 from phalanx.transport.handshake import Hello, Welcome
@@ -225,14 +228,15 @@ class ParameterServer:
         timeout_s = self._me.settings.timeout_s
         match question:
             case Push():
-                version, values, extras, note = store.push(question, buffers)
+                version, values, rows, extras, note = store.push(question, buffers)
                 ticket = None
                 if self._is_head and question.gradients:
                     now = question.ticket
                     ticket = schedule.try_take(worker, incarnation, now.fit, now.epoch, now.era)
-                arrays = [*values, *extras]
+                arrays = [*values, *rows, *extras]
                 step = schedule.global_step
-                return Values(version, step, dtypes_of(arrays), len(values), note, ticket=ticket), arrays
+                dtypes, shards = dtypes_of(arrays), len(values)
+                return Values(version, step, dtypes, shards, note, ticket=ticket, rows=len(rows)), arrays
             case Take(fit, epoch, era, wait):
                 if wait:
                     return schedule.take(worker, incarnation, fit, epoch, era, timeout_s), ()
@@ -240,14 +244,20 @@ class ParameterServer:
             case Pull(fit, version):
                 newest, values = store.pull(fit, version)
                 return Values(newest, dtypes=dtypes_of(values), shards=len(values)), values
-            case PullOptimizer():
-                slots, state = store.optimizer_values()
+            case PullRows(fit):
+                rows = store.pull_rows(fit, arrays_of(buffers, [NUMBER.name] * len(buffers)))
+                return Values(store.version, dtypes=dtypes_of(rows), rows=len(rows)), rows
+            case PullTables(fit):
+                tables = store.pull_tables(fit)
+                return Values(store.version, dtypes=dtypes_of(tables), rows=len(tables)), tables
+            case PullOptimizer(with_tables):
+                slots, state = store.optimizer_values(tables=with_tables)
                 return Values(store.version, dtypes=dtypes_of(state), slots=slots), state
             case Declare():
                 store.declare(question, buffers)
             case Attach(fit, variables):
-                first_epoch = store.attach(fit, variables, self._me.settings.rendezvous_timeout_s)
-                return Values(schedule.era, first_epoch), ()
+                first_epoch, table_numbers = store.attach(fit, variables, self._me.settings.rendezvous_timeout_s)
+                return Values(schedule.era, first_epoch, tables=table_numbers), ()
             case SetRate(rate):
                 store.set_learning_rate(rate)
             case OpenEpoch(fit, epoch, steps):

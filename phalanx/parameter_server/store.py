@@ -18,18 +18,22 @@ from phalanx.cluster.agreement import first_difference
 from phalanx.errors import CollectiveTimeoutError, DisagreementError
 from phalanx.parameter_server.messages import Declare, Push, Rules, Ticket, arrays_of
 from phalanx.parameter_server.placement import Shard, Variable, shard_shape
+from phalanx.parameter_server.rows import Rows, weighted_sum
 from phalanx.parameter_server.schedule import CHIEF, POLL_S, Schedule, Worker
+from phalanx.parameter_server.tables import TableUpdater
 
 logger = logging.getLogger(__name__)
 
 Array = np.ndarray[Any, Any]
+Gradient = Array | Rows
+"""Of a shard, or of those rows of a table that have one."""
 
 
 @dataclass
 class _Joint:
     """A step of synchronous training whose contributions are coming in."""
 
-    contributions: dict[Worker, tuple[float, list[Array], list[Array]]] = field(default_factory=dict)
+    contributions: dict[Worker, tuple[float, list[Gradient], list[Array]]] = field(default_factory=dict)
     extras: list[Array] | None = None  # merged, when it is complete
     finite: bool = True
     given_up: bool = False  # the chief has begun anew
@@ -59,10 +63,15 @@ class Store:
         self._fit = -1
         self._declared: Declare | None = None
         self._shards: tuple[Shard, ...] = ()
-        self._updater: Updater | None = None
+        self._updater: Updater | TableUpdater | None = None
+        self._tables: list[Array] = []
         self._values: list[Array] = []
         self._joints: dict[_Key, _Joint] = {}
-        self._before: tuple[int, list[Array]] = (-1, [])  # the last values of the `fit` before
+        self._before: tuple[int, list[Array], list[Array]] = (
+            -1,
+            [],
+            [],
+        )  # the last values and tables of the one before
         self._newest: dict[Worker, int] = {}  # the newest step that each worker has pushed
         self._completed: dict[_Key, None] = {}  # the newest, in the order in which they were completed
         self._forgotten: _Key = (-1, -1)  # no merge up to this one is remembered
@@ -76,7 +85,7 @@ class Store:
         """The chief's model: values of the shards, then those of the optimizer's variables."""
         model = message.model
         with self._changed:
-            self._before = (self._fit, self._values)
+            self._before = (self._fit, self._values, self._tables)
             self._shards = tuple(shard for shard in model.shards if shard.server == self._index)
             own = [model.variables[shard.variable] for shard in self._shards]
             values = arrays_of(buffers[: len(own)], [variable.dtype for variable in own])
@@ -84,8 +93,14 @@ class Store:
                 Piece(v.path, value.reshape(shard_shape(v, s)), model.constraints[s.variable], model.decays[s.variable])
                 for s, v, value in zip(self._shards, own, values, strict=True)
             ]
+            tables = [number for number, shard in enumerate(self._shards) if shard.variable in model.tables]
+            self._updater, self._values, self._tables = None, [], []  # a server may have nothing of this model
             if pieces:
-                self._updater = make_updater(model.optimizer, pieces)
+                if tables:
+                    self._updater = TableUpdater(model.optimizer, pieces, tables)
+                    self._tables = self._updater.tables()
+                else:
+                    self._updater = make_updater(model.optimizer, pieces)
                 state = dict(zip(message.slots, buffers[len(pieces) :], strict=True))
                 self._updater.load_optimizer(
                     [
@@ -105,8 +120,8 @@ class Store:
             self._schedule.begin(message.rules, message.fit)
             self._changed.notify_all()
 
-    def attach(self, fit: int, variables: tuple[Variable, ...], timeout_s: float) -> int:
-        """Wait until the chief has declared this `fit`; compare the models. Returns the first epoch.
+    def attach(self, fit: int, variables: tuple[Variable, ...], timeout_s: float) -> tuple[int, tuple[int, ...]]:
+        """Wait until the chief has declared this `fit`; compare the models. Returns the first epoch, and the tables.
 
         Raises: DisagreementError naming the first variable that differs.
         """
@@ -122,7 +137,7 @@ class Store:
                     f"The model is not the same on all tasks: {difference} Every task must build the same model, in "
                     f"the same order."
                 )
-            return self._declared.first_epoch
+            return self._declared.first_epoch, self._declared.model.tables
 
     # Values.
 
@@ -133,9 +148,24 @@ class Store:
                 return version, self._before[1]
             return self.version, [] if version == self.version else self._values
 
-    def optimizer_values(self) -> tuple[tuple[Slot, ...], list[Array]]:
-        """The optimizer's variables, and what each is."""
+    def pull_rows(self, fit: int, wanted: Sequence[Array]) -> list[Array]:
+        """Rows of the tables of this `fit`, by their numbers."""
         with self._changed:
+            return _gather(self._tables_of(fit), wanted)
+
+    def pull_tables(self, fit: int) -> list[Array]:
+        """The tables of this `fit`, whole."""
+        with self._changed:
+            return [table.copy() for table in self._tables_of(fit)]
+
+    def _tables_of(self, fit: int) -> list[Array]:
+        return self._before[2] if fit < self._fit and fit == self._before[0] else self._tables
+
+    def optimizer_values(self, *, tables: bool = True) -> tuple[tuple[Slot, ...], list[Array]]:
+        """The optimizer's variables, and what each is; without `tables` only those that belong to none."""
+        with self._changed:
+            if isinstance(self._updater, TableUpdater) and not tables:
+                return self._updater.without_tables()
             return (self._updater.slots, self._updater.optimizer_values()) if self._updater else ((), [])
 
     def set_learning_rate(self, rate: float) -> None:
@@ -145,39 +175,48 @@ class Store:
 
     # Updates.
 
-    def push(self, message: Push, buffers: Sequence[memoryview]) -> tuple[int, list[Array], list[Array], str]:
+    def push(
+        self, message: Push, buffers: Sequence[memoryview]
+    ) -> tuple[int, list[Array], list[Array], list[Array], str]:
         """Apply gradients, alone or with those of the others.
 
-        Returns: the version, the values, the merged extras (synchronous training only), and a note for the log.
+        Returns: the version, the values, the rows that are wanted, the merged extras (synchronous training only), and a
+            note for the log.
         """
         with self._changed:
             assert self._declared is not None, "a ticket is given after the declaration"
             rules = self._declared.rules
             if message.ticket.era != self._schedule.era:
                 extras = arrays_of(buffers, message.dtypes)[len(buffers) - len(message.extras) :]
-                return self.version, [], extras, "it was of a `fit` that is over, or was begun anew"
-            gradients, extras = self._arrays(message, buffers)
+                return self.version, [], [], extras, "it was of a `fit` that is over, or was begun anew"
+            gradients, wanted, extras = self._arrays(message, buffers)
             if rules.synchronous:
                 extras, note = self._push_jointly(message, gradients, extras, rules)
-                return self.version, self._values if message.gradients else [], extras, note
+                return self.version, self._values if message.gradients else [], self._wanted(wanted), extras, note
             note = self._apply(gradients, rules, message.ticket, finite=message.finite)
-            return self.version, self._values, [], note
+            return self.version, self._values, self._wanted(wanted), [], note
 
-    def _arrays(self, message: Push, buffers: Sequence[memoryview]) -> tuple[list[Array], list[Array]]:
-        """The gradients in the shards' shapes and dtypes, and the extras, flat."""
+    def _arrays(self, message: Push, buffers: Sequence[memoryview]) -> tuple[list[Gradient], list[Array], list[Array]]:
+        """The gradients in the shards' shapes and dtypes, the numbers of the rows wanted, and the extras, flat."""
         assert self._declared is not None
-        variables = self._declared.model.variables
-        flat = arrays_of(buffers, message.dtypes)
-        shards = self._shards if message.gradients else ()
-        gradients = [
-            array.astype(variables[shard.variable].dtype, copy=False).reshape(
-                shard_shape(variables[shard.variable], shard)
-            )
-            for array, shard in zip(flat, shards, strict=False)
-        ]
-        return gradients, flat[len(shards) :]
+        model = self._declared.model
+        flat = iter(arrays_of(buffers, message.dtypes))
+        gradients: list[Gradient] = []
+        for shard in self._shards if message.gradients else ():
+            variable = model.variables[shard.variable]
+            if shard.variable in model.tables:
+                numbers = next(flat)
+                values = next(flat).astype(variable.dtype, copy=False)
+                gradients.append(Rows(numbers, values.reshape(len(numbers), *variable.shape[1:])))
+            else:
+                gradients.append(next(flat).astype(variable.dtype, copy=False).reshape(shard_shape(variable, shard)))
+        wanted = [next(flat) for _ in self._tables] if message.wants else []
+        return gradients, wanted, list(flat)
 
-    def _apply(self, gradients: Sequence[Array], rules: Rules, ticket: Ticket, *, finite: bool) -> str:
+    def _wanted(self, numbers: Sequence[Array]) -> list[Array]:
+        return _gather(self._tables, numbers) if numbers else []
+
+    def _apply(self, gradients: Sequence[Gradient], rules: Rules, ticket: Ticket, *, finite: bool) -> str:
         """One update by the optimizer; what went wrong, for the log."""
         note = ""
         if rules.refuse_nan and not finite:
@@ -193,7 +232,7 @@ class Store:
         return note
 
     def _push_jointly(
-        self, message: Push, gradients: list[Array], extras: list[Array], rules: Rules
+        self, message: Push, gradients: list[Gradient], extras: list[Array], rules: Rules
     ) -> tuple[list[Array], str]:
         """Wait for the other members' parts; the last one merges. Returns the merged extras and a note."""
         ticket, key = message.ticket, (message.ticket.serial, message.phase)
@@ -251,7 +290,7 @@ class Store:
         }
         if message.gradients:
             columns = zip(*[gradients for _, gradients, _ in parts], strict=True)
-            merged = [_weighted_sum(column, shares) for column in columns]
+            merged = [_mean(column, shares) for column in columns]
             self._apply(merged, rules, message.ticket, finite=joint.finite)
         columns = zip(*[extras for _, _, extras in parts], strict=True)
         joint.extras = [
@@ -262,6 +301,18 @@ class Store:
         """Somebody came or left: those who wait look again."""
         with self._changed:
             self._changed.notify_all()
+
+
+def _mean(gradients: Sequence[Gradient], weights: Sequence[float]) -> Gradient:
+    rows = [gradient for gradient in gradients if isinstance(gradient, Rows)]
+    if rows:
+        return weighted_sum(rows, weights)
+    return _weighted_sum([gradient for gradient in gradients if not isinstance(gradient, Rows)], weights)
+
+
+def _gather(tables: Sequence[Array], wanted: Sequence[Array]) -> list[Array]:
+    """Copies of rows of each table."""
+    return [table[numbers] for table, numbers in zip(tables, wanted, strict=True)]
 
 
 def _weighted_sum(arrays: Sequence[Array], weights: Sequence[float]) -> Array:

@@ -49,6 +49,9 @@ class ParameterServerStrategy(Strategy):
         staleness: in asynchronous training, how many steps a worker may be ahead of the slowest. None: any number.
         refuse_nan: leave out updates with values that are not finite, say so and count them; False: apply what comes.
         compression: "float16" or "bfloat16": gradients travel in this dtype.
+        embedding_rows: whether only those rows of an `Embedding` travel that a batch uses. "auto": of tables from 1 MiB
+            with at least 16 times as many rows as a batch looks up; True: of all where it can be done; False: of none.
+            The optimizer then leaves alone what belongs to the other rows: see docs/parameter_servers.md.
 
     Raises:
         ConfigurationError: the cluster is described wrongly or has no `ps`.
@@ -66,6 +69,7 @@ class ParameterServerStrategy(Strategy):
         staleness: int | None = None,
         refuse_nan: bool = True,
         compression: str | None = None,
+        embedding_rows: bool | str = "auto",
     ):
         resolver = cluster_resolver or resolve()
         me = _identify(resolver)
@@ -75,10 +79,18 @@ class ParameterServerStrategy(Strategy):
         rules = _rules(me, synchronous, replicas_to_aggregate, staleness, refuse_nan)
         if compression is not None and compression not in WIRE_DTYPES:
             raise ConfigurationError(f"compression is {compression!r}; write {' or '.join(map(repr, WIRE_DTYPES))}.")
+        if embedding_rows not in ("auto", True, False):
+            raise ConfigurationError(f"embedding_rows is {embedding_rows!r}; write True, False or 'auto'.")
         super().__init__(alone(), resolver)
         self._worker: ServerWorker | None = None
         if me.task.type != EVALUATOR:
-            self._worker = _join(me, rules, variable_partitioner, compression)
+            self._worker = _join(
+                me,
+                rules,
+                variable_partitioner,
+                compression,
+                embedding_rows if embedding_rows == "auto" else bool(embedding_rows),
+            )
 
     @property
     def _member(self) -> hook.Member:
@@ -103,6 +115,16 @@ class ParameterServerStrategy(Strategy):
         """How many updates the job had made when this worker's last one was applied. Not contiguous: others make
         updates in between."""
         return 0 if self._worker is None else self._worker.global_step
+
+    @property
+    def bytes_sent(self) -> int:
+        """What this worker has sent to the servers until now."""
+        return 0 if self._worker is None else self._worker.client.bytes_sent
+
+    @property
+    def bytes_received(self) -> int:
+        """What the servers have sent to this worker until now."""
+        return 0 if self._worker is None else self._worker.client.bytes_received
 
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         raise UnsupportedError(
@@ -152,7 +174,13 @@ def serve(me: Identity) -> None:
 _member: tuple[ClusterSpec, ServerWorker] | None = None
 
 
-def _join(me: Identity, rules: Rules, partitioner: Partitioner | None, compression: str | None) -> ServerWorker:
+def _join(
+    me: Identity,
+    rules: Rules,
+    partitioner: Partitioner | None,
+    compression: str | None,
+    embedding_rows: bool | str,
+) -> ServerWorker:
     """This process's place: taken now, or, if a strategy has taken it before, the same one under the new rules."""
     global _member
     if _member is None:
@@ -165,6 +193,7 @@ def _join(me: Identity, rules: Rules, partitioner: Partitioner | None, compressi
             rules=rules,
             partitioner=partitioner,
             compression=compression,
+            embedding_rows=embedding_rows,
             seed=f"{me.settings.seed} {me.settings.job_id}",
         )
         _member = (me.spec, worker)
@@ -177,6 +206,7 @@ def _join(me: Identity, rules: Rules, partitioner: Partitioner | None, compressi
             f"belongs to one cluster."
         )
     worker.rules, worker.partitioner, worker.compression = rules, partitioner, compression
+    worker.embedding_rows = embedding_rows
     return worker
 
 

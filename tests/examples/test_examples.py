@@ -130,3 +130,14 @@ def test_workers_share_the_steps_of_a_line(run: Run) -> None:
     assert all(len(steps) > 1 for steps in made), "both workers train"
     again = run("--ps", 1, "examples/parameter_server_linear.py", "--epochs", 12, workers=2)
     assert "steps 200:" in again, "it goes on from the backup"
+
+
+@each_backend(slow_after_the_first=True)
+def test_rows_of_a_large_table_travel_alone(run: Run, backend: str) -> None:
+    small = ("examples/embedding_rows.py", "--samples", 20_000, "--verbose", 0, "--users", 200_000)
+    output = run("--ps", 1, *small, workers=2, backend=backend)
+    assert percent(output, "test accuracy") > 60
+    numbers = re.search(r"a step sends ([\d,]+) bytes and receives ([\d,]+)", output).groups()
+    whole = int(re.search(r"the whole model is ([\d,]+) bytes", output)[1].replace(",", ""))
+    assert all(int(number.replace(",", "")) < whole / 100 for number in numbers)
+    assert not said_by("worker/1", output), "only the chief prints"
