@@ -67,7 +67,7 @@ class Table:
 
     @property
     def bytes(self) -> int:
-        return math.prod(self.variable.shape) * int(np.dtype(self.variable.dtype).itemsize)
+        return int(math.prod(self.variable.shape) * np.dtype(self.variable.dtype).itemsize)
 
 
 def find_tables(model: Any, slots: Sequence[Slot]) -> list[Table]:

@@ -104,7 +104,16 @@ def data(case: Case) -> tuple[Any, Any]:
     return {"user": users, "items": items}, y
 
 
-def _train(case: Case, scope: Any) -> dict[str, Any]:
+def _with_summed_gradients(optimizer: Any) -> None:
+    """Keras on TensorFlow squares the gradients of a row that a batch looks up twice one by one, where it clips or
+    divides by them; on the other backends, and here, their sum is squared."""
+    import tensorflow as tf
+
+    apply = optimizer.apply
+    vars(optimizer)["apply"] = lambda grads, variables=None: apply([tf.convert_to_tensor(g) for g in grads], variables)
+
+
+def _train(case: Case, scope: Any, *, plain: bool = False) -> dict[str, Any]:
     import keras
     import numpy as np
 
@@ -114,6 +123,8 @@ def _train(case: Case, scope: Any) -> dict[str, Any]:
     with scope:
         model = (case.model or two_tables)(keras)
         model.compile(case.optimizer(keras), "mse", metrics=["mae"])
+    if plain and keras.backend.backend() == "tensorflow":
+        _with_summed_gradients(model.optimizer)
     options = dict(case.fit)
     seen: list[Any] = []
     callbacks = []
@@ -156,7 +167,7 @@ def main() -> None:
         loaded = _count_loads(embedding_rows.EmbeddingRows)
         found = {"job": _train(case, strategy.scope()), "tables": set(loaded)}
         if strategy.is_chief:
-            found["plain"] = _train(case, contextlib.nullcontext())
+            found["plain"] = _train(case, contextlib.nullcontext(), plain=True)
         (folder / f"{name}.{strategy.rank}").write_bytes(pickle.dumps(found))
 
 
