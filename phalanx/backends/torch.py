@@ -204,7 +204,7 @@ class TorchEngine:
                 variable.value.copy_(_from_host(value))
 
     def retrace(self) -> None:
-        pass  # nothing holds variables from step to step
+        self._layouts.clear()
 
     def test(self, data: Batch, share: float) -> None:
         before = None if share else [variable.value.clone() for variable in self._metrics]
