@@ -72,6 +72,9 @@ CASES = {
         lambda keras: keras.optimizers.SGD(0.5, global_clipnorm=0.05), strategy={"variable_partitioner": 2}
     ),
     "alone_looking_at_epochs": Case(lambda keras: keras.optimizers.SGD(0.5), fit={"looks": True}),
+    "alone_looking_at_batches": Case(lambda keras: keras.optimizers.SGD(0.5), fit={"predicts": True}),
+    "alone_twice": Case(lambda keras: keras.optimizers.SGD(0.5), fit={"twice": True}),
+    "alone_from_a_generator": Case(lambda keras: keras.optimizers.SGD(0.5), fit={"generator": True, "epochs": 1}),
     "sequential": Case(lambda keras: keras.optimizers.SGD(0.5), model=sequential),
     "one_server": Case(lambda keras: keras.optimizers.Adagrad(0.1, global_clipnorm=0.1), servers=1),
     "lazy_adam": Case(lambda keras: keras.optimizers.Adam(0.05), model=only_rows, fit={"shuffle": False}, exact=False),
@@ -83,7 +86,11 @@ CASES = {
     ),
     "asynchronous": Case(lambda keras: keras.optimizers.Adam(0.02), workers=2, fit={"epochs": 8}, exact=False),
     "bounded_staleness": Case(
-        lambda keras: keras.optimizers.Adam(0.02), workers=2, strategy={"staleness": 1}, fit={"epochs": 8}, exact=False
+        lambda keras: keras.optimizers.Adam(0.02),
+        workers=2,
+        strategy={"staleness": 1, "compression": "float16"},
+        fit={"epochs": 8},
+        exact=False,
     ),
 }
 
@@ -102,6 +109,12 @@ def data(case: Case) -> tuple[Any, Any]:
     if case.model is only_rows:
         return users, np.sin(users + np.arange(3)).astype("float32")
     return {"user": users, "items": items}, y
+
+
+def _batches(x: dict[str, Any], y: Any) -> Any:
+    for start in range(0, SAMPLES, BATCH):
+        rows = slice(start, start + BATCH)
+        yield {name: numbers[rows] for name, numbers in x.items()}, y[rows]
 
 
 def _with_summed_gradients(optimizer: Any) -> None:
@@ -131,14 +144,26 @@ def _train(case: Case, scope: Any, *, plain: bool = False) -> dict[str, Any]:
     if options.pop("looks", False):
         note = lambda epoch, logs: seen.append([np.array(weight) for weight in model.get_weights()])  # noqa: E731
         callbacks.append(keras.callbacks.LambdaCallback(on_epoch_end=note))
+    if options.pop("predicts", False):
+        some = {name: numbers[:7] for name, numbers in x.items()}
+
+        class Predict(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+                if batch in (1, 4):
+                    seen.append(np.array(self.model.predict_on_batch(some)))
+
+        callbacks.append(Predict())
     if case.model is sequential:
         model.build((None, LENGTH + 1))
     start = [np.array(weight) for weight in model.get_weights()]
-    history = model.fit(
-        x,
-        y,
-        **{"batch_size": BATCH, "epochs": 2, "verbose": 0, "validation_data": (x, y), "callbacks": callbacks} | options,
-    )
+    given = {"x": x, "y": y, "batch_size": BATCH, "epochs": 2, "verbose": 0, "validation_data": (x, y)}
+    if options.pop("generator", False):
+        given |= {"x": _batches(x, y), "y": None, "batch_size": None}
+    twice = options.pop("twice", False)
+    history = model.fit(**{**given, "callbacks": callbacks, **options})
+    if twice:
+        seen.append(history.history)
+        history = model.fit(**{**given, **options})
     state = [np.array(keras.ops.convert_to_numpy(variable)) for variable in model.optimizer.variables]
     return {
         "start": start,
