@@ -60,6 +60,14 @@ class Engine(Protocol):
         """One training step on the global batch, of which `data` is this rank's part."""
         ...
 
+    def write(self, values: Sequence[tuple[Any, Array]]) -> None:
+        """Give variables of the model these values, for the next step."""
+        ...
+
+    def retrace(self) -> None:
+        """Call between `end` and `begin` where variables of the model have been exchanged for others."""
+        ...
+
     def logs(self) -> Mapping[str, Any]:
         """The merged logs of the last training step, formed only when they are wanted."""
         ...

@@ -39,6 +39,7 @@ from phalanx.backends.tensors import HostFunction
 from phalanx.backends.updater import Updater
 from phalanx.errors import UnsupportedError
 
+Array = np.ndarray[Any, Any]
 Values = list[Any]
 
 
@@ -110,14 +111,17 @@ class JaxEngine:
         self._model = model
         self._merge = merge
         self._compiled = bool(model.jit_compile) and not model.run_eagerly
-        self._gradients = _Step(self._trace_gradients, self._jit, merge)
-        self._test = _Step(self._trace_test, self._jit, merge, donate=(2,))
         self._predict = self._jit(model.predict_step)
+        self.retrace()
+        self._logs: dict[str, Any] = {}
+        self._test_logs: dict[str, Any] = {}
+
+    def retrace(self) -> None:
+        self._gradients = _Step(self._trace_gradients, self._jit, self._merge)
+        self._test = _Step(self._trace_test, self._jit, self._merge, donate=(2,))
         self._recipe: _Recipe | None = None
         self._update: Callable[..., Any] | None = None
         self._silent: frozenset[str] | None = None
-        self._logs: dict[str, Any] = {}
-        self._test_logs: dict[str, Any] = {}
 
     @property
     def builds_from_a_batch(self) -> bool:
@@ -134,6 +138,7 @@ class JaxEngine:
     def begin(self) -> None:
         # Keras's own convention: True says that the variables hold the newest values.
         self._model._jax_state_synced = True
+        self._places: dict[int, tuple[int, int]] = {}
 
     def end(self) -> None:
         self._model.jax_state_sync()
@@ -150,10 +155,24 @@ class JaxEngine:
             self._silent = model_state.still_silent(before, self._model, recipe.read(flats)[2])
             if self._update is None or self._silent != before:
                 self._update = self._jit(self._trace_update(recipe, self._silent), donate=(0, 1, 2))
-        trainable, optimizer, metrics, state, self._logs = self._update(trainable, optimizer, metrics, flats)
+        # Where servers make the update, what the optimizer keeps stays as it is here, and need not pass through.
+        own = [] if self._merge.updates else optimizer
+        trainable, updated, metrics, state, self._logs = self._update(trainable, own, metrics, flats)
+        optimizer = optimizer if self._merge.updates else updated
         for index, value in [*zip(recipe.state, state, strict=True), *local.private.items()]:
             non_trainable[index] = value
         self._keep(trainable, non_trainable, optimizer, metrics)
+
+    def write(self, values: Sequence[tuple[Any, Array]]) -> None:
+        trainable, non_trainable, optimizer, metrics = self._state(with_optimizer=True)
+        lists = [list(trainable), non_trainable]
+        if not self._places:
+            kinds = (self._model.trainable_variables, self._model.non_trainable_variables)
+            self._places = {id(v): (kind, n) for kind, variables in enumerate(kinds) for n, v in enumerate(variables)}
+        for variable, value in values:
+            kind, number = self._places[id(variable)]
+            lists[kind][number] = jnp.array(value)  # a copy: steps may donate it
+        self._keep(lists[0], lists[1], optimizer, metrics)
 
     def logs(self) -> Mapping[str, Any]:
         return self._logs
@@ -447,11 +466,16 @@ class JaxUpdater(Updater):
     def values(self) -> list[Any]:
         return [np.asarray(value) for value in self._values]
 
-    def optimizer_values(self) -> list[Any]:
-        return [np.array(value) for value in self._state]
+    def load(self, values: Mapping[int, Any], state: Mapping[int, Any]) -> None:
+        # Copies: what JAX is given it may keep and reuse.
+        self._values, self._state = list(self._values), list(self._state)
+        for number, value in values.items():
+            self._values[number] = jnp.array(value, self._values[number].dtype)
+        for number, value in state.items():
+            self._state[number] = jnp.array(value, self._state[number].dtype)
 
-    def load_optimizer(self, values: Sequence[Any]) -> None:
-        self._state = [jnp.array(value, old.dtype) for value, old in zip(values, self._state, strict=True)]
+    def fetch(self, values: Sequence[int], state: Sequence[int]) -> tuple[list[Any], list[Any]]:
+        return [np.asarray(self._values[n]) for n in values], [np.asarray(self._state[n]) for n in state]
 
     def set_learning_rate(self, rate: float) -> None:
         variable = self.optimizer._learning_rate

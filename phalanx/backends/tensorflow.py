@@ -241,6 +241,13 @@ class TensorFlowEngine:
         dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors))
         return _cut(tensors, tf.numpy_function(merge, tensors, dtypes))
 
+    def write(self, values: Sequence[tuple[Any, Array]]) -> None:
+        for variable, value in values:
+            variable.assign(value)
+
+    def retrace(self) -> None:
+        self._make_functions(xla=self._xla)
+
     def test(self, data: Batch, share: float) -> None:
         before = None if share else [tf.identity(variable.value) for variable in self._metrics]
         logs = self._run("_test", data, share)
@@ -347,12 +354,15 @@ class TensorFlowUpdater(Updater):
     def values(self) -> list[Any]:
         return [np.array(variable.value) for variable in self.variables]
 
-    def optimizer_values(self) -> list[Any]:
-        return [np.array(variable.value) for variable in self.optimizer.variables]
+    def load(self, values: Mapping[int, Any], state: Mapping[int, Any]) -> None:
+        for number, value in values.items():
+            self.variables[number].assign(value)
+        for number, value in state.items():
+            self.optimizer.variables[number].assign(value)
 
-    def load_optimizer(self, values: Sequence[Any]) -> None:
-        for variable, value in zip(self.optimizer.variables, values, strict=True):
-            variable.assign(value)
+    def fetch(self, values: Sequence[int], state: Sequence[int]) -> tuple[list[Any], list[Any]]:
+        own = self.optimizer.variables
+        return [np.asarray(self.variables[n].value) for n in values], [np.asarray(own[n].value) for n in state]
 
 
 class TensorFlowTensors:

@@ -198,6 +198,14 @@ class TorchEngine:
         device = gradients[0].device if gradients else None
         return [_from_host(array, device) for array in merged]
 
+    def write(self, values: Sequence[tuple[Any, Array]]) -> None:
+        with torch.no_grad():
+            for variable, value in values:
+                variable.value.copy_(_from_host(value))
+
+    def retrace(self) -> None:
+        self._layouts.clear()
+
     def test(self, data: Batch, share: float) -> None:
         before = None if share else [variable.value.clone() for variable in self._metrics]
         self._share = share
@@ -302,13 +310,16 @@ class TorchUpdater(Updater):
     def values(self) -> list[Any]:
         return [_to_host(variable.value).copy() for variable in self.variables]
 
-    def optimizer_values(self) -> list[Any]:
-        return [_to_host(variable.value).copy() for variable in self.optimizer.variables]
-
-    def load_optimizer(self, values: Sequence[Any]) -> None:
+    def load(self, values: Mapping[int, Any], state: Mapping[int, Any]) -> None:
         with torch.no_grad():
-            for variable, value in zip(self.optimizer.variables, values, strict=True):
-                variable.value.copy_(_from_host(np.asarray(value)))
+            for number, value in values.items():
+                self.variables[number].value.copy_(_from_host(np.asarray(value)))
+            for number, value in state.items():
+                self.optimizer.variables[number].value.copy_(_from_host(np.asarray(value)))
+
+    def fetch(self, values: Sequence[int], state: Sequence[int]) -> tuple[list[Any], list[Any]]:
+        own = self.optimizer.variables
+        return [_to_host(self.variables[n].value) for n in values], [_to_host(own[n].value) for n in state]
 
 
 class TorchTensors:

@@ -8,9 +8,10 @@ there are several servers, of the workers.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -87,7 +88,7 @@ class Updater(ABC):
         """What the backend needs before the first update."""
 
     @abstractmethod
-    def apply(self, gradients: Sequence[Array]) -> None:
+    def apply(self, gradients: Sequence[Any]) -> None:
         """One update; the gradients are in the order of the pieces."""
 
     @abstractmethod
@@ -95,12 +96,20 @@ class Updater(ABC):
         """The pieces' present values."""
 
     @abstractmethod
-    def optimizer_values(self) -> list[Array]:
-        """The values of the optimizer's variables, in the order of `slots`."""
+    def load(self, values: Mapping[int, Array], state: Mapping[int, Array]) -> None:
+        """Give some pieces, and some of the optimizer's variables, other values; by their numbers."""
 
     @abstractmethod
+    def fetch(self, values: Sequence[int], state: Sequence[int]) -> tuple[list[Array], list[Array]]:
+        """Values of some pieces, and of some of the optimizer's variables; to be read before the next update."""
+
+    def optimizer_values(self) -> list[Array]:
+        """The values of the optimizer's variables, in the order of `slots`."""
+        return [np.array(value) for value in self.fetch((), range(len(self.slots)))[1]]
+
     def load_optimizer(self, values: Sequence[Array]) -> None:
         """Give the optimizer's variables these values, in the order of `slots`."""
+        self.load({}, dict(enumerate(values)))
 
     def set_learning_rate(self, rate: float) -> None:
         """The learning rate from now on; a schedule stays what it is."""
@@ -124,7 +133,11 @@ def build_noting_slots(optimizer: Any, variables: Sequence[Any]) -> tuple[Slot, 
         optimizer.build(variables)
     finally:
         del vars(optimizer)["add_variable_from_reference"]
-    return tuple(found.get(id(variable), Slot(-1, variable.name)) for variable in optimizer.variables)
+    # Keras numbers variables without a name (Nadam has one) through the whole process.
+    return tuple(
+        found.get(id(variable), Slot(-1, re.sub(r"^variable_\d+$", "variable", variable.name)))
+        for variable in optimizer.variables
+    )
 
 
 def slots_of_model(optimizer: Any, variables: Sequence[Any]) -> tuple[Slot, ...]:
@@ -164,6 +177,26 @@ def check_optimizer(optimizer: Any, *, cut: bool, whole: bool, synchronous: bool
             "Adafactor does not say which of its variables belongs to which of the model's, so servers cannot keep its "
             "state. Use another optimizer."
         )
+
+
+def why_not_by_rows(optimizer: Any, slots: Sequence[Slot], variable: int, shape: Sequence[int]) -> str:
+    """Why an optimizer cannot update single rows of a variable, or "" if it can.
+
+    Args:
+        slots: of the built optimizer, as `slots_of_model` has them.
+        variable: number of the variable, of this `shape`.
+    """
+    name = type(optimizer).__name__
+    if name in _OF_WHOLE_VARIABLES:
+        return f"{name} looks at a variable as a whole"
+    if optimizer.use_ema:
+        return f"{name} averages weights (use_ema), those of all rows at every step"
+    if optimizer.gradient_accumulation_steps:
+        return f"{name} accumulates gradients over several steps"
+    own = [v for v, slot in zip(optimizer.variables, slots, strict=True) if slot.variable == variable]
+    if any(tuple(v.shape) != tuple(shape) for v in own):
+        return f"{name} keeps more for it than a value for each weight"
+    return ""
 
 
 def clipped(optimizer: Any, gradients: Sequence[Array]) -> list[Array]:

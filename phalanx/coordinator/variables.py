@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import keras
@@ -140,7 +140,7 @@ class WorkerVariables:
         self._merge = ServerMerge(worker, trainers)
         self._served: Served | None = None
         self._numbers: dict[int, int] = {}
-        self._assigned: list[Array] | None = None
+        self._assigned: Sequence[Array | None] | None = None
         self.failure: PhalanxError | None = None
         for _, optimizer in worker.made.optimizers():
             hook.redirect(optimizer, self._refuse)

@@ -43,6 +43,7 @@ from phalanx.parameter_server.messages import (
     Values,
 )
 from phalanx.parameter_server.placement import Shard, Variable, rows, shard_shape
+from phalanx.parameter_server.rows import Rows, cut
 from phalanx.parameter_server.schedule import CHIEF, lost
 from phalanx.transport.dial import RefusedError, retry_delay_s
 from phalanx.transport.handshake import Welcome
@@ -79,6 +80,7 @@ class Client:
     Attributes:
         starting: whether an answer may have to wait for tasks that are only starting.
         whereabouts: what to tell a server, given its number, that comes back in the middle of a `fit`; else None.
+        bytes_sent, bytes_received: of all messages until now, those through shared memory included.
 
     Raises:
         RendezvousError: a server did not come in time.
@@ -91,6 +93,7 @@ class Client:
         self._copied = copied
         self.starting = True
         self.whereabouts: Callable[[int], Sequence[Asked]] | None = None
+        self.bytes_sent = self.bytes_received = 0
         self.tasks = tuple(task for task in me.spec.tasks if task.type == PS)
         deadline = time.monotonic() + me.settings.rendezvous_timeout_s
         self._links: list[Link] = []
@@ -157,11 +160,10 @@ class Client:
             lengths = lanes.write(TO_SERVER, buffers)
             if lengths:
                 question, buffers = msgspec.structs.replace(question, lengths=lengths), ()
-        self._links[server].send(
-            _encode(question),
-            [np.ascontiguousarray(buffer) for buffer in buffers],
-            deadline=time.monotonic() + self._me.settings.timeout_s,
-        )
+                self.bytes_sent += sum(lengths)
+        header, arrays = _encode(question), [np.ascontiguousarray(buffer) for buffer in buffers]
+        self.bytes_sent += len(header) + sum(array.nbytes for array in arrays)
+        self._links[server].send(header, arrays, deadline=time.monotonic() + self._me.settings.timeout_s)
 
     def _receive(self, server: int) -> tuple[Answer, list[memoryview]]:
         # More than the time after which the servers themselves give up on somebody, and say whom.
@@ -169,10 +171,12 @@ class Client:
         patience_s = max(settings.timeout_s, settings.rendezvous_timeout_s) if self.starting else settings.timeout_s
         deadline = time.monotonic() + settings.timeout_s + patience_s
         header, buffers = self._links[server].receive(deadline=deadline)
+        self.bytes_received += len(header) + sum(buffer.nbytes for buffer in buffers)
         answer = _ANSWERS.decode(header)
         if isinstance(answer, Values):
             self._alone[server] = answer.alone
             if answer.lengths:
+                self.bytes_received += sum(answer.lengths)
                 return answer, self._lanes[server].read(answer.place, answer.lengths)
         return answer, buffers
 
@@ -345,17 +349,34 @@ def connect_one(
 
 
 class Placed:
-    """The variables of a model on the servers: cuts arrays for the way there, and joins those that come back."""
+    """The variables of a model on the servers: cuts arrays for the way there, and joins those that come back.
 
-    def __init__(self, variables: Sequence[Variable], shards: Sequence[Shard], servers: int):
+    Args:
+        tables: numbers of the variables of which single rows travel.
+    """
+
+    def __init__(
+        self, variables: Sequence[Variable], shards: Sequence[Shard], servers: int, tables: Sequence[int] = ()
+    ):
         self.variables = tuple(variables)
         self.shards = tuple(shards)
+        self.tables = tuple(tables)
         self.of_server = [tuple(s for s in shards if s.server == server) for server in range(servers)]
+        self.dense_of_server = [tuple(s for s in own if s.variable not in tables) for own in self.of_server]
+        self.tables_of_server = [tuple(s for s in own if s.variable in tables) for own in self.of_server]
         self._pieces = [[s for s in shards if s.variable == index] for index in range(len(variables))]
 
-    def cut(self, arrays: Sequence[Array], server: int) -> list[Array]:
-        """The parts of the variables' arrays that are this server's, in its order."""
-        return [rows(arrays[shard.variable], shard) for shard in self.of_server[server]]
+    def cut(self, arrays: Sequence[Array | Rows | None], server: int) -> list[Array]:
+        """The parts of the variables' arrays that are this server's, in its order; of `Rows` their numbers and their
+        values, of None nothing."""
+        parts: list[Array] = []
+        for shard in self.of_server[server]:
+            whole = arrays[shard.variable]
+            if isinstance(whole, Rows):
+                parts += cut(whole, shard)
+            elif whole is not None:
+                parts.append(rows(whole, shard))
+        return parts
 
     def lengths(self, shards: Sequence[Shard]) -> list[int]:
         """Of the shards, in bytes."""
@@ -364,21 +385,37 @@ class Placed:
             for s in shards
         ]
 
-    def join(self, parts: Sequence[Sequence[Array]]) -> list[Array]:
-        """The variables' arrays from the parts of all servers."""
-        by_shard = {
-            shard: array
-            for shards, arrays in zip(self.of_server, parts, strict=True)
-            for shard, array in zip(shards, arrays, strict=True)
-        }
+    def join(self, parts: Sequence[Sequence[Array]]) -> list[Array | None]:
+        """The variables' arrays from the parts of all servers; None for tables."""
+        by_shard = _by_shard(self.dense_of_server, parts)
         return [
-            by_shard[pieces[0]] if len(pieces) == 1 else np.concatenate([by_shard[piece] for piece in pieces])
-            for pieces in self._pieces
+            None if index in self.tables else _joined([by_shard[piece] for piece in pieces])
+            for index, pieces in enumerate(self._pieces)
+        ]
+
+    def join_tables(self, parts: Sequence[Sequence[Array]]) -> list[Array]:
+        """For each table the rows that the servers sent, or all of them; the parts may be flat."""
+        by_shard = _by_shard(self.tables_of_server, parts)
+        return [
+            _joined([by_shard[piece].reshape(-1, *self.variables[table].shape[1:]) for piece in self._pieces[table]])
+            for table in self.tables
         ]
 
     def shaped(self, server: int, arrays: Sequence[Array]) -> list[Array]:
-        """A server's flat arrays in the shapes of its shards; none, if it sent none."""
+        """A server's flat arrays in the shapes of its shards, tables excepted; none, if it sent none."""
         return [
             array.reshape(shard_shape(self.variables[s.variable], s))
-            for s, array in zip(self.of_server[server], arrays, strict=False)
+            for s, array in zip(self.dense_of_server[server], arrays, strict=False)
         ]
+
+
+def _by_shard(of_server: Sequence[Sequence[Shard]], parts: Sequence[Sequence[Array]]) -> dict[Shard, Array]:
+    return {
+        shard: array
+        for shards, arrays in zip(of_server, parts, strict=True)
+        for shard, array in zip(shards, arrays, strict=True)
+    }
+
+
+def _joined(pieces: Sequence[Array]) -> Array:
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)

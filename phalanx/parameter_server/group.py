@@ -51,6 +51,8 @@ from phalanx.parameter_server.messages import (
     Over,
     Pull,
     PullOptimizer,
+    PullRows,
+    PullTables,
     Push,
     Question,
     Refusal,
@@ -65,6 +67,7 @@ from phalanx.parameter_server.messages import (
     arrays_of,
     dtypes_of,
 )
+from phalanx.parameter_server.rows import NUMBER
 from phalanx.parameter_server.schedule import CHIEF, Schedule, Worker, lost
 from phalanx.parameter_server.snapshot import Snapshots
 from phalanx.parameter_server.store import Store
@@ -520,15 +523,18 @@ class Group:
                 self._take_back(worker, question, buffers)
             case Push():
                 self._wait_for_chief()
-                version, values, extras, note = store.push(question, buffers)
+                version, values, rows, extras, note = store.push(question, buffers)
                 ticket = None
                 if self._is_head and question.gradients:
                     now = question.ticket
                     ticket = schedule.try_take(worker, incarnation, now.fit, now.epoch, now.era)
-                arrays = [*values, *extras]
+                arrays = [*values, *rows, *extras]
                 step = schedule.global_step
                 alone = self._other is not None and not store.is_copied
-                return Values(version, step, dtypes_of(arrays), len(values), note, ticket=ticket, alone=alone), arrays
+                answer = Values(
+                    version, step, dtypes_of(arrays), len(values), note, ticket=ticket, alone=alone, rows=len(rows)
+                )
+                return answer, arrays
             case Take(fit, epoch, era, wait):
                 if wait:
                     return schedule.take(worker, incarnation, fit, epoch, era, timeout_s), ()
@@ -536,15 +542,21 @@ class Group:
             case Pull(fit, version):
                 newest, values = store.pull(fit, version)
                 return Values(newest, dtypes=dtypes_of(values), shards=len(values)), values
-            case PullOptimizer():
-                slots, state = store.optimizer_values()
+            case PullRows(fit):
+                rows = store.pull_rows(fit, arrays_of(buffers, [NUMBER.name] * len(buffers)))
+                return Values(store.version, dtypes=dtypes_of(rows), rows=len(rows)), rows
+            case PullTables(fit):
+                tables = store.pull_tables(fit)
+                return Values(store.version, dtypes=dtypes_of(tables), rows=len(tables)), tables
+            case PullOptimizer(with_tables):
+                slots, state = store.optimizer_values(tables=with_tables)
                 return Values(store.version, dtypes=dtypes_of(state), slots=slots), state
             case Declare():
                 store.declare(question, buffers)
                 self._write_snapshot()  # from now on there is one of this `fit`
             case Attach(fit, variables):
-                first_epoch = store.attach(fit, variables, self._me.settings.rendezvous_timeout_s)
-                return Values(schedule.era, first_epoch), ()
+                first_epoch, table_numbers = store.attach(fit, variables, self._me.settings.rendezvous_timeout_s)
+                return Values(schedule.era, first_epoch, tables=table_numbers), ()
             case SetRate(rate):
                 store.set_learning_rate(rate)
             case OpenEpoch(fit, epoch, steps):

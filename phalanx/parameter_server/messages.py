@@ -37,6 +37,7 @@ class Model(msgspec.Struct, frozen=True):
         optimizer: Keras's own description of it, as JSON.
         constraints: Keras's description of each variable's constraint, as JSON, or None.
         decays: whether weight decay applies to each variable.
+        tables: numbers of the variables of which single rows travel.
     """
 
     variables: tuple[Variable, ...]
@@ -44,6 +45,7 @@ class Model(msgspec.Struct, frozen=True):
     optimizer: str
     constraints: tuple[str | None, ...]
     decays: tuple[bool, ...]
+    tables: tuple[int, ...] = ()
 
 
 class Rules(msgspec.Struct, frozen=True):
@@ -144,18 +146,34 @@ class Rejoin(msgspec.Struct, frozen=True, tag="rejoin"):
 
 
 class Pull(msgspec.Struct, frozen=True, tag="pull"):
-    """Send the shards' values of this `fit`, if they are newer than `version`."""
+    """Send the shards' values of this `fit`, tables excepted, if they are newer than `version`."""
 
     fit: int
     version: int
 
 
+class PullRows(msgspec.Struct, frozen=True, tag="pull-rows"):
+    """Send rows of the server's tables. Buffers: the numbers of the rows in each shard that is of a table."""
+
+    fit: int
+
+
+class PullTables(msgspec.Struct, frozen=True, tag="pull-tables"):
+    """Send the server's tables whole."""
+
+    fit: int
+
+
 class PullOptimizer(msgspec.Struct, frozen=True, tag="pull-optimizer"):
-    """Send the optimizer's variables."""
+    """Send the optimizer's variables; without `tables` only those that belong to none."""
+
+    tables: bool = True
 
 
 class Push(msgspec.Struct, frozen=True, tag="push"):
     """Gradients of the server's shards, to be applied; buffers in the order of the shards, then the extras.
+
+    Of a shard of a table there are two: the numbers of the rows that have a gradient, and their gradients.
 
     Attributes:
         ticket: the step that they are of; see `Ticket`.
@@ -167,6 +185,7 @@ class Push(msgspec.Struct, frozen=True, tag="push"):
         extras: how each of the buffers counts that are no gradients, and are merged in synchronous training all the
             same: values of `Weight`.
         lengths: of the buffers, if they lie in the lane instead.
+        wants: whether the numbers of the rows to answer with, of each shard of a table, come before the extras.
     """
 
     ticket: Ticket
@@ -177,6 +196,7 @@ class Push(msgspec.Struct, frozen=True, tag="push"):
     dtypes: tuple[str, ...]
     extras: tuple[str, ...] = ()
     lengths: tuple[int, ...] = ()
+    wants: bool = False
 
 
 class SetRate(msgspec.Struct, frozen=True, tag="rate"):
@@ -302,11 +322,13 @@ class Values(msgspec.Struct, frozen=True, tag="values"):
         step: the global step: how many updates the job has made.
         dtypes: of the buffers.
         shards: how many of the buffers, from the first, are the values of the server's shards.
+        rows: how many of the next are rows of tables, or tables.
         note: what the worker should know of its update, for the log.
         slots: of the optimizer's variables, if those were asked for; as in `Declare`.
         ticket: with the answer to gradients, the right to a further step, where the head had one at hand.
         alone: whether the copy of these shards, which there should be, is missing or behind.
         lengths: of the buffers, if they lie in this `place` of the lanes instead.
+        tables: numbers of the variables of which single rows travel, with the answer to `Attach`.
     """
 
     version: int
@@ -319,6 +341,8 @@ class Values(msgspec.Struct, frozen=True, tag="values"):
     alone: bool = False
     lengths: tuple[int, ...] = ()
     place: int = 0
+    rows: int = 0
+    tables: tuple[int, ...] = ()
 
 
 class Sharing(msgspec.Struct, frozen=True, tag="sharing"):
@@ -343,6 +367,8 @@ Question = (
     | Attach
     | Rejoin
     | Pull
+    | PullRows
+    | PullTables
     | PullOptimizer
     | Push
     | SetRate

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,18 +30,22 @@ from phalanx.parameter_server.messages import (
     dtypes_of,
 )
 from phalanx.parameter_server.placement import Shard, Variable, shard_shape
+from phalanx.parameter_server.rows import Rows, weighted_sum
 from phalanx.parameter_server.schedule import CHIEF, POLL_S, Schedule, Worker
+from phalanx.parameter_server.tables import TableUpdater
 
 logger = logging.getLogger(__name__)
 
 Array = np.ndarray[Any, Any]
+Gradient = Array | Rows
+"""Of a shard, or of those rows of a table that have one."""
 
 
 @dataclass
 class _Joint:
     """A step of synchronous training whose contributions are coming in."""
 
-    contributions: dict[Worker, tuple[float, list[Array], list[Array]]] = field(default_factory=dict)
+    contributions: dict[Worker, tuple[float, list[Gradient], list[Array]]] = field(default_factory=dict)
     extras: list[Array] | None = None  # merged, when it is complete
     finite: bool = True
     given_up: bool = False  # the chief has begun anew
@@ -81,10 +85,15 @@ class Store:
         self._fit = -1
         self._declared: Declare | None = None
         self._shards: tuple[Shard, ...] = ()
-        self._updater: Updater | None = None
+        self._updater: Updater | TableUpdater | None = None
+        self._tables: list[Array] = []
         self._values: list[Array] = []
         self._joints: dict[_Key, _Joint] = {}
-        self._before: tuple[int, list[Array]] = (-1, [])  # the last values of the `fit` before
+        self._before: tuple[int, list[Array], list[Array]] = (
+            -1,
+            [],
+            [],
+        )  # the last values and tables of the one before
         self._newest: dict[Worker, int] = {}  # the newest step that each worker has pushed
         self._completed: dict[_Key, None] = {}  # the newest, in the order in which they were completed
         self._forgotten: _Key = (-1, -1)  # no merge up to this one is remembered
@@ -99,7 +108,7 @@ class Store:
     def declare(self, message: Declare, buffers: Sequence[memoryview]) -> None:
         """The chief's model: values of the shards, then those of the optimizer's variables."""
         with self._changed:
-            self._before = (self._fit, self._values)
+            self._before = (self._fit, self._values, self._tables)
             self._build(message, message.slots, buffers)
             for joint in self._joints.values():
                 joint.given_up = True
@@ -125,8 +134,14 @@ class Store:
             Piece(v.path, value.reshape(shard_shape(v, s)), model.constraints[s.variable], model.decays[s.variable])
             for s, v, value in zip(self._shards, own, values, strict=True)
         ]
+        tables = [number for number, shard in enumerate(self._shards) if shard.variable in model.tables]
+        self._updater, self._values, self._tables = None, [], []  # a server may have nothing of this model
         if pieces:
-            self._updater = make_updater(model.optimizer, pieces)
+            if tables:
+                self._updater = TableUpdater(model.optimizer, pieces, tables)
+                self._tables = self._updater.tables()
+            else:
+                self._updater = make_updater(model.optimizer, pieces)
             state = dict(zip(slots, buffers[len(pieces) :], strict=True))
             self._updater.load_optimizer(
                 [
@@ -137,8 +152,8 @@ class Store:
             self._values = self._updater.values()
         self._fit, self._declared = message.fit, message
 
-    def attach(self, fit: int, variables: tuple[Variable, ...], timeout_s: float) -> int:
-        """Wait until the chief has declared this `fit`; compare the models. Returns the first epoch.
+    def attach(self, fit: int, variables: tuple[Variable, ...], timeout_s: float) -> tuple[int, tuple[int, ...]]:
+        """Wait until the chief has declared this `fit`; compare the models. Returns the first epoch, and the tables.
 
         Raises: DisagreementError naming the first variable that differs.
         """
@@ -154,7 +169,7 @@ class Store:
                     f"The model is not the same on all tasks: {difference} Every task must build the same model, in "
                     f"the same order."
                 )
-            return self._declared.first_epoch
+            return self._declared.first_epoch, self._declared.model.tables
 
     # Its own end.
 
@@ -170,7 +185,7 @@ class Store:
                 return None
             slots, optimizer = self.optimizer_values()
             extras = [array for result in self._results.values() for array in result.extras]
-            arrays = [*self._values, *optimizer, *extras]
+            arrays = [*self._whole(), *optimizer, *extras]
             completed = tuple((*key, result.members, len(result.extras)) for key, result in self._results.items())
             state = State(
                 self._declared,
@@ -184,6 +199,13 @@ class Store:
                 self._schedule.global_step,
             )
             return state, arrays
+
+    def _whole(self) -> list[Array]:
+        """The shards' values, in their order; they stay what they are."""
+        assert self._declared is not None
+        tables, values = iter(self._tables), iter(self._values)
+        is_table = [shard.variable in self._declared.model.tables for shard in self._shards]
+        return [next(tables).copy() if table else next(values) for table in is_table]
 
     def restore(self, state: State, buffers: Sequence[memoryview]) -> None:
         """Go on with what `state` returned elsewhere."""
@@ -240,7 +262,7 @@ class Store:
         with self._changed:
             arrays = arrays_of(buffers, record.dtypes)
             if record.gradients and self._updater is not None:
-                self._updater.apply(self._shaped(arrays[: record.gradients]))
+                self._updater.apply(self._shaped(iter(arrays[: record.gradients])))
                 self._values = self._updater.values()
                 self.version += 1
             result = _Result(record.members, arrays[record.gradients :])
@@ -276,9 +298,24 @@ class Store:
                 return version, self._before[1]
             return self.version, [] if version == self.version else self._values
 
-    def optimizer_values(self) -> tuple[tuple[Slot, ...], list[Array]]:
-        """The optimizer's variables, and what each is."""
+    def pull_rows(self, fit: int, wanted: Sequence[Array]) -> list[Array]:
+        """Rows of the tables of this `fit`, by their numbers."""
         with self._changed:
+            return _gather(self._tables_of(fit), wanted)
+
+    def pull_tables(self, fit: int) -> list[Array]:
+        """The tables of this `fit`, whole."""
+        with self._changed:
+            return [table.copy() for table in self._tables_of(fit)]
+
+    def _tables_of(self, fit: int) -> list[Array]:
+        return self._before[2] if fit < self._fit and fit == self._before[0] else self._tables
+
+    def optimizer_values(self, *, tables: bool = True) -> tuple[tuple[Slot, ...], list[Array]]:
+        """The optimizer's variables, and what each is; without `tables` only those that belong to none."""
+        with self._changed:
+            if isinstance(self._updater, TableUpdater) and not tables:
+                return self._updater.without_tables()
             return (self._updater.slots, self._updater.optimizer_values()) if self._updater else ((), [])
 
     def set_learning_rate(self, rate: float) -> None:
@@ -290,49 +327,62 @@ class Store:
 
     # Updates.
 
-    def push(self, message: Push, buffers: Sequence[memoryview]) -> tuple[int, list[Array], list[Array], str]:
+    def push(
+        self, message: Push, buffers: Sequence[memoryview]
+    ) -> tuple[int, list[Array], list[Array], list[Array], str]:
         """Apply gradients, alone or with those of the others.
 
-        Returns: the version, the values, the merged extras (synchronous training only), and a note for the log.
+        Returns: the version, the values, the rows that are wanted, the merged extras (synchronous training only), and a
+            note for the log.
         """
         with self._changed:
             assert self._declared is not None, "a ticket is given after the declaration"
             rules = self._declared.rules
             if message.ticket.era != self._schedule.era:
                 extras = arrays_of(buffers, message.dtypes)[len(buffers) - len(message.extras) :]
-                return self.version, [], extras, "it was of a `fit` that is over, or was begun anew"
-            gradients, extras = self._arrays(message, buffers)
+                return self.version, [], [], extras, "it was of a `fit` that is over, or was begun anew"
+            gradients, wanted, extras = self._arrays(message, buffers)
             key = (message.ticket.serial, message.phase)
             known = self._results.get(key)
+            note = ""
             if known is not None and message.ticket.member in known.members:  # the answer was lost on its way
+                extras = known.extras
                 if self._is_head and message.gradients:
                     self._schedule.confirm(message.ticket)
-                return self.version, self._values if message.gradients else [], known.extras, ""
-            if rules.synchronous:
+            elif rules.synchronous:
                 extras, note = self._push_jointly(message, gradients, extras, rules)
-                return self.version, self._values if message.gradients else [], extras, note
-            result = _Result(message.ticket.members, [])
-            note = self._apply(key, result, gradients, rules, message, finite=message.finite)
-            return self.version, self._values, [], note
+            else:
+                extras, result = [], _Result(message.ticket.members, [])
+                note = self._apply(key, result, gradients, rules, message, finite=message.finite)
+            return self.version, self._values if message.gradients else [], self._wanted(wanted), extras, note
 
-    def _arrays(self, message: Push, buffers: Sequence[memoryview]) -> tuple[list[Array], list[Array]]:
-        """The gradients in the shards' shapes and dtypes, and the extras, flat."""
-        flat = arrays_of(buffers, message.dtypes)
-        count = len(self._shards) if message.gradients else 0
-        return self._shaped(flat[:count]), flat[count:]
+    def _arrays(self, message: Push, buffers: Sequence[memoryview]) -> tuple[list[Gradient], list[Array], list[Array]]:
+        """The gradients in the shards' shapes and dtypes, the numbers of the rows wanted, and the extras, flat."""
+        flat = iter(arrays_of(buffers, message.dtypes))
+        gradients = self._shaped(flat) if message.gradients else []
+        wanted = [next(flat) for _ in self._tables] if message.wants else []
+        return gradients, wanted, list(flat)
 
-    def _shaped(self, flat: Sequence[Array]) -> list[Array]:
+    def _shaped(self, flat: Iterator[Array]) -> list[Gradient]:
+        """A gradient for each shard, from flat arrays: one of each, of a table two, the rows' numbers and gradients."""
         assert self._declared is not None
-        variables = self._declared.model.variables
-        return [
-            array.astype(variables[shard.variable].dtype, copy=False).reshape(
-                shard_shape(variables[shard.variable], shard)
-            )
-            for array, shard in zip(flat, self._shards, strict=False)
-        ]
+        model = self._declared.model
+        gradients: list[Gradient] = []
+        for shard in self._shards:
+            variable = model.variables[shard.variable]
+            if shard.variable in model.tables:
+                numbers = next(flat)
+                values = next(flat).astype(variable.dtype, copy=False)
+                gradients.append(Rows(numbers, values.reshape(len(numbers), *variable.shape[1:])))
+            else:
+                gradients.append(next(flat).astype(variable.dtype, copy=False).reshape(shard_shape(variable, shard)))
+        return gradients
+
+    def _wanted(self, numbers: Sequence[Array]) -> list[Array]:
+        return _gather(self._tables, numbers) if numbers else []
 
     def _apply(
-        self, key: _Key, result: _Result, gradients: Sequence[Array], rules: Rules, message: Push, *, finite: bool
+        self, key: _Key, result: _Result, gradients: Sequence[Gradient], rules: Rules, message: Push, *, finite: bool
     ) -> str:
         """Do what a merge has come to, here and in the copy; what was wrong with it, for the log."""
         note = ""
@@ -342,10 +392,10 @@ class Store:
             name = self._names[message.ticket.member]
             logger.warning("An update of %s: %s (%d so far).", name, note, self.refused)
             gradients = ()
-        arrays = [*gradients, *result.extras]
         # The copy works while this one does.
-        step = self._schedule.global_step + message.gradients
-        self._send_copy(Applied(*key, result.members, len(gradients), dtypes_of(arrays), step), arrays)
+        travelling = [array for gradient in gradients for array in _arrays_of(gradient)]
+        arrays, step = [*travelling, *result.extras], self._schedule.global_step + message.gradients
+        self._send_copy(Applied(*key, result.members, len(travelling), dtypes_of(arrays), step), arrays)
         if gradients and self._updater is not None:
             self._updater.apply(gradients)
             self._values = self._updater.values()
@@ -357,7 +407,7 @@ class Store:
         return note
 
     def _push_jointly(
-        self, message: Push, gradients: list[Array], extras: list[Array], rules: Rules
+        self, message: Push, gradients: list[Gradient], extras: list[Array], rules: Rules
     ) -> tuple[list[Array], str]:
         """Wait for the other members' parts; the last one merges. Returns the merged extras and a note."""
         ticket, key = message.ticket, (message.ticket.serial, message.phase)
@@ -418,7 +468,7 @@ class Store:
             Weight.FIRST.value: [1.0, *[0.0] * (len(parts) - 1)],
         }
         columns = zip(*[gradients for _, gradients, _ in parts], strict=True)
-        gradients = [_weighted_sum(column, shares) for column in columns]
+        gradients = [_mean(column, shares) for column in columns]
         columns = zip(*[extras for _, _, extras in parts], strict=True)
         extras = [_weighted_sum(column, counts[weight]) for column, weight in zip(columns, message.extras, strict=True)]
         self._apply(key, _Result(tuple(joint.contributions), extras), gradients, rules, message, finite=joint.finite)
@@ -430,9 +480,25 @@ class Store:
             self._changed.notify_all()
 
 
+def _mean(gradients: Sequence[Gradient], weights: Sequence[float]) -> Gradient:
+    rows = [gradient for gradient in gradients if isinstance(gradient, Rows)]
+    if rows:
+        return weighted_sum(rows, weights)
+    return _weighted_sum([gradient for gradient in gradients if not isinstance(gradient, Rows)], weights)
+
+
+def _gather(tables: Sequence[Array], wanted: Sequence[Array]) -> list[Array]:
+    """Copies of rows of each table."""
+    return [table[numbers] for table, numbers in zip(tables, wanted, strict=True)]
+
+
 def _weighted_sum(arrays: Sequence[Array], weights: Sequence[float]) -> Array:
     """The sum in the order given, in the arrays' own dtype."""
     result: Array = arrays[0] * arrays[0].dtype.type(weights[0])
     for array, weight in zip(arrays[1:], weights[1:], strict=True):
         result += array * array.dtype.type(weight)
     return result
+
+
+def _arrays_of(gradient: Gradient) -> Sequence[Array]:
+    return gradient if isinstance(gradient, Rows) else (gradient,)

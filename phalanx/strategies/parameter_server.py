@@ -59,6 +59,9 @@ class ParameterServerStrategy(Strategy):
             started again. None: files of the launcher under `phalanx run`, which starts killed servers again; else
             nowhere, and the loss of a server ends the job.
         snapshot_seconds: between two snapshots; what was updated since the last one is lost with the server.
+        embedding_rows: whether only those rows of an `Embedding` travel that a batch uses. "auto": of tables from 1 MiB
+            with at least 16 times as many rows as a batch looks up; True: of all where it can be done; False: of none.
+            The optimizer then leaves alone what belongs to the other rows: see docs/parameter_servers.md.
 
     Raises:
         ConfigurationError: the cluster is described wrongly or has no `ps`.
@@ -79,6 +82,7 @@ class ParameterServerStrategy(Strategy):
         replication: int = 1,
         snapshot_dir: str | os.PathLike[str] | None = None,
         snapshot_seconds: float = SNAPSHOT_S,
+        embedding_rows: bool | str = "auto",
     ):
         resolver = cluster_resolver or resolve()
         me = _identify(resolver)
@@ -89,6 +93,8 @@ class ParameterServerStrategy(Strategy):
         rules = _rules(me, synchronous, replicas_to_aggregate, staleness, refuse_nan)
         if compression is not None and compression not in WIRE_DTYPES:
             raise ConfigurationError(f"compression is {compression!r}; write {' or '.join(map(repr, WIRE_DTYPES))}.")
+        if embedding_rows not in ("auto", True, False):
+            raise ConfigurationError(f"embedding_rows is {embedding_rows!r}; write True, False or 'auto'.")
         super().__init__(alone(), resolver)
         self._worker: ServerWorker | None = None
         if me.task.type != EVALUATOR:
@@ -98,6 +104,7 @@ class ParameterServerStrategy(Strategy):
                 rules,
                 variable_partitioner,
                 compression,
+                embedding_rows if embedding_rows == "auto" else bool(embedding_rows),
                 me.settings.return_timeout_s or return_s,
                 copied=replication > 1,
             )
@@ -130,6 +137,16 @@ class ParameterServerStrategy(Strategy):
     def _in_function(self) -> bool:
         """Whether this is a worker of a `ClusterCoordinator`, on which each function is alone."""
         return self._worker is not None and self._worker.in_function
+
+    @property
+    def bytes_sent(self) -> int:
+        """What this worker has sent to the servers until now."""
+        return 0 if self._worker is None else self._worker.client.bytes_sent
+
+    @property
+    def bytes_received(self) -> int:
+        """What the servers have sent to this worker until now."""
+        return 0 if self._worker is None else self._worker.client.bytes_received
 
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         if self._in_function:
@@ -231,6 +248,7 @@ def _join(
     rules: Rules,
     partitioner: Partitioner | None,
     compression: str | None,
+    embedding_rows: bool | str,
     return_s: float,
     *,
     copied: bool,
@@ -247,6 +265,7 @@ def _join(
             rules=rules,
             partitioner=partitioner,
             compression=compression,
+            embedding_rows=embedding_rows,
             seed=f"{me.settings.seed} {me.settings.job_id}",
         )
         _member = (me.spec, worker)
@@ -260,6 +279,7 @@ def _join(
         )
     worker.rules, worker.partitioner, worker.compression = rules, partitioner, compression
     worker.client.return_s = return_s
+    worker.embedding_rows = embedding_rows
     return worker
 
 

@@ -124,3 +124,38 @@ def _overrides(callback: Any, hook: str) -> bool:
     # LambdaCallback sets its hooks on the instance.
     default = getattr(keras.callbacks.Callback, hook)
     return getattr(getattr(callback, hook), "__func__", None) is not default
+
+
+# What these do at the end of an epoch needs logs, not weights.
+_BLIND = (
+    keras.callbacks.History,
+    keras.callbacks.ProgbarLogger,
+    ReplicaProgbar,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.TerminateOnNaN,
+    keras.callbacks.LearningRateScheduler,
+    keras.callbacks.ReduceLROnPlateau,
+)
+
+
+def looks_at_weights(callbacks: CallbackList) -> bool:
+    """Whether anything in this rank's list may read the model's weights where an epoch ends or begins: all that is not
+    known to do without."""
+    return any(
+        any(_overrides(callback, hook) for hook in ("on_epoch_begin", "on_epoch_end"))
+        for callback in callbacks.callbacks
+        if type(callback) not in _BLIND and not _only_counts(callback)
+    )
+
+
+def saves_between_batches(callbacks: CallbackList) -> bool:
+    """Whether a callback of Keras's in this rank's list saves the model in the middle of epochs."""
+    savers = (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore)
+    return any(isinstance(c, savers) and getattr(c, "save_freq", "epoch") != "epoch" for c in callbacks.callbacks)
+
+
+def _only_counts(callback: Any) -> bool:
+    if type(callback) is keras.callbacks.EarlyStopping:
+        return not callback.restore_best_weights
+    return type(callback) is keras.callbacks.TensorBoard and not callback.histogram_freq

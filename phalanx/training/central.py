@@ -75,9 +75,9 @@ class CentralTrainer(ServerTrainer):
 
     # What all replicas do alike.
 
-    def _attach(self, fit: int, first_epoch: int) -> int:
+    def _attach(self, fit: int, first_epoch: int, callbacks: Any) -> int:
         state.synchronise(self._model, self._replica)
-        return super()._attach(fit, first_epoch)
+        return super()._attach(fit, first_epoch, callbacks)
 
     def _logs_of_all(self, logs: dict[str, Any]) -> dict[str, Any]:
         chiefs: Any = self._replica.from_chief(logs)

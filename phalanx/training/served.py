@@ -37,8 +37,9 @@ class Served:
         self._client = worker.client
         self._merge = merge
         self._rate: float | None = None
-        described = [Variable(v.path, tuple(v.shape), str(v.dtype)) for v in self.variables]
-        shards = place(described, self._client.servers, worker.partitioner)
+        self.tables: tuple[int, ...] = ()
+        self._described = described = [Variable(v.path, tuple(v.shape), str(v.dtype)) for v in self.variables]
+        self._shards = shards = place(described, self._client.servers, worker.partitioner)
         in_pieces = len(shards) > len(described)
         whole = self._client.servers == 1 and not in_pieces
         check_optimizer(optimizer, cut=in_pieces, whole=whole, synchronous=worker.rules.synchronous)
@@ -47,45 +48,57 @@ class Served:
                 "A variable with a constraint cannot be cut: it may look at all of its rows. Leave out "
                 "variable_partitioner, or the constraint."
             )
-        self._slots = slots_of_model(optimizer, self.variables)
+        self.slots = slots_of_model(optimizer, self.variables)
         self._placed = Placed(described, shards, self._client.servers)
         # Where no server sees all gradients, the worker clips them.
         self._clip = (lambda gradients: gradients) if whole else partial(clipped, optimizer)
 
-    def begin(self, fit: int, first_epoch: int = 0) -> int:
-        """Agree with the servers on what is trained; returns the first epoch, which the chief knows."""
-        self._merge.place(fit, self._placed, self._clip)
+    def begin(self, fit: int, first_epoch: int = 0, tables: tuple[int, ...] = ()) -> int:
+        """Agree with the servers on what is trained; returns the first epoch, which the chief knows.
+
+        Args:
+            tables: on the chief: numbers of the variables of which single rows travel.
+        """
         if self._worker.is_chief:
-            self._declare(fit, first_epoch)
+            self._declare(fit, first_epoch, tables)
         self._client.starting = True
         progress.report("initial values")
         answers = self._client.ask_all([(Attach(fit, self._placed.variables), ())] * self._client.servers)
         answer = answers[HEAD][0]
         assert isinstance(answer, Values)
-        self._merge.era = answer.version
+        self._merge.era, self.tables = answer.version, answer.tables
+        self._placed = Placed(self._described, self._shards, self._client.servers, self.tables)
+        self._merge.place(fit, self._placed, self._clip)
         self._client.whereabouts = lambda server: [(self._merge.rejoin(server), [])]
         return answer.step
 
-    def assign(self, values: Sequence[Array]) -> None:
-        """Give this task's variables these values."""
+    def assign(self, values: Sequence[Array | None]) -> None:
+        """Give this task's variables these values; where there is None, they keep theirs."""
         for variable, value in zip(self.variables, values, strict=True):
-            variable.assign(value)
+            if value is not None:
+                variable.assign(value)
 
-    def pull_optimizer(self) -> list[int]:
-        """Put the optimizer's state, which the servers have, into this task's optimizer, so that it can be saved.
+    def pull_optimizer(self, *, tables: bool = True) -> list[int]:
+        """Put the optimizer's state, which the servers have, into this task's optimizer, so that it can be saved;
+        without `tables` only what belongs to none.
 
         Returns: the versions that the servers had.
         """
-        state = self._optimizer_state()
-        answers = self._client.ask_all([(PullOptimizer(), ())] * self._client.servers)
+        concerned = {
+            slot: variable
+            for slot, variable in zip(self.slots, self.optimizer.variables, strict=True)
+            if tables or slot.variable not in self.tables
+        }
+        state = {slot: np.array(to_host(variable)) for slot, variable in concerned.items()}
+        answers = self._client.ask_all([(PullOptimizer(tables), ())] * self._client.servers)
         for server, (answer, buffers) in enumerate(answers):
             assert isinstance(answer, Values)
-            places = _slots_on(self._slots, self._placed, server)
+            places = _slots_on(self.slots, self._placed, server)
             for key, value in zip(answer.slots, arrays_of(buffers, answer.dtypes), strict=True):
                 slot, rows = places[key]
                 state[slot][rows] = value.reshape(state[slot][rows].shape)
-        for variable, value in zip(self.optimizer.variables, state.values(), strict=True):
-            variable.assign(value)
+        for slot, variable in concerned.items():
+            variable.assign(state[slot])
         return [answer.version for answer, _ in answers if isinstance(answer, Values) and answer.slots]
 
     def tell_learning_rate(self) -> None:
@@ -95,7 +108,7 @@ class Served:
             self._rate = rate
             self._client.ask_all([(SetRate(rate), ())] * self._client.servers)
 
-    def _declare(self, fit: int, first_epoch: int) -> None:
+    def _declare(self, fit: int, first_epoch: int, tables: tuple[int, ...]) -> None:
         placed, optimizer, trained = self._placed, self.optimizer, self.variables
         description = Model(
             placed.variables,
@@ -105,13 +118,14 @@ class Served:
             tuple(bool(optimizer._use_weight_decay(v)) for v in trained)
             if optimizer.weight_decay is not None
             else (True,) * len(trained),
+            tables,
         )
         values = [to_host(v) for v in trained]
         state = self._optimizer_state()
         step = self._worker.global_step = max(self._worker.global_step, int(to_host(optimizer.iterations)))
         questions = []
         for server in range(self._client.servers):
-            places = _slots_on(self._slots, placed, server)
+            places = _slots_on(self.slots, placed, server)
             message = Declare(fit, first_epoch, description, self._worker.rules, tuple(places), step)
             questions.append(
                 (message, [*placed.cut(values, server), *[state[slot][rows] for slot, rows in places.values()]])
@@ -120,7 +134,7 @@ class Served:
         self._rate = self._learning_rate()
 
     def _optimizer_state(self) -> dict[Slot, Array]:
-        return {slot: np.array(to_host(v)) for slot, v in zip(self._slots, self.optimizer.variables, strict=True)}
+        return {slot: np.array(to_host(v)) for slot, v in zip(self.slots, self.optimizer.variables, strict=True)}
 
     def _learning_rate(self) -> float | None:
         rate = getattr(self.optimizer, "_learning_rate", None)

@@ -25,8 +25,8 @@ from keras.src.utils import io_utils
 from keras.src.utils.python_utils import pythonify_logs
 
 from phalanx.backends import make_engine, model_state
-from phalanx.backends.engine import Engine
-from phalanx.errors import UnsupportedError
+from phalanx.backends.engine import Batch, Engine
+from phalanx.errors import DisagreementError, UnsupportedError
 from phalanx.inputs import LocalBatch, ShardedInput, shard_input
 from phalanx.inputs.keras_adapters import shuffled_orders
 from phalanx.inputs.sharded import BatchGoneError
@@ -48,6 +48,7 @@ from phalanx.parameter_server.messages import (
     arrays_of,
 )
 from phalanx.training import callbacks as callback_lists
+from phalanx.training.embedding_rows import EmbeddingRows, Table, choose, find_tables
 from phalanx.training.fit_arguments import FitArguments
 from phalanx.training.served import Served, to_host
 from phalanx.training.server_merge import ServerMerge
@@ -78,6 +79,10 @@ class ServerTrainer:
         self._engine: Engine | None = None
         self._source: ShardedInput | None = None
         self._served: Served | None = None
+        self._sample: Batch | None = None  # the first batch
+        self._rows: EmbeddingRows | None = None
+        self._ahead: dict[int, LocalBatch] = {}  # by serial of the ticket: batches of steps to come
+        self._stale = self._stale_slots = False  # whether the servers have newer tables, and optimizer state of them
         self._training = False
         self._peeked = False
         self._new_order: Array | None = None
@@ -124,7 +129,7 @@ class ServerTrainer:
         self._announce(call.verbose)
         model.stop_training = False
         callbacks.on_train_begin()
-        first_epoch = self._attach(fit, model._initial_epoch or call.initial_epoch)
+        first_epoch = self._attach(fit, model._initial_epoch or call.initial_epoch, callbacks)
         logs: dict[str, Any] = {}
         epoch = first_epoch
         while epoch < call.epochs:
@@ -139,9 +144,11 @@ class ServerTrainer:
                 source.reset()
                 epoch = answer.back_to
                 continue
-            logs = self._finish_epoch(fit, epoch, samples, engine)
             validates = call.validation_data is not None and model._should_eval(epoch, call.validation_freq)
+            self._stale = self._stale_slots = self._rows is not None
+            logs = self._finish_epoch(fit, epoch, samples, engine, looks=callback_lists.looks_at_weights(callbacks))
             if validates and worker.is_chief:
+                self._pull_tables()
                 found = self._validate(call, callbacks)
                 logs |= {f"val_{name}": value for name, value in found.items()}
             logs = self._logs_of_all(logs)
@@ -152,32 +159,35 @@ class ServerTrainer:
         if worker.is_chief:
             self._client.ask(HEAD, EndFit(fit))
         self._assign(self._merge.pull())
+        if self._stale_slots and worker.is_chief:
+            self._pull_optimizer()
+        self._pull_tables()
         self._training = False
         self._client.whereabouts = None
         if call.epochs > first_epoch:
             if model.optimizer.use_ema and not worker.is_chief:
-                self._require_served().pull_optimizer()
+                self._pull_optimizer()
             model.optimizer.finalize_variable_values(model.trainable_weights)
         callbacks.on_train_end(logs=logs)
         return model.history
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Keras's own, on this worker, with the servers' newest weights."""
-        self._refresh()
-        return self._plain("evaluate")(*args, **kwargs)
+        with self._refreshed():
+            return self._plain("evaluate")(*args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Keras's own, on this worker, with the servers' newest weights."""
-        self._refresh()
-        return self._plain("predict")(*args, **kwargs)
+        with self._refreshed():
+            return self._plain("predict")(*args, **kwargs)
 
     def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        self._refresh()
-        return self._plain("test_on_batch")(*args, **kwargs)
+        with self._refreshed():
+            return self._plain("test_on_batch")(*args, **kwargs)
 
     def predict_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        self._refresh()
-        return self._plain("predict_on_batch")(*args, **kwargs)
+        with self._refreshed():
+            return self._plain("predict_on_batch")(*args, **kwargs)
 
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         raise UnsupportedError(
@@ -195,7 +205,8 @@ class ServerTrainer:
         if self._engine is None:
             self._engine = make_engine(self._model, self._merge)
         self._peeked = self._engine.builds_from_a_batch
-        self._engine.build(source.peek(restart=self._peeked).data)
+        self._sample = source.peek(restart=self._peeked).data
+        self._engine.build(self._sample)
         return self._engine
 
     def _announce(self, verbose: Any) -> None:
@@ -203,13 +214,42 @@ class ServerTrainer:
             self._announced = True
             io_utils.print_msg(self._worker.describe())
 
-    def _attach(self, fit: int, first_epoch: int) -> int:
+    def _attach(self, fit: int, first_epoch: int, callbacks: Any) -> int:
         """Agree with the servers on what is trained; returns the first epoch, which the chief knows."""
-        self._served = Served(self._worker, self._merge, self._model.optimizer, self._model.trainable_variables)
+        model, worker = self._model, self._worker
+        self._served = served = Served(worker, self._merge, model.optimizer, model.trainable_variables)
+        found = find_tables(model, served.slots)
+        chosen = tuple(table.number for table in self._choose(found, callbacks)) if worker.is_chief else ()
         self._training = True
-        epoch = self._served.begin(fit, first_epoch)
+        epoch = served.begin(fit, first_epoch, chosen)
+        self._prepare_rows(found, served.tables)
         self._client.whereabouts = partial(self._whereabouts, fit)
         return epoch
+
+    def _choose(self, found: Sequence[Table], callbacks: Any) -> list[Table]:
+        """On the chief: the tables of which single rows are to travel."""
+        wanted = self._worker.embedding_rows
+        if wanted is not False and found and callback_lists.saves_between_batches(callbacks):
+            logger.warning("All rows of embeddings travel, because a callback saves the model between batches.")
+            wanted = False
+        sample = self._sample
+        return choose(found, wanted, lambda tables: EmbeddingRows(self._model, tables).count(sample))
+
+    def _prepare_rows(self, found: Sequence[Table], numbers: Sequence[int]) -> None:
+        """The tables that the chief has chosen, by numbers of variables, are this task's as well."""
+        tables = [table for table in found if table.number in numbers]
+        for table in tables:
+            if table.problem:
+                raise DisagreementError(
+                    f"On the chief single rows of the table {table} travel; on this task they cannot, because "
+                    f"{table.problem}. Every task must build the same model, or pass embedding_rows=False to "
+                    f"ParameterServerStrategy."
+                )
+        assert len(tables) == len(numbers), "the variables have been compared"
+        if not (self._rows.serves(tables) if self._rows is not None else not tables):
+            self._rows = EmbeddingRows(self._model, tables) if tables else None
+            if self._engine is not None:
+                self._engine.retrace()
 
     def gather(self) -> None:
         """In the middle of `fit`, fetch weights and optimizer state for a callback of the chief that saves them.
@@ -219,11 +259,13 @@ class ServerTrainer:
         if not self._training:
             return
         assert self._engine is not None
-        self._engine.end()
+        self._leave_rows()
         with self._between_steps():
             until = time.monotonic() + AGREEMENT_S
             while True:
+                self._stale = True
                 self._assign(self._merge.pull())
+                self._pull_tables()
                 versions = {*self._merge.versions(), *self._require_served().pull_optimizer()}
                 if len(versions) <= 1 or time.monotonic() > until:
                     return
@@ -271,6 +313,7 @@ class ServerTrainer:
             self._new_order = None
             self._client.ask(HEAD, OpenEpoch(fit, epoch, -1 if steps is None else steps), order)
         samples = step = 0
+        self._ahead.clear()
         listened = callback_lists.listens_to_batches(callbacks, "train")
         made = source.num_batches or 0
         bar = callback_lists.progress_bar(callbacks)
@@ -282,7 +325,7 @@ class ServerTrainer:
                     made = ticket.steps if isinstance(ticket, EpochOver) and ticket.steps else made
                     return samples, ticket
                 self._reported = None  # the chief has it, since it has opened this epoch
-                batch = self._batch(source, ticket)
+                batch = self._ahead.pop(ticket.serial, None) or self._batch(source, ticket)
                 if batch is None:
                     continue
                 if listened:
@@ -292,6 +335,8 @@ class ServerTrainer:
                     if listened:
                         self._tell_learning_rate()
                     engine.begin()
+                if self._rows is not None:
+                    self._load_rows(self._rows, source, ticket, batch, engine)
                 progress.report("gradients", epoch=epoch, step=step)
                 engine.train(batch.data, batch.size / (batch.global_size or 1))
                 self._client.starting = False
@@ -305,9 +350,30 @@ class ServerTrainer:
                     made = step
                     return samples, FitOver()
         finally:
-            self._merge.flush()
-            engine.end()
+            try:
+                self._merge.flush()
+            finally:
+                engine.end()
+                if self._rows is not None:
+                    self._rows.leave()
             source.finish(made or step)
+
+    def _load_rows(
+        self, rows: EmbeddingRows, source: ShardedInput, ticket: Ticket, batch: LocalBatch, engine: Engine
+    ) -> None:
+        """Fetch the rows that the batch looks up, and say which those of the next one are, if it is known."""
+        exchange = self._merge.rows
+        numbers = rows.numbers(batch.data)
+        rows.load(engine, numbers, exchange.begin(ticket, numbers))
+        upcoming = self._merge.upcoming()
+        if upcoming is None:
+            return
+        following = self._batch(source, upcoming)
+        if following is None:
+            self._merge.drop_upcoming()
+            return
+        self._ahead[upcoming.serial] = following
+        exchange.expect(upcoming, rows.numbers(following.data))
 
     def _batch(self, source: ShardedInput, ticket: Ticket) -> LocalBatch | None:
         """This worker's part of the batch that the ticket names; None, which the head is told, if there is none."""
@@ -327,8 +393,8 @@ class ServerTrainer:
         self._client.ask(HEAD, NoBatch(ticket, ends))
         self._merge.give_back(ticket)
 
-    def _finish_epoch(self, fit: int, epoch: int, samples: int, engine: Engine) -> dict[str, Any]:
-        """The chief merges what all counted, and fetches what it may save."""
+    def _finish_epoch(self, fit: int, epoch: int, samples: int, engine: Engine, *, looks: bool) -> dict[str, Any]:
+        """The chief merges what all counted, and fetches what it may save; tables only if something `looks` at them."""
         model = self._model
         metrics = model.metrics_variables
         values = [to_host(variable) for variable in metrics]
@@ -345,7 +411,9 @@ class ServerTrainer:
                     variable.assign(value.reshape(variable.shape))
         if self._worker.is_chief:
             self._assign(self._merge.pull())
-            self._require_served().pull_optimizer()
+            self._pull_optimizer(tables=looks)
+            if looks:
+                self._pull_tables()
         silent = model_state.silent_metrics(model, [to_host(variable) for variable in metrics])
         own = engine.logs() if samples else {}
         return dict(pythonify_logs({**own, **model_state.choose_logs(own, model.get_metrics_result, silent)}))
@@ -392,15 +460,39 @@ class ServerTrainer:
 
     # State.
 
-    def _assign(self, values: list[Array]) -> None:
+    def _assign(self, values: Sequence[Array | None]) -> None:
         for variable, value in zip(self._model.trainable_variables, values, strict=True):
-            variable.assign(value)
+            if value is not None:
+                variable.assign(value)
 
-    def _refresh(self) -> None:
+    def _leave_rows(self) -> None:
+        """The model has its whole tables again, and all variables their values."""
+        assert self._engine is not None
+        self._engine.end()
+        if self._rows is not None:
+            self._rows.leave()
+
+    def _pull_optimizer(self, *, tables: bool = True) -> None:
+        self._require_served().pull_optimizer(tables=tables)
+        self._stale_slots &= not tables
+
+    def _pull_tables(self) -> None:
+        """Put the servers' tables into the model, if they are newer than its own."""
+        if self._rows is not None and self._stale:
+            self._rows.assign(self._merge.pull_tables())
+            self._stale = False
+
+    @contextmanager
+    def _refreshed(self) -> Iterator[None]:
         """In the middle of `fit`, take the newest weights; after it, the model has the last ones, or other ones on
         purpose."""
         if self._training:
+            if self._rows is not None:  # perhaps between two batches
+                self._leave_rows()
+                self._stale = True
             self._assign(self._merge.pull())
+            self._pull_tables()
+        yield
 
     def _tell_learning_rate(self) -> None:
         """The chief's learning rate, which a callback may have set."""

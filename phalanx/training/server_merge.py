@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,7 +26,9 @@ from phalanx.parameter_server.messages import (
     arrays_of,
     dtypes_of,
 )
+from phalanx.parameter_server.rows import Rows
 from phalanx.training.merge import Buffers
+from phalanx.training.row_exchange import RowExchange
 from phalanx.training.server_worker import ServerWorker
 
 logger = logging.getLogger(__name__)
@@ -36,6 +39,7 @@ WIRE_DTYPES = {name: np.dtype(name) for name in ("float16", "bfloat16")}
 
 NO_EPOCH = -1
 """Epoch, batch and serial of a ticket that no schedule has given."""
+SERIAL_BITS = 60
 
 
 class ServerMerge:
@@ -44,7 +48,8 @@ class ServerMerge:
     In asynchronous training with several workers the answer to a step's gradients is awaited with the next step's, so
     that the way there, the update and the way back take place while this worker computes. It then computes with weights
     that lack its own last update, as they lack some of the others' anyway. A worker that is alone waits, and so trains
-    as one process does.
+    as one process does. So does one that has tables of which single rows travel: with its gradients go the numbers of
+    the rows that its next batch needs, and with the answer they come.
 
     Args:
         trainers: how many workers train; None: all.
@@ -56,12 +61,14 @@ class ServerMerge:
         self._worker = worker
         self._client = worker.client
         self._synchronous = worker.rules.synchronous
-        self._overlap = not worker.rules.synchronous and (trainers or worker.workers) > 1
+        self._trainers = trainers or worker.workers
+        self._overlap = self._spare = False
         self._wire = WIRE_DTYPES[worker.compression] if worker.compression else None
         self._buffers = Buffers()
         self._placed: Placed | None = None
+        self._rows: RowExchange | None = None
         self._clip: Callable[[Sequence[Array]], Sequence[Array]] = list
-        self._values: list[Array] = []
+        self._values: list[Array | None] = []
         self._versions: list[int] = []
         self._outstanding = False
         self._tickets: deque[Ticket] = deque()
@@ -78,6 +85,10 @@ class ServerMerge:
         """The variables of the `fit` that begins, and what to do with gradients before they are sent."""
         self._fit = fit
         self._placed = placed
+        self._rows = RowExchange(self._client, fit, placed) if placed.tables else None
+        asynchronous = not self._worker.rules.synchronous
+        self._overlap = asynchronous and self._trainers > 1 and not placed.tables
+        self._spare = self._overlap or (asynchronous and bool(placed.tables))
         self._clip = clip
         self._versions = [-1] * self._client.servers
         for server, shards in enumerate(placed.of_server):
@@ -126,8 +137,9 @@ class ServerMerge:
                     self._held.clear()
                 return answer
             self._hold(answer)
-            if self._overlap:
-                # A second one: with each step's gradients on their way, the next step must have its ticket already.
+            if self._spare:
+                # A second one: while a step's gradients are on their way, or to say which rows the next step needs, its
+                # ticket must be here already.
                 spare, _ = self._client.ask(HEAD, Take(fit, epoch, self.era, wait=False))
                 if isinstance(spare, Ticket):
                     self._hold(spare)
@@ -140,9 +152,12 @@ class ServerMerge:
         for it. Returns the variables' values, which nobody will overwrite."""
         if self._ticket is None or (self._ticket.fit, self._ticket.era) != (self._fit, self.era):
             number = self._worker.number
-            self._ticket = Ticket(self._fit, NO_EPOCH, NO_EPOCH, (number,), number, NO_EPOCH, self.era)
+            # Unlike those of a former process of this task, whose updates the servers may remember.
+            serial = -1 - secrets.randbits(SERIAL_BITS)
+            self._ticket = Ticket(self._fit, NO_EPOCH, NO_EPOCH, (number,), number, serial, self.era)
         progress.enter("push")
-        return self._step(self._clip(gradients), (), (), 1.0)
+        values = self._step(self._clip(gradients), (), (), 1.0)
+        return [value for value in values if value is not None]
 
     def __call__(self, layout: Layout, arrays: Sequence[Array], share: float) -> list[Array]:
         flats, views = self._buffers.next(layout)
@@ -155,23 +170,45 @@ class ServerMerge:
         progress.enter("push")
         merged = self._step(self._clip(arrays[:count]), arrays[count:], layout.weights[count:], share)
         for view, value in zip(views, merged, strict=True):
+            if value is None:
+                continue  # a table: the rows of the next step are written before it begins
             np.copyto(view, value.reshape(view.shape))
         progress.enter("update")
         return flats
 
-    def pull(self) -> list[Array]:
-        """The variables' newest values."""
+    @property
+    def rows(self) -> RowExchange:
+        """Where there are tables: what comes and goes of them."""
+        assert self._rows is not None, "there are tables"
+        return self._rows
+
+    def upcoming(self) -> Ticket | None:
+        """The ticket of the step after this one, if it is at hand."""
+        return self._tickets[0] if self._tickets else None
+
+    def drop_upcoming(self) -> None:
+        """That ticket has no batch."""
+        self._tickets.popleft()
+
+    def pull_tables(self) -> list[Array]:
+        """The tables, whole."""
+        self.flush()
+        return self.rows.pull_tables()
+
+    def pull(self) -> list[Array | None]:
+        """The variables' newest values; None for tables."""
         self.flush()
         self._take(self._client.ask_all([(Pull(self._fit, version), ()) for version in self._versions]))
-        return [np.array(value) for value in self._values]  # what came may be overwritten, or be aliased by a backend
+        # Copies: what came may be overwritten, or be aliased by a backend.
+        return [None if value is None else np.array(value) for value in self._values]
 
     def versions(self) -> list[int]:
         """Of the values that `pull` last brought, on each server that has some."""
         placed = self._require_placed()
-        return [version for version, shards in zip(self._versions, placed.of_server, strict=True) if shards]
+        return [version for version, shards in zip(self._versions, placed.dense_of_server, strict=True) if shards]
 
     @property
-    def values(self) -> list[Array]:
+    def values(self) -> list[Array | None]:
         """The variables' values as they came last: another list whenever some are new."""
         return self._values
 
@@ -183,7 +220,7 @@ class ServerMerge:
 
     def _step(
         self, gradients: Sequence[Array], extras: Sequence[Array], weights: Sequence[Weight], share: float
-    ) -> list[Array]:
+    ) -> list[Array | None]:
         assert self._ticket is not None, "a step begins with a ticket"
         if not self._synchronous:
             if gradients:
@@ -217,9 +254,13 @@ class ServerMerge:
             gradients = [g.astype(self._wire) if g.dtype.itemsize > 2 else g for g in gradients]
         elif self._overlap and self._client.return_s:
             gradients = [gradient.copy() for gradient in gradients]  # the engine goes on; they may be sent once more
-        finite = not self._worker.rules.refuse_nan or all(_is_finite(gradient) for gradient in gradients)
+        travelling = self._rows.of_step(gradients) if self._rows is not None and gradients else list(gradients)
+        values = [part.values if isinstance(part, Rows) else part for part in travelling]
+        finite = not self._worker.rules.refuse_nan or all(_is_finite(value) for value in values)
         for server in range(self._client.servers):
-            parts = placed.cut(gradients, server) if gradients else []
+            parts = placed.cut(travelling, server) if gradients else []
+            wanted = self._rows.wanted(server) if self._rows is not None and gradients else []
+            parts += wanted
             with_extras = [*parts, *extras] if server == HEAD else parts
             question = Push(
                 self._ticket,
@@ -229,6 +270,7 @@ class ServerMerge:
                 share,
                 dtypes_of(with_extras),
                 tuple(weight.value for weight in weights) if server == HEAD else (),
+                wants=bool(wanted),
             )
             self._client.send(server, question, with_extras)
         self._phase += 1
@@ -236,7 +278,7 @@ class ServerMerge:
     def _take(self, answers: Sequence[Any]) -> list[Array]:
         """Keep the values that the servers sent; returns the merged extras of the head."""
         placed = self._require_placed()
-        parts, extras = [], []
+        parts, rows, extras = [], [], []
         for server, (answer, buffers) in enumerate(answers):
             assert isinstance(answer, Values)
             if answer.note:
@@ -249,13 +291,16 @@ class ServerMerge:
             if answer.shards:
                 self._versions[server] = answer.version
             parts.append(placed.shaped(server, arrays[: answer.shards]))
-            extras += arrays[answer.shards :]
+            rows.append(arrays[answer.shards : answer.shards + answer.rows])
+            extras += arrays[answer.shards + answer.rows :]
         self._keep(parts)
+        if any(rows):
+            self.rows.came(rows)
         return extras
 
     def _keep(self, parts: list[list[Array]]) -> None:
         placed = self._require_placed()
-        if all(len(part) == len(shards) for part, shards in zip(parts, placed.of_server, strict=True)):
+        if all(len(part) == len(shards) for part, shards in zip(parts, placed.dense_of_server, strict=True)):
             self._values = placed.join(parts)
         elif any(parts):
             old = [placed.cut(self._values, server) for server in range(len(parts))]

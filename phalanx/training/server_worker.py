@@ -23,6 +23,7 @@ class ServerWorker:
         partitioner: how variables are cut.
         compression: dtype in which gradients travel; None: their own.
         global_step: of the job, when this worker's last update was applied.
+        embedding_rows: whether single rows of embeddings travel: True, False or "auto"; the chief's counts.
         seed: equal on all tasks; orders of data that is shuffled here follow from it.
         made: what the program has made in the strategy's scope.
         coordinator: this process's, if it has one.
@@ -36,6 +37,7 @@ class ServerWorker:
     partitioner: Partitioner | None
     compression: str | None
     seed: str
+    embedding_rows: bool | str = "auto"
     global_step: int = 0
     made: Made = field(default_factory=Made)
     coordinator: Any = None

@@ -140,3 +140,13 @@ def test_a_coordinated_loop_learns_the_digits(run: Run, backend: str) -> None:
     found = losses(output)
     assert found[-1] < 0.2 * found[0]
     assert output.count("epoch 1:") == 1, "only the chief comes so far"
+
+
+def test_rows_of_a_large_table_travel_alone(run: Run, backend: str) -> None:
+    small = ("examples/embedding_rows.py", "--samples", 20_000, "--verbose", 0, "--users", 200_000)
+    output = run("--ps", 1, *small, workers=2, backend=backend)
+    assert percent(output, "test accuracy") > 60
+    numbers = re.search(r"a step sends ([\d,]+) bytes and receives ([\d,]+)", output).groups()
+    whole = int(re.search(r"the whole model is ([\d,]+) bytes", output)[1].replace(",", ""))
+    assert all(int(number.replace(",", "")) < whole / 100 for number in numbers)
+    assert not said_by("worker/1", output), "only the chief prints"

@@ -1,0 +1,130 @@
+"""The optimizer of a server some of whose shards are tables: of these it updates single rows.
+
+The tables, and what the optimizer keeps for each of their rows, are arrays in this process's memory. For an update the
+rows that are touched are gathered into a small variable, the optimizer is applied to it and to the shards that are no
+tables, in one step, and the rows are put back. So the work does not grow with the height of a table.
+
+Rows that an update does not touch stay as they are, and what the optimizer keeps for them as well: a moment does not
+decay, a weight does not shrink. This is what `LazyAdam` of TensorFlow Addons and `torch.optim.SparseAdam` do. For
+optimizers that keep nothing (SGD), or only what gradients add up to (Adagrad), it is the same as updating all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from phalanx.backends import make_updater
+from phalanx.backends.updater import Piece, Slot, Updater
+from phalanx.parameter_server.rows import Rows, padded, power_of_two
+
+Array = np.ndarray[Any, Any]
+
+LEAST_ROWS = 64
+"""Room for rows with which an optimizer begins."""
+
+
+class TableUpdater:
+    """An optimizer, its pieces, and among these the tables. Used by one thread at a time, as an `Updater` is.
+
+    Args:
+        tables: numbers of the pieces that are tables.
+
+    Attributes:
+        slots: what each of the optimizer's variables belongs to.
+    """
+
+    def __init__(self, optimizer: str, pieces: Sequence[Piece], tables: Collection[int]):
+        self._optimizer = optimizer
+        self._pieces = tuple(pieces)
+        self._tables = {number: _own(pieces[number].value) for number in sorted(tables)}
+        self._dense = [number for number in range(len(pieces)) if number not in self._tables]
+        self._room = {number: min(LEAST_ROWS, len(table)) for number, table in self._tables.items()}
+        self._updater = self._make([pieces[number].value for number in self._dense])
+        self.slots: tuple[Slot, ...] = self._updater.slots
+        self._state = {
+            place: np.broadcast_to(value[:1], self._tables[slot.variable].shape)  # until it is loaded
+            for place, (slot, value) in enumerate(zip(self.slots, self._updater.optimizer_values(), strict=True))
+            if slot.variable in self._tables
+        }
+
+    def apply(self, gradients: Sequence[Array | Rows]) -> None:
+        """One update; the gradients are in the order of the pieces, those of tables are `Rows`."""
+        rows = {number: gradients[number] for number in self._tables}
+        numbers = {number: part.numbers for number, part in rows.items() if isinstance(part, Rows)}
+        self._make_room({number: len(touched) for number, touched in numbers.items()})
+        table_of = {place: self.slots[place].variable for place in self._state}
+        self._updater.load(
+            {n: padded(table[numbers[n]], self._room[n]) for n, table in self._tables.items()},
+            {place: padded(self._state[place][numbers[n]], self._room[n]) for place, n in table_of.items()},
+        )
+        self._updater.apply(
+            [padded(g.values, self._room[n]) if isinstance(g, Rows) else g for n, g in enumerate(gradients)]
+        )
+        values, state = self._updater.fetch(list(self._tables), list(table_of))
+        for (number, table), value in zip(self._tables.items(), values, strict=True):
+            table[numbers[number]] = value[: len(numbers[number])]
+        for (place, number), value in zip(table_of.items(), state, strict=True):
+            self._state[place][numbers[number]] = value[: len(numbers[number])]
+
+    def values(self) -> list[Array]:
+        """The present values of the pieces that are no tables; they stay what they are."""
+        present = self._updater.values()
+        return [present[number] for number in self._dense]
+
+    def tables(self) -> list[Array]:
+        """The tables themselves, which go on changing."""
+        return list(self._tables.values())
+
+    def optimizer_values(self) -> list[Array]:
+        """Copies of the values of the optimizer's variables, in the order of `slots`; those of tables have all rows."""
+        return [
+            self._state[place].copy() if place in self._state else value
+            for place, value in enumerate(self._updater.optimizer_values())
+        ]
+
+    def without_tables(self) -> tuple[tuple[Slot, ...], list[Array]]:
+        """Of the optimizer's variables those that belong to no table: what each is, and its value."""
+        places = [place for place in range(len(self.slots)) if place not in self._state]
+        _, values = self._updater.fetch((), places)
+        return tuple(self.slots[place] for place in places), [np.array(value) for value in values]
+
+    def load_optimizer(self, values: Sequence[Array]) -> None:
+        """Give the optimizer's variables these values, in the order of `slots`."""
+        for place in self._state:
+            self._state[place] = _own(values[place])
+        self._updater.load({}, {place: value for place, value in enumerate(values) if place not in self._state})
+
+    def set_learning_rate(self, rate: float) -> None:
+        """The learning rate from now on; a schedule stays what it is."""
+        self._updater.set_learning_rate(rate)
+
+    def _make_room(self, rows: dict[int, int]) -> None:
+        room = {
+            number: max(self._room[number], min(power_of_two(count), len(self._tables[number])))
+            for number, count in rows.items()
+        }
+        if room == self._room:
+            return
+        kept = [place for place in range(len(self.slots)) if place not in self._state]
+        _, state = self._updater.fetch((), kept)
+        self._room = room
+        self._updater = self._make(self.values())
+        self._updater.load({}, dict(zip(kept, state, strict=True)))
+
+    def _make(self, dense: Sequence[Array]) -> Updater:
+        """An optimizer for the pieces, with as many rows of each table as there is room for."""
+        values = dict(zip(self._dense, dense, strict=True)) | {
+            number: np.zeros((self._room[number], *table.shape[1:]), table.dtype)
+            for number, table in self._tables.items()
+        }
+        return make_updater(
+            self._optimizer, [piece._replace(value=values[number]) for number, piece in enumerate(self._pieces)]
+        )
+
+
+def _own(array: Array) -> Array:
+    """The array, or a copy of it that can be written."""
+    return np.require(array, requirements=("C", "A", "W"))
