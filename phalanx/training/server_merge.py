@@ -38,7 +38,7 @@ Array = np.ndarray[Any, Any]
 WIRE_DTYPES = {name: np.dtype(name) for name in ("float16", "bfloat16")}
 
 NO_EPOCH = -1
-"""Epoch, batch and serial of a ticket that no schedule has given."""
+"""Epoch and batch of a ticket that no schedule has given."""
 SERIAL_BITS = 60
 
 
