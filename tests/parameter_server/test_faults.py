@@ -172,6 +172,7 @@ def test_a_cluster_without_servers_is_refused(monkeypatch: pytest.MonkeyPatch) -
         ({"staleness": -1}, "staleness=-1 is no number of steps"),
         ({"staleness": 1, "synchronous": True}, "staleness=1 is no number"),
         ({"compression": "int8"}, "compression is 'int8'; write 'float16' or 'bfloat16'"),
+        ({"embedding_rows": "yes"}, "embedding_rows is 'yes'; write True, False or 'auto'"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(cluster: None, arguments: dict[str, object], message: str) -> None:
