@@ -106,8 +106,7 @@ class ClusterCoordinator:
         with self._lock:
             references = self._references
             name = getattr(fn, "__qualname__", type(fn).__name__)
-            with references.noting(keeps=True) as of_function:
-                function = pack(fn, references, f"The function {name}")
+            function, of_function = references.pack_function(fn, f"The function {name}")
             with references.noting(keeps=False) as of_arguments:
                 arguments = pack((tuple(args or ()), dict(kwargs or {})), references, f"An argument of {name}")
             needs = of_function.results | of_arguments.results

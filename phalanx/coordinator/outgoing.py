@@ -17,10 +17,13 @@ import numpy as np
 from phalanx.backends.tensors import Tensors
 from phalanx.coordinator.pickling import References, pack
 from phalanx.coordinator.remote import PerWorkerValues, RemoteValue
-from phalanx.training.made import Made, Name
+from phalanx.coordinator.unchanged import Trace, same, trace
+from phalanx.training.made import KINDS, Made, Name
 
 KEPT_BYTES = 1 << 16
 """Arrays of 64 KiB and more are sent to each worker once. Smaller ones cost less than the account of them."""
+PICKLES_KEPT = 16
+"""Of functions, those used last: a program schedules few, many times."""
 
 
 @dataclass
@@ -49,6 +52,7 @@ class OutgoingReferences(References):
         self._noted = Noted()
         self._keeps = False
         self._kept: dict[int, tuple[int, weakref.ref[Any]]] = {}  # by id
+        self._functions: dict[int, tuple[Trace, bytes, Noted]] = {}  # by id; the traces keep the functions
         self.numbers = itertools.count()
         # Numbers to which nobody refers any more; filled by the garbage collector, whenever that comes by.
         self.forgotten: deque[int] = deque()
@@ -65,6 +69,24 @@ class OutgoingReferences(References):
             yield self._noted
         finally:
             self._noted, self._keeps = Noted(), False
+
+    def pack_function(self, function: Any, what: str) -> tuple[bytes, Noted]:
+        """The pickle of a function, made anew only if something has changed; and what it refers to."""
+        with self.noting(keeps=True):
+            now = trace(function, self._is_constant, lambda thing: pack(thing, self, what))
+        known = self._functions.pop(id(function), None)
+        if known is None or not same(known[0], now):
+            with self.noting(keeps=True) as noted:
+                known = now, pack(function, self, what), noted
+        self._functions[id(function)] = known  # the one used last at the end
+        if len(self._functions) > PICKLES_KEPT:
+            del self._functions[next(iter(self._functions))]
+        return known[1:]
+
+    def _is_constant(self, thing: Any) -> bool:
+        if isinstance(thing, (*KINDS, keras.Variable, RemoteValue, PerWorkerValues)) or _is_large(thing):
+            return True
+        return any(thing is fixed for fixed in self._fixed.values())
 
     def pack_kept(self, thing: Any) -> bytes:
         """The pickle of a large array; any thread may ask."""
