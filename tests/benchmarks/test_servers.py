@@ -85,6 +85,7 @@ def _python(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not {"jax", "torch"} <= set(BACKENDS), reason="a server on JAX, and gloo of PyTorch")
 def test_a_server_is_timed_against_gloo(tmp_path: Path) -> None:
     path = tmp_path / "found.json"

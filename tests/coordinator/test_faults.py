@@ -91,6 +91,7 @@ def test_if_no_worker_comes_the_chief_ends_with_their_names(start: Start) -> Non
     assert "No worker came to run functions within 10 s: worker/0, worker/1 are missing" in tasks.said("chief/0")
 
 
+@pytest.mark.slow
 def test_an_interrupted_chief_ends_all_tasks(start: Start) -> None:
     tasks = start("endless")
     tasks.wait_for((tasks.folder / "sleeps").exists, "a function runs")

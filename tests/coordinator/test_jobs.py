@@ -163,6 +163,7 @@ def test_the_servers_train(found: Found, backend: str) -> None:
     assert result["iterations"] == result["global_step"] == 12 * 6
 
 
+@pytest.mark.slow
 def test_one_worker_trains_as_one_process(found: Found, backend: str) -> None:
     result = found(backend, "training_like_one_process")
     for kind in ("weights", "optimizer", "metric"):

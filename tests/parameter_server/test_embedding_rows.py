@@ -139,7 +139,8 @@ def test_bytes_of_a_step_do_not_grow_with_the_table(tmp_path: Path) -> None:
         assert sent + received < 100_000, "64 rows of 128 bytes, there and back, and a small network"
 
 
-@pytest.mark.parametrize("kind", ["asynchronous", pytest.param("synchronous", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["asynchronous", "synchronous"])
 def test_the_batch_of_a_killed_worker_is_trained_by_another(tmp_path: Path, kind: str) -> None:
     program = ["-m", "tests.parameter_server.embedding_traffic", str(tmp_path), kind]
     with Tasks(tmp_path, program, servers=2, workers=3, backend=FIRST) as tasks:
