@@ -19,7 +19,11 @@ def said_by(task: str, output: str) -> list[str]:
     """What a task printed of its own, without the notice of one that waits for others on a busy machine, and what
     TensorFlow says of the processor where something imports it."""
     lines = [line for line in output.splitlines() if line.startswith(f"[{task}]")]
-    return [line for line in lines if not re.search(r"waits, for up to|has not called yet|before absl::InitializeLog|oneDNN", line)]
+    return [
+        line
+        for line in lines
+        if not re.search(r"waits, for up to|has not called yet|before absl::InitializeLog|oneDNN", line)
+    ]
 
 
 def percent(output: str, label: str) -> float:
