@@ -71,7 +71,8 @@ def run(
     """Run SCRIPT on several workers at once, as `python SCRIPT ARGS` each.
 
     Each worker gets its TF_CONFIG, its share of the cores and a secret of the job. Ctrl-C or a failing worker
-    ends all of them. The exit code is that of the worker that was the cause; docs/failures.md lists them.
+    ends all of them; in a job with parameter servers, one that was killed is started again. The exit code is
+    that of the worker that was the cause; docs/failures.md lists them.
 
     \b
         phalanx run --workers 2 train.py --epochs 5

@@ -78,6 +78,12 @@ class PeerLostError(PhalanxError, ConnectionError):
         return rebuild, (str(self),)
 
 
+class EvictedError(PhalanxError):
+    """This worker made no progress for too long, and the others went on without it. Started again, it takes part."""
+
+    exit_code = 73
+
+
 class LinkClosedError(PhalanxError, ConnectionError):
     """The other end of a link is gone. The layer above says which member that was (`PeerLostError`)."""
 

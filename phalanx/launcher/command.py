@@ -135,8 +135,9 @@ class _Narrator:
             self._screen.message(f"phalanx: {end.task} (rank {end.rank}) ended with exit code {end.code}")
 
     def returns(self, end: End, count: str) -> None:
-        reason = exit_codes.signal_name(-(end.returncode or 0))
-        self._screen.message(f"phalanx: {end.task} was killed by {reason}; starting it again ({count})")
+        killed = f"was killed by {exit_codes.signal_name(-(end.returncode or 0))}"
+        reason = killed if (end.returncode or 0) < 0 else "was left out by the others"
+        self._screen.message(f"phalanx: {end.task} {reason}; starting it again ({count})")
 
     def failed(self, end: End) -> None:
         self._screen.message(f"phalanx: {end.task} (rank {end.rank}) failed with exit code {end.code}; ending the job")

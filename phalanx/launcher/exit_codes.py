@@ -84,6 +84,11 @@ MEANINGS: dict[int, Meaning] = {
         "bytes on a connection between two tasks are not what Phalanx sends",
         "that all tasks run the same version of Phalanx, and that nothing on the network alters the traffic",
     ),
+    errors.EvictedError.exit_code: Meaning(
+        "EvictedError",
+        "the task made no progress for too long, and the others went on without it",
+        "what stopped it: its stack, its load, its input; `phalanx run` starts it again in jobs with parameter servers",
+    ),
     SIGNAL_BASE + signal.SIGINT: Meaning("interrupted", "somebody pressed Ctrl-C", "nothing"),
     SIGNAL_BASE + signal.SIGTERM: Meaning(
         "terminated", "SIGTERM was received", "who ended the job: the scheduler, a time limit, `kill`"

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from phalanx.errors import EvictedError
 from phalanx.launcher.environment import DEFAULT_EVALUATOR_GRACE_S, DEFAULT_GRACE_S
 from phalanx.launcher.messages import Event, Exited, LastWords, Order, Output, Started
 from phalanx.launcher.restarts import Restarts
@@ -33,6 +34,7 @@ GIVE_UP_S = 5.0
 POLL_S = 0.05
 # Tasks of this type end after the others.
 EVALUATORS = "evaluator/"
+SERVERS = "ps/"
 
 
 class Host(Protocol):
@@ -264,7 +266,7 @@ class Job:
                     pid=self._pids.get(rank, 0),
                     returncode=returncode,
                     order=len(self._ends),
-                    by_launcher=self._ending,
+                    by_launcher=self._ending or (returncode == EvictedError.exit_code and 0 in self._ends),
                     hung=rank in self._hung,
                     words=words,
                 )
@@ -277,14 +279,20 @@ class Job:
                     self._observer.returns(end, self._restarts.describe(rank))
                     return
                 self._ends[rank] = end
-                if end.failed and not self._schedule:
+                if end.failed and not end.by_launcher and not self._schedule:
                     self._schedule = after_failure(self._clock(), self._grace_s)
                     self._observer.failed(end)
-                if not self._schedule and self._evaluates_until is None and self._only_evaluators_run():
+                if not self._schedule and self._evaluates_until is None and self._is_over():
                     self._evaluates_until = self._clock() + self._evaluator_grace_s
 
-    def _only_evaluators_run(self) -> bool:
-        return all(p.task.startswith(EVALUATORS) for rank, p in self._placements.items() if rank not in self._ends)
+    def _is_over(self) -> bool:
+        """Whether nobody waits for those that still run: evaluators, and, where there are servers and these and the
+        chief have ended, workers that were left out."""
+        left = [p.task for rank, p in self._placements.items() if rank not in self._ends]
+        served = any(p.task.startswith(SERVERS) for p in self._placements.values())
+        if served and 0 in self._ends and not any(task.startswith(SERVERS) for task in left):
+            return True
+        return all(task.startswith(EVALUATORS) for task in left)
 
     def _delay_s(self, placement: Placement, end: End) -> float | None:
         """Seconds after which an ended task is started again; None: it is not. Nobody returns to a job that ends, or

@@ -127,6 +127,8 @@ class RemoteHost:
 
     def restart(self, rank: int) -> Event | None:
         """Start a worker again that has ended; its `Started` is among the events to come."""
+        if not self._registered:  # the host is gone
+            return Exited(rank, None, LastWords())
         self._running.add(rank)
         self._send(Restart(rank))
         return None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from phalanx.errors import EvictedError
+
 DEFAULT = 10
 """How often one task is started again."""
 SHORT_S = 10.0
@@ -17,8 +19,9 @@ FIRST_DELAY_S = 0.5
 class Restarts:
     """The memory of a job's restarts.
 
-    Only a task that was killed by a signal is started again: memory ran out, its host took the core away, somebody
-    killed it. One that ended by itself, with an error, would do so again.
+    Only a task that was killed by a signal is started again (memory ran out, its host took the core away, somebody
+    killed it), and one that the others have left out as it was stopped. One that ended by itself, with an error, would
+    do so again.
 
     Args:
         allowed: how often each task may be started again; 0: never.
@@ -35,7 +38,8 @@ class Restarts:
 
     def delay_s(self, rank: int, returncode: int | None, lived_s: float) -> float | None:
         """Seconds to wait before this task is started again; None: it is not."""
-        if returncode is None or returncode >= 0 or self._made[rank] >= self._allowed:
+        innocent = returncode is not None and (returncode < 0 or returncode == EvictedError.exit_code)
+        if not innocent or self._made[rank] >= self._allowed:
             return None
         self._short[rank] = self._short[rank] + 1 if lived_s < SHORT_S else 0
         if self._short[rank] >= SHORT_LIVES:

@@ -174,7 +174,9 @@ class Client:
         self.bytes_received += len(header) + sum(buffer.nbytes for buffer in buffers)
         answer = _ANSWERS.decode(header)
         if isinstance(answer, Values):
-            self._alone[server] = answer.alone
+            asked = self._unanswered[server]
+            if asked is not None and isinstance(asked[0], Push):
+                self._alone[server] = answer.alone
             if answer.lengths:
                 self.bytes_received += sum(answer.lengths)
                 return answer, self._lanes[server].read(answer.place, answer.lengths)
@@ -205,26 +207,43 @@ class Client:
         other = ", or for its copy" if self._copied else ""
         logger.warning("%s is gone; waiting up to %g s for it to come back%s.", task, self.return_s, other)
         until = time.monotonic() + self.return_s
-        if lanes := self._lanes.pop(server, None):  # the next `fit` makes others
-            lanes.close()
-        while True:
-            self._links[server].close()
+        # A server that was lost may have led several groups. All must hear of this worker before one is waited for: the
+        # others may wait for this one there.
+        away = {server, *(group for group, link in enumerate(self._links) if link.peer_closed())}
+        while away:
             try:
-                self._links[server] = self._connect(server, until, again=True)
-                for question, buffers in self.whereabouts(server) if self.whereabouts else ():
-                    self._send(server, question, buffers)
-                    answer, _ = self._receive(server)
-                    if isinstance(answer, Refusal):
-                        raise _refused(answer, str(task))
-                if unanswered := self._unanswered[server]:
-                    self._send(server, *unanswered)
-                break
+                told = {group: self._rejoin(group, until) for group in sorted(away)}
+                for group, more in told.items():
+                    self._repeat(group, more)
+                    away.discard(group)
             except LinkClosedError as error:  # killed once more
                 if time.monotonic() > until:
                     raise lost(str(task), "training") from error
             except RendezvousError as error:
                 raise lost(str(task), f"training; it did not come back within {self.return_s:g} s") from error
         logger.warning("%s is back.", self.tasks[self._leaders[server]])
+
+    def _rejoin(self, group: int, until: float) -> Sequence[Asked]:
+        """Make the link again and say where this worker is; returns what else there is to tell."""
+        if lanes := self._lanes.pop(group, None):  # the next `fit` makes others
+            lanes.close()
+        self._links[group].close()
+        self._links[group] = self._connect(group, until, again=True)
+        told = self.whereabouts(group) if self.whereabouts else ()
+        self._tell(group, told[:1])
+        return told[1:]
+
+    def _repeat(self, group: int, more: Sequence[Asked]) -> None:
+        self._tell(group, more)
+        if unanswered := self._unanswered[group]:
+            self._send(group, *unanswered)
+
+    def _tell(self, group: int, told: Sequence[Asked]) -> None:
+        for question, buffers in told:
+            self._send(group, question, buffers)
+            answer, _ = self._receive(group)
+            if isinstance(answer, Refusal):
+                raise _refused(answer, str(self.tasks[self._leaders[group]]))
 
     def _connect(self, group: int, deadline: float, *, again: bool = False) -> Link:
         """A link to the server that leads a group: its own, or the one with the copy."""

@@ -23,6 +23,7 @@ from phalanx.cluster.agreement import Statement, describe_disagreement
 from phalanx.cluster.roll_call import Identity
 from phalanx.cluster.spec import Task
 from phalanx.errors import (
+    EvictedError,
     FrameError,
     LinkClosedError,
     LinkTimeoutError,
@@ -156,6 +157,7 @@ class Group:
         self._snapshot_s = snapshot_s
         self._found = None if snapshots is None else snapshots.newest()
         self._restoring = threading.Lock()
+        self._applying = threading.Lock()  # a record of the leader's, or that this one leads
         self._took_over = False  # whether another process led before, in the middle of the job
         self._must_rebuild = False  # whether the schedule must be made anew
         self._restored = 0  # the version with which this went on
@@ -177,21 +179,18 @@ class Group:
             self._threads = [*(each for each in self._threads if each.is_alive()), thread]
 
     def close(self) -> None:
-        """Hang up on everybody. The copy, if there is one, hears that the job is over if it is."""
+        """Hang up on everybody."""
         with self._changed:
-            over = self._over
             self._closing = True
             links = [link for _, link in self._links.values()]
             following = self._following
             self._changed.notify_all()
-        if over and self._leading:
-            self._store.end_copy()
         for link in [*links, *([following] if following else [])]:
             link.close()
         until = time.monotonic() + END_S
         for thread in self._threads:  # one that is in the backend when the interpreter ends would crash it
             thread.join(max(0.0, until - time.monotonic()))
-        if self._snapshots is not None and over:
+        if self._snapshots is not None and self._over:
             self._snapshots.clear()
 
     def wait(self, seconds: float) -> None:
@@ -217,12 +216,14 @@ class Group:
         with self._changed:
             now, first_contact_until = time.monotonic(), self._started + settings.rendezvous_timeout_s
             return_s = settings.return_timeout_s or RETURN_S
-            if self._over or (self._settled and not self._leading):
+            if self._over:
+                return True
+            if self._settled and not self._leading:
                 if self._following is not None:
                     self._followed_at = now
                 elif now - max(self._followed_at, first_contact_until) > return_s:
                     raise lost(str(self._other), f"training; it did not come back within {return_s:g} s")
-                return self._over
+                return False
             came = self._links.keys() | self._gone | self._lost.keys()
             if CHIEF not in came and now > first_contact_until:
                 raise RendezvousError(
@@ -234,14 +235,16 @@ class Group:
                 raise lost(self._names[CHIEF], f"training; it did not come back within {return_s:g} s")
             some_may_come = len(came) < len(self._names) and now < first_contact_until and not self._took_over
             left_out = all(self._schedule.is_evicted(incarnation) for incarnation, _ in self._links.values())
-            self._over = CHIEF in self._gone and not some_may_come and left_out
-            return self._over
+            over = self._over = CHIEF in self._gone and not some_may_come and left_out
+        if over and self._other is not None:
+            self._store.end_copy()  # at once: the other server waits for it, perhaps while this one waits for the other
+        return over
 
     # Who leads.
 
     def lead(self) -> None:
         """Lead from now on: the chief has lost the other server, or that one has lost its values."""
-        with self._changed:
+        with self._applying, self._changed:
             if self._leading:
                 return
             logger.warning("%s leads the shards of group %d from now on.", self._me.task, self.number)
@@ -273,7 +276,7 @@ class Group:
             with self._changed:
                 if self._changed.wait_for(lambda: self._closing, 0.0 if not self._settled else SEEK_S):
                     return
-                wanted = self._leading or not self._settled
+                wanted = (self._leading or not self._settled) and not self._over
             if not wanted or self._store.is_copied:
                 continue
             newcomer = msgspec.msgpack.encode(Newcomer(self._me.statement, self._store.fit < 0))
@@ -314,24 +317,15 @@ class Group:
 
     def _follow(self, link: Link) -> None:
         """Do as the leader does, until its link ends. The body of a thread."""
-        with self._changed:
+        with self._applying, self._changed:
             self._following = link
         try:
-            while not self._leading:
+            while True:
                 record, buffers = copying.receive(link, IDLE_S)
-                match record:
-                    case State():
-                        self._store.restore(record, buffers)
-                    case Applied():
-                        self._store.follow(record, buffers)
-                    case SetRate(rate):
-                        self._store.set_learning_rate(rate)
-                    case EndFit(fit):
-                        self._schedule.end_fit(fit)
-                    case Over():
-                        with self._changed:
-                            self._over = True
-                            self._changed.notify_all()
+                with self._applying:
+                    if self._leading or self._following is not link:
+                        return  # what it sent is of a former time
+                    self._apply(record, buffers)
                 copying.acknowledge(link)
         except copying.LOST as error:
             if not (self._closing or self._over or self._leading):
@@ -344,6 +338,21 @@ class Group:
                 if self._following is link:
                     self._following = None
 
+    def _apply(self, record: copying.Record, buffers: Sequence[memoryview]) -> None:
+        match record:
+            case State():
+                self._store.restore(record, buffers)
+            case Applied():
+                self._store.follow(record, buffers)
+            case SetRate(rate):
+                self._store.set_learning_rate(rate)
+            case EndFit(fit):
+                self._schedule.end_fit(fit)
+            case Over():
+                with self._changed:
+                    self._over = True
+                    self._changed.notify_all()
+
     # Snapshots, and going on from one.
 
     def _keep(self) -> None:
@@ -353,15 +362,16 @@ class Group:
             with self._changed:
                 if self._changed.wait_for(lambda: self._closing, self._snapshot_s):
                     return
-            if self._store.version != written:
-                written = self._store.version
-                self._write_snapshot()
+            version = self._store.version
+            if version != written and self._write_snapshot():
+                written = version
 
-    def _write_snapshot(self) -> None:
-        state = self._store.state()
-        if self._snapshots is None or state is None:
-            return
-        with self._restoring:  # one at a time
+    def _write_snapshot(self) -> bool:
+        """Whether there is one of what this has now."""
+        with self._restoring:  # one at a time, each of newer values than the one before
+            state = self._store.state()
+            if self._snapshots is None or state is None:
+                return False
             try:
                 self._snapshots.write(msgspec.msgpack.encode(state[0]), state[1])
             except OSError as error:
@@ -370,13 +380,15 @@ class Group:
                     self._me.task,
                     error.strerror or error,
                 )
+                return False
+        return True
 
     def _take_back(self, worker: Worker, message: Rejoin, buffers: Sequence[memoryview]) -> None:
         """A worker has lost its link to this task in the middle of a `fit`, perhaps because the process is new."""
         with self._restoring:
             if self._store.fit < message.fit:
                 self._restore(message)
-            scheduled = self._is_head and message.epoch >= 0
+            scheduled = self._is_head and message.epoch >= 0 and message.era == self._schedule.era
             if self._must_rebuild and scheduled and not self._schedule.has_ended(message.fit):
                 self._schedule.await_rejoins()
             self._must_rebuild = False
@@ -390,9 +402,9 @@ class Group:
             self._schedule.rejoin(worker, message, order)
 
     def _restore(self, message: Rejoin) -> None:
-        found, self._found = self._found, None
+        found = self._found
         state = None if found is None else _STATES.decode(found[0])
-        if found is None or state is None or (state.declared.fit, state.era) != (message.fit, message.era):
+        if found is None or state is None or (state.declared.fit, state.era) < (message.fit, message.era):
             raise PeerLostError(
                 f"{self._me.task} was killed and started again, and has no snapshot of this training. Pass "
                 f"snapshot_dir or replication=2 to ParameterServerStrategy, or start the job with `phalanx run`.",
@@ -401,6 +413,7 @@ class Group:
                 host="",
             )
         self._store.restore(state, found[1])
+        self._found = None
         self._took_over = self._must_rebuild = True
         self._schedule.await_workers()
         self._restored, self._lost_updates = state.version, -1  # even none is worth a line
@@ -472,7 +485,7 @@ class Group:
                     buffers = lanes.read(TO_SERVER, question.lengths)
                 try:
                     if self._schedule.is_evicted(incarnation):
-                        raise PhalanxError(
+                        raise EvictedError(
                             f"{self._names[worker]} made no progress for too long and was left out; the others went "
                             f"on. Start it again to take part."
                         )
@@ -516,14 +529,16 @@ class Group:
     ) -> tuple[Answer, Sequence[Array]]:
         store, schedule = self._store, self._schedule
         timeout_s = self._me.settings.timeout_s
-        if not isinstance(question, Rejoin | Declare):
-            schedule.wait_until_rebuilt(timeout_s)
+        if not isinstance(question, Rejoin | Declare | SetRate | BeginSession):
+            schedule.wait_until_rebuilt(worker, timeout_s)
         match question:
             case Rejoin():
                 self._take_back(worker, question, buffers)
             case Push():
                 self._wait_for_chief()
                 version, values, rows, extras, note = store.push(question, buffers)
+                if not store.is_copied:
+                    self._wait_for_chief()  # the copy may lead by now, and have been lost for that reason
                 ticket = None
                 if self._is_head and question.gradients:
                     now = question.ticket
@@ -552,7 +567,9 @@ class Group:
                 slots, state = store.optimizer_values(tables=with_tables)
                 return Values(store.version, dtypes=dtypes_of(state), slots=slots), state
             case Declare():
-                store.declare(question, buffers)
+                with self._restoring:
+                    self._must_rebuild = False
+                    store.declare(question, buffers)
                 self._write_snapshot()  # from now on there is one of this `fit`
             case Attach(fit, variables):
                 first_epoch, table_numbers = store.attach(fit, variables, self._me.settings.rendezvous_timeout_s)

@@ -77,7 +77,7 @@ class Ticket(msgspec.Struct, frozen=True, tag="ticket"):
         members: in synchronous training, the workers that make this step together, by number, in order; else the one.
         member: this worker's number.
         serial: numbers the steps of the job.
-        era: how many times a chief has begun a `fit`; a step of a former era is not applied.
+        era: of the `fit`, as the chief has declared it; a step of another era is not applied.
     """
 
     fit: int
@@ -99,6 +99,7 @@ class Declare(msgspec.Struct, frozen=True, tag="declare"):
         slots: the optimizer's variables: the number of a shard among the server's, or -1 for the optimizer's own, and
             a name.
         step: the global step that the values are of; one that the job has passed changes nothing.
+        era: a number that is greater than that of every `fit` before, also of a chief that was killed.
     """
 
     fit: int
@@ -106,7 +107,8 @@ class Declare(msgspec.Struct, frozen=True, tag="declare"):
     model: Model
     rules: Rules
     slots: tuple[tuple[int, str], ...]
-    step: int = 0
+    step: int
+    era: int
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
@@ -131,6 +133,7 @@ class Rejoin(msgspec.Struct, frozen=True, tag="rejoin"):
         step: the global step as it knows it.
         steps: how many the epoch has; -1 while that is unknown.
         order_of: the epoch with which the pass over the data began, whose order comes along.
+        opened: whether the chief has opened the epoch.
     """
 
     fit: int
@@ -143,6 +146,7 @@ class Rejoin(msgspec.Struct, frozen=True, tag="rejoin"):
     step: int
     steps: int
     order_of: int = -1
+    opened: bool = True
 
 
 class Pull(msgspec.Struct, frozen=True, tag="pull"):

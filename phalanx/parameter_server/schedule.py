@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.backends.layout import Weight
-from phalanx.errors import CollectiveTimeoutError, PeerLostError, PhalanxError
+from phalanx.errors import CollectiveTimeoutError, EvictedError, PeerLostError, PhalanxError
 from phalanx.parameter_server.messages import EpochOver, FitOver, Rejoin, Report, Rules, State, Ticket
 
 logger = logging.getLogger(__name__)
@@ -30,8 +30,8 @@ Worker = int
 CHIEF: Worker = 0
 POLL_S = 0.5
 """Longest time between two looks at the clock; whatever happens wakes the waiting at once."""
-REJOIN_S = 10.0
-"""How long a new head waits for other workers than the chief: they have noticed at once, and dial."""
+REJOIN_S = 60.0
+"""How long a new leader waits for workers: one that is in the middle of a long step has not noticed yet."""
 
 
 @dataclass
@@ -103,6 +103,7 @@ class Schedule:
         self._rejoined: dict[Worker, tuple[Rejoin, Array | None]] = {}
         self._rebuilt = True  # False while this is to be made anew from what the workers say
         self._rebuild_since = 0.0
+        self._fresh: set[Worker] = set()  # those that came meanwhile, as new processes
         self._awaited: set[Worker] = set()  # those that the process that led before had links to, perhaps
         self._awaited_until = 0.0
 
@@ -118,15 +119,15 @@ class Schedule:
     def has_chief_left(self) -> bool:
         return self._chief_left
 
-    def begin(self, rules: Rules, fit: int, step: int = 0) -> None:
+    def begin(self, rules: Rules, fit: int, step: int = 0, era: int | None = None) -> None:
         """A `fit` begins, under these rules, with the values of a global step; the same one again if the chief was
-        started again."""
+        started again. It is of this era; None: of the next one."""
         with self._changed:
             self._rules = rules
             self._rebuilt = True
             self.global_step = max(self.global_step, step)
             self._on_hold = False
-            self.era += 1
+            self.era = self.era + 1 if era is None else era
             self._ended_fit = fit - 1
             self._order = (-1, -1, np.zeros(0, np.int64))
             self._made.clear()
@@ -185,8 +186,8 @@ class Schedule:
                 else:
                     logger.warning("%s makes no progress: going on without it.", self._names[worker])
                 self._evicted.add(incarnation)
-                self._leave(worker)
-                self._changed.notify_all()
+            self._leave(worker)
+            self._changed.notify_all()
 
     def is_evicted(self, incarnation: str) -> bool:
         return incarnation in self._evicted
@@ -197,6 +198,7 @@ class Schedule:
 
     def _leave(self, worker: Worker) -> None:
         self._present.pop(worker, None)
+        self._rejoined.pop(worker, None)
         if worker == CHIEF:
             self._on_hold = False
         self._steps_of.pop(worker, None)
@@ -235,6 +237,7 @@ class Schedule:
             self._rebuilt = False
             self._rebuild_since = time.monotonic()
             self._rejoined.clear()
+            self._fresh.clear()
 
     def rejoin(self, worker: Worker, message: Rejoin, order: Array | None) -> None:
         """A worker is back after its link was lost, and says where it is."""
@@ -244,16 +247,21 @@ class Schedule:
                 self._hold_again(message)
             else:
                 self._rejoined[worker] = (message, order)
+                self._fresh.discard(worker)
                 if len(self._rejoined) == len(self._names):
                     self._rebuild()
             self._changed.notify_all()
 
-    def wait_until_rebuilt(self, timeout_s: float) -> None:
-        """Wait for the workers to rejoin: for the chief at most `timeout_s`, for the others less."""
+    def wait_until_rebuilt(self, worker: Worker, timeout_s: float) -> None:
+        """Before anything else that this worker asks: wait for the workers to rejoin, for the chief at most `timeout_s`
+        and for the others less; new processes have nothing to tell."""
         with self._changed:
+            if not self._rebuilt and worker not in self._rejoined:
+                self._fresh.add(worker)
             while not self._rebuilt:
                 waited_s = time.monotonic() - self._rebuild_since
-                if CHIEF in self._rejoined and waited_s > REJOIN_S:
+                all_came = len(self._rejoined.keys() | self._fresh) == len(self._names)
+                if CHIEF in self._rejoined and (all_came or waited_s > REJOIN_S):
                     self._rebuild()
                     self._changed.notify_all()
                 else:
@@ -270,15 +278,20 @@ class Schedule:
 
     def _rebuild(self) -> None:
         chief, order = self._rejoined[CHIEF]
-        here = [message for message, _ in self._rejoined.values()]
+        here = [message for message, _ in self._rejoined.values() if message.era == self.era]
         same = [m for m in here if (m.fit, m.epoch) == (chief.fit, chief.epoch)]
         tickets = [ticket for message in same for ticket in message.tickets]
-        self._serial = max([t.serial for t in tickets] + [m.finished for m in here])
+        self._serial = max([t.serial for t in tickets] + [m.finished for m in here], default=0)
+        self._rebuilt = True
+        if not chief.opened or chief not in same:  # what it asks next opens the epoch
+            self._rejoined.clear()
+            return
         self._epoch = _Epoch(chief.fit, chief.epoch, None if chief.steps < 0 else chief.steps)
         self._epoch.next = max(message.batches for message in same)
         self._began = True
         self._order = (chief.fit, chief.order_of, np.zeros(0, np.int64) if order is None else order)
-        self._took = {w for w, (m, _) in self._rejoined.items() if (m.fit, m.epoch) == (chief.fit, chief.epoch)}
+        # Those that are ahead have reported, and do so once more.
+        self._took = {w for w, (m, _) in self._rejoined.items() if m in here and m.epoch >= chief.epoch}
         self._last_progress = time.monotonic()
         assert self._rules is not None
         if not self._rules.synchronous:
@@ -290,7 +303,6 @@ class Schedule:
                 self._joint = joint
                 self._joint_given = {ticket.member for ticket in tickets if ticket.serial == joint.serial}
         self._rejoined.clear()
-        self._rebuilt = True
 
     # Epochs.
 
@@ -299,7 +311,11 @@ class Schedule:
         with self._changed:
             assert self._rules is not None
             if self._epoch is not None and (self._epoch.fit, self._epoch.number) == (fit, number):
-                return  # the chief asks once more after its link was lost
+                # The chief asks once more after its link was lost.
+                self._epoch.steps = steps if self._epoch.steps is None else self._epoch.steps
+                if order is not None:
+                    self._order = (fit, number, order)
+                return
             if self._rules.synchronous and self._epoch is None:
                 until = time.monotonic() + self._start_s
                 while len(self._seen) < len(self._names):
@@ -365,7 +381,7 @@ class Schedule:
                 self.check()
                 epoch = self._epoch
                 if self._present.get(worker) != incarnation:
-                    raise PhalanxError(f"{self._names[worker]} was left out, or started again in another process.")
+                    raise EvictedError(f"{self._names[worker]} was left out, or started again in another process.")
                 if self._ended_fit >= fit:
                     return FitOver()
                 if epoch is not None and epoch.fit == fit and era != self.era:

@@ -57,7 +57,7 @@ _Key = tuple[int, int]
 COMPLETED = 1000
 """Merges of which it is remembered that they are over: more than any worker can be behind."""
 RESULTS = 32
-"""Merges whose results are kept for workers that ask again after their link broke: each has one or two on the way."""
+"""Merges whose results are kept for workers that ask again after their link broke; each one's newest always is."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,7 @@ class Store:
         self._completed: dict[_Key, None] = {}  # the newest, in the order in which they were completed
         self._forgotten: _Key = (-1, -1)  # no merge up to this one is remembered
         self._results: dict[_Key, _Result] = {}
+        self._last: dict[Worker, _Key] = {}  # of the newest result with each worker's part
         self._copy: Copy | None = None
         self.version = 0
         self.refused = 0
@@ -108,17 +109,13 @@ class Store:
     def declare(self, message: Declare, buffers: Sequence[memoryview]) -> None:
         """The chief's model: values of the shards, then those of the optimizer's variables."""
         with self._changed:
+            if self._declared is not None and (message.fit, message.era) == (self._fit, self._schedule.era):
+                return  # the chief asks once more after its link was lost
             self._before = (self._fit, self._values, self._tables)
             self._build(message, message.slots, buffers)
-            for joint in self._joints.values():
-                joint.given_up = True
-            self._joints.clear()
-            self._completed.clear()
-            self._results.clear()
-            self._forgotten = (-1, -1)
-            self._newest.clear()
+            self._forget()
             self.version += 1
-            self._schedule.begin(message.rules, message.fit, message.step)
+            self._schedule.begin(message.rules, message.fit, message.step, message.era)
             if (state := self.state()) is not None:
                 self._send_copy(*state)
                 self._await_copy()
@@ -151,6 +148,17 @@ class Store:
             )
             self._values = self._updater.values()
         self._fit, self._declared = message.fit, message
+
+    def _forget(self) -> None:
+        """No push until now counts any more."""
+        for joint in self._joints.values():
+            joint.given_up = True
+        self._joints.clear()
+        self._completed.clear()
+        self._results.clear()
+        self._last.clear()
+        self._newest.clear()
+        self._forgotten = (-1, -1)
 
     def attach(self, fit: int, variables: tuple[Variable, ...], timeout_s: float) -> tuple[int, tuple[int, ...]]:
         """Wait until the chief has declared this `fit`; compare the models. Returns the first epoch, and the tables.
@@ -212,9 +220,12 @@ class Store:
         with self._changed:
             count = sum(shard.server == self._index for shard in state.declared.model.shards) + len(state.slots)
             self._build(state.declared, state.slots, buffers[:count])
+            self._forget()
             extras = iter(arrays_of(buffers[count:], state.dtypes[count:]))
             for serial, phase, members, number in state.completed:
                 self._remember((serial, phase), _Result(members, [next(extras) for _ in range(number)]))
+            if state.completed:  # older ones are not known any more
+                self._forgotten = min((serial, phase) for serial, phase, _, _ in state.completed)
             self.version, self.refused = state.version, state.refused
             self._schedule.resume(state)
             self._changed.notify_all()
@@ -256,6 +267,7 @@ class Store:
             self._await_copy()
             if self._copy is not None:
                 self._copy.close()
+                self._copy = None
 
     def follow(self, record: Applied, buffers: Sequence[memoryview]) -> None:
         """Be the copy: apply what the leader has applied."""
@@ -340,6 +352,8 @@ class Store:
             rules = self._declared.rules
             if message.ticket.era != self._schedule.era:
                 extras = arrays_of(buffers, message.dtypes)[len(buffers) - len(message.extras) :]
+                if self._is_head and message.gradients:
+                    self._schedule.confirm(message.ticket)
                 return self.version, [], [], extras, "it was of a `fit` that is over, or was begun anew"
             gradients, wanted, extras = self._arrays(message, buffers)
             key = (message.ticket.serial, message.phase)
@@ -415,7 +429,7 @@ class Store:
         self._changed.notify_all()
         if key in self._completed or key <= self._forgotten:
             self.late += 1
-            return extras, "it came too late and was left out"
+            return extras, f"it came too late and was left out, as {self.late} of the workers' have been so far"
         joint = self._joints.setdefault(key, _Joint())
         joint.contributions[ticket.member] = (message.share, gradients, extras)
         joint.finite &= message.finite
@@ -439,8 +453,11 @@ class Store:
     def _remember(self, key: _Key, result: _Result) -> None:
         self._completed[key] = None
         self._results[key] = result
+        self._last |= dict.fromkeys(result.members, key)
         if len(self._results) > RESULTS:
-            del self._results[next(iter(self._results))]
+            kept = set(self._last.values())
+            for old in [key for key in self._results if key not in kept][: len(self._results) - RESULTS]:
+                del self._results[old]
         if len(self._completed) > COMPLETED:
             oldest = next(iter(self._completed))
             del self._completed[oldest]

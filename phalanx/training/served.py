@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -69,7 +70,7 @@ class Served:
         self._merge.era, self.tables = answer.version, answer.tables
         self._placed = Placed(self._described, self._shards, self._client.servers, self.tables)
         self._merge.place(fit, self._placed, self._clip)
-        self._client.whereabouts = lambda server: [(self._merge.rejoin(server), [])]
+        self._client.whereabouts = lambda server: [(self._merge.rejoin(server), []), *self.told()]
         return answer.step
 
     def assign(self, values: Sequence[Array | None]) -> None:
@@ -101,6 +102,10 @@ class Served:
             variable.assign(state[slot])
         return [answer.version for answer, _ in answers if isinstance(answer, Values) and answer.slots]
 
+    def told(self) -> list[tuple[Any, Sequence[Array]]]:
+        """What the servers were told since the beginning, which one that comes back may not have heard."""
+        return [] if self._rate is None else [(SetRate(self._rate), [])]
+
     def tell_learning_rate(self) -> None:
         """Tell the servers the optimizer's learning rate, if it was set since."""
         rate = self._learning_rate()
@@ -123,10 +128,10 @@ class Served:
         values = [to_host(v) for v in trained]
         state = self._optimizer_state()
         step = self._worker.global_step = max(self._worker.global_step, int(to_host(optimizer.iterations)))
-        questions = []
+        questions, era = [], time.time_ns()
         for server in range(self._client.servers):
             places = _slots_on(self.slots, placed, server)
-            message = Declare(fit, first_epoch, description, self._worker.rules, tuple(places), step)
+            message = Declare(fit, first_epoch, description, self._worker.rules, tuple(places), step, era)
             questions.append(
                 (message, [*placed.cut(values, server), *[state[slot][rows] for slot, rows in places.values()]])
             )

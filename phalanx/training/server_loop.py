@@ -89,6 +89,7 @@ class ServerTrainer:
         self._announced = False
         # What a head that comes back must hear once more.
         self._epoch = 0
+        self._opened = False
         self._steps: int | None = None
         self._order: tuple[int, Array | None] = (-1, None)  # of the chief: the order of the pass that began then
         self._reported: tuple[Report, list[Array]] | None = None
@@ -221,7 +222,8 @@ class ServerTrainer:
         found = find_tables(model, served.slots)
         chosen = tuple(table.number for table in self._choose(found, callbacks)) if worker.is_chief else ()
         self._training = True
-        epoch = served.begin(fit, first_epoch, chosen)
+        self._steps, self._order, self._reported, self._opened = None, (-1, None), None, False
+        self._epoch = epoch = served.begin(fit, first_epoch, chosen)
         self._prepare_rows(found, served.tables)
         self._client.whereabouts = partial(self._whereabouts, fit)
         return epoch
@@ -292,8 +294,11 @@ class ServerTrainer:
         steps = -1 if self._steps is None else self._steps
         pass_began, order = self._order
         order_of = pass_began if self._worker.is_chief and server == HEAD and order is not None else -1
-        rejoin = self._merge.rejoin(server, self._epoch, steps, order_of)
+        rejoin = self._merge.rejoin(server, self._epoch, steps, order_of, opened=self._opened)
         told: list[tuple[Any, Sequence[Array]]] = [(rejoin, [] if order_of < 0 or order is None else [order])]
+        told += self._require_served().told()
+        if server == HEAD and self._worker.is_chief:
+            told += self._worker.sessions()
         if server == HEAD and self._reported is not None:
             told.append(self._reported)
         return told
@@ -304,7 +309,7 @@ class ServerTrainer:
         self, fit: int, epoch: int, source: ShardedInput, engine: Engine, callbacks: Any
     ) -> tuple[int, EpochOver | FitOver]:
         """Take tickets until there are no more. Returns the samples trained on, and the last answer."""
-        self._epoch = epoch
+        self._epoch, self._opened = epoch, True
         self._steps = steps = source.begin(epoch)
         if self._worker.is_chief:
             order = [] if self._new_order is None else [self._new_order]

@@ -99,7 +99,9 @@ class ServerMerge:
         self._pushed.clear()
         self._handed_out = (-1, 0)
 
-    def rejoin(self, server: int, epoch: int = -1, steps: int = -1, order_of: int = -1) -> Rejoin:
+    def rejoin(
+        self, server: int, epoch: int = -1, steps: int = -1, order_of: int = -1, *, opened: bool = True
+    ) -> Rejoin:
         """What a server must know of this worker when it comes back in the middle of the training."""
         return Rejoin(
             self._fit,
@@ -112,6 +114,7 @@ class ServerMerge:
             self._worker.global_step,
             steps,
             order_of,
+            opened,
         )
 
     def give_back(self, ticket: Ticket) -> None:
@@ -135,6 +138,7 @@ class ServerMerge:
                 if isinstance(answer, EpochOver) and answer.back_to >= 0:
                     self.era = answer.era
                     self._held.clear()
+                    self._handed_out = (-1, 0)
                 return answer
             self._hold(answer)
             if self._spare:
@@ -251,7 +255,7 @@ class ServerMerge:
         if gradients:
             self._pushed.append(self._ticket.serial)
         if self._wire is not None:
-            gradients = [g.astype(self._wire) if g.dtype.itemsize > 2 else g for g in gradients]
+            gradients = [g.astype(self._wire) if g.dtype.itemsize > 2 else g.copy() for g in gradients]
         elif self._overlap and self._client.return_s:
             gradients = [gradient.copy() for gradient in gradients]  # the engine goes on; they may be sent once more
         travelling = self._rows.of_step(gradients) if self._rows is not None and gradients else list(gradients)

@@ -54,6 +54,10 @@ class ServerWorker:
         self._fits += 1
         return self._fits
 
+    def sessions(self) -> list[tuple[BeginSession, list[Any]]]:
+        """What the chief has said of managed sessions, for a head that comes back."""
+        return [] if self._sessions < 0 else [(BeginSession(self._sessions), [])]
+
     def begin_session(self) -> None:
         """On the chief: what this managed session starts from is restored. On others: wait until it is.
 

@@ -6,6 +6,7 @@ import selectors
 import signal
 from collections.abc import Sequence
 
+from phalanx.errors import EvictedError
 from phalanx.launcher.job import Job, Placement, Step, after_failure, after_signal
 from phalanx.launcher.messages import Event, Exited, LastWords, Order, Output, Started
 from phalanx.launcher.restarts import Restarts
@@ -291,3 +292,29 @@ def test_a_server_that_still_runs_is_not_waited_for_with_the_evaluators_patience
     job.start()
     assert job.run().verdict.success
     assert recorder.late == ()
+
+
+def of_servers(host: FakeHost) -> tuple[Job, Recorder]:
+    recorder = Recorder()
+    tasks = ("worker/0", "worker/1", "ps/0")
+    placements = [Placement(Order(rank, (), {}, returns=True), task, host) for rank, task in enumerate(tasks)]
+    clock = Clock()
+    return Job(
+        placements, selectors.DefaultSelector(), recorder, evaluator_grace_s=5, restarts=1, clock=clock
+    ), recorder
+
+
+def test_a_worker_that_was_left_out_and_is_stopped_does_not_keep_the_job() -> None:
+    host = FakeHost([[done(0)], [done(2)]])
+    job, recorder = of_servers(host)
+    job.start()
+    assert job.run().verdict.success
+    assert recorder.late == ["worker/1"]
+
+
+def test_a_worker_that_was_left_out_is_started_again_or_forgotten() -> None:
+    host = FakeHost([[done(1, EvictedError.exit_code)], [], [done(0)], [done(1, EvictedError.exit_code)], [done(2)]])
+    job, recorder = of_servers(host)
+    job.start()
+    assert job.run().verdict.success
+    assert recorder.returned == ["worker/1 1 of 1"]

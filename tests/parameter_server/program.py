@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -14,8 +15,15 @@ def main() -> None:
     import phalanx
 
     folder, kind, epochs = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    if kind == "explicit server":
+        config = json.loads(os.environ["TF_CONFIG"])
+        if config["task"]["type"] == "ps":
+            phalanx.Server(config["cluster"], job_name="ps", task_index=config["task"]["index"]).join()
+            return
     strategy = phalanx.ParameterServerStrategy(
         synchronous=kind == "synchronous",
+        staleness=2 if kind == "bounded" else None,
+        refuse_nan=kind != "let through",
         snapshot_dir=os.environ.get("SNAPSHOT_DIR"),
         snapshot_seconds=0.2,
         replication=int(os.environ.get("REPLICATION", "1")),
@@ -27,13 +35,17 @@ def main() -> None:
         model.compile(keras.optimizers.Adam(0.001), "mse")
     x = np.random.default_rng(0).normal(size=(1024, 8)).astype("float32")
     y = x[:, :1] + np.random.default_rng(1).normal(size=(1024, 1)).astype("float32")
-    if kind == "not finite":
+    if kind in ("not finite", "let through"):
         y[32:48] = np.nan  # batch 2 of each epoch
 
     def end_of_epoch(epoch: int, logs: object) -> None:
         (folder / f"{strategy.rank}.epoch").write_text(str(epoch))
 
-    noted = keras.callbacks.LambdaCallback(on_epoch_end=end_of_epoch)
+    def grow(epoch: int, logs: object) -> None:
+        if kind == "grows" and epoch == 1:
+            model.layers[0].add_weight(shape=(3,), name="late")
+
+    noted = keras.callbacks.LambdaCallback(on_epoch_begin=grow, on_epoch_end=end_of_epoch)
     model.fit(x, y, batch_size=16, epochs=epochs, verbose=0, shuffle=False, callbacks=[noted])
     np.savez(folder / f"{strategy.rank}.weights.npz", *model.get_weights())
     finite = all(np.isfinite(weight).all() for weight in model.get_weights())

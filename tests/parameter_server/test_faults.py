@@ -17,6 +17,7 @@ from phalanx.errors import (
     CollectiveTimeoutError,
     ConfigurationError,
     DisagreementError,
+    EvictedError,
     PeerLostError,
     UnsupportedError,
 )
@@ -139,6 +140,52 @@ def test_strangers_on_the_port_change_nothing(start: Start) -> None:
     assert set(tasks.ends().values()) == {0}
     assert steps(tasks) == (8 * BATCHES, True)
     assert "refused a connection" in tasks.said("ps/0")
+
+
+@pytest.mark.slow
+def test_updates_that_are_not_finite_go_through_where_that_was_chosen(start: Start) -> None:
+    tasks = start("let through", epochs=2)
+    assert set(tasks.ends().values()) == {0}
+    assert steps(tasks) == (2 * BATCHES, False)
+    assert "not finite" not in tasks.said("ps/0")
+
+
+@pytest.mark.slow
+def test_a_stopped_worker_holds_nobody_back_for_ever(start: Start) -> None:
+    tasks = start("bounded", timeout_s=15, workers=3)
+    trains(tasks)
+    tasks.send("worker/1", signal.SIGSTOP)
+    assert set(tasks.ends("worker/0", "worker/2", "ps/0").values()) == {0}
+    assert steps(tasks) == (8 * BATCHES, True)
+    assert "worker/1 makes no progress" in tasks.said("ps/0")
+    tasks.send("worker/1", signal.SIGCONT)
+    assert tasks.ends("worker/1")["worker/1"] != 0
+
+
+@pytest.mark.slow
+def test_a_worker_that_was_left_out_says_so_when_it_goes_on(start: Start) -> None:
+    tasks = start("synchronous", epochs=100_000, timeout_s=8, workers=3)
+    trains(tasks)
+    tasks.send("worker/1", signal.SIGSTOP)
+    tasks.wait_for(lambda: "worker/1 makes no progress" in tasks.said("ps/0"), "the server leaves it out")
+    tasks.send("worker/1", signal.SIGCONT)
+    assert tasks.ends("worker/1") == {"worker/1": EvictedError.exit_code}
+    assert "was left out" in tasks.said("worker/1")
+    tasks.send("worker/0", signal.SIGTERM)
+
+
+@pytest.mark.slow
+def test_a_variable_created_after_the_first_step_is_refused(start: Start) -> None:
+    tasks = start("grows", epochs=3)
+    assert UnsupportedError.exit_code in tasks.ends("worker/0", "worker/1").values()
+    assert "trainable variables now, and had" in tasks.said("worker/0") + tasks.said("worker/1")
+
+
+@pytest.mark.slow
+def test_a_server_is_started_explicitly(start: Start) -> None:
+    tasks = start("explicit server", epochs=2)
+    assert set(tasks.ends().values()) == {0}
+    assert steps(tasks) == (2 * BATCHES, True)
 
 
 @pytest.mark.slow
