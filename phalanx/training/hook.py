@@ -159,6 +159,8 @@ def _naming(original: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(member, ServerWorker):
             member.made.note(self)
 
+    # Keras looks at it to write an object's configuration, and does not follow `__wrapped__`.
+    vars(method)["__signature__"] = inspect.signature(original)
     return method
 
 
