@@ -95,7 +95,9 @@ CASES = {
     ),
     "synchronous_of_the_first": Case(2, {"synchronous": True, "replicas_to_aggregate": 1}, exact=False),
     "asynchronous": Case(2, {}, fit={"epochs": 12}, exact=False),
-    "asynchronous_wide": Case(2, {}, fit={"epochs": 12}, model=_wide, exact=False),
+    "asynchronous_wide": Case(
+        2, {}, lambda keras: keras.optimizers.Adam(0.0003), fit={"epochs": 12}, model=_wide, exact=False
+    ),
     "asynchronous_in_half_precision": Case(2, {"compression": "float16"}, fit={"epochs": 12}, exact=False),
     "bounded_staleness": Case(2, {"staleness": 1}, fit={"epochs": 12}, exact=False),
 }
