@@ -8,12 +8,12 @@ from phalanx.errors import EvictedError
 
 DEFAULT = 10
 """How often one task is started again."""
-SHORT_S = 10.0
-"""A task that lives no longer than this has not come to train: its imports alone take some seconds."""
-SHORT_LIVES = 3
+SHORT_S = 5.0
+"""A task that lives no longer than this has hardly come to train: its imports alone take some seconds."""
+SHORT_LIVES = 5
 """After so many of those in a row it is given up."""
 FIRST_DELAY_S = 0.5
-"""Before a second attempt in a row, and twice as long before the third."""
+"""Before a second attempt in a row, and twice as long before each further one."""
 
 
 class Restarts:
