@@ -1,0 +1,41 @@
+"""Workers on different backends in one job."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.parameter_server.tasks import Tasks
+from tests.parameter_server.test_faults import BATCHES
+from tests.support.backends import BACKENDS, FIRST
+
+EPOCHS = 4
+
+
+class Mixed(Tasks):
+    """The last worker runs on another backend than all else."""
+
+    def start(self, name: str) -> subprocess.Popen[bytes]:
+        self._backend = BACKENDS[-1] if name == "worker/1" else FIRST
+        return super().start(name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(len(BACKENDS) < 2, reason="BACKENDS names one only")
+def test_workers_on_two_backends_train_as_those_on_one(tmp_path: Path) -> None:
+    weights = []
+    for kind in (Tasks, Mixed):
+        folder = tmp_path / kind.__name__
+        folder.mkdir()
+        program = ["-m", "tests.parameter_server.program", str(folder), "synchronous", str(EPOCHS)]
+        with kind(folder, program, servers=2, workers=2, backend=FIRST) as tasks:
+            assert set(tasks.ends().values()) == {0}, tasks.everything()
+        assert (folder / "0.end").read_text() == f"{EPOCHS * BATCHES} True"
+        with np.load(folder / "1.weights.npz") as archive:
+            weights.append([archive[name] for name in archive.files])
+    for one, other in zip(*weights, strict=True):
+        np.testing.assert_allclose(other, one, atol=1e-4)
