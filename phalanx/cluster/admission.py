@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Container
+
 import msgspec
 
 from phalanx.cluster.agreement import Statement, describe_disagreement
@@ -84,6 +86,34 @@ class _Mesh:
         rank = self._me.rank_of(newcomer.task)
         assert rank is not None, "checked when it was admitted"
         self._roll_call.enter(rank, Peer(newcomer, link))
+
+
+def admit_worker(
+    me: Identity, hello: Hello, ranks: Container[Rank | None], link_of: Callable[[Rank, Statement], Link | None]
+) -> Welcome:
+    """Whether a task may link to this one for a purpose beside the rendezvous.
+
+    Args:
+        ranks: of the tasks that may.
+        link_of: the link that another process has for this task already, if there is one.
+    """
+    try:
+        newcomer = msgspec.msgpack.decode(hello.details, type=Statement)
+    except msgspec.MsgspecError as error:
+        return Welcome(refusal=DISAGREEMENT, reason=f"{hello.task} and {me.task} run different versions ({error}).")
+    if disagreement := describe_disagreement(me.statement, newcomer):
+        return Welcome(refusal=DISAGREEMENT, reason=disagreement)
+    rank = me.rank_of(newcomer.task)
+    if rank is None or rank not in ranks:
+        return Welcome(refusal=DISAGREEMENT, reason=f"{newcomer.task} is no worker of this cluster.")
+    present = link_of(rank, newcomer)
+    if present is not None and not present.peer_closed():
+        return Welcome(
+            refusal=DUPLICATE,
+            reason=f"{newcomer.task} is here already. This process, pid {newcomer.pid} on {newcomer.host}, has the "
+            f"same task: give it another task.index in TF_CONFIG, or end the other one.",
+        )
+    return Welcome(details=msgspec.msgpack.encode(me.statement))
 
 
 class Probe:

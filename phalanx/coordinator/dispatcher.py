@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-from phalanx.cluster.admission import DISAGREEMENT, DUPLICATE, PROBE, Probe
-from phalanx.cluster.agreement import Statement, describe_disagreement
+from phalanx.cluster.admission import PROBE, Probe, admit_worker
+from phalanx.cluster.agreement import Statement
 from phalanx.cluster.roll_call import Identity
 from phalanx.coordinator.messages import (
     FUNCTIONS_KEPT,
@@ -256,26 +256,13 @@ class Dispatcher:
     # The listener's service.
 
     def admit(self, hello: Hello) -> Welcome:
-        try:
-            newcomer = msgspec.msgpack.decode(hello.details, type=Statement)
-        except msgspec.MsgspecError as error:
-            return Welcome(
-                refusal=DISAGREEMENT, reason=f"{hello.task} and {self._me.task} run different versions ({error})."
-            )
-        if disagreement := describe_disagreement(self._me.statement, newcomer):
-            return Welcome(refusal=DISAGREEMENT, reason=disagreement)
-        number = self._me.rank_of(newcomer.task)
-        if number not in self._names:
-            return Welcome(refusal=DISAGREEMENT, reason=f"{newcomer.task} is no worker of this cluster.")
+        return admit_worker(self._me, hello, self._names, self._link_of)
+
+    def _link_of(self, number: int, newcomer: Statement) -> Link | None:
+        """Of another process; this one may have lost its link before we noticed."""
         with self._changed:
             present = self._workers.get(number)
-        if present is not None and present.process != newcomer.incarnation and not present.link.peer_closed():
-            return Welcome(
-                refusal=DUPLICATE,
-                reason=f"{newcomer.task} is here already. This process, pid {newcomer.pid} on {newcomer.host}, has the "
-                f"same task: give it another task.index in TF_CONFIG, or end the other one.",
-            )
-        return Welcome(details=msgspec.msgpack.encode(self._me.statement))
+        return None if present is None or present.process == newcomer.incarnation else present.link
 
     def adopt(self, hello: Hello, link: Link) -> None:
         number = self._me.rank_of(hello.task)

@@ -166,9 +166,9 @@ class WorkerVariables:
         """Before a function: the newest values."""
         if self._served is not None:
             values = self._merge.pull()
-            if values is not self._assigned:
+            if self._merge.values is not self._assigned:
                 self._served.assign(values)
-                self._assigned = values
+                self._assigned = self._merge.values
 
     def finish(self) -> None:
         """After a function: wait until what it sent has been applied."""

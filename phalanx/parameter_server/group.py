@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from phalanx.cluster.admission import DISAGREEMENT, DUPLICATE
+from phalanx.cluster.admission import DISAGREEMENT, admit_worker
 from phalanx.cluster.agreement import Statement, describe_disagreement
 from phalanx.cluster.roll_call import Identity
 from phalanx.cluster.spec import Task
@@ -426,25 +426,10 @@ class Group:
             return Welcome(
                 refusal=NOT_LEADING, reason=f"{self._me.task} does not lead group {self.number}, or not yet."
             )
-        try:
-            newcomer = msgspec.msgpack.decode(hello.details, type=Statement)
-        except msgspec.MsgspecError as error:
-            return Welcome(
-                refusal=DISAGREEMENT, reason=f"{hello.task} and {self._me.task} run different versions ({error})."
-            )
-        if disagreement := describe_disagreement(self._me.statement, newcomer):
-            return Welcome(refusal=DISAGREEMENT, reason=disagreement)
-        worker = self._me.rank_of(newcomer.task)
-        if worker is None:
-            return Welcome(refusal=DISAGREEMENT, reason=f"{newcomer.task} is no worker of this cluster.")
-        present = self._links.get(worker)
-        if present is not None and not present[1].peer_closed():
-            return Welcome(
-                refusal=DUPLICATE,
-                reason=f"{newcomer.task} is here already. This process, pid {newcomer.pid} on {newcomer.host}, has the "
-                f"same task: give it another task.index in TF_CONFIG, or end the other one.",
-            )
-        return Welcome(details=msgspec.msgpack.encode(self._me.statement))
+        return admit_worker(self._me, hello, range(len(self._names)), self._link_of)
+
+    def _link_of(self, worker: Worker, newcomer: Statement) -> Link | None:
+        return self._links.get(worker, (None, None))[1]
 
     def adopt(self, hello: Hello, link: Link) -> None:
         worker = self._me.rank_of(hello.task)

@@ -273,10 +273,8 @@ class Store:
         """Be the copy: apply what the leader has applied."""
         with self._changed:
             arrays = arrays_of(buffers, record.dtypes)
-            if record.gradients and self._updater is not None:
-                self._updater.apply(self._shaped(iter(arrays[: record.gradients])))
-                self._values = self._updater.values()
-                self.version += 1
+            if record.gradients:
+                self._update(self._shaped(iter(arrays[: record.gradients])))
             result = _Result(record.members, arrays[record.gradients :])
             self._remember((record.serial, record.phase), result)
             self._schedule.global_step = record.step
@@ -410,15 +408,18 @@ class Store:
         travelling = [array for gradient in gradients for array in _arrays_of(gradient)]
         arrays, step = [*travelling, *result.extras], self._schedule.global_step + message.gradients
         self._send_copy(Applied(*key, result.members, len(travelling), dtypes_of(arrays), step), arrays)
-        if gradients and self._updater is not None:
-            self._updater.apply(gradients)
-            self._values = self._updater.values()
-            self.version += 1
+        self._update(gradients)
         self._remember(key, result)
         self._await_copy()
         if self._is_head and message.gradients:
             self._schedule.done(message.ticket)
         return note
+
+    def _update(self, gradients: Sequence[Gradient]) -> None:
+        if gradients and self._updater is not None:
+            self._updater.apply(gradients)
+            self._values = self._updater.values()
+            self.version += 1
 
     def _push_jointly(
         self, message: Push, gradients: list[Gradient], extras: list[Array], rules: Rules
