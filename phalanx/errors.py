@@ -78,10 +78,26 @@ class PeerLostError(PhalanxError, ConnectionError):
         return rebuild, (str(self),)
 
 
+class MembershipChangedError(PhalanxError, ConnectionError):
+    """The job has another membership now, and what was begun under the former one must be begun again.
+
+    Raised on every member, at the same collective, in jobs whose members come and go (`phalanx run --workers 2:4`).
+    `fit`, `evaluate` and `predict` deal with it; in a loop of your own, `phalanx.elastic.run` does.
+    """
+
+    exit_code = 71
+
+
 class EvictedError(PhalanxError):
     """This worker made no progress for too long, and the others went on without it. Started again, it takes part."""
 
     exit_code = 73
+
+
+class PreemptedError(PhalanxError):
+    """The job was told to end (SIGTERM) and has taken a checkpoint. Start the same program again: it goes on there."""
+
+    exit_code = 75
 
 
 class LinkClosedError(PhalanxError, ConnectionError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,8 @@ RETURN_TIMEOUT = "PHALANX_RETURN_TIMEOUT"
 """Seconds that the tasks of a job with parameter servers wait for a task that was killed to be started again."""
 SNAPSHOTS = "PHALANX_SNAPSHOTS"
 """The two files for a parameter server's snapshots, which the launcher opened, joined by a colon."""
+KEEPER = "PHALANX_KEEPER"
+"""`host:port` of the launcher that keeps the members of an elastic job; set by `phalanx run --workers MIN:MAX`."""
 HOST_ID = "PHALANX_HOST_ID"
 """Replaces the identity of this host. For tests: local ranks pretend to be on different hosts."""
 LOG_DIR = "PHALANX_LOG_DIR"
@@ -39,9 +42,33 @@ TLS_KEY = "PHALANX_TLS_KEY"
 """PEM file: the key of this task's certificate."""
 TLS_CA = "PHALANX_TLS_CA"
 """PEM file: the authority that signed the certificates of all tasks of the job."""
+PREEMPTION_SIGNAL = "PHALANX_PREEMPTION_SIGNAL"
+"""Name of a signal that, like SIGTERM, tells a `fit` with a `Checkpoint` to save and end."""
 SEED = "PHALANX_SEED"
 """The job's seed, where no program sets one."""
+SIMULATED_MBITS = "PHALANX_SIMULATED_MBITS"
+"""For experiments: a task sends at most so many millions of bits in a second in collectives, and tasks of one host do
+not share memory, as if a slow network were between all of them. The same for all tasks."""
 
+TIMELINE = "PHALANX_TIMELINE"
+"""File on the host of rank 0 for the timeline of all ranks; HOROVOD_TIMELINE means the same."""
+HOROVOD_TIMELINE = "HOROVOD_TIMELINE"
+"""As PHALANX_TIMELINE. DYNAMIC, which Horovod wants where a program starts the timeline itself, means nothing here."""
+MARK_CYCLES = "HOROVOD_TIMELINE_MARK_CYCLES"
+"""1: rounds of negotiation are in the timeline, too."""
+STALL_CHECK_TIME = "HOROVOD_STALL_CHECK_TIME_SECONDS"
+"""Seconds after which a warning names the ranks that have not come."""
+STALL_SHUTDOWN_TIME = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+"""Seconds after which the job ends. 0 or unset: as PHALANX_TIMEOUT says (Horovod itself would wait for ever)."""
+STALL_CHECK_DISABLE = "HOROVOD_STALL_CHECK_DISABLE"
+"""1: no warning. The job still ends after the second limit."""
+AUTOTUNE = "HOROVOD_AUTOTUNE"
+"""1: the first steps find out how collectives are fastest. The same for all tasks."""
+AUTOTUNE_LOG = "HOROVOD_AUTOTUNE_LOG"
+"""File in which rank 0 writes what was tried and chosen."""
+
+DEFAULT_STALL_S = 60.0
+"""A minute: compilation of a large model takes that long as well, but then it is worth knowing."""
 DEFAULT_RENDEZVOUS_TIMEOUT_S = 300.0
 """5 minutes: schedulers start the tasks of one job minutes apart, while a person is still there to see it
 fail."""
@@ -71,11 +98,19 @@ class Settings:
     timeout_s: float = DEFAULT_TIMEOUT_S
     return_timeout_s: float | None = None
     snapshots: tuple[Path, Path] | None = None
+    keeper: str | None = None
     host_id: str | None = None
     log_dir: Path | None = None
     listen_fd: int | None = None
     tls: TLSFiles | None = None
     seed: int | None = None
+    simulated_mbits: float | None = None
+    timeline: Path | None = None
+    timeline_marks_cycles: bool = False
+    stall_s: float = DEFAULT_STALL_S
+    stall_end_s: float | None = None
+    autotune: bool = False
+    autotune_log: Path | None = None
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
@@ -91,12 +126,74 @@ class Settings:
             timeout_s=_seconds(values, TIMEOUT, DEFAULT_TIMEOUT_S),
             return_timeout_s=_seconds(values, RETURN_TIMEOUT, 0.0) if values.get(RETURN_TIMEOUT) else None,
             snapshots=_two_paths(values, SNAPSHOTS),
+            keeper=values.get(KEEPER) or None,
             host_id=values.get(HOST_ID) or None,
             log_dir=Path(values[LOG_DIR]) if values.get(LOG_DIR) else None,
             listen_fd=_whole_number(values, LISTEN_FD),
             tls=_tls(values),
             seed=_whole_number(values, SEED),
+            simulated_mbits=_rate(values, SIMULATED_MBITS),
+            timeline=_timeline(values),
+            timeline_marks_cycles=_switch(values, MARK_CYCLES),
+            stall_s=stall_time_s(values),
+            stall_end_s=number_of(values, STALL_SHUTDOWN_TIME, 0.0) or None,
+            autotune=_switch(values, AUTOTUNE),
+            autotune_log=Path(values[AUTOTUNE_LOG]).absolute() if values.get(AUTOTUNE_LOG) else None,
         )
+
+
+def preemption_signals(environment: Mapping[str, str] | None = None) -> tuple[signal.Signals, ...]:
+    """The signals that tell a `fit` with a `Checkpoint` to save and end.
+
+    Raises: ConfigurationError if PHALANX_PREEMPTION_SIGNAL names none that a process can catch.
+    """
+    name = (os.environ if environment is None else environment).get(PREEMPTION_SIGNAL, "")
+    chosen = signal_of(name) if name else signal.SIGTERM
+    return (signal.SIGTERM,) if chosen is signal.SIGTERM else (signal.SIGTERM, chosen)
+
+
+def signal_of(name: str) -> signal.Signals:
+    """The signal of a name like USR1 or SIGUSR1; raises ConfigurationError for any that cannot be used here."""
+    upper = name.upper()
+    found = getattr(signal, upper if upper.startswith("SIG") else f"SIG{upper}", None)
+    taken = (signal.SIGKILL, signal.SIGSTOP, signal.SIGINT, signal.SIGCHLD, signal.SIGUSR2)
+    if not isinstance(found, signal.Signals) or found in taken:
+        raise ConfigurationError(
+            f"{name!r} is no signal for preemption. Write for example USR1 or TERM; KILL and STOP cannot be caught, "
+            f"INT ends a job at once, and USR2 and CHLD have another use in Phalanx."
+        )
+    return found
+
+
+def stall_time_s(values: Mapping[str, str]) -> float:
+    """Seconds after which a warning names the ranks that have not come; infinite if there is to be none."""
+    if _switch(values, STALL_CHECK_DISABLE):
+        return math.inf
+    return number_of(values, STALL_CHECK_TIME, DEFAULT_STALL_S) or math.inf
+
+
+def number_of(values: Mapping[str, str], name: str, default: float) -> float:
+    """What a variable of Horovod's says; raises ConfigurationError if it is no number of at least 0."""
+    text = values.get(name)
+    if not text:
+        return default
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise ConfigurationError(f"{name}={text!r} is no number of at least 0. Write for example {name}={default:g}.")
+    return number
+
+
+def _switch(values: Mapping[str, str], name: str) -> bool:
+    """Nothing, 0 and the words for no are no; Horovod itself takes words for 0 and so all of them for no."""
+    return values.get(name, "").strip().lower() not in ("", "0", "false", "no", "off")
+
+
+def _timeline(values: Mapping[str, str]) -> Path | None:
+    name = values.get(TIMELINE) or values.get(HOROVOD_TIMELINE)
+    return Path(name).absolute() if name and name != "DYNAMIC" else None
 
 
 def _secret(values: Mapping[str, str]) -> bytes | None:
@@ -126,6 +223,21 @@ def _seconds(values: Mapping[str, str], name: str, default: float) -> float:
             f"{name}={text!r} is no time. Write a number of seconds greater than 0, for example {default:g}."
         )
     return seconds
+
+
+def _rate(values: Mapping[str, str], name: str) -> float | None:
+    text = values.get(name)
+    if not text:
+        return None
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = math.nan
+    if not 0 < rate < math.inf:
+        raise ConfigurationError(
+            f"{name}={text!r} is no rate. Write millions of bits in a second, greater than 0, for example {name}=100."
+        )
+    return rate
 
 
 def _two_paths(values: Mapping[str, str], name: str) -> tuple[Path, Path] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -30,6 +31,20 @@ class Member:
     pid: int
 
 
+@dataclass(slots=True)
+class Course:
+    """What becomes of a generation whose members come and go.
+
+    Attributes:
+        over_at: by `time.monotonic`, when a collective that still waits gives up, as the generation has ended. Set by
+            another thread.
+        unheard: ranks that this one waited for in vain, or to which its connection broke.
+    """
+
+    over_at: float = math.inf
+    unheard: set[Rank] = field(default_factory=set)
+
+
 @dataclass(frozen=True)
 class Membership:
     """The members of one generation, seen from one of them.
@@ -39,12 +54,14 @@ class Membership:
         rank: the rank of this process.
         members: all members, in rank order.
         links: an open link to every other rank. Owned by the membership: `close()` closes them.
+        course: what becomes of it.
     """
 
     generation: int
     rank: Rank
     members: tuple[Member, ...]
     links: Mapping[Rank, Link] = field(default_factory=dict)
+    course: Course = field(default_factory=Course, compare=False)
 
     @property
     def world_size(self) -> int:

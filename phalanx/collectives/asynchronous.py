@@ -71,7 +71,9 @@ class Worker:
         return handle
 
     def drain(self) -> None:
-        """Return when all that was submitted has finished, well or not."""
+        """Return when all that was submitted has finished, well or not. At once for what this thread itself runs."""
+        if self._thread is threading.current_thread():
+            return
         with self._changed:
             self._changed.wait_for(lambda: self._pending == 0)
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from phalanx.errors import FrameError, LinkClosedError
 from phalanx.transport.link import Link, skip_bytes
+from phalanx.transport.throttle import Throttle, first_bytes
 
 MAX_MESSAGE_BYTES = 16 * 2**20
 """Limit on packets that are stored whole (descriptions, errors): far above what a large model's list of
@@ -71,6 +72,7 @@ class Channel:
     Attributes:
         epoch: of the communicator that uses the channel now; set by `open`.
         remaining: bytes of the current packet's payload that have not been read.
+        sent: bytes that the kernel has taken until now.
     """
 
     def __init__(self, link: Link):
@@ -78,6 +80,7 @@ class Channel:
         self._link = weakref.ref(link)
         self.epoch = 0
         self.remaining = 0
+        self.sent = 0
         self._outgoing: list[memoryview] = []
         self._raw = memoryview(bytearray(_HEADER.size))
         self._filled = 0
@@ -107,18 +110,22 @@ class Channel:
         self._outgoing.append(memoryview(_HEADER.pack(_MAGIC, kind, self.epoch, call, signature, length)))
         self._outgoing.extend(payload)
 
-    def flush(self) -> bool:
-        """Hand queued bytes to the kernel; whether it took any. Raises LinkClosedError."""
+    def flush(self, throttle: Throttle | None = None) -> bool:
+        """Hand queued bytes to the kernel, as many as may go now; whether it took any. Raises LinkClosedError."""
         if not self._outgoing:
             return False
+        pieces = self._outgoing if throttle is None else first_bytes(self._outgoing, throttle.available())
         try:
-            count = self.link.try_send(self._outgoing)
+            count = self.link.try_send(pieces)
         except LinkClosedError:
             # What the peer sent before it went (its reason, perhaps) can still be read.
             self._outgoing = []
             raise
         if count:
+            self.sent += count
             self._outgoing = skip_bytes(self._outgoing, count)
+            if throttle is not None:
+                throttle.spend(count)
         return count > 0
 
     # --------------------------------------------------------------- receiving

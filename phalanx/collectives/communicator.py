@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+
+from phalanx.cluster.membership import Membership
 
 Array = np.ndarray[Any, Any]
 
@@ -45,6 +47,9 @@ class Communicator(Protocol):
     """
 
     @property
+    def membership(self) -> Membership: ...
+
+    @property
     def rank(self) -> int: ...
 
     @property
@@ -65,7 +70,8 @@ class Communicator(Protocol):
             scale: factor on this rank's floating arrays before they are merged, one for all or one for
                 each. It may differ between ranks. With scale 0 an array of any dtype counts as zeros, NaN
                 included, and is not read. Only for SUM.
-            out: contiguous arrays that receive the result; they must not overlap the inputs.
+            out: contiguous arrays that receive the result. They may be the inputs themselves, each in its own
+                place; otherwise they must not overlap them.
 
         Returns: the merged arrays: `out` if given, else fresh ones that the caller owns.
         """
@@ -108,6 +114,25 @@ class Communicator(Protocol):
         out: Sequence[Array] | None = None,
     ) -> Handle:
         """As `all_reduce`, in the background. The arrays must stay unchanged until the handle is done."""
+        ...
+
+    def run_async(self, name: str, body: Callable[[], Any]) -> Handle:
+        """Run a function in the background that may call several collectives of this communicator, in their turn."""
+        ...
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent in collectives until now, those through shared memory included."""
+        ...
+
+    @property
+    def bytes_on_links(self) -> int:
+        """Those of `bytes_sent` that went over the network, packet headers included."""
+        ...
+
+    @property
+    def collectives(self) -> int:
+        """How many collectives this rank has begun."""
         ...
 
     def close(self) -> None:

@@ -46,6 +46,11 @@ class Engine(Protocol):
 
     ranks: tuple[Rank, ...]
 
+    @property
+    def algorithm(self) -> str:
+        """How the last collective has moved its values, for people."""
+        ...
+
     def all_reduce(self, call: Call, reduction: Reduction) -> None:
         """Fill the outputs with the merged inputs."""
         ...

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
 from phalanx.cluster.membership import Membership, Rank
+from phalanx.cluster.rendezvous import FIRST_GENERATION
 from phalanx.collectives import segment as segments
-from phalanx.collectives.engine import Engine
 from phalanx.collectives.group_communicator import GroupCommunicator
 from phalanx.collectives.hierarchical import HierarchicalEngine
 from phalanx.collectives.mesh import Mesh
@@ -20,11 +22,14 @@ from phalanx.collectives.segment import Offer, Segment
 from phalanx.collectives.shared_memory import (
     MIN_SLOT_BYTES,
     SLOT_BYTES,
+    TUNED_SLOT_BYTES,
     SharedMemoryEngine,
     segment_bytes,
 )
 from phalanx.collectives.single import SingleEngine
+from phalanx.collectives.tuning import Journal, Tunable, TunedEngine
 from phalanx.errors import ConfigurationError, DisagreementError
+from phalanx.transport.throttle import Throttle
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +39,8 @@ class _Facts(msgspec.Struct, frozen=True):
 
     implementation: str
     bytes_per_pack: int
+    simulated_mbits: float
+    autotune: bool
     cores: tuple[int, ...]
 
 
@@ -49,6 +56,10 @@ def connect(
     options: CommunicationOptions | None = None,
     *,
     segment_methods: Sequence[str] = segments.METHODS,
+    simulated_mbits: float | None = None,
+    stall_s: float = math.inf,
+    autotune: bool = False,
+    autotune_log: Path | None = None,
 ) -> GroupCommunicator:
     """A communicator of all members. Every member must call this.
 
@@ -59,6 +70,11 @@ def connect(
         options: equal on all ranks; None for the defaults.
         segment_methods: how to make shared memory, in order of preference (see `segment.METHODS`). Empty: not
             at all.
+        simulated_mbits: a simulation: no rank sends more than so many millions of bits in a second, and none shares
+            memory. Equal on all ranks.
+        stall_s: after how many seconds of waiting in one collective a warning names the ranks that have not come.
+        autotune: whether the first calls find out which way is fastest (`tuning`). Equal on all ranks.
+        autotune_log: file in which rank 0 writes what came of it.
 
     Raises:
         ConfigurationError: NCCL was asked for.
@@ -75,20 +91,29 @@ def connect(
             "CommunicationImplementation.NCCL needs GPUs, and this version of Phalanx merges values on the "
             "host only. Use AUTO or RING."
         )
-    mesh = Mesh(membership)
+    mesh = Mesh(membership, None if simulated_mbits is None else Throttle(simulated_mbits * 1e6 / 8))
     ranks = range(membership.world_size)
     if len(ranks) == 1:
         return GroupCommunicator(mesh, SingleEngine(membership.rank), "single", options.timeout_s)
     links = RingEngine(mesh, ranks, options.bytes_per_pack)
     communicator = GroupCommunicator(mesh, links, "ring", options.timeout_s)
-    facts = _agree(communicator, options)
+    communicator.warn_of_stalls(stall_s)
+    facts = _agree(communicator, options, simulated_mbits, autotune)
     if not _core_for_each(membership.local_ranks, facts):
         mesh.spin_s = 0.0
-    if options.implementation is CommunicationImplementation.AUTO and len(membership.hosts) < len(ranks):
-        engine = _engine(communicator, options, facts, segment_methods, links)
+    engines: dict[str, Tunable] = {"ring": links}
+    may_share = options.implementation is CommunicationImplementation.AUTO and simulated_mbits is None
+    if may_share and len(membership.hosts) < len(ranks):
+        engine = _engine(communicator, options, facts, segment_methods, links, autotune=autotune)
         kind = "shared memory" if len(membership.hosts) == 1 else "hierarchical"
         if engine is not links:
             communicator.adopt(engine, kind)
+            engines = {kind: engine, **engines}
+    if autotune:
+        # Later members of an elastic job tune anew: what the former ones found stays in the file.
+        anew = membership.generation <= FIRST_GENERATION
+        journal = Journal(autotune_log, anew=anew) if membership.rank == 0 else None
+        communicator.adopt(TunedEngine(engines, journal), communicator.kind)
     _log.info(
         "rank %d of %d, generation %d: communicator through %s",
         membership.rank,
@@ -99,14 +124,16 @@ def connect(
     return communicator
 
 
-def _agree(communicator: GroupCommunicator, options: CommunicationOptions) -> list[_Facts]:
+def _agree(
+    communicator: GroupCommunicator, options: CommunicationOptions, simulated_mbits: float | None, autotune: bool
+) -> list[_Facts]:
     """Every rank's facts, after comparing what must be equal."""
     cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
-    own = _Facts(options.implementation.value, options.bytes_per_pack, cores)
+    own = _Facts(options.implementation.value, options.bytes_per_pack, simulated_mbits or 0.0, autotune, cores)
     encoded = communicator.all_gather_bytes(msgspec.msgpack.encode(own))
     facts = [msgspec.msgpack.decode(item, type=_Facts) for item in encoded]
     for rank, other in enumerate(facts):
-        for name in ("implementation", "bytes_per_pack"):
+        for name in ("implementation", "bytes_per_pack", "simulated_mbits", "autotune"):
             mine, theirs = getattr(facts[0], name), getattr(other, name)
             if mine != theirs:
                 members = communicator.membership.members
@@ -123,22 +150,27 @@ def _engine(
     facts: Sequence[_Facts],
     methods: Sequence[str],
     links: RingEngine,
-) -> Engine:
+    *,
+    autotune: bool,
+) -> Tunable:
     """The engine for ranks of which some share a host; `links` if memory cannot be shared anywhere."""
     membership, mesh = communicator.membership, links.mesh
     local_ranks = membership.local_ranks
     slot_bytes = max(MIN_SLOT_BYTES, min(SLOT_BYTES, options.bytes_per_pack or SLOT_BYTES))
+    chunk_bytes = slot_bytes
+    if autotune:
+        slot_bytes = max(slot_bytes, TUNED_SLOT_BYTES)
     segment = _share(communicator, segment_bytes(len(local_ranks), slot_bytes), methods)
-    local: Engine
+    local: SingleEngine | SharedMemoryEngine | RingEngine
     if len(local_ranks) == 1:
         local = SingleEngine(membership.rank)
     elif segment is not None:
         spin = _core_for_each(local_ranks, facts)
-        local = SharedMemoryEngine(mesh, local_ranks, segment, slot_bytes, spin=spin)
+        local = SharedMemoryEngine(mesh, local_ranks, segment, slot_bytes, chunk_bytes=chunk_bytes, spin=spin)
     else:
         local = RingEngine(mesh, local_ranks, options.bytes_per_pack)
     if len(membership.hosts) == 1:
-        return local if segment is not None else links
+        return local if isinstance(local, SharedMemoryEngine) else links
     leaders = [membership.ranks_on(host)[0] for host in membership.hosts]
     return HierarchicalEngine(
         membership,

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from phalanx import timeline
 from phalanx.cluster.membership import Membership
 from phalanx.collectives.asynchronous import PendingHandle, Worker
 from phalanx.collectives.communicator import Array, ReduceOp
@@ -51,6 +52,8 @@ class GroupCommunicator:
         self._timeout_s = timeout_s
         self._turn = threading.Lock()  # Held while a collective runs: one at a time.
         self._number = 0
+        self._waited_s = 0.0
+        self._began: float | None = None  # the collective that runs
         self._operations: OrderedDict[Hashable, Operation] = OrderedDict()
         self._worker: Worker | None = None
         self._failure: BaseException | None = None
@@ -67,6 +70,28 @@ class GroupCommunicator:
     @property
     def world_size(self) -> int:
         return self.membership.world_size
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent in collectives until now, those through shared memory included."""
+        return self._mesh.bytes_sent + self._mesh.bytes_shared
+
+    @property
+    def bytes_on_links(self) -> int:
+        """Those of `bytes_sent` that went over the network, packet headers included."""
+        return self._mesh.bytes_sent
+
+    @property
+    def collectives(self) -> int:
+        """How many collectives this rank has begun."""
+        return self._number
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this rank has spent in collectives until now, the present one included. May be asked for from
+        any thread."""
+        began = self._began
+        return self._waited_s + (0.0 if began is None else time.monotonic() - began)
 
     def __repr__(self) -> str:
         return f"<{self.kind} communicator, rank {self.rank} of {self.world_size}>"
@@ -113,10 +138,23 @@ class GroupCommunicator:
             self._run_now(operation, lambda call: self._engine.all_reduce(call, reduction))
             return results
 
+        return self._submit(str(operation.description), body)
+
+    def run_async(self, name: str, body: Callable[[], T]) -> PendingHandle:
+        """Run a function in the background, in its turn among this rank's collectives, of which it may call several.
+
+        All ranks must call this in the same order among their collectives, and blocking ones wait until it is over.
+
+        Args:
+            name: what it is, for messages.
+        """
+        return self._submit(name, body)
+
+    def _submit(self, name: str, body: Callable[[], Any]) -> PendingHandle:
         self._check_usable()
         if self._worker is None:
             self._worker = Worker(f"phalanx-collectives-{self.rank}")
-        return self._worker.submit(str(operation.description), body)
+        return self._worker.submit(name, body)
 
     def reduce_scatter(self, array: Array, op: ReduceOp = ReduceOp.SUM) -> Array:
         """See `Communicator.reduce_scatter`.
@@ -134,6 +172,7 @@ class GroupCommunicator:
         operation = self._operation(
             ("reduce_scatter", op, array.dtype, array.shape),
             lambda: Description("reduce_scatter", f"op={op.value}", (_describe(array),)),
+            array.nbytes,
         )
         source = np.ascontiguousarray(array)
         rows = np.empty_like(source)
@@ -171,6 +210,7 @@ class GroupCommunicator:
         operation = self._operation(
             ("broadcast", root, *((array.dtype, array.shape) for array in arrays)),
             lambda: Description("broadcast", f"root={root}", tuple(map(_describe, arrays))),
+            sum(array.nbytes for array in arrays),
         )
         results = _outputs("broadcast", arrays, out)
         if root == self.rank:
@@ -192,7 +232,7 @@ class GroupCommunicator:
             self._engine.broadcast(call, [memoryview(content)], root)
             return bytes(content)
 
-        return self._run(operation, body)
+        return self._run(operation, body, len(payload))
 
     # --------------------------------------------------------------- exchanges
 
@@ -213,7 +253,7 @@ class GroupCommunicator:
             self._engine.all_gather(call, [byte_view(array)], [[byte_view(result)] for result in results])
             return results if array.ndim else [result.reshape(()) for result in results]
 
-        return self._run(operation, body)
+        return self._run(operation, body, array.nbytes)
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """See `Communicator.all_gather_bytes`."""
@@ -227,7 +267,7 @@ class GroupCommunicator:
             )
             return [bytes(content) for content in contents]
 
-        return self._run(operation, body)
+        return self._run(operation, body, len(payload))
 
     def all_to_all(self, arrays: Sequence[Array]) -> list[Array]:
         """See `Communicator.all_to_all`."""
@@ -262,7 +302,7 @@ class GroupCommunicator:
             )
             return results
 
-        return self._run(operation, body)
+        return self._run(operation, body, sum(array.nbytes for array in arrays))
 
     def barrier(self) -> None:
         """See `Communicator.barrier`."""
@@ -271,6 +311,35 @@ class GroupCommunicator:
         self._run(operation, lambda call: self._engine.all_gather(call, [], nothing))
 
     # --------------------------------------------------------------- life time
+
+    def watch_stalls(self, after_s: float, tell: Callable[[Sequence[int]], None]) -> None:
+        """Have `tell` called with the ranks that have not come, once for each collective that waits so long."""
+        self._mesh.stall_s, self._mesh.on_stall = after_s, tell
+
+    def warn_of_stalls(self, after_s: float) -> None:
+        """Have a warning name the ranks that have not come, once for each collective that waits so long."""
+
+        def warn(missing: Sequence[int]) -> None:
+            present = set(range(self.world_size)) - set(missing)
+            if self.rank == min(present, default=self.rank):
+                _log.warning(
+                    "stalled for more than %g s: %s waits for %s. The job ends after %g s "
+                    "(HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, PHALANX_TIMEOUT).",
+                    after_s,
+                    self._mesh.call,
+                    self._mesh.names(missing),
+                    self._timeout_s,
+                )
+
+        self.watch_stalls(after_s, warn)
+
+    def on_track(self, track: str) -> None:
+        """Have this communicator's collectives in a track of their own in the timeline."""
+        self._mesh.track = track
+
+    def interrupt(self) -> None:
+        """Make a collective that waits in another thread give up with a PhalanxError; the other ranks are told."""
+        self._mesh.interrupt()
 
     def close(self) -> None:
         """See `Communicator.close`. A collective that still runs in the background is cut short."""
@@ -295,27 +364,60 @@ class GroupCommunicator:
 
     # ------------------------------------------------------------------ inside
 
-    def _run(self, operation: Operation, body: Callable[[Call], T]) -> T:
-        """Run a collective after all that were submitted before."""
+    def _run(self, operation: Operation, body: Callable[[Call], T], nbytes: int = 0) -> T:
+        """Run a collective after all that were submitted before.
+
+        Args:
+            nbytes: what this rank brings, where `operation` does not say it.
+        """
         if self._worker is not None:
             self._worker.drain()
-        return self._run_now(operation, body)
+        return self._run_now(operation, body, nbytes)
 
-    def _run_now(self, operation: Operation, body: Callable[[Call], T]) -> T:
+    def _run_now(self, operation: Operation, body: Callable[[Call], T], nbytes: int = 0) -> T:
         with self._turn:
             self._check_usable()
             self._number += 1
-            now = time.monotonic()
+            now = self._began = time.monotonic()
             call = Call(self._number, operation, now, now + self._timeout_s)
             self._mesh.begin(call)
             try:
                 # Infinities and NaN are values here, not mistakes: overflow is found where gradients are
                 # unscaled.
                 with np.errstate(all="ignore"):
-                    return body(call)
+                    return self._recorded(call, body, nbytes) if timeline.current.on else body(call)
             except BaseException as error:
                 self._fail(error)
                 raise
+            finally:
+                self._began = None
+                self._waited_s += time.monotonic() - now
+
+    def _recorded(self, call: Call, body: Callable[[Call], T], nbytes: int) -> T:
+        """Run a collective, and note it in the timeline."""
+        operation, sent, started = call.operation, self.bytes_sent, timeline.now()
+        try:
+            return body(call)
+        finally:
+            args = {
+                "bytes": nbytes or operation.nbytes,
+                "sent": self.bytes_sent - sent,
+                "algorithm": self._engine.algorithm,
+                "arrays": len(operation.description.arrays),
+                "detail": operation.description.detail,
+                "number": call.number,
+            }
+            timeline.current.complete(self._mesh.track, operation.description.name, started, args)
+
+    def give_up(self, error: BaseException) -> None:
+        """Let this communicator fail, if it has not yet, and tell the others: in the next collective, not in one that
+        they may still finish."""
+        if self._failure is None and not self._closed:
+            with self._turn:
+                self._number += 1
+                now = time.monotonic()
+                self._mesh.begin(Call(self._number, Operation(Description("barrier")), now, now + self._timeout_s))
+                self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
         """A collective failed here: no rank may take it for done."""
@@ -331,10 +433,10 @@ class GroupCommunicator:
             # The same class, so that whoever runs into it late sees the cause, and the exit code tells it.
             raise self._failure
 
-    def _operation(self, key: Hashable, describe: Callable[[], Description]) -> Operation:
+    def _operation(self, key: Hashable, describe: Callable[[], Description], nbytes: int = 0) -> Operation:
         operation = self._operations.get(key)
         if operation is None:
-            operation = self._remember(key, Operation(describe()))
+            operation = self._remember(key, Operation(describe(), nbytes=nbytes))
         return operation
 
     def _remember(self, key: Hashable, operation: Operation) -> Operation:
@@ -359,6 +461,7 @@ class GroupCommunicator:
             operation = Operation(
                 Description("all_reduce", f"op={op.value}", tuple(map(_describe, arrays))),
                 group_by_dtype([array.dtype for array in arrays], [array.size for array in arrays]),
+                nbytes=sum(array.nbytes for array in arrays),
             )
             self._remember(key, operation)
         results = _outputs("all_reduce", arrays, out)

@@ -21,6 +21,7 @@ from phalanx.collectives.engine import Engine, Reduction, Views
 from phalanx.collectives.layout import byte_view
 from phalanx.collectives.operation import Call
 from phalanx.collectives.reduction import finish
+from phalanx.collectives.ring import RingEngine
 
 
 class HierarchicalEngine:
@@ -32,13 +33,27 @@ class HierarchicalEngine:
         whole: an engine of all ranks, for what has nothing to merge on the way.
     """
 
-    def __init__(self, membership: Membership, *, local: Engine, leaders: Engine | None, whole: Engine):
+    algorithm = "hierarchical"
+    chunk_choices = RingEngine.chunk_choices
+    pack_choices = RingEngine.pack_choices
+
+    def __init__(self, membership: Membership, *, local: Engine, leaders: RingEngine | None, whole: RingEngine):
         self.ranks = tuple(range(membership.world_size))
         self._local = local
         self._leaders = leaders
         self._whole = whole
         self._hosts = [membership.ranks_on(host) for host in membership.hosts]
         self._host = membership.hosts.index(membership.me.host)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """See `Tunable.sizes`: of the leaders' ring, whose sizes those of all rings are at the beginning."""
+        return self._whole.sizes
+
+    def tune(self, chunk_bytes: int, pack_bytes: int) -> None:
+        """See `Tunable.tune`: between hosts; within a host it is as it was."""
+        if self._leaders is not None:
+            self._leaders.tune(chunk_bytes, pack_bytes)
 
     def all_reduce(self, call: Call, reduction: Reduction) -> None:
         partial = list(reduction.outputs)

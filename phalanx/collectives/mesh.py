@@ -32,6 +32,7 @@ from typing import NoReturn
 
 import msgspec
 
+from phalanx import timeline
 from phalanx.cluster.membership import Membership, Rank
 from phalanx.collectives.channel import Channel, Header, Kind, channel_of
 from phalanx.collectives.operation import Call, Description, explain_mismatch
@@ -43,6 +44,7 @@ from phalanx.errors import (
     PhalanxError,
 )
 from phalanx.transport.link import ALIVE_CHECK_INTERVAL_S
+from phalanx.transport.throttle import Throttle
 
 GRACE_S = 0.5
 """Time to complete a collective that needs nothing more from a member that just died. All its values are
@@ -62,9 +64,12 @@ SPIN_S = 1e-3
 """How long to look for bytes before sleeping in `poll`: as long as a message takes on most networks. Waking takes
 50 us on an idle core, and milliseconds on one that others use."""
 
-let_threads_run = select.poll().poll
-"""Called with 0, it releases the interpreter's lock and takes it again, without giving up the core as
-`time.sleep(0)` or `sched_yield` do: on a core that is shared, those come back only milliseconds later."""
+
+def let_threads_run(timeout_ms: int) -> None:
+    """Called with 0, it releases the interpreter's lock and takes it again, without giving up the core as
+    `time.sleep(0)` or `sched_yield` do: on a core that is shared, those come back only milliseconds later."""
+    select.poll().poll(timeout_ms)  # of its own: threads may not poll with the same one at once
+
 
 _FATAL = (Kind.DESCRIBE, Kind.ABORT)
 """What ends a collective. From a peer that is ahead they wait: this rank can finish what the peer has finished."""
@@ -96,15 +101,27 @@ class Mesh:
 
     Attributes:
         spin_s: how long to look for bytes before sleeping; 0 where there are more ranks than cores.
+        track: of the timeline, on which collectives are.
+        stall_s: how long a collective may wait before `on_stall` is told, once, who has not come.
+        bytes_shared: that this rank has given to others through shared memory; those that use it count them here.
+
+    Args:
+        throttle: bounds what this process sends, to simulate a slow network.
     """
 
-    def __init__(self, membership: Membership):
-        self.spin_s = SPIN_S
+    def __init__(self, membership: Membership, throttle: Throttle | None = None):
+        self.spin_s = SPIN_S if throttle is None else 0.0  # who waits for long lets the others compute
+        self.stall_s = float("inf")
+        self.on_stall: Callable[[Sequence[Rank]], None] = lambda ranks: None
+        self.bytes_shared = 0
+        self.track = timeline.COLLECTIVES
+        self._throttle = throttle
         self.membership = membership
         self.rank = membership.rank
         self._channels = {rank: channel_of(link) for rank, link in membership.links.items()}
         for channel in self._channels.values():
             channel.open(membership.generation)
+        self._sent_before = sum(channel.sent for channel in self._channels.values())
         self._by_fileno = {channel.link.fileno(): rank for rank, channel in self._channels.items()}
         self._poller = select.poll()
         self._masks: dict[Rank, int] = {}
@@ -120,6 +137,12 @@ class Mesh:
         self._closing = False
         self._announce_at = 0.0
         self._health_at = 0.0
+        self._stalled_at = 0.0
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of packets that went over links, headers included."""
+        return sum(channel.sent for channel in self._channels.values()) - self._sent_before
 
     @property
     def call(self) -> Call:
@@ -134,6 +157,7 @@ class Mesh:
         self._call = call
         self._announce_at = call.started + min(PRESENCE_DELAY_S, (call.deadline - call.started) / 4)
         self._health_at = call.started + ALIVE_CHECK_INTERVAL_S
+        self._stalled_at = call.started + self.stall_s
 
     def send(self, rank: Rank, payload: Sequence[memoryview] = ()) -> None:
         """Send a data packet. The payload must not change before `run` has returned."""
@@ -150,9 +174,25 @@ class Mesh:
 
     def run(self) -> None:
         """Return when all that was expected is there and the kernel has taken all that was sent."""
+        if timeline.current.on and self._expected:
+            self._wait_for_the_first()
         while self._expected or self._sending:
             if not self._advance() and not self._spin():
                 self.pause(self._waited_for)
+
+    def _wait_for_the_first(self) -> None:
+        """Wait, for the timeline, until all from whom something is expected have come to this collective."""
+        started, first = timeline.now(), {rank: queue[0] for rank, queue in self._expected.items()}
+        absent, last = set(first), self.rank
+        while absent:
+            if not self._advance() and not self._spin():
+                self.pause(self._waited_for)
+            for rank in tuple(absent):
+                queue = self._expected.get(rank)
+                if not queue or queue[0] is not first[rank] or first[rank].filled or first[rank].position:
+                    absent.discard(rank)
+                    last = rank
+        timeline.current.complete(self.track, "wait", started, {"for": last})
 
     def notify(self, rank: Rank, kind: Kind = Kind.WAKE) -> None:
         """Send an empty packet as a signal, unless others wait already: those will wake the peer as well."""
@@ -181,8 +221,15 @@ class Mesh:
         if now >= self._health_at:
             self._health_at = now + ALIVE_CHECK_INTERVAL_S
             self._check_hosts(now)
+        if now >= self._stalled_at:
+            self._stalled_at = float("inf")
+            self.on_stall(self._missing(needed()))
         if now >= self.call.deadline:
             raise self._timed_out(needed())
+        if now >= self.membership.course.over_at:
+            raise LinkClosedError(
+                f"generation {self.membership.generation} of the job ended during {self.call}: another member was lost."
+            )
         if self._closing:
             raise PhalanxError(f"{self.call} was cut short: this process closed its communicator meanwhile.")
 
@@ -254,7 +301,7 @@ class Mesh:
     def _flush(self, rank: Rank) -> bool:
         channel = self._channels[rank]
         try:
-            moved = channel.flush()
+            moved = channel.flush(self._throttle)
         except LinkClosedError:
             self._hung_up.setdefault(rank, time.monotonic())
             moved = False
@@ -351,6 +398,8 @@ class Mesh:
             if channel.parked or rank in self._hung_up:
                 while self._receive(rank):
                     pass
+        if self._throttle is not None and self._sending_any():
+            timeout_s = min(timeout_s, self._throttle.wait_s())
         for rank, channel in self._channels.items():
             self._set_mask(rank, channel)
         for fileno, events in self._poller.poll(timeout_s * 1000):
@@ -369,13 +418,16 @@ class Mesh:
         else:
             # Not for input while a packet is parked, or poll would return at once for ever.
             mask = select.POLLRDHUP | (0 if self._is_parked(rank, channel) else select.POLLIN)
-            mask |= select.POLLOUT if channel.sending else 0
+            mask |= select.POLLOUT if channel.sending and self._may_send() else 0
         if mask != self._masks.get(rank, 0):
             if mask:
                 self._poller.register(channel.link.fileno(), mask)
             else:
                 self._poller.unregister(channel.link.fileno())
             self._masks[rank] = mask
+
+    def _may_send(self) -> bool:
+        return self._throttle is None or self._throttle.wait_s() <= 0
 
     def _is_parked(self, rank: Rank, channel: Channel) -> bool:
         return channel.parked and rank not in self._expected and not self._describing
@@ -411,17 +463,34 @@ class Mesh:
     def _lost(self, rank: Rank) -> PeerLostError:
         if rank in self._left:
             return self._gone(rank, "closed its communicator and left")
+        self.membership.course.unheard.add(rank)
         return self.membership.peer_lost(rank, str(self._call or "setup"))
 
-    def _timed_out(self, needed: Collection[Rank]) -> CollectiveTimeoutError:
+    def _missing(self, needed: Collection[Rank]) -> list[Rank]:
+        """The ranks that have not come to the running collective, as far as this rank knows."""
+        absent = self._absent()
+        return sorted((set(needed) & absent) or absent or needed)
+
+    def _absent(self) -> set[Rank]:
+        """All ranks from which this one has not heard in the running collective."""
         call = self.call
         present = {rank for rank, number in self._present.items() if number >= call.number}
         for rank, channel in self._channels.items():
             if channel.parked and (header := channel.header()) and header.call >= call.number:
                 present.add(rank)
-        everyone = set(self._channels)
-        missing = sorted((set(needed) - present) or (everyone - present) or needed)
-        names = " and ".join(self._name(rank) for rank in missing)
+        return set(self._channels) - present
+
+    def _note_unheard(self) -> None:
+        """The collective ends by its time. Who came to it late itself has nothing to say about the others."""
+        call = self.call
+        if time.monotonic() - call.started >= (call.deadline - call.started) / 2:
+            self.membership.course.unheard.update(self._absent())
+
+    def _timed_out(self, needed: Collection[Rank]) -> CollectiveTimeoutError:
+        call = self.call
+        self._note_unheard()
+        missing = self._missing(needed)
+        names = self.names(missing)
         waited_s = time.monotonic() - call.started
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - waited_s))
         me = self.membership.me
@@ -434,6 +503,7 @@ class Mesh:
 
     def _aborted(self, rank: Rank, abort: _Abort) -> PhalanxError:
         if abort.reason == "timeout":
+            self._note_unheard()
             return CollectiveTimeoutError(f"{self._name(rank)} gave up: {abort.text}")
         if abort.reason == "left":
             return self._gone(rank, f"left because of its own error ({abort.text})")
@@ -452,6 +522,10 @@ class Mesh:
             task=member.task,
             host=member.host,
         )
+
+    def names(self, ranks: Sequence[Rank]) -> str:
+        """Of these ranks, for messages."""
+        return " and ".join(self._name(rank) for rank in ranks)
 
     def _name(self, rank: Rank) -> str:
         member = self.membership.members[rank]

@@ -40,11 +40,13 @@ class Operation:
         description: what all ranks must agree on.
         layouts: for reductions, the arrays grouped by dtype.
         shapes: for reductions, the arrays' shapes.
+        nbytes: what each rank brings, or root; 0 where that differs between calls.
     """
 
     description: Description
     layouts: tuple[Layout, ...] = ()
     shapes: tuple[tuple[int, ...], ...] = field(default=())
+    nbytes: int = 0
 
     @cached_property
     def signature(self) -> int:

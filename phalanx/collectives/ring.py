@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from phalanx import timeline
 from phalanx.cluster.membership import Rank
 from phalanx.collectives.communicator import Array
 from phalanx.collectives.engine import Reduction, Views, copy_views, total_bytes
@@ -54,9 +55,13 @@ class RingEngine:
         bytes_per_pack: replaces `PACK_BYTES`, and bounds the chunks; 0 for the defaults.
     """
 
+    chunk_choices: Sequence[int] = (64 * 1024, 256 * 1024, 2**20)
+    pack_choices: Sequence[int] = (2 * 2**20, 8 * 2**20, 32 * 2**20)
+
     def __init__(self, mesh: Mesh, ranks: Sequence[Rank], bytes_per_pack: int = 0):
         self.ranks = tuple(ranks)
         self.mesh = mesh
+        self.algorithm = "direct"
         self._position = self.ranks.index(mesh.rank)
         self._size = len(self.ranks)
         self._others = [rank for rank in self.ranks if rank != mesh.rank]
@@ -65,12 +70,23 @@ class RingEngine:
         self._pack_bytes = bytes_per_pack or PACK_BYTES
         self._chunk_bytes = min(CHUNK_BYTES, self._pack_bytes)
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """See `Tunable.sizes`."""
+        return self._chunk_bytes, self._pack_bytes
+
+    def tune(self, chunk_bytes: int, pack_bytes: int) -> None:
+        """See `Tunable.tune`."""
+        self._chunk_bytes, self._pack_bytes = chunk_bytes, pack_bytes
+
     # -------------------------------------------------------------- all-reduce
 
     def all_reduce(self, call: Call, reduction: Reduction) -> None:
         if sum(layout.wire_bytes for layout in reduction.layouts) <= DIRECT_BYTES:
+            self.algorithm = "direct"
             self._reduce_directly(reduction)
             return
+        self.algorithm = "ring"
         for layout in reduction.layouts:
             if len(layout.indices) == 1:
                 self._reduce_array(layout, reduction)
@@ -111,7 +127,10 @@ class RingEngine:
     def _reduce_pack(self, layout: Layout, pieces: list[Piece], reduction: Reduction) -> None:
         size = pieces[-1].offset + pieces[-1].stop - pieces[-1].start
         work = np.empty(size, layout.wire)
+        started = timeline.now()
         _pack(pieces, reduction, work)
+        if timeline.current.on:
+            timeline.current.complete(self.mesh.track, "fuse", started, {"bytes": work.nbytes, "arrays": len(pieces)})
         target = reduction.outputs[pieces[0].array]
         result = work if target.dtype == layout.wire else np.empty(size, target.dtype)
         self._ring(work, work, result, reduction)
@@ -167,6 +186,7 @@ class RingEngine:
     def broadcast(self, call: Call, buffers: Views, root: int) -> None:
         self._meet()
         mesh, size = self.mesh, total_bytes(buffers)
+        self.algorithm = "direct" if size <= DIRECT_BYTES else "chain"
         if size <= DIRECT_BYTES:
             if self._position == root:
                 for rank in self._others:
@@ -186,6 +206,7 @@ class RingEngine:
         mesh.run()
 
     def all_gather(self, call: Call, payload: Views, incoming: Sequence[Views]) -> None:
+        self.algorithm = "direct"
         for rank, views in zip(self.ranks, incoming, strict=True):
             if rank != self.mesh.rank:
                 self.mesh.expect(rank, views)
@@ -197,6 +218,7 @@ class RingEngine:
     def all_to_all(
         self, call: Call, outgoing: Sequence[Views], incoming: Sequence[Views], sizes: Sequence[Sequence[int]]
     ) -> None:
+        self.algorithm = "direct"
         for rank, views in zip(self.ranks, incoming, strict=True):
             if rank != self.mesh.rank:
                 self.mesh.expect(rank, views)

@@ -51,6 +51,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from phalanx import timeline
 from phalanx.cluster.membership import Rank
 from phalanx.collectives.communicator import Array
 from phalanx.collectives.engine import Reduction, Views, copy_views, total_bytes
@@ -65,6 +66,9 @@ SLOT_BYTES = 512 * 1024
 """Size of a slot: small enough that what a chunk touches stays in cache, large enough that posting
 (some 5 us) does not count."""
 MIN_SLOT_BYTES = 4096
+TUNED_SLOT_BYTES = 2**20
+"""Size of a slot where chunks are tuned, so that larger ones can be tried."""
+CHUNK_CHOICES = (128 * 1024, 256 * 1024, 512 * 1024, 2**20)
 SHARED_MERGE_BYTES = 64 * 1024
 """With three ranks or more, chunks from this size on are merged in shares; below, the second
 synchronisation costs more than reading all slots does."""
@@ -120,9 +124,13 @@ class SharedMemoryEngine:
         ranks: the members of the group, this process among them, in the order of their positions.
         segment: of at least `segment_bytes` bytes, mapped by all of them; owned from here on.
         slot_bytes: as for `segment_bytes`.
+        chunk_bytes: how much of a slot an all-reduce uses; None: all of it.
         spin: whether there is a core for every rank, so that a spinning one does not keep another from
             coming.
     """
+
+    algorithm = "shared memory"
+    pack_choices: Sequence[int] = ()
 
     def __init__(
         self,
@@ -131,12 +139,15 @@ class SharedMemoryEngine:
         segment: Segment,
         slot_bytes: int = SLOT_BYTES,
         *,
+        chunk_bytes: int | None = None,
         spin: bool = True,
     ):
         self.ranks = tuple(ranks)
         self._mesh = mesh
         self._segment = segment
         self._slot_bytes = slot_bytes
+        self._chunk_bytes = chunk_bytes or slot_bytes
+        self.chunk_choices: Sequence[int] = [size for size in CHUNK_CHOICES if size <= slot_bytes]
         self._size = size = len(self.ranks)
         self._position = self.ranks.index(mesh.rank)
         self._spin_s = SPIN_S if spin else 0.0
@@ -156,14 +167,26 @@ class SharedMemoryEngine:
         ]
         self._waiting_for_me = mesh.rank + 1
         self._chunks: weakref.WeakKeyDictionary[Layout, list[_Chunk]] = weakref.WeakKeyDictionary()
+        self._chunks_by_size = {self._chunk_bytes: self._chunks}
         lock = threading.Lock()
         lock.acquire()
         self._release, self._acquire = lock.release, lock.acquire
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """See `Tunable.sizes`."""
+        return self._chunk_bytes, 0
+
+    def tune(self, chunk_bytes: int, pack_bytes: int) -> None:
+        """See `Tunable.tune`."""
+        self._chunk_bytes = chunk_bytes
+        self._chunks = self._chunks_by_size.setdefault(chunk_bytes, weakref.WeakKeyDictionary())
 
     # -------------------------------------------------------------- all-reduce
 
     def all_reduce(self, call: Call, reduction: Reduction) -> None:
         outputs, op, divisor = reduction.outputs, reduction.op, reduction.divisor
+        self._mesh.bytes_shared += sum(layout.wire_bytes for layout in reduction.layouts)
         if not reduction.layouts:
             self._synchronise(call)
 
@@ -172,13 +195,14 @@ class SharedMemoryEngine:
             for array, start, stop, whole, rows in parts:
                 merge_rows(rows, outputs[array] if whole else outputs[array][start:stop], op, divisor)
 
+        fuse = self._load_recorded if timeline.current.on else self._load
         behind: tuple[int, list[_Part]] | None = None  # The chunk that is posted and not yet merged.
         for layout in reduction.layouts:
             share_from = SHARED_MERGE_BYTES // layout.wire.itemsize if self._size > 2 else None
             for chunk in self._chunks.get(layout) or self._cut(layout):
                 parts = chunk.parts[self._slot] or self._views(chunk, layout)
                 if share_from is None or chunk.size < share_from:
-                    self._load(parts, reduction)
+                    fuse(parts, reduction)
                     posted = self._post(call)
                     if behind is not None:
                         merge(*behind)
@@ -187,7 +211,7 @@ class SharedMemoryEngine:
                     if behind is not None:
                         merge(*behind)
                         behind = None
-                    self._load(parts, reduction)
+                    fuse(parts, reduction)
                     self._synchronise(call)
                     self._merge_shares(call, chunk, layout, reduction)
                 self._slot = (self._slot + 1) % SLOTS
@@ -200,6 +224,10 @@ class SharedMemoryEngine:
         for array, start, stop, whole, rows in parts:
             source = inputs[array] if whole else inputs[array][start:stop]
             load(source, scales[array], rows[position])
+
+    def _load_recorded(self, parts: list[_Part], reduction: Reduction) -> None:
+        with timeline.current.span(self._mesh.track, "fuse", {"arrays": len(parts)}):
+            self._load(parts, reduction)
 
     def _merge_shares(self, call: Call, chunk: _Chunk, layout: Layout, reduction: Reduction) -> None:
         """Merge this rank's share of a chunk in its own slot, then copy everyone's."""
@@ -221,7 +249,7 @@ class SharedMemoryEngine:
                     finish(row[first:last], target[first - offset : last - offset])
 
     def _cut(self, layout: Layout) -> list[_Chunk]:
-        elements = self._slot_bytes // layout.wire.itemsize
+        elements = self._chunk_bytes // layout.wire.itemsize
         chunks = [_Chunk(pieces) for pieces in layout.chunks(elements)]
         self._chunks[layout] = chunks
         return chunks
@@ -279,6 +307,7 @@ class SharedMemoryEngine:
         """
         size = self._slot_bytes
         own = lengths[self._position]
+        self._mesh.bytes_shared += own
         for low in range(0, max(1, *lengths), size):
             slots = [byte_view(slot) for slot in self._slots[self._slot]]
             if low < own:
@@ -323,7 +352,11 @@ class SharedMemoryEngine:
         words, signature = self._words, call.signature
         for rank, peer in self._peers:
             if words[peer + _COUNTER] < count:
-                self._wait_for(rank, peer + _COUNTER, count)
+                if timeline.current.on:
+                    with timeline.current.span(self._mesh.track, "wait", {"for": rank}):
+                        self._wait_for(rank, peer + _COUNTER, count)
+                else:
+                    self._wait_for(rank, peer + _COUNTER, count)
         self._fence()
         which = _SIGNATURES + count % SLOTS
         for _, peer in self._peers:
@@ -363,6 +396,7 @@ class SharedMemoryEngine:
         self._words[self._page + _COUNTER] = self._completed
 
     def close(self) -> None:
+        self._chunks_by_size.clear()
         self._chunks.clear()
         self._slots = []
         self._words.release()

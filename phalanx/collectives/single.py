@@ -13,6 +13,8 @@ from phalanx.collectives.reduction import load
 class SingleEngine:
     """A group of one."""
 
+    algorithm = "copy"
+
     def __init__(self, rank: Rank):
         self.ranks: tuple[Rank, ...] = (rank,)
 

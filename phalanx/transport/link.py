@@ -25,6 +25,7 @@ import select
 import socket
 import ssl
 import struct
+import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -66,6 +67,7 @@ class Link:
         self._sock = sock
         self._tls = isinstance(sock, ssl.SSLSocket)
         self._tcp = sock.family in (socket.AF_INET, socket.AF_INET6)
+        self._tls_calls = threading.Lock()  # OpenSSL takes one call at a time; one thread sends, another receives
         self._closed = False
         self._reader = FrameReader()
         # What a call that would have blocked waits for: TLS may have to read in order to write.
@@ -173,7 +175,8 @@ class Link:
             piece = _first_piece(buffers)
             if not piece:
                 return 0
-            count = self._sock.send(piece)
+            with self._tls_calls:
+                count = self._sock.send(piece)
             self._send_waits_for = select.POLLOUT
             return count
         except (BlockingIOError, ssl.SSLWantWriteError):
@@ -193,7 +196,11 @@ class Link:
         if not buffer.nbytes:
             return 0
         try:
-            count = self._sock.recv_into(buffer)
+            if self._tls:
+                with self._tls_calls:
+                    count = self._sock.recv_into(buffer)
+            else:
+                count = self._sock.recv_into(buffer)
         except (BlockingIOError, ssl.SSLWantReadError):
             self._receive_waits_for = select.POLLIN
             return 0

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator
 
 import pytest
 
 from phalanx.cluster import ClusterSpec, Task
 from tests.cluster.conftest import Ports, Processes, wait_until
+from tests.support.network import Network
 
 WORKERS = [Task("worker", index) for index in range(3)]
 
@@ -93,60 +91,16 @@ def test_tasks_that_differ_all_end_with_the_code(ports: Ports, processes: Proces
 # ------------------------------------------------------------------------ hosts of their own
 
 
-class Network:
-    """Network namespaces on one bridge: hosts 10.77.<n>.1, 10.77.<n>.2, ..."""
-
-    def __init__(self, hosts: int):
-        self.name = f"phx{os.getpid() % 10_000}"
-        self._hosts = hosts
-        self.subnet = f"10.77.{os.getpid() % 250}"
-
-    def up(self) -> None:
-        self._run("link", "add", self.name, "type", "bridge")
-        self._run("link", "set", self.name, "up")
-        for host in range(1, self._hosts + 1):
-            space, outer, inner = self.space(host), f"{self.name}o{host}", f"{self.name}i{host}"
-            self._run("netns", "add", space)
-            self._run("link", "add", outer, "type", "veth", "peer", "name", inner)
-            self._run("link", "set", outer, "master", self.name, "up")
-            self._run("link", "set", inner, "netns", space)
-            self._run("-n", space, "addr", "add", f"{self.subnet}.{host}/24", "dev", inner)
-            self._run("-n", space, "link", "set", inner, "up")
-            self._run("-n", space, "link", "set", "lo", "up")
-
-    def down(self) -> None:
-        for host in range(1, self._hosts + 1):
-            self._run("netns", "del", self.space(host), check=False)
-            self._run("link", "del", f"{self.name}o{host}", check=False)
-        self._run("link", "del", self.name, check=False)
-
-    def space(self, host: int) -> str:
-        return f"{self.name}h{host}"
-
-    def prefix(self, host: int) -> list[str]:
-        return ["ip", "netns", "exec", self.space(host)]
-
-    def cut(self, host: int) -> None:
-        """Silence, as when the power of the host fails: no packet, no reset."""
-        self._run("link", "set", f"{self.name}o{host}", "nomaster")
-
-    @staticmethod
-    def _run(*arguments: str, check: bool = True) -> None:
-        subprocess.run(["ip", *arguments], check=check, capture_output=True, timeout=30)
-
-
 @pytest.fixture
 def network() -> Iterator[Network]:
-    if shutil.which("ip") is None or os.geteuid() != 0:
-        pytest.skip("network namespaces need the ip command and root")
+    if problem := Network.problem():
+        pytest.skip(problem)
     network = Network(3)
     try:
         network.up()
-    except subprocess.CalledProcessError as error:
+        yield network
+    finally:
         network.down()
-        pytest.skip(f"network namespaces cannot be made here: {error.stderr.decode().strip()}")
-    yield network
-    network.down()
 
 
 def test_hosts_of_their_own_meet_and_a_second_process_elsewhere_is_refused(

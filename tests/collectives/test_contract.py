@@ -343,3 +343,28 @@ def test_close_may_be_called_twice_and_ends_all_use(kind: Kind) -> None:
         return True
 
     assert all(kind.run(body))
+
+
+def test_all_reduce_in_place(kind: Kind) -> None:
+    shapes = [(), (7,), (3, 4, 5), (30_000,)]
+
+    def body(communicator: GroupCommunicator) -> list[list[np.ndarray]]:
+        found = []
+        for dtype in (np.float32, np.float16, np.int64):
+            arrays = [brought(communicator.rank, dtype, shape) for shape in shapes]
+            results = communicator.all_reduce(arrays, out=arrays)
+            assert all(result is array for result, array in zip(results, arrays, strict=True))
+            expect = communicator.all_reduce([brought(communicator.rank, dtype, shape) for shape in shapes])
+            for result, other in zip(results, expect, strict=True):
+                np.testing.assert_array_equal(result, other)
+            found.append(results)
+        return found
+
+    for results in zip(*kind.run(body), strict=True):
+        for index, shape in enumerate(shapes):
+            dtype = results[0][index].dtype.type
+            np.testing.assert_allclose(
+                results[0][index].astype(np.float64),
+                expected(kind.world_size, ReduceOp.SUM, dtype, shape),
+                rtol=tolerance(dtype),
+            )

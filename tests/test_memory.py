@@ -36,7 +36,7 @@ print(before, faults())
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the thresholds are glibc's")
 @pytest.mark.parametrize("own", [{}, {"MALLOC_TRIM_THRESHOLD_": "131072"}], ids=["default", "the user's own"])
 def test_freed_blocks_are_taken_again_without_page_faults(own: dict[str, str]) -> None:
-    module = Path(phalanx.__file__).parent / "backends" / "memory.py"
+    module = Path(phalanx.__file__).parent / "memory.py"
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(module)],

@@ -1,0 +1,58 @@
+"""Plain values as bytes: numbers, strings, NumPy arrays, and lists, tuples and dictionaries of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+_ARRAY, _TUPLE = "\0array", "\0tuple"
+
+
+def is_plain(value: Any) -> bool:
+    """Whether `encode` takes it."""
+    if isinstance(value, (list, tuple)):
+        return all(map(is_plain, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and is_plain(item) for key, item in value.items())
+    if isinstance(value, np.ndarray):
+        return not value.dtype.hasobject
+    return isinstance(value, (type(None), bool, int, float, str, bytes, np.generic))
+
+
+def encode(value: Any) -> bytes:
+    """Raises: TypeError where it is not plain."""
+    return msgspec.msgpack.encode(_packed(value))
+
+
+def decode(content: bytes) -> Any:
+    """What was encoded; NumPy's numbers come back as Python's."""
+    return _unpacked(msgspec.msgpack.decode(content))
+
+
+def _packed(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return {_ARRAY: [value.dtype.name, list(value.shape), value.tobytes()]}
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, tuple):
+        return {_TUPLE: [_packed(item) for item in value]}
+    if isinstance(value, list):
+        return [_packed(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _packed(item) for key, item in value.items()}
+    return value
+
+
+def _unpacked(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_unpacked(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _ARRAY in value:
+        dtype, shape, content = value[_ARRAY]
+        return np.frombuffer(bytearray(content), np.dtype(dtype)).reshape(shape)
+    if _TUPLE in value:
+        return tuple(_unpacked(item) for item in value[_TUPLE])
+    return {key: _unpacked(item) for key, item in value.items()}

@@ -1,0 +1,79 @@
+"""Events of a rank on another host come to the file, on its host's clock."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from phalanx import timeline
+from phalanx.cluster.tracing import TIMELINE, Relay, RemoteSink
+from phalanx.errors import LinkClosedError
+from phalanx.transport.address import Address
+from phalanx.transport.dial import dial
+from phalanx.transport.handshake import Hello
+from phalanx.transport.listener import Listener
+from tests.support.traces import named, read
+
+BOUND_S = 20.0
+SECRET = b"a secret for this test"
+
+
+def remote(listener: Listener) -> RemoteSink:
+    link, _ = dial(
+        Address("127.0.0.1", listener.port),
+        Hello(purpose=TIMELINE, task="worker/1"),
+        peer="worker/0",
+        secret=SECRET,
+        deadline=time.monotonic() + BOUND_S,
+    )
+    return RemoteSink(link)
+
+
+def test_another_host_measures_its_clock_and_sends_its_events(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    timeline.create(path, "job")
+    relay = Relay(timeline.FileSink(path, "job"))
+    with Listener([socket.create_server(("127.0.0.1", 0))], task="worker/0", secret=SECRET) as listener:
+        listener.register(TIMELINE, relay)
+        sink = remote(listener)
+        offset, uncertain = sink.clock_offset()
+        assert abs(offset) <= uncertain  # it is the same clock
+        recorder = timeline.FileRecorder(sink, 1, "worker/1", offset_ns=5_000_000_000)
+        recorder.start()
+        recorder.complete(timeline.TRAINING, "one\nline", 1000, {"text": "a\nb"})
+        recorder.stop()
+        relay.wait_for_the_others(BOUND_S)
+    (event,) = named(read(path), "one\nline", 1)
+    assert event["ts"] == 5_000_001.0
+    assert event["args"] == {"text": "a\nb"}
+
+
+def test_a_writer_that_is_gone_ends_the_recording_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Listener([socket.create_server(("127.0.0.1", 0))], task="worker/0", secret=SECRET) as listener:
+        arrived = threading.Event()
+
+        class Refusing(Relay):
+            def adopt(self, hello, link):
+                link.close()
+                arrived.set()
+
+        listener.register(TIMELINE, Refusing(timeline.FileSink(tmp_path / "none", "job")))
+        sink = remote(listener)
+        assert arrived.wait(BOUND_S)
+        with pytest.raises(LinkClosedError):
+            sink.clock_offset()
+        recorder = timeline.FileRecorder(sink, 1, "worker/1")
+        timeline.start(recorder)
+        until = time.monotonic() + BOUND_S
+        while timeline.current.on and time.monotonic() < until:
+            timeline.current.instant(timeline.TRAINING, "event")
+            time.sleep(0.01)
+        assert not timeline.current.on
+        recorder.stop()
+    assert "the timeline of rank 1 cannot be written" in caplog.text

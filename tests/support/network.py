@@ -1,0 +1,102 @@
+"""Hosts of their own on one machine: network namespaces on a bridge, with cables that can be cut."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+
+NOBODY = "02:00:00:00:00:01"
+"""A hardware address that no interface has: what is sent to it is lost without a word."""
+
+
+class Network:
+    """Network namespaces on one bridge: hosts 10.77.<n>.1, 10.77.<n>.2, ...; this machine is 10.77.<n>.254."""
+
+    def __init__(self, hosts: int):
+        self.name = f"phx{os.getpid() % 10_000}"
+        self._hosts = hosts
+        self.subnet = f"10.77.{os.getpid() % 250}"
+
+    @staticmethod
+    def problem() -> str:
+        """Why namespaces cannot be made here; empty if they can."""
+        if shutil.which("ip") is None or os.geteuid() != 0:
+            return "network namespaces need the ip command and root"
+        network = Network(1)
+        try:
+            network.up()
+        except subprocess.CalledProcessError as error:
+            return f"network namespaces cannot be made here: {error.stderr.decode().strip()}"
+        finally:
+            network.down()
+        return ""
+
+    def up(self) -> None:
+        self._run("link", "add", self.name, "type", "bridge")
+        self._run("addr", "add", f"{self.address(254)}/24", "dev", self.name)
+        self._run("link", "set", self.name, "up")
+        for host in range(1, self._hosts + 1):
+            space, outer, inner = self.space(host), self._outer(host), self._inner(host)
+            self._run("netns", "add", space)
+            self._run("link", "add", outer, "type", "veth", "peer", "name", inner)
+            self._run("link", "set", outer, "master", self.name, "up")
+            self._run("link", "set", inner, "netns", space)
+            self._run("-n", space, "addr", "add", f"{self.address(host)}/24", "dev", inner)
+            self._run("-n", space, "link", "set", inner, "up")
+            self._run("-n", space, "link", "set", "lo", "up")
+
+    def down(self) -> None:
+        for host in range(1, self._hosts + 1):
+            self._run("netns", "del", self.space(host), check=False)
+            self._run("link", "del", self._outer(host), check=False)
+        self._run("link", "del", self.name, check=False)
+
+    def space(self, host: int) -> str:
+        return f"{self.name}h{host}"
+
+    def address(self, host: int) -> str:
+        return f"{self.subnet}.{host}"
+
+    def prefix(self, host: int) -> list[str]:
+        return ["ip", "netns", "exec", self.space(host)]
+
+    # Faults. Each can be repeated, and ended.
+
+    def cut(self, host: int) -> None:
+        """Silence, as when the power of the host fails: no packet, no reset."""
+        self._run("link", "set", self._outer(host), "nomaster")
+
+    def mend(self, host: int) -> None:
+        self._run("link", "set", self._outer(host), "master", self.name)
+
+    def mute(self, host: int, towards: int) -> None:
+        """What a host sends to another one is lost; the other way all is well."""
+        entry = (self.address(towards), "lladdr", NOBODY, "nud", "permanent", "dev", self._inner(host))
+        self._run("-n", self.space(host), "neigh", "replace", *entry)
+
+    def unmute(self, host: int, towards: int) -> None:
+        entry = (self.address(towards), "dev", self._inner(host))
+        self._run("-n", self.space(host), "neigh", "del", *entry, check=False)
+
+    def slow(self, host: int, mbits: float, delay_ms: int) -> None:
+        """A narrow cable to a host, on which packets wait for up to `delay_ms`."""
+        shape = ("rate", f"{mbits}mbit", "burst", "16kb", "latency", f"{delay_ms}ms")
+        self._traffic("qdisc", "replace", "dev", self._outer(host), "root", "tbf", *shape)
+
+    def widen(self, host: int) -> None:
+        self._traffic("qdisc", "del", "dev", self._outer(host), "root", check=False)
+
+    def _outer(self, host: int) -> str:
+        return f"{self.name}o{host}"
+
+    def _inner(self, host: int) -> str:
+        return f"{self.name}i{host}"
+
+    @staticmethod
+    def _run(*arguments: str, check: bool = True) -> None:
+        subprocess.run(["ip", *arguments], check=check, capture_output=True, timeout=30)
+
+    @staticmethod
+    def _traffic(*arguments: str, check: bool = True) -> None:
+        subprocess.run(["tc", *arguments], check=check, capture_output=True, timeout=30)
