@@ -1,0 +1,24 @@
+"""Fewer bytes for gradients: what `compression=` of a strategy takes, by name or as an object."""
+
+from phalanx.compression.cast import BFloat16, Float16
+from phalanx.compression.codec import Codec
+from phalanx.compression.names import resolve
+from phalanx.compression.power_sgd import PowerSGD
+from phalanx.compression.protocol import Compression, Merged
+from phalanx.compression.quantised import Int4, Int8
+from phalanx.compression.reducer import Reducer
+from phalanx.compression.top_k import TopK
+
+__all__ = [
+    "BFloat16",
+    "Codec",
+    "Compression",
+    "Float16",
+    "Int4",
+    "Int8",
+    "Merged",
+    "PowerSGD",
+    "Reducer",
+    "TopK",
+    "resolve",
+]

@@ -1,0 +1,68 @@
+"""Gradients in 16 bits on the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import ml_dtypes
+import numpy as np
+
+from phalanx.collectives.communicator import Array, Communicator
+from phalanx.compression.flat import cut, fill
+from phalanx.compression.protocol import DType, Merged, State
+
+_WIDER_THAN = 2
+"""Bytes of the dtypes that are narrow enough as they are."""
+
+
+class _Cast:
+    """Each rank's values are rounded once, summed in float32, and the sums rounded once.
+
+    An all-reduce of 16-bit arrays would carry partial sums in float32. So this is a reduce-scatter, in which each
+    rank's own values travel, and an all-gather of the sums: half the bytes both ways.
+    """
+
+    wire: ClassVar[DType]
+    feedback: bool = False
+
+    def takes(self, shape: tuple[int, ...], dtype: DType) -> bool:
+        """See `Compression.takes`: all that have more than 16 bits."""
+        return dtype.itemsize > _WIDER_THAN
+
+    def all_reduce(self, communicator: Communicator, arrays: Sequence[Array], state: State) -> Merged:
+        """See `Compression.all_reduce`."""
+        world_size = communicator.world_size
+        size = sum(array.size for array in arrays)
+        rows = np.zeros((world_size, -(-size // world_size)), self.wire)
+        with np.errstate(over="ignore"):  # what is too large becomes infinite, as on GPUs
+            fill(rows.reshape(-1), arrays)
+        share = communicator.reduce_scatter(rows)
+        total = np.concatenate(communicator.all_gather(share)).astype(np.float32)
+        own = cut(rows.reshape(-1).astype(np.float32), arrays) if self.feedback else arrays
+        return Merged(cut(total, arrays), own, {})
+
+
+@dataclass(frozen=True)
+class Float16(_Cast):
+    """IEEE half precision: 11 significant bits, from 6e-8 to 65504. Larger values become infinite.
+
+    Args:
+        feedback: keep what rounding loses and add it to the next step's.
+    """
+
+    wire: ClassVar[DType] = np.dtype(np.float16)
+    feedback: bool = False
+
+
+@dataclass(frozen=True)
+class BFloat16(_Cast):
+    """The upper half of float32: its range, with 8 significant bits.
+
+    Args:
+        feedback: keep what rounding loses and add it to the next step's.
+    """
+
+    wire: ClassVar[DType] = np.dtype(ml_dtypes.bfloat16)
+    feedback: bool = False

@@ -1,0 +1,102 @@
+"""Compressions that turn each array into something shorter by itself; the ranks exchange that and sum what it means."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from phalanx.collectives.communicator import Array, Communicator
+from phalanx.collectives.layout import byte_view
+from phalanx.compression.protocol import DType, Merged, State
+from phalanx.errors import ConfigurationError
+
+SMALL = 1024
+"""Arrays with fewer elements go as they are: biases and scales, which are few and matter much."""
+
+
+class Codec(ABC):
+    """Base of compressions by `encode` and `decode`. See `Compression`.
+
+    Every rank receives every other rank's code (an all-gather) and sums what they decode to in rank order. So the bytes
+    that a rank sends grow with the number of ranks, where those of an all-reduce do not.
+
+    Example, gradients by their signs:
+
+        class Signs(phalanx.compression.Codec):
+            def encode(self, array):
+                return [np.packbits(array > 0), np.mean(np.abs(array), keepdims=True)]
+
+            def decode(self, parts, size):
+                bits, magnitude = parts
+                return np.where(np.unpackbits(bits, count=size), magnitude, -magnitude).astype("float32")
+    """
+
+    feedback = True
+
+    @abstractmethod
+    def encode(self, array: Array) -> Sequence[Array]:
+        """What travels of a flat float32 array. Must let values that are not finite be found: see `Compression`."""
+
+    @abstractmethod
+    def decode(self, parts: Sequence[Array], size: int) -> Array:
+        """What `encode` meant: float32, of `size` elements. The same bits on every rank for the same parts."""
+
+    def takes(self, shape: tuple[int, ...], dtype: DType) -> bool:
+        """See `Compression.takes`: all that are not small."""
+        return int(np.prod(shape, dtype=np.int64)) >= SMALL
+
+    def all_reduce(self, communicator: Communicator, arrays: Sequence[Array], state: State) -> Merged:
+        """See `Compression.all_reduce`."""
+        own_rank = communicator.rank  # another one afterwards, if a member is lost
+        codes = communicator.all_gather(_packed([self.encode(array.reshape(-1)) for array in arrays]))
+        values: list[Array] = []
+        own: list[Array] = []
+        for rank, code in enumerate(codes):
+            decoded = [
+                self._decode(parts, array).reshape(array.shape)
+                for parts, array in zip(_unpacked(code), arrays, strict=True)
+            ]
+            if rank == own_rank:
+                own = decoded
+            if not values:
+                values = [array.copy() for array in decoded]
+            else:
+                for total, array in zip(values, decoded, strict=True):
+                    total += array
+        return Merged(values, own, {})
+
+    def _decode(self, parts: Sequence[Array], array: Array) -> Array:
+        decoded = np.asarray(self.decode(parts, array.size))
+        if decoded.shape != (array.size,) or decoded.dtype != np.float32:
+            raise ConfigurationError(
+                f"{type(self).__name__}.decode returned {decoded.dtype.name} of shape {decoded.shape}; it must return "
+                f"float32 of shape ({array.size},)."
+            )
+        return decoded
+
+
+def _packed(codes: Sequence[Sequence[Array]]) -> Array:
+    """All parts of all arrays as bytes, with what they are in front."""
+    arrays = [[np.ascontiguousarray(part) for part in parts] for parts in codes]
+    header = msgspec.msgpack.encode([[(part.dtype.name, part.shape) for part in parts] for parts in arrays])
+    pieces = [len(header).to_bytes(4, "big"), header]
+    return np.frombuffer(b"".join([*pieces, *[byte_view(part) for parts in arrays for part in parts]]), np.uint8)
+
+
+def _unpacked(packed: Array) -> list[list[Array]]:
+    start = 4 + int.from_bytes(packed[:4].tobytes(), "big")
+    header = msgspec.msgpack.decode(packed[4:start].tobytes(), type=list[list[tuple[str, tuple[int, ...]]]])
+    found = []
+    for described in header:
+        parts = []
+        for name, shape in described:
+            dtype = np.dtype(name)
+            stop = start + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+            # A copy: a part may begin anywhere, and not every operation takes an array that is not aligned.
+            parts.append(packed[start:stop].copy().view(dtype).reshape(shape))
+            start = stop
+        found.append(parts)
+    return found

@@ -1,0 +1,108 @@
+"""Gradients of matrices as products of two thin ones.
+
+Vogels, Karimireddy and Jaggi 2019, PowerSGD: Practical low-rank gradient compression. One step of subspace iteration
+for the sum M of all ranks' matrices, without anybody seeing M:
+
+    P = sum of M_r Q        n x rank
+    P = orthogonal(P)       the same on every rank
+    Q = sum of M_r' P       m x rank
+    M is about P Q'
+
+Q is kept for the next step (*warm start*), so that the iteration goes on over the steps. Both sums are made for all
+matrices of the model at once, and travel compressed themselves: for the same bytes twice the rank at 8 bits leads
+further than 16 bits. Each factor goes column by column, since columns, the directions of the iteration, differ in size
+by orders of magnitude. What a rank's own part of the sum lacks, M_r - P Q_r' with Q_r as the others have understood it,
+is its error feedback.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from phalanx.collectives.communicator import Array, Communicator
+from phalanx.compression.protocol import Compression, DType, Merged, State
+from phalanx.compression.quantised import Int8
+from phalanx.errors import ConfigurationError
+
+RANK = 16
+SEED = 1
+"""Of the first Q, which must be the same on all ranks."""
+WORTH = 2
+"""How many times smaller the two factors must be than the matrix."""
+
+
+@dataclass(frozen=True)
+class PowerSGD:
+    """See the top of this file. Arrays of more than two dimensions count as the matrix that is nearest to square.
+
+    Args:
+        rank: of the approximation: the bytes grow with it, and so does the accuracy. Matrices that it would not make at
+            least 2 times smaller, and vectors, go as they are.
+        factors: how the two thin matrices travel; None: in 32 bits.
+    """
+
+    rank: int = RANK
+    feedback: bool = True
+    factors: Compression | None = field(default_factory=Int8)
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ConfigurationError(f"PowerSGD got rank={self.rank}; it must be at least 1, for example 16.")
+        if self.factors is not None and not hasattr(self.factors, "all_reduce"):
+            raise ConfigurationError(
+                f"PowerSGD got factors={self.factors!r}; it must be a compression, such as Int8(), or None."
+            )
+
+    def takes(self, shape: tuple[int, ...], dtype: DType) -> bool:
+        """See `Compression.takes`."""
+        rows, columns = matrix_shape(shape)
+        return WORTH * self.rank * (rows + columns) <= rows * columns
+
+    def all_reduce(self, communicator: Communicator, arrays: Sequence[Array], state: State) -> Merged:
+        """See `Compression.all_reduce`."""
+        matrices = [array.reshape(matrix_shape(array.shape)) for array in arrays]
+        former = [state[str(index)] for index in range(len(matrices))] if state else _first(matrices, self.rank)
+        with np.errstate(all="ignore"):
+            sums, _ = self._summed(communicator, [m @ q for m, q in zip(matrices, former, strict=True)])
+            left = [_orthogonal(p) for p in sums]
+            right, own = self._summed(communicator, [m.T @ p for m, p in zip(matrices, left, strict=True)])
+            values = [(p @ q.T).reshape(a.shape) for p, q, a in zip(left, right, arrays, strict=True)]
+            parts = [(p @ q.T).reshape(a.shape) for p, q, a in zip(left, own, arrays, strict=True)]
+        return Merged(values, parts, {str(index): q for index, q in enumerate(right)})
+
+    def _summed(self, communicator: Communicator, own: Sequence[Array]) -> tuple[list[Array], list[Array]]:
+        """The sums of thin matrices over all ranks, and what of this rank's own is in them."""
+        if self.factors is None:
+            return communicator.all_reduce(own), list(own)
+        columns = [np.ascontiguousarray(matrix.T) for matrix in own]
+        merged = self.factors.all_reduce(communicator, columns, {})
+        return [value.T for value in merged.values], [value.T for value in merged.own]
+
+
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and columns of an array seen as a matrix: its shape cut where they are nearest to each other.
+
+    >>> matrix_shape((3, 3, 16, 32))
+    (144, 32)
+    """
+    if len(shape) < 2:
+        return 1, math.prod(shape)
+    cuts = [(math.prod(shape[:at]), math.prod(shape[at:])) for at in range(1, len(shape))]
+    return min(cuts, key=sum)
+
+
+def _first(matrices: Sequence[Array], rank: int) -> list[Array]:
+    random = np.random.default_rng(SEED)
+    return [random.standard_normal((matrix.shape[1], rank), np.float32) for matrix in matrices]
+
+
+def _orthogonal(columns: Array) -> Array:
+    """An orthonormal basis of the columns; not finite if they are not."""
+    if not np.isfinite(columns).all():
+        return np.full_like(columns, np.nan)
+    basis: Array = np.linalg.qr(columns)[0]
+    return basis

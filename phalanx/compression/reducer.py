@@ -1,0 +1,150 @@
+"""Compressed sums of a model's gradients, step after step: what must be remembered, and for whom.
+
+Two things are remembered for the arrays of one layout:
+
+- *own*: this rank's error feedback, what it has not yet brought into a sum. It is in units of the sum, so that it keeps
+  its meaning when the ranks' shares, or their number, change. A rank that joins begins with none.
+- *shared*: what the compression itself goes on from (the factors of PowerSGD), equal on all ranks. A rank that joins
+  must have the others': `synchronise`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from phalanx.collectives.communicator import Array, Communicator
+from phalanx.collectives.named import broadcast_named, sum_named
+from phalanx.compression.protocol import Compression, State
+
+OWN, SHARED = "own", "shared"
+
+
+class _Memory(NamedTuple):
+    own: tuple[Array, ...]  # empty before the first step
+    shared: State
+
+
+_NOTHING = _Memory((), {})
+
+
+class Reducer:
+    """Sums gradients by a compression, with error feedback.
+
+    `all_reduce` changes nothing that is remembered until `commit` is called, so a step that fails may be repeated.
+    """
+
+    def __init__(self, compression: Compression) -> None:
+        self.compression = compression
+        self._memory: dict[str, _Memory] = {}
+        self._pending: dict[str, _Memory] = {}
+
+    def all_reduce(
+        self,
+        communicator: Communicator,
+        arrays: Sequence[Array],
+        scales: Sequence[float],
+        out: Sequence[Array],
+        *,
+        unit: float = 1.0,
+    ) -> None:
+        """Put the sums over all ranks of `scale * array` into `out`; all ranks must call.
+
+        Args:
+            arrays: of shapes and dtypes that the compression takes; not changed.
+            scales: of each; with 0 an array counts as zeros, NaN included, and is not read.
+            unit: what the arrays are multiplied by at present (the scale of the loss). What is remembered is divided by
+                it, so that it may change between the steps.
+        """
+        key = name_of([array.shape for array in arrays])
+        memory = self._memory.get(key, _NOTHING)
+        self._pending.pop(key, None)  # of a step that failed
+        brought = [_brought(array, scale) for array, scale in zip(arrays, scales, strict=True)]
+        for array, rest in zip(brought, memory.own, strict=bool(memory.own)):
+            array += rest if unit == 1.0 else rest * np.float32(unit)
+        merged = self.compression.all_reduce(communicator, brought, memory.shared)
+        for target, value in zip(out, merged.values, strict=True):
+            np.copyto(target, value, casting="unsafe")
+        # Where a value is not finite the step will be left out, or the training is lost: nothing to remember.
+        if all(np.isfinite(np.sum(value)) for value in merged.values):
+            left: tuple[Array, ...] = ()
+            if self.compression.feedback:
+                left = tuple(_rest(b, o, unit) for b, o in zip(brought, merged.own, strict=True))
+            self._pending[key] = _Memory(left, merged.state)
+
+    def commit(self) -> None:
+        """The step was done: remember what it left."""
+        self._memory |= self._pending
+        self._pending = {}
+
+    def state(self) -> dict[str, Array]:
+        """All that is remembered, by name: `own/...` belongs to this rank, `shared/...` to all. The arrays will not
+        change; so what was there before a step can be loaded again after it."""
+        found: dict[str, Array] = {}
+        for key, memory in self._memory.items():
+            found |= {f"{OWN}/{key}/{index}": array for index, array in enumerate(memory.own)}
+            found |= {f"{SHARED}/{key}/{name}": array for name, array in memory.shared.items()}
+        return found
+
+    def load(self, state: State) -> None:
+        """Go on from what `state` returned, here or on another rank."""
+        own: dict[str, dict[int, Array]] = {}
+        shared: dict[str, dict[str, Array]] = {}
+        for name, array in state.items():
+            kind, key, rest = name.split("/", 2)
+            if kind == OWN:
+                own.setdefault(key, {})[int(rest)] = np.asarray(array, np.float32)
+            else:
+                shared.setdefault(key, {})[rest] = np.asarray(array, np.float32)
+        self._memory = {
+            key: _Memory(tuple(array for _, array in sorted(own.get(key, {}).items())), shared.get(key, {}))
+            for key in {**own, **shared}
+        }
+        self._pending = {}
+
+    def synchronise(self, communicator: Communicator, root: int = 0) -> None:
+        """Give every rank what rank `root` has in common with all; each keeps its own. All ranks must call."""
+        own, shared = self._parts()
+        self.load(own | broadcast_named(communicator, shared, root))
+
+    def pooled(self, communicator: Communicator) -> dict[str, Array]:
+        """The `state` of all ranks as one: of what each has left over, the sum. All ranks must call."""
+        own, shared = self._parts()
+        return shared | sum_named(communicator, own)
+
+    def load_pooled(self, state: State, ranks: int) -> None:
+        """Go on, on so many ranks, from what `pooled` returned: what was left over counts as much as before."""
+        self.load({name: array / ranks if name.startswith(OWN) else array for name, array in state.items()})
+
+    def _parts(self) -> tuple[dict[str, Array], dict[str, Array]]:
+        """What belongs to this rank, and what to all."""
+        state = self.state()
+        own = {name: array for name, array in state.items() if name.startswith(OWN)}
+        return own, {name: array for name, array in state.items() if name not in own}
+
+
+def name_of(shapes: Sequence[Sequence[int | str]]) -> str:
+    """A name for arrays of these shapes, the same in every process."""
+    return hashlib.blake2b(msgspec.msgpack.encode(shapes), digest_size=8).hexdigest()
+
+
+def _brought(array: Array, scale: float) -> Array:
+    """`scale * array` in float32, in memory of its own."""
+    if scale == 0.0:
+        return np.zeros(array.shape, np.float32)
+    brought: Array = np.array(array, np.float32, order="C")
+    if scale != 1.0:
+        with np.errstate(all="ignore"):
+            brought *= np.float32(scale)
+    return brought
+
+
+def _rest(brought: Array, own: Array, unit: float) -> Array:
+    rest = brought - own
+    if unit != 1.0:
+        rest /= np.float32(unit)
+    return rest

@@ -1,0 +1,72 @@
+"""Only the largest values travel, with their places."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from phalanx.collectives.communicator import Array
+from phalanx.compression.codec import Codec
+from phalanx.compression.quantised import Int8
+from phalanx.errors import ConfigurationError
+
+RATIO = 0.25
+"""The share of the values that travel: a tenth of the bytes. What it costs: docs/compression.md."""
+PLACE_BITS = 32
+
+
+@dataclass(frozen=True)
+class TopK(Codec):
+    """The largest `ratio` of each array's values by magnitude; the rest waits as error feedback.
+
+    Source: Stich, Cordonnier and Jaggi 2018, Sparsified SGD with memory. The places are a bit for each value, or 32 for
+    each that travels, whatever is less.
+
+    Args:
+        ratio: above 0 and up to 1; an array of n values sends ceil(ratio n).
+        values: how these travel; None: as they are, in 32 bits.
+    """
+
+    ratio: float = RATIO
+    values: Codec | None = field(default_factory=Int8)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 1:
+            raise ConfigurationError(f"TopK got ratio={self.ratio}; it must be above 0 and at most 1, for example 0.1.")
+        if self.values is not None and not isinstance(self.values, Codec):
+            raise ConfigurationError(
+                f"TopK got values={self.values!r}; it must be a phalanx.compression.Codec, such as Int8(), or None."
+            )
+
+    def encode(self, array: Array) -> Sequence[Array]:
+        """See `Codec.encode`: the places, uint8 or uint32; then the values, in ascending order of their places."""
+        count = math.ceil(self.ratio * array.size)
+        # NaN counts as the largest of all, so it is among those that travel.
+        places = np.sort(np.argpartition(np.abs(array), array.size - count)[array.size - count :])
+        chosen = array[places]
+        return [
+            _bits(places, array.size) if _is_dense(count, array.size) else places.astype(np.uint32),
+            *([chosen] if self.values is None else self.values.encode(chosen)),
+        ]
+
+    def decode(self, parts: Sequence[Array], size: int) -> Array:
+        """See `Codec.decode`."""
+        places, *values = parts
+        if places.dtype == np.uint8:
+            places = np.flatnonzero(np.unpackbits(places, count=size))
+        decoded = np.zeros(size, np.float32)
+        decoded[places] = values[0] if self.values is None else self.values.decode(values, places.size)
+        return decoded
+
+
+def _is_dense(count: int, size: int) -> bool:
+    return PLACE_BITS * count > size
+
+
+def _bits(places: Array, size: int) -> Array:
+    mask = np.zeros(size, np.bool_)
+    mask[places] = True
+    return np.packbits(mask)

@@ -1,0 +1,72 @@
+"""The simulated network: a bound on what is sent, and a communicator that keeps to it."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from phalanx.cluster.membership import Membership
+from phalanx.collectives import connect
+from phalanx.errors import ConfigurationError, DisagreementError
+from phalanx.settings import Settings
+from phalanx.transport.throttle import BURST_S, Throttle, first_bytes
+from tests.support.processes import run_threads
+
+
+def test_tokens_come_with_time_and_never_more_than_a_burst() -> None:
+    now = [0.0]
+    throttle = Throttle(1000.0, clock=lambda: now[0])
+    burst = int(1000 * BURST_S)
+    assert throttle.available() == burst
+    throttle.spend(burst)
+    assert throttle.available() == 0
+    assert throttle.wait_s() == pytest.approx(BURST_S / 2)
+    now[0] = BURST_S / 2
+    assert throttle.available() == burst // 2
+    assert throttle.wait_s() == 0
+    now[0] = 100.0
+    assert throttle.available() == burst
+
+
+def test_the_first_bytes_of_views() -> None:
+    pieces = [memoryview(b"abc"), memoryview(b""), memoryview(b"defg")]
+    for count in range(9):
+        assert b"".join(first_bytes(pieces, count)) == b"abcdefg"[:count]
+
+
+def test_a_slow_network_takes_its_time_and_shares_no_memory() -> None:
+    """1 MB at 80 Mbit/s cannot take less than the 0.1 s that its bytes need, less a burst."""
+
+    def body(membership: Membership) -> tuple[str, float, int]:
+        with connect(membership, simulated_mbits=80.0) as communicator:
+            communicator.barrier()
+            before, start = communicator.bytes_on_links, time.monotonic()
+            (total,) = communicator.all_reduce([np.ones(250_000, np.float32)])
+            assert (total == 2).all()
+            return communicator.kind, time.monotonic() - start, communicator.bytes_on_links - before
+
+    for kind, seconds, sent in run_threads(body, 2):
+        assert kind == "ring"
+        assert 1_000_000 <= sent < 1_010_000
+        assert seconds > 0.1 - 2 * BURST_S
+
+
+def test_ranks_that_simulate_different_networks_disagree() -> None:
+    def body(membership: Membership) -> None:
+        connect(membership, simulated_mbits=10.0 if membership.rank else None)
+
+    with pytest.raises(DisagreementError, match="simulated_mbits"):
+        run_threads(body, 2)
+
+
+def test_the_setting_is_read() -> None:
+    assert Settings.from_environment({"PHALANX_SIMULATED_MBITS": "100"}).simulated_mbits == 100.0
+    assert Settings.from_environment({}).simulated_mbits is None
+
+
+@pytest.mark.parametrize("text", ["fast", "0", "-1", "inf", "nan"])
+def test_a_rate_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="PHALANX_SIMULATED_MBITS"):
+        Settings.from_environment({"PHALANX_SIMULATED_MBITS": text})
