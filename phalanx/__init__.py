@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.version import __version__
 
 if TYPE_CHECKING:
-    from phalanx import coordinator, errors, experimental
+    from phalanx import callbacks, compression, config, coordinator, data, elastic, errors, experimental
     from phalanx.cluster import (
         ClusterSpec,
         KubernetesClusterResolver,
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from phalanx.parameter_server.partition import FixedShardsPartitioner, MaxSizePartitioner, MinSizePartitioner
     from phalanx.strategies import (
         CentralStorageStrategy,
+        DiLoCoStrategy,
+        LocalSGDStrategy,
         MirroredStrategy,
         MultiWorkerMirroredStrategy,
         OneDeviceStrategy,
@@ -63,6 +65,7 @@ if TYPE_CHECKING:
     )
     from phalanx.strategies.average import compute_average_loss, scale_regularization_loss
     from phalanx.supervision import ManagedSession, Saver, SidecarEvaluator, Supervisor
+    from phalanx.training.outer import OuterSGD
 
 _EXPORTS = {
     "phalanx.cluster": (
@@ -89,6 +92,7 @@ _EXPORTS = {
         "CollectiveTimeoutError",
         "ConfigurationError",
         "DisagreementError",
+        "MembershipChangedError",
         "PeerLostError",
         "PhalanxError",
         "RendezvousError",
@@ -98,6 +102,8 @@ _EXPORTS = {
     "phalanx.launcher.function": ("launch",),
     "phalanx.strategies": (
         "CentralStorageStrategy",
+        "DiLoCoStrategy",
+        "LocalSGDStrategy",
         "MirroredStrategy",
         "MultiWorkerMirroredStrategy",
         "OneDeviceStrategy",
@@ -114,14 +120,20 @@ _EXPORTS = {
     ),
     "phalanx.parameter_server.partition": ("FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner"),
     "phalanx.supervision": ("ManagedSession", "Saver", "SidecarEvaluator", "Supervisor"),
+    "phalanx.training.outer": ("OuterSGD",),
     "phalanx.strategies.average": ("compute_average_loss", "scale_regularization_loss"),
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
-_MODULES = ("coordinator", "errors", "experimental")
+_MODULES = ("callbacks", "compression", "config", "coordinator", "data", "elastic", "errors", "experimental")
 
 __all__ = [
     "__version__",
+    "callbacks",
+    "compression",
+    "config",
     "coordinator",
+    "data",
+    "elastic",
     "errors",
     "experimental",
     "AutoShardPolicy",
@@ -133,6 +145,7 @@ __all__ = [
     "CommunicationImplementation",
     "CommunicationOptions",
     "ConfigurationError",
+    "DiLoCoStrategy",
     "DisagreementError",
     "DistributedDataset",
     "FixedShardsPartitioner",
@@ -140,14 +153,17 @@ __all__ = [
     "InputContext",
     "InputOptions",
     "KubernetesClusterResolver",
+    "LocalSGDStrategy",
     "MPIClusterResolver",
     "ManagedSession",
     "MaxSizePartitioner",
+    "MembershipChangedError",
     "MinSizePartitioner",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
+    "OuterSGD",
     "ParameterServerStrategy",
     "PeerLostError",
     "PhalanxError",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 
-from phalanx.backends import memory
+from phalanx import memory
+from phalanx.backends import growth
 from phalanx.backends.engine import Engine, Merge
 from phalanx.backends.tensors import Tensors
 from phalanx.backends.updater import Piece, Updater
@@ -26,6 +28,16 @@ def prepare() -> None:
         from phalanx.backends import jax_cache
 
         jax_cache.install()
+
+
+def set_memory_growth(enable: bool = True) -> None:
+    """Take GPU memory as it is needed, instead of nearly all of it at the start (`tf.config.experimental`'s name).
+
+    Several processes can then share a GPU. Call it at the beginning of the program; on PyTorch it is always so.
+
+    Raises: ConfigurationError if the backend has begun to use its devices.
+    """
+    growth.let_grow(_backend()[0], os.environ, enable=enable)
 
 
 def make_engine(model: Any, merge: Merge) -> Engine:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +20,20 @@ class Merge(Protocol):
     def updates(self) -> bool:
         """Whether it makes the update as well (parameter servers do): what it returns in the place of gradients are
         then the new weights. It is given a gradient for every trainable variable, in their order."""
+        ...
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a step whose merge fails is tried again: then it must leave nothing behind."""
+        ...
+
+    @property
+    def separate(self) -> bool:
+        """Whether gradients must come one by one, in the shapes of their variables."""
+        ...
+
+    def total(self, own: Array, share: float) -> Array:
+        """The sum over all ranks of a few numbers, in the middle of a step; with share 0 a rank's do not count."""
         ...
 
     def __call__(self, layout: Layout, arrays: Sequence[Array], share: float) -> list[Array]:
@@ -60,8 +74,23 @@ class Engine(Protocol):
         """One training step on the global batch, of which `data` is this rank's part."""
         ...
 
+    def warm(self, data: Batch, share: float) -> Callable[[], None] | None:
+        """Prepare for steps whose local batch is of another size, where that takes long.
+
+        Returns: the rest of the work, which may be done in another thread; None if there is none.
+        """
+        ...
+
+    def read(self, variables: Sequence[Any]) -> list[Array]:
+        """The newest values of variables of the model or its optimizer, in memory of their own."""
+        ...
+
+    def layer_state(self) -> list[Any]:
+        """The floating variables (on PyTorch buffers, too) that layers change while they compute."""
+        ...
+
     def write(self, values: Sequence[tuple[Any, Array]]) -> None:
-        """Give variables of the model these values, for the next step."""
+        """Give variables of the model or its optimizer these values, for the next step."""
         ...
 
     def retrace(self) -> None:
@@ -76,8 +105,10 @@ class Engine(Protocol):
         """Add a local batch to this rank's own metric state, or, if its share is 0, only compute it (a stand-in)."""
         ...
 
-    def merged_metrics(self, share: float, *, final: bool) -> Mapping[str, Any]:
+    def merged_metrics(self, share: float, *, final: bool, training: bool = False) -> Mapping[str, Any]:
         """The logs of all batches tested so far on all ranks; `share` is this rank's fraction of their samples.
+
+        With `training` those of batches that each rank has trained on alone.
 
         With `final`, the merged values also become every rank's metric state; without, each rank keeps its own
         and can go on adding to it.

@@ -25,7 +25,6 @@ from keras import ops
 from keras.src.losses import loss as keras_loss
 
 from phalanx.backends.engine import Array, Merge
-from phalanx.backends.layout import Layout, Weight
 from phalanx.backends.stand_in import StandIn
 from phalanx.errors import UnsupportedError
 
@@ -70,8 +69,7 @@ def scales(denominators: Sequence[Array | None], merge: Merge, share: float) -> 
     own = np.array([1.0 if d is None else d for d in denominators], np.float32)
     everyone = own
     if any(d is not None for d in denominators):
-        layout = Layout.of([own], [Weight.ONE])
-        everyone = np.array(layout.cut(merge(layout, [own], share))[0])
+        everyone = merge.total(own, share)
     if not share:
         return np.zeros_like(own)
     is_sum = np.array([d is None for d in denominators])

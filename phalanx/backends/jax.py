@@ -163,16 +163,33 @@ class JaxEngine:
             non_trainable[index] = value
         self._keep(trainable, non_trainable, optimizer, metrics)
 
+    def warm(self, data: Batch, share: float) -> Callable[[], None] | None:
+        trainable, non_trainable, optimizer, metrics = self._state(with_optimizer=True)
+        return self._gradients.prepare(share, trainable, non_trainable, optimizer, metrics, data)
+
+    def read(self, variables: Sequence[Any]) -> list[Array]:
+        lists = self._state(with_optimizer=True)
+        places = [self._place(variable) for variable in variables]
+        return [np.array(lists[kind][number]) for kind, number in places]
+
+    def layer_state(self) -> list[Any]:
+        return model_state.layer_state(self._model)
+
+    def _place(self, variable: Any) -> tuple[int, int]:
+        """Where a variable stands in the lists of `_state`."""
+        if not self._places:
+            model = self._model
+            kinds = (model.trainable_variables, model.non_trainable_variables, model.optimizer.variables)
+            self._places = {id(v): (kind, n) for kind, variables in enumerate(kinds) for n, v in enumerate(variables)}
+        return self._places[id(variable)]
+
     def write(self, values: Sequence[tuple[Any, Array]]) -> None:
         trainable, non_trainable, optimizer, metrics = self._state(with_optimizer=True)
-        lists = [list(trainable), non_trainable]
-        if not self._places:
-            kinds = (self._model.trainable_variables, self._model.non_trainable_variables)
-            self._places = {id(v): (kind, n) for kind, variables in enumerate(kinds) for n, v in enumerate(variables)}
+        lists = [list(trainable), non_trainable, list(optimizer)]
         for variable, value in values:
-            kind, number = self._places[id(variable)]
+            kind, number = self._place(variable)
             lists[kind][number] = jnp.array(value)  # a copy: steps may donate it
-        self._keep(lists[0], lists[1], optimizer, metrics)
+        self._keep(lists[0], lists[1], lists[2], metrics)
 
     def logs(self) -> Mapping[str, Any]:
         return self._logs
@@ -187,16 +204,17 @@ class JaxEngine:
                 non_trainable[index] = value
         self._keep(trainable, non_trainable, None, metrics)
 
-    def merged_metrics(self, share: float, *, final: bool) -> Mapping[str, Any]:
-        trainable, non_trainable, _, metrics = self._state(with_optimizer=False)
-        logs = self._test_logs
+    def merged_metrics(self, share: float, *, final: bool, training: bool = False) -> Mapping[str, Any]:
+        trainable, non_trainable, optimizer, metrics = self._state(with_optimizer=training)
+        own = self._recipe.logs if training and self._recipe is not None else ()
+        logs = {name: self._logs[name] for name in own} if training else self._test_logs
         weights = self._metric_weights()
         arrays = [np.asarray(value) for value in (*metrics, *logs.values())]
         layout = Layout.of(arrays, [*weights, *[Weight.SHARE] * len(logs)])
         values = layout.cut(self._merge(layout, arrays, share))
         merged = [jnp.array(value) for value in values[: len(metrics)]]
         averages = dict(zip(logs, values[len(metrics) :], strict=True))
-        self._keep(trainable, non_trainable, None, merged if final else metrics)
+        self._keep(trainable, non_trainable, optimizer, merged if final else metrics)
         silent = model_state.silent_metrics(self._model, merged)
         return model_state.choose_logs(averages, lambda: self._metric_results(merged), silent)
 
@@ -234,8 +252,8 @@ class JaxEngine:
         values = [*gradients, *floating.values(), *new_metrics, *own_logs.values()]
         counted = [*[Weight.GRADIENT] * len(gradients), *[Weight.SHARE] * len(floating)]
         layout = Layout.of(values, [*counted, *weights, *[Weight.SHARE] * len(own_logs)])
-        # Servers take the gradients apart, so they travel one by one.
-        groups = tuple((i,) for i in range(len(values))) if self._merge.updates else tuple(map(tuple, bundles(layout)))
+        separate = self._merge.separate
+        groups = tuple((i,) for i in range(len(values))) if separate else tuple(map(tuple, bundles(layout)))
         recipe = _Recipe(layout, groups, len(gradients), tuple(floating), weights, tuple(own_logs))
         if recipe != self._recipe:
             self._recipe, self._update = recipe, None
@@ -334,9 +352,27 @@ class _Step:
         self._merge = merge
         self._run = jit(self._trace, tuple(1 + number for number in donate))
         self._denominators: Callable[..., Any] | None = None
+        self._prepared: dict[tuple[Any, ...], Callable[..., Any]] = {}
+
+    def prepare(self, share: float, *arguments: Any) -> Callable[[], None] | None:
+        """Trace the step for arguments like these; the compilation is returned, to be done in any thread.
+
+        None where there is nothing to compile, or other ranks would have to be asked.
+        """
+        if self._denominators is not None or not hasattr(self._run, "lower"):
+            return None
+        lowered = self._run.lower(np.float32(share), *arguments, ())
+        key = _sizes(arguments[-1])
+
+        def compile_it() -> None:
+            self._prepared[key] = lowered.compile()
+
+        return compile_it
 
     def __call__(self, share: float, *arguments: Any) -> Any:
         share_of_step = np.float32(share)
+        if self._prepared and (prepared := self._prepared.get(_sizes(arguments[-1]))):
+            return prepared(share_of_step, *arguments, ())
         if self._denominators is None:
             try:
                 return self._run(share_of_step, *arguments, ())
@@ -375,6 +411,10 @@ class _Step:
         with ScaledLosses(note):
             self._function(*arguments)
         return found
+
+
+def _sizes(data: Batch) -> tuple[Any, ...]:
+    return tuple(None if leaf is None else leaf.shape for leaf in tree.flatten(data))
 
 
 class _Later:

@@ -26,6 +26,7 @@ from phalanx.backends.engine import Batch, Merge
 from phalanx.backends.global_losses import ScaledLosses, check_losses, scales
 from phalanx.backends.layout import Layout, Weight
 from phalanx.backends.step_means import StepMeans
+from phalanx.backends.tensorflow_adam import fused
 from phalanx.backends.tensors import HostFunction
 from phalanx.backends.updater import Updater
 
@@ -92,7 +93,29 @@ class TensorFlowEngine:
         pass
 
     def train(self, data: Batch, share: float) -> None:
-        self._averages, self._results = self._run("_train", data, share)
+        if not self._merge.repeats:
+            self._averages, self._results = self._run("_train", data, share)
+            return
+        # References: TensorFlow writes a variable's new value elsewhere as long as somebody has the old one.
+        before = [(variable, tf.identity(variable.value)) for variable in self._changed_before_a_merge()]
+        try:
+            self._averages, self._results = self._run("_train", data, share)
+        except BaseException:
+            for variable, value in before:
+                variable.assign(value)
+            raise
+
+    def _changed_before_a_merge(self) -> list[Any]:
+        """The variables that a step may have changed when it fails."""
+        variables = [*self._state, *self._metrics]
+        if model_state.overrides(self._model, TensorFlowTrainer, "train_step"):
+            # The gradients are merged and applied, and then the rest is merged.
+            variables += self._model.trainable_variables
+            variables += [v for optimizer in model_state.optimizers(self._model) for v in optimizer.variables]
+        return variables
+
+    def warm(self, data: Batch, share: float) -> Callable[[], None] | None:
+        return None  # its functions take batches of any size
 
     def logs(self) -> Mapping[str, Any]:
         silent = self._silent or frozenset()
@@ -131,7 +154,9 @@ class TensorFlowEngine:
         if self._merge.updates:
             _assign(gradients, weights)
         elif weights:
-            model.optimizer.apply(gradients, weights)
+            # What does not depend on the gradients (the step count, weight decay) must not happen if the merge fails.
+            with tf.control_dependencies(merged):
+                model.optimizer.apply(gradients, weights)
         return averages, dict(model.get_metrics_result())
 
     def _gradients(self, data: Batch) -> tuple[list[Any], dict[str, Any]]:
@@ -241,6 +266,12 @@ class TensorFlowEngine:
         dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors))
         return _cut(tensors, tf.numpy_function(merge, tensors, dtypes))
 
+    def read(self, variables: Sequence[Any]) -> list[Array]:
+        return [np.array(variable.value) for variable in variables]
+
+    def layer_state(self) -> list[Any]:
+        return list(self._state)
+
     def write(self, values: Sequence[tuple[Any, Array]]) -> None:
         for variable, value in values:
             variable.assign(value)
@@ -257,8 +288,8 @@ class TensorFlowEngine:
         differ = model_state.logs_differ_from_metrics(self._model, TensorFlowTrainer, "test_step")
         self._test_logs = model_state.flat_logs(logs) if differ else {}
 
-    def merged_metrics(self, share: float, *, final: bool) -> Mapping[str, Any]:
-        logs = self._test_logs
+    def merged_metrics(self, share: float, *, final: bool, training: bool = False) -> Mapping[str, Any]:
+        logs = self._averages if training else self._test_logs
         own = [tf.identity(variable.value) for variable in self._metrics]
         arrays = [np.asarray(value) for value in own]
         arrays += [np.asarray(value, np.float32) for value in logs.values()]
@@ -344,15 +375,18 @@ class TensorFlowUpdater(Updater):
     """See `phalanx.backends.updater.Updater`."""
 
     def _prepare(self) -> None:
-        self._step = tf.function(
-            tf.autograph.experimental.do_not_convert(lambda gradients: self.optimizer.apply(gradients, self.variables))
-        )
+        self._step = tf.function(tf.autograph.experimental.do_not_convert(self._update))
+
+    def _update(self, gradients: Sequence[Any]) -> None:
+        with fused(self.optimizer):
+            self.optimizer.apply(gradients, self.variables)
 
     def apply(self, gradients: Sequence[Any]) -> None:
         self._step([tf.convert_to_tensor(gradient) for gradient in gradients])
 
     def values(self) -> list[Any]:
-        return [np.array(variable.value) for variable in self.variables]
+        # No copies: TensorFlow makes one when it updates a variable whose memory somebody looks at.
+        return [np.asarray(variable.value.read_value()) for variable in self.variables]
 
     def load(self, values: Mapping[int, Any], state: Mapping[int, Any]) -> None:
         for number, value in values.items():

@@ -8,7 +8,7 @@ rest afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -74,7 +74,12 @@ class TorchEngine:
         pass
 
     def train(self, data: Batch, share: float) -> None:
-        state_before = [variable.value.clone() for variable in self._state]
+        changed = list(self._state)
+        if self._merge.repeats and not self._own_train_step:
+            # The gradients are merged and applied, and then the rest is merged.
+            changed += self._model.trainable_variables
+            changed += [v for optimizer in model_state.optimizers(self._model) for v in optimizer.variables]
+        state_before = [variable.value.clone() for variable in changed]
         metrics_before = [variable.value.clone() for variable in self._metrics]
         with torch.no_grad():
             for variable, weight in zip(self._metrics, self._weights, strict=True):
@@ -87,11 +92,14 @@ class TorchEngine:
                 run(_to_device(data), share, metrics_before)
         except BaseException:
             with torch.no_grad():
-                for variable, value in zip(self._state, state_before, strict=True):
+                for variable, value in zip(changed, state_before, strict=True):
                     variable.value.copy_(value)
                 for variable, value in zip(self._metrics, metrics_before, strict=True):
                     variable.value.copy_(value)
             raise
+
+    def warm(self, data: Batch, share: float) -> Callable[[], None] | None:
+        return None  # nothing is compiled ahead
 
     def logs(self) -> Mapping[str, Any]:
         silent = self._silent or frozenset()
@@ -198,6 +206,12 @@ class TorchEngine:
         device = gradients[0].device if gradients else None
         return [_from_host(array, device) for array in merged]
 
+    def read(self, variables: Sequence[Any]) -> list[Array]:
+        return [np.array(_to_host(variable.value)) for variable in variables]
+
+    def layer_state(self) -> list[Any]:
+        return list(self._state)
+
     def write(self, values: Sequence[tuple[Any, Array]]) -> None:
         with torch.no_grad():
             for variable, value in values:
@@ -217,8 +231,8 @@ class TorchEngine:
         differ = model_state.logs_differ_from_metrics(self._model, TorchTrainer, "test_step")
         self._test_logs = model_state.flat_logs(logs) if differ else {}
 
-    def merged_metrics(self, share: float, *, final: bool) -> Mapping[str, Any]:
-        logs = self._test_logs
+    def merged_metrics(self, share: float, *, final: bool, training: bool = False) -> Mapping[str, Any]:
+        logs = self._averages if training else self._test_logs
         own = [variable.value.clone() for variable in self._metrics]
         arrays = [_to_host(value) for value in own]
         arrays += [np.asarray(_scalar(value), np.float32) for value in logs.values()]

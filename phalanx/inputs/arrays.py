@@ -14,6 +14,7 @@ import numpy as np
 from phalanx.errors import ConfigurationError
 from phalanx.inputs import keras_adapters
 from phalanx.inputs.policy import AutoShardPolicy
+from phalanx.inputs.source import Anywhere
 from phalanx.inputs.split import Share, local_range
 from phalanx.inputs.structure import Array, describe, leaves, map_leaves, to_numpy
 
@@ -50,7 +51,7 @@ def _indexable(sliceable: Any) -> Any:
 SAMPLED_ROWS, SAMPLED_COLUMNS = 16, 8
 
 
-class ArraySource:
+class ArraySource(Anywhere):
     """Arrays of equal length, cut into global batches of `batch_size`.
 
     Args:
@@ -120,6 +121,17 @@ class ArraySource:
                 columns = np.linspace(0, values.shape[1] - 1, SAMPLED_COLUMNS).astype(np.int64)
                 numbers.append(values[:, columns].astype(np.float64).ravel())
         return np.concatenate(numbers)
+
+    @property
+    def samples(self) -> int:
+        """How many there are in a pass."""
+        return self._samples
+
+    def rows(self, key: int, batch: int) -> Array:
+        """The numbers of the samples of a global batch, in the order of its rows."""
+        first = batch * self._batch_size
+        stop = min(first + self._batch_size, self._samples)
+        return self._permutation(key)[first:stop] if self._shuffle else np.arange(first, stop)
 
     def read(self, key: int, start: int, stop: int | None) -> Iterator[Share]:
         assert stop is not None, "the length of arrays is known"

@@ -11,9 +11,10 @@ import numpy as np
 
 from phalanx.errors import ConfigurationError
 from phalanx.inputs.policy import AutoShardPolicy
-from phalanx.inputs.source import StreamSource, same_stream
+from phalanx.inputs.source import Anywhere, StreamSource, same_stream
 from phalanx.inputs.split import Share, batch_size_of, cut, local_range
 from phalanx.inputs.structure import map_leaves, to_numpy
+from phalanx.plain import decode, encode
 
 _KIND = "torch DataLoader"
 
@@ -63,13 +64,13 @@ def dataloader_source(loader: Any, *, rank: int, world_size: int, seed: int) -> 
     return MapStyleSource(loader, rank=rank, world_size=world_size, seed=seed)
 
 
-class MapStyleSource:
+class MapStyleSource(Anywhere):
     """A DataLoader over a dataset with `__getitem__`.
 
     The batch sampler says which samples form each global batch; this rank's loader gets only its own part
     of their indices. Samplers draw from torch's generator, which is seeded for this from `seed` and the pass,
     so that all ranks get the same order; a sampler with a generator of its own uses that, and gives the
-    order that the plain DataLoader gives.
+    order that the plain DataLoader gives. Ranks that come later are given that generator's state (`randomness`).
 
     `collate_fn` sees the local batch only: one that pads to the longest sample pads to the longest local one.
     """
@@ -88,6 +89,7 @@ class MapStyleSource:
         self._by_sample = loader.batch_sampler is not None
         self._batches = loader.batch_sampler if self._by_sample else loader.sampler
         self._order: tuple[int, list[Any]] | None = None
+        self._began: list[Any] = []  # states of the generators when the running pass began
         self._worker_seed = seed
         if len(self._batches) == 0:
             raise ConfigurationError("The DataLoader is empty. Expected at least one batch.")
@@ -103,6 +105,15 @@ class MapStyleSource:
     @property
     def num_batches(self) -> int | None:
         return len(self._batches)
+
+    @property
+    def samples(self) -> int | None:
+        """How many there are in a pass; None where the dataset makes whole batches."""
+        return len(self._loader.dataset) if self._by_sample else None
+
+    def rows(self, key: int, batch: int) -> Any:
+        """The numbers of the samples of a global batch."""
+        return self._pass(key)[batch]
 
     def read(self, key: int, start: int, stop: int | None) -> Iterator[Share]:
         chosen = self._pass(key)[start:stop]
@@ -155,9 +166,37 @@ class MapStyleSource:
             return same_stream(self.kind, world_size)
         return [f"loads part {rank + 1} of {world_size} of each batch's samples" for rank in range(world_size)]
 
+    def randomness(self, key: int | None) -> bytes:
+        """What the order of a pass follows from beside the seed: the states of the program's generators before it.
+        Empty where there are none.
+
+        Args:
+            key: of the pass that runs, or is to begin; None: of the next one.
+        """
+        runs = self._order is not None and self._order[0] == key
+        states = self._began if runs else [generator.get_state() for generator in self._generators()]
+        return encode([state.numpy() for state in states]) if states else b""
+
+    def continue_with(self, randomness: bytes) -> None:
+        """The pass that is read next is one of which `randomness` was this, on another rank or in a former life."""
+        import torch
+
+        states: Any = decode(randomness)
+        for generator, state in zip(self._generators(), states, strict=True):
+            generator.set_state(torch.from_numpy(state.copy()))
+        self._order = None
+
+    def _generators(self) -> list[Any]:
+        """The program's own, as far as they can be seen: of the loader and of its samplers."""
+        loader = self._loader
+        holders = (loader, loader.sampler, getattr(loader.batch_sampler, "sampler", None))
+        found = [generator for holder in holders if (generator := getattr(holder, "generator", None)) is not None]
+        return list({id(generator): generator for generator in found}.values())
+
     def _pass(self, key: int) -> list[Any]:
         """The indices of each global batch of a pass; kept, because a pass may last for several epochs."""
         if self._order is None or self._order[0] != key:
+            self._began = [each.get_state() for each in self._generators()]
             generator = self._loader.generator
             if generator is not None:
                 # Each pass over a plain DataLoader draws its workers' seed first, then the sampler's order.

@@ -48,6 +48,15 @@ class PerRankSource:
     def on_epoch_end(self) -> None:
         self._source.on_epoch_end()
 
+    def regroup(self, rank: int, world_size: int) -> None:
+        pass  # it reads what its function gave it, whoever else there is
+
+    def repeat(self) -> None:
+        self._source.repeat()
+
+    def skip(self, key: int, count: int) -> None:
+        self._source.skip(key, count)
+
     def shares(self, world_size: int) -> list[str]:
         return [f"reads all of the {self.kind} that its own function returned" for _ in range(world_size)]
 

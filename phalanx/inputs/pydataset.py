@@ -14,7 +14,7 @@ import numpy as np
 from phalanx.errors import ConfigurationError
 from phalanx.inputs import keras_adapters
 from phalanx.inputs.policy import AutoShardPolicy
-from phalanx.inputs.source import same_stream
+from phalanx.inputs.source import Anywhere, same_stream
 from phalanx.inputs.split import Share, cut
 from phalanx.inputs.structure import Array, map_leaves, to_numpy
 
@@ -91,7 +91,7 @@ def standardize(batch: Any, class_weight: dict[int, float] | None) -> Any:
     return batch
 
 
-class PyDatasetSource:
+class PyDatasetSource(Anywhere):
     """A PyDataset of known or unknown length.
 
     `workers`, `use_multiprocessing` and `max_queue_size` mean what they mean in Keras. With `shuffle` the

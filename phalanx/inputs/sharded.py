@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import numpy as np
@@ -60,6 +60,7 @@ class ShardedInput:
         self._prefetch = 0 if source.reads_ahead else prefetch
         self._counted: int | None = None  # batches of a pass that was read to its end
         self._position = 0  # in the pass; 0: the next epoch begins a new one
+        self._start = 0  # of the running epoch, in the pass
         self._pass = 0  # the epoch in which the running pass began: the key of its order
         self._last: Share | None = None
         self._reset_done = False
@@ -89,6 +90,17 @@ class ShardedInput:
         """Numbers from all over the data that the ranks' should share; none where the data cannot be looked at."""
         found: Array = getattr(self._source, "sample", np.zeros(0))
         return found
+
+    @property
+    def samples(self) -> int | None:
+        """How many samples a pass has, where they have numbers; else None."""
+        found: int | None = getattr(self._source, "samples", None)
+        return found
+
+    def rows(self, step: int) -> Array:
+        """The numbers of the samples of a global batch of the running epoch, where `samples` is not None."""
+        rows: Array = self._source.rows(self._pass, self._start + step)  # type: ignore[attr-defined]
+        return rows
 
     @property
     def signature(self) -> str:
@@ -164,7 +176,7 @@ class ShardedInput:
         self._reset_done = True
         self._source.on_epoch_end()
 
-    def epoch(self, index: int) -> Iterator[LocalBatch]:
+    def epoch(self, index: int) -> Generator[LocalBatch, None, None]:
         """The local batches of epoch `index`.
 
         Without `steps_per_epoch` it is one pass over the data. With it, an epoch goes on where the last one
@@ -175,19 +187,108 @@ class ShardedInput:
         for share in self.shares(index):
             yield _local(share)
 
-    def shares(self, index: int) -> Iterator[Share]:
-        """As `epoch`, with the elements in the source's own structure."""
+    # Jobs whose members come and go.
+
+    def regroup(self, rank: int, world_size: int) -> None:
+        """This rank has another number now, among another number of ranks. No epoch's iterator is open."""
+        self._rank, self._world_size = rank, world_size
+        self._source.regroup(rank, world_size)
+
+    def read_directly(self) -> None:
+        """Do not read ahead: what was read could not be cut anew."""
+        self._prefetch = 0
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where the running epoch began: the pass over the data, and the number of its first batch in it."""
+        return self._pass, self._start
+
+    @property
+    def randomness(self) -> bytes:
+        """What the order of the running pass follows from that the program has made itself, such as a DataLoader's
+        generator; empty where there is nothing of the kind."""
+        return self._randomness(self._pass)
+
+    @property
+    def next_randomness(self) -> bytes:
+        """Between two epochs: the same of the pass in which the next one begins."""
+        return self._randomness(self._pass if self._position else None)
+
+    def _randomness(self, key: int | None) -> bytes:
+        source: Any = self._source
+        return source.randomness(key) if hasattr(source, "randomness") else b""
+
+    def continue_with(self, randomness: bytes) -> None:
+        """Read the pass of which `randomness` was this, on another rank or in a former life."""
+        source: Any = self._source
+        if randomness and hasattr(source, "continue_with"):
+            source.continue_with(randomness)
+
+    def go_to(self, place: tuple[int, int], done: int, randomness: bytes = b"") -> None:
+        """Take the place of another rank, in whose running epoch so many batches are done."""
+        self._pass, self._start = place
+        self._reset_done = True
+        self.continue_with(randomness)
+        self._source.skip(self._pass, self._start + done)
+
+    def place_of(self, index: int, first: int) -> tuple[int, int] | None:
+        """Where epoch `index` begins (`place`) in a training that began with epoch `first`; None if that cannot be
+        told, as the length of the data is not known."""
+        batches, steps = self._source.num_batches, self._steps_per_epoch
+        if batches is None:
+            return None
+        began, position = index, 0
+        for epoch in range(first, index):
+            began = epoch if position == 0 else began
+            stop = epoch_end(position, batches, steps)
+            assert stop is not None
+            position = self._next_position(stop, short=stop - position != steps)
+        return (began if position else index), position
+
+    def batches_from(self, place: tuple[int, int]) -> int | None:
+        """How many batches an epoch has that begins there."""
+        stop = epoch_end(place[1], self._source.num_batches, self._steps_per_epoch)
+        return None if stop is None else stop - place[1]
+
+    @property
+    def next_place(self) -> tuple[int, int]:
+        """Between two epochs: the pass over the data in which the next one begins, and the number of its first batch
+        in it; 0 if it begins a new pass."""
+        return self._pass, self._position
+
+    def go_between(self, place: tuple[int, int], randomness: bytes = b"") -> None:
+        """Stand between two epochs where another process stood (`next_place`, `next_randomness`)."""
+        self._pass, self._position = place
+        self._reset_done = True
+        self.continue_with(randomness)
+        if self._position:
+            self._source.skip(self._pass, self._position)
+
+    def repeat(self) -> None:
+        """The batch that was read last is to be read again. (A per-rank pipeline reads its own again: those of a rank
+        that was lost are lost.)"""
+        self._source.repeat()
+
+    def going_on(self, index: int, done: int) -> Generator[LocalBatch, None, None]:
+        """The rest of epoch `index`, of which so many batches are done."""
+        for share in self.shares(index, done):
+            yield _local(share)
+
+    def shares(self, index: int, done: int | None = None) -> Iterator[Share]:
+        """As `epoch`, with the elements in the source's own structure; with `done`, as `going_on`."""
         source, steps = self._source, self._steps_per_epoch
-        self._enter(index)
-        start, seen, complete = self._position, 0, False
+        if done is None:
+            self._enter(index)
+            self._start = self._position
+        start, seen, complete = self._start, done or 0, False
         try:
-            for share in self._reading(start):
+            for share in self._reading(start, done or 0):
                 seen += 1
                 self._last = share
                 yield share
             if seen == 0 and start > 0:
                 # The last epoch took the last batch of data of unknown length: this one begins anew.
-                start, self._pass = 0, index
+                start, self._start, self._pass = 0, 0, index
                 for share in self._reading(start):
                     seen += 1
                     self._last = share
@@ -248,9 +349,9 @@ class ShardedInput:
             self._pass = index
         self._source.on_epoch_begin()
 
-    def _reading(self, start: int) -> Iterator[Share]:
+    def _reading(self, start: int, done: int = 0) -> Iterator[Share]:
         stop = epoch_end(start, self._source.num_batches, self._steps_per_epoch)
-        shares = self._source.read(self._pass, start, stop)
+        shares = self._source.read(self._pass, start + done, stop)
         if self._prefetch == 0:
             yield from shares
         else:

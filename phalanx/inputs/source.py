@@ -79,9 +79,38 @@ class Source(Protocol):
 
     def on_epoch_end(self) -> None: ...
 
+    def regroup(self, rank: int, world_size: int) -> None:
+        """This rank has another number now, among another number of ranks: the shares that are read from here on are
+        cut for these. No `read` is going on."""
+        ...
+
+    def repeat(self) -> None:
+        """The batch that was read last is to be read again, by a `read` that goes on from it."""
+        ...
+
+    def skip(self, key: int, count: int) -> None:
+        """Others have read so many batches of the pass `key`; the next `read` goes on from there."""
+        ...
+
     def shares(self, world_size: int) -> list[str]:
         """What each rank reads: one phrase for each, in rank order."""
         ...
+
+
+class Anywhere:
+    """What sources have in common whose `read` may begin anywhere in a pass."""
+
+    _rank: int
+    _world_size: int
+
+    def regroup(self, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+
+    def repeat(self) -> None:
+        pass
+
+    def skip(self, key: int, count: int) -> None:
+        pass
 
 
 def same_stream(kind: str, world_size: int) -> list[str]:
@@ -139,6 +168,7 @@ class StreamSource:
         self._per_rank = per_rank
         self._shares = shares
         self._running: Iterator[Any] | None = None
+        self._last: list[Any] = []
         self._untouched = False  # `_running` was opened by `peek` and still has all elements
 
     def read(self, key: int, start: int, stop: int | None) -> Iterator[Share]:
@@ -148,6 +178,7 @@ class StreamSource:
         self._untouched = False
         limited = running if stop is None else itertools.islice(running, stop - start)
         for element in limited:
+            self._last = [element]
             yield self._share(element)
 
     def peek(self, *, restart: bool = False) -> Share:
@@ -171,6 +202,21 @@ class StreamSource:
 
     def on_epoch_end(self) -> None:
         pass
+
+    def regroup(self, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+
+    def repeat(self) -> None:
+        if self._running is not None and self._last:
+            self._running = itertools.chain(self._last, self._running)
+            self._untouched = True
+
+    def skip(self, key: int, count: int) -> None:
+        if self._running is None or not self._untouched:
+            self._running = self._open_pass(key)
+        self._untouched = True
+        for _ in itertools.islice(self._running, count):
+            pass
 
     def shares(self, world_size: int) -> list[str]:
         return same_stream(self.kind, world_size) if self._shares is None else self._shares

@@ -17,6 +17,7 @@ from phalanx.strategies.mirrored import MirroredStrategy
 from phalanx.strategies.multi_worker import MultiWorkerMirroredStrategy
 from phalanx.strategies.one_device import DefaultStrategy, OneDeviceStrategy
 from phalanx.strategies.parameter_server import ParameterServerStrategy, Server
+from phalanx.strategies.periodic import DiLoCoStrategy, LocalSGDStrategy
 from phalanx.strategies.strategy import Strategy, ValueContext
 
 
@@ -40,6 +41,8 @@ def get_replica_context() -> ReplicaContext | None:
 __all__ = [
     "CentralStorageStrategy",
     "DefaultStrategy",
+    "DiLoCoStrategy",
+    "LocalSGDStrategy",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",

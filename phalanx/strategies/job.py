@@ -13,16 +13,20 @@ import msgspec
 import numpy as np
 
 from phalanx.backends import prepare
-from phalanx.cluster import Node, join
+from phalanx.cluster import Node, join, tracing
 from phalanx.cluster.agreement import Facts
+from phalanx.cluster.elastic.node import ElasticNode
 from phalanx.cluster.membership import Membership
 from phalanx.cluster.resolvers.resolver import ClusterResolver
+from phalanx.cluster.spec import EVALUATOR, RANKED_TYPES
 from phalanx.collectives import connect
 from phalanx.collectives.communicator import Communicator
 from phalanx.collectives.cross_device_ops import CrossDeviceOps
+from phalanx.collectives.elastic import ElasticCommunicator
 from phalanx.collectives.options import CommunicationOptions
 from phalanx.errors import ConfigurationError
-from phalanx.launcher import exit_codes
+from phalanx.launcher import exit_codes, progress
+from phalanx.launcher.heartbeat import Announcer, Heartbeat
 from phalanx.settings import Settings
 from phalanx.training.replica import Replica
 
@@ -37,7 +41,11 @@ class Job:
     """
 
     def __init__(
-        self, node: Node, communicator: Communicator, resolver: ClusterResolver, options: CommunicationOptions
+        self,
+        node: Node | ElasticNode,
+        communicator: Communicator,
+        resolver: ClusterResolver,
+        options: CommunicationOptions,
     ):
         self._node = node
         self.resolver = resolver
@@ -61,8 +69,12 @@ class Job:
         """Leave the job; safe to call twice."""
         while self._before_leaving:
             self._before_leaving.pop()()
+        tracing.end()
         self.replica.communicator.close()
-        self._node.close()
+        if isinstance(self._node, ElasticNode):
+            self._node.close(well=not exit_codes.has_failed())
+        else:
+            self._node.close()
 
 
 _job: Job | None = None
@@ -98,6 +110,11 @@ def join_job(
     return _job
 
 
+def current_replica() -> Replica | None:
+    """This process's place in the job; None if it has joined none."""
+    return None if _job is None else _job.replica
+
+
 def leave_job() -> None:
     """Leave the job, so that a strategy made afterwards joins anew. Called by itself at the end of the program."""
     global _job
@@ -110,30 +127,68 @@ def _join(resolver: ClusterResolver, options: CommunicationOptions) -> Job:
     exit_codes.install()
     prepare()
     settings = Settings.from_environment()
-    with_timeout = options if options.timeout_seconds else replace(options, timeout_seconds=settings.timeout_s)
+    timeout_s = options.timeout_seconds or settings.stall_end_s or settings.timeout_s
+    with_timeout = replace(options, timeout_seconds=timeout_s)
     facts = Facts(
         keras=keras.__version__,
         backend=keras.backend.backend(),
         seed=settings.seed,
         others={"floatx": keras.config.floatx()},
     )
+    task = resolver.task()
+    if settings.keeper is not None and task is not None and task.type in RANKED_TYPES:
+        return _join_elastic(
+            ElasticNode(resolver.cluster_spec(), task, facts, settings), resolver, options, with_timeout
+        )
     node = join(resolver, facts=facts, settings=settings)
     try:
-        communicator = connect(node.membership, with_timeout)
-        _share_random_state(communicator)
+        if settings.timeline is not None and node.task.type != EVALUATOR:
+            tracing.begin(node, settings.timeline)
+        communicator = connect(
+            node.membership,
+            with_timeout,
+            simulated_mbits=settings.simulated_mbits,
+            stall_s=settings.stall_s,
+            autotune=settings.autotune,
+            autotune_log=settings.autotune_log,
+        )
+        _set_random_state(communicator.broadcast_bytes(_random_state()))
     except BaseException:
+        tracing.end()
         node.close()
         raise
-    return Job(node, communicator, resolver, options)
+    job = Job(node, communicator, resolver, options)
+    if communicator.world_size > 1 and progress.is_read():
+        announcer = Announcer(lambda: communicator.waited_s)
+        announcer.start()
+        job.before_leaving(announcer.close)
+    return job
 
 
-def _share_random_state(communicator: Communicator) -> None:
-    """Give every rank the chief's state of Python's `random`, from which Keras draws the seeds of initializers, and of
-    NumPy's, from which programs make and split data: so these are the same from here on, also where a program sets
-    no seed."""
+def _join_elastic(
+    node: ElasticNode, resolver: ClusterResolver, options: CommunicationOptions, with_timeout: CommunicationOptions
+) -> Job:
+    """Take part in a job whose members come and go, or become a candidate for it."""
+    try:
+        communicator = ElasticCommunicator(node, with_timeout)
+        node.pulse = Heartbeat(lambda: communicator.waited_s)
+        job = Job(node, communicator, resolver, options)
+        _set_random_state(job.replica.recorded(lambda: communicator.broadcast_bytes(_random_state())))
+    except BaseException:
+        node.close(well=False)
+        raise
+    return job
+
+
+def _random_state() -> bytes:
+    """Of Python's `random`, from which Keras draws the seeds of initializers, and of NumPy's, from which programs make
+    and split data: with the chief's, these are the same on all ranks, also where a program sets no seed."""
     numpys: Any = np.random.get_state(legacy=True)
     state = (random.getstate(), [part.tolist() if isinstance(part, np.ndarray) else part for part in numpys])
-    payload = communicator.broadcast_bytes(msgspec.msgpack.encode(state))
-    (version, numbers, gauss), numpys = msgspec.msgpack.decode(payload)
+    return msgspec.msgpack.encode(state)
+
+
+def _set_random_state(state: bytes) -> None:
+    (version, numbers, gauss), numpys = msgspec.msgpack.decode(state)
     random.setstate((version, tuple(numbers), gauss))
     np.random.set_state(tuple(numpys))

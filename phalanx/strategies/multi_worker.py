@@ -5,9 +5,12 @@ from __future__ import annotations
 from phalanx.cluster.resolvers.resolve import resolve
 from phalanx.cluster.resolvers.resolver import ClusterResolver
 from phalanx.collectives.options import CommunicationImplementation, CommunicationOptions
+from phalanx.compression import Compression
+from phalanx.compression import resolve as resolve_compression
 from phalanx.errors import ConfigurationError
 from phalanx.strategies.job import join_job
 from phalanx.strategies.strategy import Strategy
+from phalanx.training.policy import Policy
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -21,6 +24,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             say; without any of them this process is alone.
         communication_options: see `CommunicationOptions`.
         communication: the older form, a `CollectiveCommunication`.
+        compression: how gradients travel: "float16", "bfloat16", "int8", "top_k", "power_sgd", or an object of
+            `phalanx.compression`; None: with all their bits.
 
     Raises:
         ConfigurationError: the cluster is described wrongly; the message says where.
@@ -34,11 +39,13 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication_options: CommunicationOptions | None = None,
         *,
         communication: CommunicationImplementation | None = None,
+        compression: Compression | str | None = None,
     ):
         if communication is not None:
             if communication_options is not None:
                 raise ConfigurationError("Pass communication_options or communication, not both.")
             communication_options = CommunicationOptions(implementation=communication)
         resolver = cluster_resolver or resolve()
+        policy = Policy(resolve_compression(compression))
         self._job = join_job(resolver, communication_options)
-        super().__init__(self._job.replica, resolver)
+        super().__init__(self._job.replica, resolver, policy)

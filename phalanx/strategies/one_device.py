@@ -2,19 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
-from phalanx.cluster.host import host_identity
-from phalanx.cluster.membership import Member, Membership
-from phalanx.collectives import connect
 from phalanx.strategies.strategy import Strategy
-from phalanx.training.replica import Replica
-
-
-def alone() -> Replica:
-    """A replica that is the only one."""
-    host = host_identity()
-    return Replica(connect(Membership(1, 0, (Member(0, "worker/0", host, "", os.getpid()),))))
+from phalanx.training.replica import alone
 
 
 class OneDeviceStrategy(Strategy):

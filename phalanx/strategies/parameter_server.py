@@ -12,12 +12,15 @@ from typing import Any
 import keras
 
 from phalanx.backends import prepare
+from phalanx.cluster import tracing
 from phalanx.cluster.agreement import MIXED_BACKENDS, Facts
 from phalanx.cluster.resolvers.resolve import resolve
 from phalanx.cluster.resolvers.resolver import ClusterResolver
 from phalanx.cluster.resolvers.simple import SimpleClusterResolver
 from phalanx.cluster.roll_call import Identity
 from phalanx.cluster.spec import EVALUATOR, PS, ClusterSpec
+from phalanx.compression import BFloat16, Compression, Float16
+from phalanx.compression import resolve as resolve_compression
 from phalanx.errors import ConfigurationError, UnsupportedError
 from phalanx.inputs import DistributedDataset, InputContext
 from phalanx.launcher import exit_codes
@@ -27,10 +30,9 @@ from phalanx.parameter_server.messages import Rules
 from phalanx.parameter_server.partition import Partitioner
 from phalanx.parameter_server.server import ParameterServer, snapshots_of
 from phalanx.settings import Settings
-from phalanx.strategies.one_device import alone
 from phalanx.strategies.strategy import Strategy
 from phalanx.training import hook
-from phalanx.training.server_merge import WIRE_DTYPES
+from phalanx.training.replica import alone
 from phalanx.training.server_worker import ServerWorker
 
 
@@ -52,7 +54,8 @@ class ParameterServerStrategy(Strategy):
             are left out and counted. None: all.
         staleness: in asynchronous training, how many steps a worker may be ahead of the slowest. None: any number.
         refuse_nan: leave out updates with values that are not finite, say so and count them; False: apply what comes.
-        compression: "float16" or "bfloat16": gradients travel in this dtype.
+        compression: "float16" or "bfloat16" (or `phalanx.compression.Float16()`, `BFloat16()`): gradients travel in
+            this dtype.
         replication: 2: each server's shards have a copy on the next server, and every update is answered when both have
             it. A killed server then costs no update and no wait for its restart. 1: no copies.
         snapshot_dir: where each server keeps snapshots of its shards, from which it goes on when it was killed and is
@@ -78,7 +81,7 @@ class ParameterServerStrategy(Strategy):
         replicas_to_aggregate: int | None = None,
         staleness: int | None = None,
         refuse_nan: bool = True,
-        compression: str | None = None,
+        compression: Compression | str | None = None,
         replication: int = 1,
         snapshot_dir: str | os.PathLike[str] | None = None,
         snapshot_seconds: float = SNAPSHOT_S,
@@ -91,8 +94,7 @@ class ParameterServerStrategy(Strategy):
             sys.exit(0)
         _check_replication(me, replication)
         rules = _rules(me, synchronous, replicas_to_aggregate, staleness, refuse_nan)
-        if compression is not None and compression not in WIRE_DTYPES:
-            raise ConfigurationError(f"compression is {compression!r}; write {' or '.join(map(repr, WIRE_DTYPES))}.")
+        cast = _cast(compression)
         if embedding_rows not in ("auto", True, False):
             raise ConfigurationError(f"embedding_rows is {embedding_rows!r}; write True, False or 'auto'.")
         super().__init__(alone(), resolver)
@@ -103,7 +105,7 @@ class ParameterServerStrategy(Strategy):
                 me,
                 rules,
                 variable_partitioner,
-                compression,
+                cast,
                 embedding_rows if embedding_rows == "auto" else bool(embedding_rows),
                 me.settings.return_timeout_s or return_s,
                 copied=replication > 1,
@@ -229,6 +231,16 @@ def serve(me: Identity, snapshot_dir: str | os.PathLike[str] | None, snapshot_s:
     ParameterServer(me, snapshots, snapshot_s, copied=copied).run()
 
 
+def _cast(compression: Compression | str | None) -> Float16 | BFloat16 | None:
+    resolved = resolve_compression(compression)
+    if resolved is None or (isinstance(resolved, Float16 | BFloat16) and not resolved.feedback):
+        return resolved
+    raise ConfigurationError(
+        f"compression is {compression!r}; gradients go to parameter servers in their own dtype or as 'float16' or "
+        f"'bfloat16', without feedback. The others are for MultiWorkerMirroredStrategy and MirroredStrategy."
+    )
+
+
 def _check_replication(me: Identity, replication: int) -> None:
     servers = sum(task.type == PS for task in me.spec.tasks)
     if replication not in (1, 2):
@@ -247,7 +259,7 @@ def _join(
     me: Identity,
     rules: Rules,
     partitioner: Partitioner | None,
-    compression: str | None,
+    compression: Float16 | BFloat16 | None,
     embedding_rows: bool | str,
     return_s: float,
     *,
@@ -269,6 +281,8 @@ def _join(
             seed=f"{me.settings.seed} {me.settings.job_id}",
         )
         _member = (me.spec, worker)
+        if me.settings.timeline is not None and me.rank >= 0:
+            tracing.begin_among_servers(me, me.settings.timeline)
         atexit.register(worker.client.close)
         return worker
     spec, worker = _member

@@ -18,9 +18,12 @@ from phalanx import inputs
 from phalanx.backends import make_tensors
 from phalanx.cluster.resolvers.resolver import ClusterResolver
 from phalanx.collectives.communicator import Array, ReduceOp
-from phalanx.errors import ConfigurationError
+from phalanx.compression.names import describe
+from phalanx.errors import ConfigurationError, UnsupportedError
 from phalanx.strategies import context
 from phalanx.training import hook
+from phalanx.training.merge import GradientMerge
+from phalanx.training.policy import EVERY_STEP, Policy
 from phalanx.training.replica import Replica
 
 
@@ -45,8 +48,10 @@ class Strategy:
     nothing for it.
     """
 
-    def __init__(self, replica: Replica, cluster_resolver: ClusterResolver | None = None):
+    def __init__(self, replica: Replica, cluster_resolver: ClusterResolver | None = None, policy: Policy = EVERY_STEP):
         self._replica = replica
+        self._policy = policy
+        self._merge = GradientMerge(replica, policy.compression)
         self._cluster_resolver = cluster_resolver
         self._tensors = make_tensors()
 
@@ -59,8 +64,9 @@ class Strategy:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Number of replicas over which gradients are merged."""
-        return self._replica.world_size
+        """Number of replicas over which gradients are merged. In a job whose members come and go it is the number with
+        which the job began, at all times: what a program computes from it is then the same on all members."""
+        return self._replica.replicas
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
@@ -82,6 +88,23 @@ class Strategy:
         """The devices that this process computes on."""
         return (f"/job:worker/task:{self.rank}/device:{keras.backend.backend().upper()}:0",)
 
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this process has sent to merge values until now, those through shared memory included."""
+        return self._replica.communicator.bytes_sent
+
+    def communication_summary(self) -> str:
+        """What this replica has sent until now, in a line for the reader."""
+        communicator = self._replica.communicator
+        sent, network = communicator.bytes_sent, communicator.bytes_on_links
+        way = "shared memory" if not network else "the network" if network == sent else "network and shared memory"
+        period = self._policy.period
+        rhythm = "" if period is None else f", weights exchanged every {period.steps} steps"
+        return (
+            f"replica {self.rank} of {self.num_replicas_in_sync}: {_bytes(sent)} sent through {way} in "
+            f"{communicator.collectives} collectives, compression: {describe(self._policy.compression)}{rhythm}"
+        )
+
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: replica {self.rank} of {self.num_replicas_in_sync}>"
 
@@ -90,7 +113,7 @@ class Strategy:
     @contextmanager
     def scope(self) -> Iterator[Strategy]:
         """Models made or compiled inside belong to this strategy."""
-        hook.install(_current_member, _merge_gradients)
+        install_hook()
         with context.entered(self):
             yield self
 
@@ -104,7 +127,7 @@ class Strategy:
         `stateless_apply` merges nothing, because it is made for compiled functions: merge the gradients with
         `get_replica_context().all_reduce`, between two jitted functions.
         """
-        hook.install(_current_member, _merge_gradients)
+        install_hook()
         with context.running(self):
             return fn(*args, **(kwargs or {}))
 
@@ -173,19 +196,25 @@ class Strategy:
             batch_size=batch_size,
             steps_per_epoch=1 if batch_size is None and not inputs.accepts_batch_size(dataset) else None,
             rank=self.rank,
-            world_size=self.num_replicas_in_sync,
+            world_size=self._replica.world_size,
             seed=0,
         )
         return source.explain()
 
     def _input_arguments(self) -> dict[str, Any]:
-        seed = self._replica.from_chief(int(np.random.randint(2**31 - 1)))
+        own = int(np.random.randint(2**31 - 1))
+        chiefs = self._replica.recorded(lambda: self._replica.communicator.broadcast_bytes(own.to_bytes(8)))
         return {
             "rank": self.rank,
-            "world_size": self.num_replicas_in_sync,
-            "seed": seed,
+            "world_size": self._replica.world_size,
+            "seed": int.from_bytes(chiefs),
             "convert": self._tensors.from_host,
         }
+
+
+def install_hook() -> None:
+    """Have Keras ask for the current strategy; safe to call again."""
+    hook.install(_current_member, _merge_gradients, _current_policy)
 
 
 def reduce_op_of(value: Any) -> ReduceOp:
@@ -217,6 +246,18 @@ def _gather_along(replica: Replica, array: Array, axis: int) -> Array:
     return np.ascontiguousarray(np.moveaxis(np.concatenate(parts), 0, axis))
 
 
+def _bytes(count: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} B"
+
+
+def _current_policy() -> Policy:
+    strategy = context.current_strategy()
+    return EVERY_STEP if strategy is None else strategy._policy
+
+
 def _current_member() -> hook.Member | None:
     strategy = context.current_strategy()
     return None if strategy is None else strategy._member
@@ -225,15 +266,20 @@ def _current_member() -> hook.Member | None:
 def _merge_gradients(gradients: list[Any]) -> list[Any]:
     """What an optimizer does first inside `strategy.run`."""
     replica_context = context.current_replica_context()
-    if replica_context is None or replica_context.num_replicas_in_sync == 1:
+    if replica_context is None or replica_context.strategy._replica.is_alone:
         return gradients
     strategy = replica_context.strategy
     if not strategy._tensors.merges_in_apply:
         return gradients
+    if strategy._policy.period is not None:
+        raise UnsupportedError(
+            f"{type(strategy).__name__} exchanges weights in `fit` only, not where an optimizer is applied in "
+            f"`strategy.run`. Train with `fit`, or use MultiWorkerMirroredStrategy(compression=...)."
+        )
     present = [i for i, gradient in enumerate(gradients) if gradient is not None]
     merged = list(gradients)
     values = strategy._tensors.call(
-        lambda arrays: strategy._replica.all_reduce(arrays),
+        strategy._merge,
         [gradients[i] for i in present],
         keeps_shapes=True,
     )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from phalanx import timeline
 from phalanx.errors import DisagreementError
 from phalanx.inputs import ShardedInput, local_range
 from phalanx.training.replica import Replica
@@ -43,52 +43,92 @@ class JointBatch:
         return self.size / self.global_size
 
 
-def joint_batches(source: ShardedInput, epoch: int, replica: Replica) -> Iterator[JointBatch]:
-    """One epoch of `source`; every rank yields equally often.
+class JointBatches:
+    """One epoch of a source, which all ranks walk together: the same number of steps on every rank.
 
     Where the ranks cannot know from the input alone what the others hold (streams), they tell each other before
     each step. A rank whose stream has ended takes part with nothing until all have ended.
 
-    Raises:
-        DisagreementError: on every rank, if they should read the same stream but read different ones.
+    Attributes:
+        done: how many batches have been used. Whoever uses them counts.
+
+    Args:
+        done: in the middle of the epoch, where the walk begins; None: at the epoch's beginning.
     """
-    if source.uniform:
-        yield from _known(source, epoch, replica)
-    else:
-        yield from _told(source, epoch, replica)
 
+    def __init__(self, source: ShardedInput, epoch: int, replica: Replica, done: int | None = None):
+        self._source = source
+        self._epoch = epoch
+        self._replica = replica
+        self.done = self._read = done or 0
+        self._batches = source.epoch(epoch) if done is None else source.going_on(epoch, done)
+        self._cuts: dict[int, tuple[int, ...]] = {}
+        self._given: JointBatch | None = None
 
-def _known(source: ShardedInput, epoch: int, replica: Replica) -> Iterator[JointBatch]:
-    rank, world_size = replica.rank, replica.world_size
-    cuts: dict[int, tuple[int, ...]] = {}
-    for step, batch in enumerate(source.epoch(epoch)):
+    def next(self) -> JointBatch | None:
+        """The next batch; None at the end of the epoch.
+
+        Raises:
+            DisagreementError: on every rank, if they should read the same stream but read different ones.
+            MembershipChangedError: see `regroup`.
+        """
+        timeline.current.enter("data")
+        self._given = self._known() if self._source.uniform else self._told()
+        timeline.current.leave()
+        return self._given
+
+    def holds(self, batch: JointBatch) -> bool:
+        """Whether this batch is the next one, cut for the present members."""
+        return self._given is batch
+
+    def regroup(self) -> None:
+        """The job has other members now: the batch that was read but not used comes again, cut for these."""
+        again = self._read > self.done
+        self._batches.close()
+        self._source.regroup(self._replica.rank, self._replica.world_size)
+        if again:
+            self._source.repeat()
+        self._batches = self._source.going_on(self._epoch, self.done)
+        self._read = self.done
+        self._given = None
+        self._cuts.clear()
+
+    def close(self) -> None:
+        """Walk no further. The source goes on here in its next epoch where Keras's would."""
+        self._batches.close()
+
+    def _known(self) -> JointBatch | None:
+        batch = next(self._batches, None)
+        if batch is None:
+            return None
+        step, self._read = self._read, self._read + 1
         assert batch.global_size is not None
-        if step < COMPARED_BATCHES and source.fingerprint is not None:
-            notes = replica.communicator.all_gather(np.array([source.fingerprint()], np.int64))
+        if step < COMPARED_BATCHES and self._source.fingerprint is not None:
+            notes = self._replica.communicator.all_gather(np.array([self._source.fingerprint()], np.int64))
             if any(note[0] != notes[0][0] for note in notes):
-                raise DisagreementError(f"Batch {step} of epoch {epoch}: {source.disagreement()}")
-        sizes = cuts.get(batch.global_size)
+                raise DisagreementError(f"Batch {step} of epoch {self._epoch}: {self._source.disagreement()}")
+        sizes = self._cuts.get(batch.global_size)
         if sizes is None:
-            ranges = [local_range(batch.global_size, r, world_size) for r in range(world_size)]
-            sizes = cuts[batch.global_size] = tuple(stop - start for start, stop in ranges)
-        yield JointBatch(batch.data, sizes, rank)
+            world_size = self._replica.world_size
+            ranges = [local_range(batch.global_size, rank, world_size) for rank in range(world_size)]
+            sizes = self._cuts[batch.global_size] = tuple(stop - start for start, stop in ranges)
+        return JointBatch(batch.data, sizes, self._replica.rank)
 
-
-def _told(source: ShardedInput, epoch: int, replica: Replica) -> Iterator[JointBatch]:
-    batches = source.epoch(epoch)
-    step = 0
-    while True:
-        batch = next(batches, None)
+    def _told(self) -> JointBatch | None:
+        source = self._source
+        batch = next(self._batches, None)
+        step = self._read
+        if batch is not None:
+            self._read += 1
         fingerprint = source.fingerprint() if batch and source.fingerprint and step < COMPARED_BATCHES else 0
         note = np.array([batch is None, batch.size if batch else 0, fingerprint], np.int64)
-        notes = np.stack(replica.communicator.all_gather(note))
+        notes = np.stack(self._replica.communicator.all_gather(note))
         if notes[:, 0].all():
-            return
+            return None
         if not notes[:, 0].any() and (notes[:, 2] != notes[0, 2]).any():
-            raise DisagreementError(f"Batch {step} of epoch {epoch}: {source.disagreement()}")
+            raise DisagreementError(f"Batch {step} of epoch {self._epoch}: {source.disagreement()}")
         data = (batch or source.stand_in()).data
-        yield JointBatch(data, tuple(int(size) for size in notes[:, 1]), replica.rank)
-        step += 1
+        return JointBatch(data, tuple(int(size) for size in notes[:, 1]), self._replica.rank)
 
 
 def compare_inputs(source: ShardedInput, replica: Replica) -> None:

@@ -10,6 +10,8 @@ import keras
 from keras.src.callbacks import CallbackList
 from keras.src.callbacks.progbar_logger import ProgbarLogger
 
+from phalanx.plain import decode, encode, is_plain
+
 
 class ChiefCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Base of callbacks of our own that run on the chief alone."""
@@ -77,7 +79,7 @@ def make_list(
     if isinstance(callbacks, CallbackList):  # evaluation inside `fit`: the list is made already
         return callbacks
     verbose = 1 if verbose == "auto" else verbose
-    own = [callback for callback in _flat(callbacks) if chief or not isinstance(callback, CHIEF_ONLY)]
+    own = [callback for callback in flat(callbacks) if chief or not isinstance(callback, CHIEF_ONLY)]
     if not chief:
         for callback in own:
             if getattr(callback, "verbose", 0):
@@ -90,7 +92,8 @@ def make_list(
     )
 
 
-def _flat(callbacks: Any) -> list[Any]:
+def flat(callbacks: Any) -> list[Any]:
+    """The callbacks that were passed to a method, as a list."""
     if callbacks is None:
         return []
     return list(callbacks) if isinstance(callbacks, Sequence) else [callbacks]
@@ -109,9 +112,7 @@ def watches_batches(callbacks: Any, phase: str) -> bool:
     """
     if isinstance(callbacks, CallbackList):
         callbacks = callbacks.callbacks
-    own = [
-        callback for callback in _flat(callbacks) if not isinstance(callback, (*CHIEF_ONLY, keras.callbacks.History))
-    ]
+    own = [callback for callback in flat(callbacks) if not isinstance(callback, (*CHIEF_ONLY, keras.callbacks.History))]
     return any(_overrides(callback, hook) for callback in own for hook in _BATCH_HOOKS[phase])
 
 
@@ -159,3 +160,46 @@ def _only_counts(callback: Any) -> bool:
     if type(callback) is keras.callbacks.EarlyStopping:
         return not callback.restore_best_weights
     return type(callback) is keras.callbacks.TensorBoard and not callback.histogram_freq
+
+
+# Jobs whose members come and go.
+
+
+def only_for_chiefs(callbacks: Any) -> list[Any]:
+    """Of the callbacks that were passed to `fit`, those that only the chief runs."""
+    return [callback for callback in flat(callbacks) if isinstance(callback, CHIEF_ONLY)]
+
+
+def succeed(new: CallbackList, old: CallbackList) -> None:
+    """Let a list go on where another one, of the same training, stops."""
+    for name in ("_in_begin_end_block_count", "_executor"):
+        if hasattr(old, name):
+            setattr(new, name, getattr(old, name))
+
+
+def take_over(callbacks: Sequence[Any], epoch: int) -> None:
+    """Begin, in the middle of an epoch, callbacks that a former chief has run until now."""
+    for callback in callbacks:
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
+            continue  # it would restore a backup, which is older than what this process has
+        if isinstance(callback, keras.callbacks.CSVLogger):
+            callback.append = True
+        callback.on_train_begin()
+        callback.on_epoch_begin(epoch)
+
+
+_NOT_REMEMBERED = ("params", "_params", "model", "_model", "progbar", "verbose")
+
+
+def remembered(callback: Any) -> bytes:
+    """What a callback knows from the training so far: its attributes that are plain values or arrays."""
+    known = {name: value for name, value in vars(callback).items() if name not in _NOT_REMEMBERED and is_plain(value)}
+    return encode(known)
+
+
+def remember(callback: Any, memory: bytes) -> None:
+    """Give a callback what another one of its kind has `remembered`."""
+    vars(callback).update(decode(memory))
+    if hasattr(callback, "min_delta") and getattr(callback, "monitor_op", True) is None:
+        # At the end of its first epoch it learns which way is better, and then turns the sign of `min_delta`.
+        callback.min_delta = abs(callback.min_delta)

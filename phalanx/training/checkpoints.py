@@ -147,28 +147,40 @@ class Checkpoints:
 
         Raises: ConfigurationError if it is of another model, or if there are checkpoints and none is whole.
         """
+        checkpoint, damaged = self._newest()
+        if checkpoint is not None:
+            load(model, checkpoint.path)
+            for other in damaged if tidy else ():
+                os.replace(other, other.with_name(other.name + DAMAGED))
+        return checkpoint
+
+    def newest(self) -> Checkpoint | None:
+        """The newest whole checkpoint; None if there is none at all. One that is damaged is skipped with a warning.
+
+        Raises: ConfigurationError if there are checkpoints and none is whole; OSError if they cannot be read.
+        """
+        return self._newest()[0]
+
+    def _newest(self) -> tuple[Checkpoint | None, list[Path]]:
+        """And those that are newer but damaged."""
         damaged: list[tuple[Path, str]] = []
         for path in reversed(self.paths()):
             try:
-                checkpoint = read(path)
+                return read(path), [path for path, _ in damaged]
             except DamagedError as error:
                 logger.warning("%s Trying the one before.", error)
                 damaged.append((path, str(error)))
-                continue
-            load(model, path)
-            for other, _ in damaged if tidy else ():
-                os.replace(other, other.with_name(other.name + DAMAGED))
-            return checkpoint
         if damaged:
             raise ConfigurationError(
                 f"None of the checkpoints in {self.directory} can be read: {damaged[0][1]} Move them away to begin "
                 f"anew, or give another directory."
             )
-        return None
+        return None, []
 
     def sweep(self) -> None:
-        """Delete what processes that were killed have left half-written. Call where nobody else writes."""
-        for path in self.directory.glob(f".{self._basename}-*{SUFFIX}"):
+        """Delete what processes that were killed have left half-written, of files whose names begin like those of the
+        checkpoints. Call where nobody else writes."""
+        for path in self.directory.glob(f".{self._basename}-*"):
             path.unlink(missing_ok=True)
 
     def _forget_old(self) -> None:

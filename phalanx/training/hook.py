@@ -4,8 +4,8 @@
 made or compiled inside `strategy.scope()` carries its strategy's member of the job, and its `fit`, `evaluate`, ...
 go to a `ReplicaTrainer` or a `ServerTrainer`; every other model goes on to Keras as if nothing were there. An optimizer
 applied inside `strategy.run` merges its gradients first. A session of a `Supervisor` accompanies the `fit` of its model
-(`replaced`). Layers, optimizers and metrics made in the scope of parameter servers are named, so that tasks can speak
-of them.
+(`replaced`). Another interface may choose the function of a step (`choose_train_function`). Layers, optimizers and
+metrics made in the scope of parameter servers are named, so that tasks can speak of them.
 
 Tested with Keras 3.15. On 3.12 (JAX) the training scenarios of CI hold as well, but for two results that Keras itself
 has changed since: the metrics of `train_on_batch`, and the names of the logs of an own `test_step`.
@@ -25,12 +25,15 @@ import keras
 from phalanx.training.central import CentralTrainer, CentralWorker
 from phalanx.training.loop import ReplicaTrainer
 from phalanx.training.made import KINDS
-from phalanx.training.replica import Replica
+from phalanx.training.policy import EVERY_STEP, Policy
+from phalanx.training.replica import Replica, alone
+from phalanx.training.resuming import has_checkpoint
 from phalanx.training.server_loop import ServerTrainer
 from phalanx.training.server_worker import ServerWorker
 
 _DISPATCHED = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 _MARK = "_phalanx_replica"
+_POLICY = "_phalanx_policy"
 _TRAINER = "_phalanx_trainer"
 
 Member = Replica | ServerWorker
@@ -40,20 +43,27 @@ _originals: dict[tuple[type, str], Any] = {}
 _plain: dict[str, Any] = {}  # Keras's own methods, of those that are dispatched
 _current_member: Callable[[], Member | None]
 _merge_gradients: Callable[[list[Any]], list[Any]]
+_current_policy: Callable[[], Policy]
+_choose_train_function: Callable[[Any, Callable[[], None]], Callable[..., Any] | None]
 _applying = threading.local()
 
 
-def install(current_member: Callable[[], Member | None], merge_gradients: Callable[[list[Any]], list[Any]]) -> None:
+def install(
+    current_member: Callable[[], Member | None],
+    merge_gradients: Callable[[list[Any]], list[Any]],
+    current_policy: Callable[[], Policy] = lambda: EVERY_STEP,
+) -> None:
     """Put the dispatchers in; safe to call again.
 
     Args:
         current_member: names what models belong to which are made or compiled now.
         merge_gradients: merges the gradients of an optimizer applied now over the replicas, or returns them as they
             are where there is nothing to merge.
+        current_policy: names how such models are to be trained.
     """
-    global _current_member, _merge_gradients
-    _current_member, _merge_gradients = current_member, merge_gradients
-    if _originals:
+    global _current_member, _merge_gradients, _current_policy
+    _current_member, _merge_gradients, _current_policy = current_member, merge_gradients, current_policy
+    if _plain:
         return
     trainer = _trainer_class()
     _replace(trainer, "__init__", _marking(trainer.__init__))
@@ -80,6 +90,7 @@ def uninstall() -> None:
         else:
             setattr(owner, name, original)
     _originals.clear()
+    _plain.clear()
 
 
 def member_of(model: Any) -> Member | None:
@@ -143,6 +154,7 @@ def _marking(original: Callable[..., Any]) -> Callable[..., Any]:
         member = _current_member()
         if member is not None:
             vars(self)[_MARK] = member
+            vars(self)[_POLICY] = _current_policy()
         vars(self).pop(_TRAINER, None)
         return result
 
@@ -162,6 +174,19 @@ def _naming(original: Callable[..., Any]) -> Callable[..., Any]:
     # Keras looks at it to write an object's configuration, and does not follow `__wrapped__`.
     vars(method)["__signature__"] = inspect.signature(original)
     return method
+
+
+def choose_train_function(choose: Callable[[Any, Callable[[], None]], Callable[..., Any] | None]) -> None:
+    """Let the functions with which Keras's own `fit` makes its steps be chosen by the caller; safe to call again.
+
+    Args:
+        choose: gets the model and what makes Keras's own function, and returns the function to use; None for Keras's.
+    """
+    global _choose_train_function
+    _choose_train_function = choose
+    trainer = _trainer_class()
+    if (trainer, "make_train_function") not in _originals:
+        _replace(trainer, "make_train_function", _choosing(trainer.make_train_function))
 
 
 def redirect(optimizer: Any, apply: Callable[[Sequence[Any], Sequence[Any] | None], None]) -> None:
@@ -184,12 +209,32 @@ def _dispatching(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         member = member_of(self)
-        if member is None or (isinstance(member, Replica) and member.world_size == 1):
+        is_alone = member is None or (isinstance(member, Replica) and _trains_alone(self, member))
+        if is_alone and original.__name__ != "fit":
             return original(self, *args, **kwargs)
         arguments = signature.bind(self, *args, **kwargs).arguments
+        if is_alone and not has_checkpoint(arguments.get("callbacks")):
+            return original(self, *args, **kwargs)
+        member = member or alone()
         del arguments[next(iter(signature.parameters))]
         arguments.update(arguments.pop("kwargs", {}))
         return getattr(_trainer_of(self, member), original.__name__)(**arguments)
+
+    return method
+
+
+def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Around `make_train_function`: ask first whose function it shall be."""
+
+    @functools.wraps(original)
+    def method(self: Any, force: bool = False) -> Any:
+        if self.train_function is not None and not force:
+            return self.train_function
+        chosen = _choose_train_function(self, lambda: original(self, True))
+        if chosen is None:
+            return original(self, force)
+        self.train_function = chosen
+        return chosen
 
     return method
 
@@ -210,11 +255,16 @@ def _merging(original: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
+def _trains_alone(model: Any, replica: Replica) -> bool:
+    """Whether Keras itself trains the model: no other replica, and nothing done but what Keras does."""
+    return replica.is_alone and vars(model)[_POLICY].period is None
+
+
 def _trainer_of(model: Any, member: Member) -> ReplicaTrainer | ServerTrainer:
     trainer: ReplicaTrainer | ServerTrainer | None = vars(model).get(_TRAINER)
     if trainer is None:
         if isinstance(member, Replica):
-            trainer = ReplicaTrainer(model, member)
+            trainer = ReplicaTrainer(model, member, vars(model).get(_POLICY, EVERY_STEP))
         elif isinstance(member, CentralWorker):
             trainer = CentralTrainer(model, member, lambda name: functools.partial(_plain[name], model))
         else:

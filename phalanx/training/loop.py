@@ -8,9 +8,8 @@ is that of the global batch. All ranks must call the same methods in the same or
 from __future__ import annotations
 
 import logging
-import random
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import keras
 import numpy as np
@@ -20,27 +19,42 @@ from keras.src.trainers.data_adapters import data_adapter_utils
 from keras.src.utils import io_utils
 from keras.src.utils.python_utils import pythonify_logs
 
+from phalanx import timeline
 from phalanx.backends import make_engine
 from phalanx.backends.engine import Engine
-from phalanx.inputs import ShardedInput, accepts_batch_size, shard_input
+from phalanx.errors import UnsupportedError
+from phalanx.inputs import ShardedInput, shard_input
 from phalanx.inputs.keras_adapters import shuffled_orders
 from phalanx.launcher import progress
+from phalanx.plain import decode, encode
 from phalanx.training import callbacks as callback_lists
 from phalanx.training import state
-from phalanx.training.agreement import JointBatch, compare_inputs, compare_samples, joint_batches
+from phalanx.training.agreement import JointBatch, JointBatches, compare_inputs
 from phalanx.training.fit_arguments import FitArguments, capped
+from phalanx.training.fitting import Fitting
 from phalanx.training.merge import StepMerge
-from phalanx.training.replica import Replica
+from phalanx.training.periodic import Periodic
+from phalanx.training.policy import EVERY_STEP, Policy
+from phalanx.training.replica import EntryOverError, Replica, own_seed
+from phalanx.training.results import decode_history, decode_outputs, encode_history, encode_outputs
+from phalanx.training.resuming import kept
+from phalanx.training.stepping import EveryStep, Stepper, inner_optimizer
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class ReplicaTrainer:
     """Trains, evaluates and applies one compiled Keras model together with the other replicas."""
 
-    def __init__(self, model: Any, replica: Replica) -> None:
-        self._model = model
-        self._replica = replica
+    def __init__(self, model: Any, replica: Replica, policy: Policy = EVERY_STEP) -> None:
+        self.model = model
+        self.replica = replica
+        self._policy = policy
+        # Where the ranks exchange weights, these are what is compressed, and gradients are those of single batches.
+        self.merge = StepMerge(replica, policy.compression if policy.period is None else None)
+        self._stepper: Periodic | None = None
         self._engine: Engine | None = None
         self._synchronised = False
         self._peeked = False
@@ -55,81 +69,18 @@ class ReplicaTrainer:
 
     def fit(self, **arguments: Any) -> Any:
         """Takes `FitArguments`."""
-        model, replica = self._model, self._replica
-        model._assert_compile_called("fit")
-        call = FitArguments(**arguments)
-        source = self._shard(
-            call.x,
-            call.y,
-            call.sample_weight,
-            call.batch_size,
-            call.steps_per_epoch,
-            shuffle=call.shuffle,
-            class_weight=call.class_weight,
-        )
-        validation = None
-        if call.validation_data is not None:
-            val_x, val_y, val_weight = data_adapter_utils.unpack_x_y_sample_weight(call.validation_data)
-            val_batch_size = call.validation_batch_size
-            if val_batch_size is None and accepts_batch_size(val_x):
-                val_batch_size = call.batch_size
-            validation = self._shard(val_x, val_y, val_weight, val_batch_size, call.validation_steps)
-            compare_inputs(validation, replica)
-            compare_samples(validation, replica)
-        engine = self._prepare(source)
-        compare_samples(source, replica)
-        self._announce(source, call.verbose)
-        watched, watched_test = (
-            replica.any(callback_lists.watches_batches(call.callbacks, p)) for p in ("train", "test")
-        )
-        callbacks = self._callbacks(call.callbacks, call.verbose, call.epochs, source.num_batches, history=True)
-        listened = callback_lists.listens_to_batches(callbacks, "train")
-        model.stop_training = False
-        callbacks.on_train_begin()
-        # A callback of the chief may just have restored a backup.
-        initial_epoch = int(replica.from_chief(model._initial_epoch or call.initial_epoch))  # type: ignore[call-overload]
-        progress.report("initial values")
-        state.synchronise(model, replica)
-        self._synchronised = True
-        epoch_logs: dict[str, Any] = {}
-        for epoch in range(initial_epoch, call.epochs):
-            trained = False
-            model.reset_metrics()
-            callbacks.on_epoch_begin(epoch)
-            self._agree_on_learning_rate()
-            engine.begin()
+        self.model._assert_compile_called("fit")
+        with kept(arguments.get("callbacks"), self.model, self.replica) as resumption:
             try:
-                for first, last, batches in self._executions(source, epoch):
-                    if listened:
-                        callbacks.on_train_batch_begin(first)
-                    if watched and replica.any(engine.in_variables):
-                        engine.end()
-                        self._agree_on_learning_rate()
-                        engine.begin()
-                    for step, batch in enumerate(batches, first):
-                        progress.report("gradients", epoch=epoch, step=step)
-                        engine.train(batch.data, batch.share)
-                        trained = True
-                        self._count(callbacks, batch)
-                    if listened:
-                        callbacks.on_train_batch_end(last, engine.logs())
-                    if watched and replica.any(model.stop_training):
-                        model.stop_training = True
-                        break
-            finally:
-                engine.end()
-            epoch_logs = pythonify_logs(engine.logs()) if trained else {}
-            if validation is not None and model._should_eval(epoch, call.validation_freq):
-                val_logs = self._evaluate(validation, callbacks, watched=watched_test)
-                epoch_logs |= {f"val_{name}": value for name, value in val_logs.items()}
-            callbacks.on_epoch_end(epoch, epoch_logs)
-            if replica.any(model.stop_training):
-                model.stop_training = True
-                break
-        if isinstance(model.optimizer, keras.optimizers.Optimizer) and call.epochs > 0:
-            model.optimizer.finalize_variable_values(model.trainable_weights)
-        callbacks.on_train_end(logs=epoch_logs)
-        return model.history
+                with self.replica.entry(seed=None if resumption is None else resumption.seed) as entry:
+                    if resumption is not None and self.replica.elastic is not None:
+                        resumption.begin_with(entry.seed)
+                    history = Fitting(self, FitArguments(**arguments), resumption).run()
+                    if self.replica.elastic is not None:
+                        entry.result = encode_history(history)
+            except EntryOverError as over:
+                history = decode_history(over.result, self.model)
+        return history
 
     def evaluate(
         self,
@@ -142,15 +93,23 @@ class ReplicaTrainer:
         callbacks: Any = None,
         return_dict: bool = False,
     ) -> Any:
-        self._model._assert_compile_called("evaluate")
-        source = self._shard(x, y, sample_weight, batch_size, steps)
-        self._prepare(source)
-        state.synchronise(self._model, self._replica)
-        # A rank may be told to show less than the chief.
-        watched = self._replica.any(_shows_batches(verbose) or callback_lists.watches_batches(callbacks, "test"))
-        callbacks = self._callbacks(callbacks, verbose, 1, source.num_batches)
-        logs = self._evaluate(source, callbacks, watched=watched)
-        return logs if return_dict else self._model._flatten_metrics_in_order(logs)
+        self.model._assert_compile_called("evaluate")
+        try:
+            with self.replica.entry() as entry:
+                source = self.shard(x, y, sample_weight, batch_size, steps)
+                self._wait_for_the_result()
+                self.prepare(source)
+                self._synchronise_anew()
+                # A rank may be told to show less than the chief.
+                own = _shows_batches(verbose) or callback_lists.watches_batches(callbacks, "test")
+                watched = self.replica.steadily(lambda: self.replica.any(own))
+                callbacks = self.callbacks(callbacks, verbose, 1, source.num_batches)
+                logs = self.evaluate_jointly(source, callbacks, watched=watched)
+                if self.replica.elastic is not None:
+                    entry.result = encode(logs)
+        except EntryOverError as over:
+            logs = decode(over.result)
+        return logs if return_dict else self.model._flatten_metrics_in_order(logs)
 
     def predict(
         self,
@@ -161,34 +120,49 @@ class ReplicaTrainer:
         callbacks: Any = None,
     ) -> Any:
         """The outputs for all samples, in their order, on every rank."""
-        source = self._shard(x, None, None, batch_size, steps)
-        engine = self._prepare_to_predict(source)
-        state.synchronise(self._model, self._replica)
-        model = self._model
-        watched = self._replica.any(callback_lists.watches_batches(callbacks, "predict"))
-        callbacks = self._callbacks(callbacks, verbose, 1, source.num_batches)
+        try:
+            with self.replica.entry() as entry:
+                source = self.shard(x, None, None, batch_size, steps)
+                self._wait_for_the_result()
+                self._prepare_to_predict(source)
+                self._synchronise_anew()
+                watches = callback_lists.watches_batches(callbacks, "predict")
+                watched = self.replica.steadily(lambda: self.replica.any(watches))
+                callbacks = self.callbacks(callbacks, verbose, 1, source.num_batches)
+                callbacks.on_predict_begin()
+                outputs = self._repeatedly(source, lambda: self._predict(source, callbacks, watched))
+                callbacks.on_predict_end()
+                if self.replica.elastic is not None:
+                    entry.result = encode_outputs(outputs)
+        except EntryOverError as over:
+            outputs = decode_outputs(over.result, self.model)
+        return outputs
+
+    def _predict(self, source: ShardedInput, callbacks: Any, watched: bool) -> Any:
+        model, engine = self.model, self._engine
+        assert engine is not None
         listened = callback_lists.listens_to_batches(callbacks, "predict")
         progress.report("predict")
         model.stop_predicting = False
-        callbacks.on_predict_begin()
         own: list[Any] = []
         sizes: list[tuple[int, ...]] = []
         engine.begin()
         try:
-            for first, last, batches in self._executions(source, 0):
+            for first, last, batches in self._executions(source):
                 if listened:
                     callbacks.on_predict_batch_begin(first)
                 for batch in batches:
+                    timeline.current.enter("forward")
                     own.append(_rows(engine.predict(batch.data), batch.size))
+                    timeline.current.leave()
                     sizes.append(batch.sizes)
-                    self._count(callbacks, batch)
+                    self.count(callbacks, batch)
                 if listened:
                     callbacks.on_predict_batch_end(last, {"outputs": own[-1]})
-                if watched and self._replica.any(model.stop_predicting):
+                if watched and self.replica.any(model.stop_predicting):
                     break
         finally:
             engine.end()
-        callbacks.on_predict_end()
         if not own:
             raise ValueError("predict() got no data: the input has no batches.")
         return tree.map_structure_up_to(own[0], lambda *parts: self._in_order(parts, sizes), *own)
@@ -201,30 +175,36 @@ class ReplicaTrainer:
         class_weight: Any = None,
         return_dict: bool = False,
     ) -> Any:
-        self._model._assert_compile_called("train_on_batch")
+        self.model._assert_compile_called("train_on_batch")
         if class_weight is not None:
             if sample_weight is not None:
                 raise ValueError("Arguments `sample_weight` and `class_weight` cannot be specified at the same time.")
             sample_weight = data_adapter_utils.class_weight_to_sample_weights(y, class_weight)
         batch, engine = self._single(x, y, sample_weight)
-        self._model.reset_metrics()
+        self.model.reset_metrics()
+        stepper = EveryStep(self.model, engine, self.merge, self.replica)
         engine.begin()
         try:
-            engine.train(batch.data, batch.share)
+            stepper.begin(watched=True)
+            timeline.current.enter("forward/backward")
+            stepper.train(batch, last=True)
         finally:
             engine.end()
+            timeline.current.leave()
         return self._batch_result(engine.logs(), return_dict)
 
     def test_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False) -> Any:
-        self._model._assert_compile_called("test_on_batch")
+        self.model._assert_compile_called("test_on_batch")
         batch, engine = self._single(x, y, sample_weight)
-        self._model.reset_metrics()
+        self.model.reset_metrics()
         engine.begin()
         try:
+            timeline.current.enter("forward")
             engine.test(batch.data, batch.share)
             logs = engine.merged_metrics(batch.share, final=True)
         finally:
             engine.end()
+            timeline.current.leave()
         return self._batch_result(logs, return_dict)
 
     def predict_on_batch(self, x: Any) -> Any:
@@ -238,7 +218,7 @@ class ReplicaTrainer:
 
     # Their parts.
 
-    def _shard(
+    def shard(
         self,
         x: Any,
         y: Any,
@@ -248,7 +228,11 @@ class ReplicaTrainer:
         *,
         shuffle: Any = False,
         class_weight: Any = None,
+        seed: int | None = None,
     ) -> ShardedInput:
+        """Args:
+        seed: from which the orders of the samples follow; None: in fixed jobs the chief shuffles as Keras does.
+        """
         steps = capped(steps, keras.config.max_steps_per_epoch(), "steps_per_epoch")
         return shard_input(
             x,
@@ -258,36 +242,35 @@ class ReplicaTrainer:
             steps_per_epoch=steps,
             shuffle=shuffle,
             class_weight=class_weight,
-            rank=self._replica.rank,
-            world_size=self._replica.world_size,
-            orders=self._orders,
-            seed=self._new_seed(),
+            rank=self.replica.rank,
+            # A candidate's input is cut anew when it is let in; until then it is one of several.
+            world_size=self.replica.world_size if not self.replica.is_candidate else 2,
+            orders=None if self.replica.elastic or seed is not None else self._orders,
+            seed=self._new_seed() if seed is None else seed,
         )
 
     def _new_seed(self) -> int:
-        """A seed for one pass of `fit`, equal on all ranks. It follows from the state of Python's `random` (so
-        `keras.utils.set_random_seed` makes it reproducible), but takes no number from it: Keras's own draws
-        stay what they are without Phalanx."""
-        copy = random.Random()
-        copy.setstate(random.getstate())
+        """A seed for one pass of `fit`, equal on all ranks."""
+        if self.replica.elastic is not None:
+            return self.replica.common_seed()
         self._seeds_given += 1
-        seed: Any = self._replica.from_chief(copy.getrandbits(31) ^ self._seeds_given)
+        seed: Any = self.replica.from_chief(own_seed() ^ self._seeds_given)
         return int(seed)
 
     def _orders(self, samples: int, batch_size: int, shuffle: bool | str) -> Iterator[np.ndarray[Any, Any]]:
         """The orders of the samples, pass after pass: the chief shuffles, as Keras does it, and tells the others."""
         own = None
-        if self._replica.is_chief:
+        if self.replica.is_chief:
             own = shuffled_orders(samples, batch_size, shuffle, peeked=self._peeked)
         while True:
             order = np.empty(samples, np.int64) if own is None else next(own).astype(np.int64)
-            yield self._replica.communicator.broadcast([order])[0]
+            yield self.replica.communicator.broadcast([order])[0]
 
-    def _prepare(self, source: ShardedInput) -> Engine:
+    def prepare(self, source: ShardedInput) -> Engine:
         """The engine, with all variables created for the source's batches."""
         if self._engine is None:
-            self._engine = make_engine(self._model, StepMerge(self._replica))
-        compare_inputs(source, self._replica)
+            self._engine = make_engine(self.model, self.merge)
+        self.replica.steadily(lambda: compare_inputs(source, self.replica))
         self._peeked = self._engine.builds_from_a_batch
         self._engine.build(source.peek(restart=self._peeked).data)
         return self._engine
@@ -295,96 +278,165 @@ class ReplicaTrainer:
     def _prepare_to_predict(self, source: ShardedInput) -> Engine:
         """The engine, with the layers' variables created: a model need not be compiled to predict."""
         if self._engine is None:
-            self._engine = make_engine(self._model, StepMerge(self._replica))
-        compare_inputs(source, self._replica)
-        if not all(layer.built for layer in self._model._flatten_layers()):
-            keras_backend.compute_output_spec(self._model, _keras_tensors(source.peek().data[0]), training=False)
+            self._engine = make_engine(self.model, self.merge)
+        self.replica.steadily(lambda: compare_inputs(source, self.replica))
+        if not all(layer.built for layer in self.model._flatten_layers()):
+            keras_backend.compute_output_spec(self.model, _keras_tensors(source.peek().data[0]), training=False)
         return self._engine
 
-    def _announce(self, source: ShardedInput, verbose: Any) -> None:
+    def announce(self, source: ShardedInput, verbose: Any) -> None:
         """The chief says once for each model how its training data are divided."""
-        if self._replica.is_chief and not self._announced:
+        if self.replica.is_chief and not self._announced:
             self._announced = True
             logger.info("%s", source.policy_line)
             if verbose != 0:
                 io_utils.print_msg(source.policy_line)
 
+    def has_synchronised(self) -> None:
+        """All ranks have the same state now."""
+        self._synchronised = True
+
+    def make_stepper(self, engine: Engine, *, repeats: bool) -> Stepper:
+        """What takes the steps of this model.
+
+        Args:
+            repeats: whether another process may have to go on from between any two steps.
+        """
+        period, compression = self._policy.period, self._policy.compression
+        repeats = repeats or self.replica.elastic is not None
+        if period is None:
+            # What a rank holds of gradients is in no checkpoint, and would be lost with it.
+            return EveryStep(self.model, engine, self.merge, self.replica, holds=not repeats)
+        if self._stepper is None:
+            self._stepper = Periodic(self.model, engine, self.merge, self.replica, period, compression)
+        # What is on its way between two exchanges is in no checkpoint, and would be lost with a replica.
+        self._stepper.overlaps = period.overlap and not repeats
+        return self._stepper
+
     def _synchronise(self) -> None:
         if not self._synchronised:
-            state.synchronise(self._model, self._replica)
+            state.synchronise(self.model, self.replica)
             self._synchronised = True
 
-    def _callbacks(self, callbacks: Any, verbose: Any, epochs: int, steps: int | None, *, history: bool = False) -> Any:
+    def callbacks(self, callbacks: Any, verbose: Any, epochs: int, steps: int | None, *, history: bool = False) -> Any:
         return callback_lists.make_list(
             callbacks,
-            model=self._model,
-            chief=self._replica.is_chief,
-            replicas=self._replica.world_size,
+            model=self.model,
+            chief=self.replica.is_chief,
+            replicas=self.replica.world_size,
             verbose=verbose,
             epochs=epochs,
             steps=steps,
             history=history,
         )
 
-    def _executions(self, source: ShardedInput, epoch: int) -> Iterator[tuple[int, int, list[JointBatch]]]:
+    def _executions(self, source: ShardedInput) -> Iterator[tuple[int, int, list[JointBatch]]]:
         """Batches grouped as `steps_per_execution` says: callbacks see only the first and the last of a group."""
         group: list[JointBatch] = []
-        size = self._model.steps_per_execution
-        first = 0
-        for step, batch in enumerate(joint_batches(source, epoch, self._replica)):
-            group.append(batch)
-            if len(group) == size:
-                yield first, step, group
-                group, first = [], step + 1
-        if group:
-            yield first, first + size - 1, group  # Keras, too, names the last step of a whole group
+        size = self.model.steps_per_execution
+        walk = JointBatches(source, 0, self.replica)
+        try:
+            while (batch := walk.next()) is not None:
+                group.append(batch)
+                walk.done += 1
+                if len(group) == size:
+                    yield walk.done - size, walk.done - 1, group
+                    group = []
+            if group:
+                first = walk.done - len(group)
+                yield first, first + size - 1, group  # Keras, too, names the last step of a whole group
+        finally:
+            walk.close()
 
-    def _evaluate(self, source: ShardedInput, callbacks: Any, *, watched: bool) -> dict[str, Any]:
-        model, engine, replica = self._model, self._engine, self._replica
-        assert engine is not None
+    def evaluate_jointly(
+        self, source: ShardedInput, callbacks: Any, *, watched: bool, adapt: Callable[[], None] | None = None
+    ) -> dict[str, Any]:
+        """Evaluate on all of a source; the logs, the same on every rank.
+
+        Args:
+            watched: whether callbacks see single batches.
+            adapt: see `Replica.steadily`.
+        """
         progress.report("evaluate")
-        model.stop_evaluating = False
         callbacks.on_test_begin()
+        logs = self._repeatedly(source, lambda: self._evaluate(source, callbacks, watched), adapt)
+        callbacks.on_test_end(logs)
+        return logs
+
+    def _evaluate(self, source: ShardedInput, callbacks: Any, watched: bool) -> dict[str, Any]:
+        model, engine, replica = self.model, self._engine, self.replica
+        assert engine is not None
+        model.stop_evaluating = False
         model.reset_metrics()
         own = everyone = 0
         logs: Mapping[str, Any] = {}
         source.reset()  # every evaluation begins with the first batch, also with `validation_steps`
         engine.begin()
         try:
-            for first, last, batches in self._executions(source, 0):
+            for first, last, batches in self._executions(source):
                 callbacks.on_test_batch_begin(first)
                 for batch in batches:
+                    timeline.current.enter("forward")
                     engine.test(batch.data, batch.share)
+                    timeline.current.leave()
                     own += batch.size
                     everyone += batch.global_size
-                    self._count(callbacks, batch)
+                    self.count(callbacks, batch)
                 if watched:
                     logs = engine.merged_metrics(own / max(everyone, 1), final=False)
                 callbacks.on_test_batch_end(last, logs)
                 if watched and replica.any(model.stop_evaluating):
                     break
             # Of no data nothing is known: zeros would be the best losses of all.
-            logs = pythonify_logs(engine.merged_metrics(own / everyone, final=True)) if everyone else {}
+            return pythonify_logs(engine.merged_metrics(own / everyone, final=True)) if everyone else {}
         finally:
             engine.end()
-        callbacks.on_test_end(logs)
-        return dict(logs)
+            timeline.current.leave()
+
+    def _repeatedly(self, source: ShardedInput, action: Callable[[], T], adapt: Callable[[], None] | None = None) -> T:
+        """Go through all of a source, and again from its beginning whenever the job has other members: what those who
+        were lost had counted is lost with them."""
+
+        def regroup() -> None:
+            source.regroup(self.replica.rank, self.replica.world_size)
+
+        if adapt is None and self.replica.elastic is not None:
+            regroup()  # the members may have changed since it was cut
+        return self.replica.steadily(action, adapt or regroup)
+
+    def _wait_for_the_result(self) -> None:
+        """Members are let in to a `fit` only: a candidate waits for what comes of all else."""
+        if self.replica.is_candidate:
+            self.replica.take_part()
+
+    def _synchronise_anew(self) -> None:
+        self.replica.steadily(lambda: state.synchronise(self.model, self.replica))
 
     def _single(self, x: Any, y: Any, sample_weight: Any, *, predicts: bool = False) -> tuple[JointBatch, Engine]:
         """This rank's part of the one batch given."""
+        if self.replica.is_candidate:
+            raise UnsupportedError(
+                "This worker came to the job when it ran already, and single batches (`train_on_batch`) are not kept "
+                "for those who come later. Use `fit`, or a loop under `phalanx.elastic.run`."
+            )
         size = len(next(leaf for leaf in tree.flatten(x) if leaf is not None))
-        source = self._shard(x, y, sample_weight, size, None)
-        engine = self._prepare_to_predict(source) if predicts else self._prepare(source)
+        source = self.shard(x, y, sample_weight, size, None)
+        engine = self._prepare_to_predict(source) if predicts else self.prepare(source)
         self._synchronise()
-        return next(joint_batches(source, 0, self._replica)), engine
+        return self._first(source), engine
+
+    def _first(self, source: ShardedInput) -> JointBatch:
+        batch = JointBatches(source, 0, self.replica).next()
+        assert batch is not None, "the one batch given"
+        return batch
 
     def _batch_result(self, logs: Mapping[str, Any], return_dict: bool) -> Any:
         logs = pythonify_logs(logs)
-        return logs if return_dict else self._model._flatten_metrics_in_order(logs)
+        return logs if return_dict else self.model._flatten_metrics_in_order(logs)
 
     def _in_order(self, parts: Any, sizes: list[tuple[int, ...]]) -> np.ndarray[Any, Any]:
         """All ranks' rows, batch by batch and in each batch in rank order."""
-        columns = self._replica.communicator.all_gather(np.concatenate(parts))
+        columns = self.replica.communicator.all_gather(np.concatenate(parts))
         starts = np.zeros(len(columns), int)
         pieces = []
         for batch in sizes:
@@ -393,20 +445,18 @@ class ReplicaTrainer:
                 starts[rank] += size
         return np.concatenate(pieces)
 
-    def _agree_on_learning_rate(self) -> None:
+    def agree_on_learning_rate(self, adapt: Callable[[], None]) -> None:
         """The chief's learning rate on every rank, where callbacks may have set it."""
-        optimizer = self._model.optimizer
-        while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-            optimizer = optimizer.inner_optimizer
+        optimizer = inner_optimizer(self.model.optimizer)
         rate = getattr(optimizer, "_learning_rate", None)
         if not isinstance(rate, keras.Variable):  # a schedule follows the step count, which is the same everywhere
             return
         own = float(keras.ops.convert_to_numpy(rate.value))
-        chief = float(self._replica.from_chief(own))  # type: ignore[arg-type]
+        chief = float(self.replica.steadily(lambda: self.replica.from_chief(own), adapt))  # type: ignore[arg-type]
         if chief != own:
             optimizer.learning_rate = chief
 
-    def _count(self, callbacks: Any, batch: JointBatch) -> None:
+    def count(self, callbacks: Any, batch: JointBatch) -> None:
         if (bar := callback_lists.progress_bar(callbacks)) is not None:
             bar.count(batch.global_size)
 

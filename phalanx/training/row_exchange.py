@@ -84,8 +84,7 @@ class RowExchange:
         for server in asked:
             self._client.send(server, questions[server], buffers[server])
         parts: list[list[Array]] = [[] for _ in questions]
-        for server in asked:
-            answer, received = self._client.receive(server)
+        for server, (answer, received) in zip(asked, self._client.receive_all(asked), strict=True):
             assert isinstance(answer, Values)
             parts[server] = arrays_of(received, answer.dtypes)
         return self._placed.join_tables(parts)

@@ -24,6 +24,7 @@ import numpy as np
 from keras.src.utils import io_utils
 from keras.src.utils.python_utils import pythonify_logs
 
+from phalanx import timeline
 from phalanx.backends import make_engine, model_state
 from phalanx.backends.engine import Batch, Engine
 from phalanx.errors import DisagreementError, UnsupportedError
@@ -135,7 +136,9 @@ class ServerTrainer:
         epoch = first_epoch
         while epoch < call.epochs:
             progress.report("pull", epoch=epoch)
+            timeline.current.enter("pull", epoch=epoch)
             self._assign(self._merge.pull())
+            timeline.current.leave()
             model.reset_metrics()
             callbacks.on_epoch_begin(epoch)
             self._tell_learning_rate()
@@ -325,12 +328,14 @@ class ServerTrainer:
         engine.begin()
         try:
             while True:
+                timeline.current.enter("data")
                 ticket = self._merge.next_ticket(fit, epoch)
                 if not isinstance(ticket, Ticket):
                     made = ticket.steps if isinstance(ticket, EpochOver) and ticket.steps else made
                     return samples, ticket
                 self._reported = None  # the chief has it, since it has opened this epoch
                 batch = self._ahead.pop(ticket.serial, None) or self._batch(source, ticket)
+                timeline.current.leave()
                 if batch is None:
                     continue
                 if listened:
@@ -343,7 +348,9 @@ class ServerTrainer:
                 if self._rows is not None:
                     self._load_rows(self._rows, source, ticket, batch, engine)
                 progress.report("gradients", epoch=epoch, step=step)
+                timeline.current.enter("forward/backward", epoch=epoch, step=step)
                 engine.train(batch.data, batch.size / (batch.global_size or 1))
+                timeline.current.leave()
                 self._client.starting = False
                 samples += batch.size
                 if bar is not None:
@@ -359,6 +366,7 @@ class ServerTrainer:
                 self._merge.flush()
             finally:
                 engine.end()
+                timeline.current.leave()
                 if self._rows is not None:
                     self._rows.leave()
             source.finish(made or step)
@@ -411,6 +419,8 @@ class ServerTrainer:
             if self._worker.is_chief:
                 answer, buffers = self._client.ask(HEAD, Collect(fit, epoch))
                 assert isinstance(answer, Values)
+                if answer.note:
+                    logger.warning("Epoch %d: %s.", epoch + 1, answer.note)
                 self._worker.global_step = max(self._worker.global_step, answer.step)
                 for variable, value in zip(metrics, arrays_of(buffers, answer.dtypes), strict=True):
                     variable.assign(value.reshape(variable.shape))

@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from phalanx import timeline
 from phalanx.backends.layout import Layout, Weight
 from phalanx.errors import UnsupportedError
 from phalanx.launcher import progress
 from phalanx.parameter_server.client import HEAD, Placed
 from phalanx.parameter_server.messages import (
+    Answer,
     EpochOver,
     FitOver,
     Pull,
@@ -35,8 +37,6 @@ logger = logging.getLogger(__name__)
 
 Array = np.ndarray[Any, Any]
 
-WIRE_DTYPES = {name: np.dtype(name) for name in ("float16", "bfloat16")}
-
 NO_EPOCH = -1
 """Epoch and batch of a ticket that no schedule has given."""
 SERIAL_BITS = 60
@@ -55,7 +55,8 @@ class ServerMerge:
         trainers: how many workers train; None: all.
     """
 
-    updates = True
+    updates = separate = True
+    repeats = False
 
     def __init__(self, worker: ServerWorker, trainers: int | None = None) -> None:
         self._worker = worker
@@ -63,7 +64,7 @@ class ServerMerge:
         self._synchronous = worker.rules.synchronous
         self._trainers = trainers or worker.workers
         self._overlap = self._spare = False
-        self._wire = WIRE_DTYPES[worker.compression] if worker.compression else None
+        self._wire = None if worker.compression is None else worker.compression.wire
         self._buffers = Buffers()
         self._placed: Placed | None = None
         self._rows: RowExchange | None = None
@@ -80,6 +81,7 @@ class ServerMerge:
         self._pushed: deque[int] = deque()  # serials of those whose gradients are on their way
         self._finished = -1
         self._handed_out = (-1, 0)  # the epoch, and how many of its batches are known to be handed out
+        self._made = (-1, 0)  # the epoch, and how many of its steps this worker has made
 
     def place(self, fit: int, placed: Placed, clip: Callable[[Sequence[Array]], Sequence[Array]]) -> None:
         """The variables of the `fit` that begins, and what to do with gradients before they are sent."""
@@ -97,7 +99,7 @@ class ServerMerge:
         self._tickets.clear()
         self._held.clear()
         self._pushed.clear()
-        self._handed_out = (-1, 0)
+        self._handed_out = self._made = (-1, 0)
 
     def rejoin(
         self, server: int, epoch: int = -1, steps: int = -1, order_of: int = -1, *, opened: bool = True
@@ -115,11 +117,12 @@ class ServerMerge:
             steps,
             order_of,
             opened,
+            self._made[1] if self._made[0] == epoch else 0,
         )
 
     def give_back(self, ticket: Ticket) -> None:
         """No step will be made for this ticket."""
-        self._held.pop(ticket.serial, None)
+        self._is_over(self._held.pop(ticket.serial, None))
 
     def _hold(self, ticket: Ticket) -> None:
         self._tickets.append(ticket)
@@ -138,7 +141,7 @@ class ServerMerge:
                 if isinstance(answer, EpochOver) and answer.back_to >= 0:
                     self.era = answer.era
                     self._held.clear()
-                    self._handed_out = (-1, 0)
+                    self._handed_out = self._made = (-1, 0)
                 return answer
             self._hold(answer)
             if self._spare:
@@ -172,13 +175,20 @@ class ServerMerge:
                 f"fit() began. Create all variables before, or call fit() again."
             )
         progress.enter("push")
+        timeline.current.enter("push and pull")
         merged = self._step(self._clip(arrays[:count]), arrays[count:], layout.weights[count:], share)
         for view, value in zip(views, merged, strict=True):
             if value is None:
                 continue  # a table: the rows of the next step are written before it begins
             np.copyto(view, value.reshape(view.shape))
         progress.enter("update")
+        timeline.current.enter("apply")
         return flats
+
+    def total(self, own: Array, share: float) -> Array:
+        """See `Merge.total`."""
+        layout = Layout.of([own], [Weight.ONE])
+        return np.array(layout.cut(self(layout, [own], share))[0])
 
     @property
     def rows(self) -> RowExchange:
@@ -240,11 +250,25 @@ class ServerMerge:
 
     def _receive(self) -> list[Array]:
         """The servers' answers to the step that was sent first; returns the merged extras."""
-        merged = self._take([self._client.receive(server) for server in range(self._client.servers)])
+        return self._take(self._client.receive_all(came=self._note_answer))
+
+    def _note_answer(self, server: int, answer: Answer) -> None:
+        """The head has applied the step, and may have given the ticket of the next one. If it is lost before another
+        server has answered, its successor must hear of both."""
+        if server != HEAD or not isinstance(answer, Values):
+            return
         if self._pushed:
             self._finished = self._pushed.popleft()
-            self._held.pop(self._finished, None)
-        return merged
+            self._is_over(self._held.pop(self._finished, None))
+        if answer.ticket is not None:
+            self._hold(answer.ticket)
+        self._worker.global_step = max(self._worker.global_step, answer.step)
+
+    def _is_over(self, ticket: Ticket | None) -> None:
+        """Nothing more is to be done for this ticket of the schedule."""
+        if ticket is not None:
+            epoch, made = self._made
+            self._made = (ticket.epoch, made + 1 if epoch == ticket.epoch else 1)
 
     def _send(
         self, gradients: Sequence[Array], extras: Sequence[Array], weights: Sequence[Weight], share: float
@@ -255,9 +279,7 @@ class ServerMerge:
         if gradients:
             self._pushed.append(self._ticket.serial)
         if self._wire is not None:
-            gradients = [g.astype(self._wire) if g.dtype.itemsize > 2 else g.copy() for g in gradients]
-        elif self._overlap and self._client.return_s:
-            gradients = [gradient.copy() for gradient in gradients]  # the engine goes on; they may be sent once more
+            gradients = [g.astype(self._wire) if g.dtype.itemsize > 2 else g for g in gradients]
         travelling = self._rows.of_step(gradients) if self._rows is not None and gradients else list(gradients)
         values = [part.values if isinstance(part, Rows) else part for part in travelling]
         finite = not self._worker.rules.refuse_nan or all(_is_finite(value) for value in values)
@@ -276,7 +298,7 @@ class ServerMerge:
                 tuple(weight.value for weight in weights) if server == HEAD else (),
                 wants=bool(wanted),
             )
-            self._client.send(server, question, with_extras)
+            self._client.send(server, question, with_extras, reused=self._overlap)  # the engine goes on
         self._phase += 1
 
     def _take(self, answers: Sequence[Any]) -> list[Array]:
@@ -287,10 +309,6 @@ class ServerMerge:
             assert isinstance(answer, Values)
             if answer.note:
                 logger.warning("An update of this worker: %s.", answer.note)
-            if answer.ticket is not None:
-                self._hold(answer.ticket)
-            if server == HEAD:
-                self._worker.global_step = max(self._worker.global_step, answer.step)
             arrays = arrays_of(buffers, answer.dtypes)
             if answer.shards:
                 self._versions[server] = answer.version

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from phalanx.compression import BFloat16, Float16
 from phalanx.parameter_server.client import HEAD, Client
 from phalanx.parameter_server.messages import BeginSession, Rules
 from phalanx.parameter_server.partition import Partitioner
@@ -21,7 +22,7 @@ class ServerWorker:
         workers: how many there are.
         rules: how updates meet; those of the chief count.
         partitioner: how variables are cut.
-        compression: dtype in which gradients travel; None: their own.
+        compression: names the dtype in which gradients travel; None: their own.
         global_step: of the job, when this worker's last update was applied.
         embedding_rows: whether single rows of embeddings travel: True, False or "auto"; the chief's counts.
         seed: equal on all tasks; orders of data that is shuffled here follow from it.
@@ -35,7 +36,7 @@ class ServerWorker:
     workers: int
     rules: Rules
     partitioner: Partitioner | None
-    compression: str | None
+    compression: Float16 | BFloat16 | None
     seed: str
     embedding_rows: bool | str = "auto"
     global_step: int = 0

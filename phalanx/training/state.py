@@ -20,19 +20,25 @@ from phalanx.training.replica import Replica
 SEED_STRIDE = 0x9E3779B9
 
 
-def synchronise(model: Any, replica: Replica) -> None:
+def synchronise(model: Any, replica: Replica, *, metrics: bool = False, take: bool = True) -> None:
     """Give every rank the chief's weights, optimizer state and layer state; call on all ranks.
 
     Random seeds of layers (dropout) come from the chief too, then each rank shifts them by its rank, so
     that the replicas draw different masks.
 
+    Args:
+        metrics: what the metrics have counted as well, for those who join in the middle of an epoch.
+        take: else this rank keeps its own values, and only takes part.
+
     Raises:
         DisagreementError: on every rank, if the models differ in structure; names the first difference.
     """
-    variables = _variables(model)
+    variables = variables_of(model) + (list(model.metrics_variables) if metrics else [])
     _compare(_structure(variables), replica)
     arrays = [np.asarray(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
     values = replica.communicator.broadcast(arrays, root=0)
+    if not take:
+        return
     seeds = {id(generator.state) for generator in _seed_generators(model)}
     for variable, old, new in zip(variables, arrays, values, strict=True):
         if id(variable) in seeds:
@@ -41,7 +47,25 @@ def synchronise(model: Any, replica: Replica) -> None:
             variable.assign(new)
 
 
-def _variables(model: Any) -> list[Any]:
+def average_optimizers(model: Any, replica: Replica, share: float) -> None:
+    """Give every rank the mean of all ranks' optimizer variables, each counted with its share; call on all ranks.
+
+    Numbers that stand for themselves (step counts, learning rates, the scale of the loss) are the chief's.
+    """
+    variables = [variable for optimizer in optimizers(model) for variable in optimizer.variables]
+    arrays = [np.asarray(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
+    averaged = [v for v in variables if len(v.shape) and keras.backend.is_float_dtype(v.dtype)]
+    chosen = {id(variable) for variable in averaged}
+    communicator = replica.communicator
+    means = communicator.all_reduce([a for v, a in zip(variables, arrays, strict=True) if id(v) in chosen], scale=share)
+    rest = [variable for variable in variables if id(variable) not in chosen]
+    values = communicator.broadcast([a for v, a in zip(variables, arrays, strict=True) if id(v) not in chosen])
+    for variable, value in [*zip(averaged, means, strict=True), *zip(rest, values, strict=True)]:
+        variable.assign(value)
+
+
+def variables_of(model: Any) -> list[Any]:
+    """Weights, layer state and optimizer state of a model, each once."""
     found = {id(v): v for v in [*model.trainable_variables, *model.non_trainable_variables]}
     for optimizer in optimizers(model):
         found |= {id(v): v for v in optimizer.variables}

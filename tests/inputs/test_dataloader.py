@@ -70,6 +70,37 @@ def test_a_loader_with_its_own_generator_keeps_the_order_that_it_has_without_pha
         assert_same_batches(merged_epoch(ranks, epoch), expected)
 
 
+def pair(batch):
+    return [np.asarray(part) for part in batch.data[:2]]
+
+
+def of_a_sampler():
+    """The generator is that of the sampler only, and nobody drew from it yet."""
+    own = torch.Generator().manual_seed(3)
+    return (loader(sampler=data.RandomSampler(range(23), generator=own)),)
+
+
+@pytest.mark.parametrize("make", [lambda: (KINDS["seeded"](),), of_a_sampler], ids=["loader", "sampler"])
+def test_one_that_comes_later_is_given_the_generators_state_and_so_the_same_order(make):
+    old, late, between = (shard_input(*make(), rank=0, world_size=1, seed=0) for _ in range(3))
+    for epoch in range(2):
+        list(old.epoch(epoch))
+    between.go_between(old.next_place, old.next_randomness)
+    running = old.epoch(2)
+    begun = [next(running), next(running)]
+    assert_same_batches([pair(next(between.epoch(2)))], [pair(begun[0])])
+    late.peek()
+    late.go_to(old.place, len(begun), old.randomness)
+    assert_same_batches(list(map(pair, late.going_on(2, len(begun)))), list(map(pair, running)))
+    for epoch in (3, 4):
+        assert_same_batches(list(map(pair, late.epoch(epoch))), list(map(pair, old.epoch(epoch))))
+
+
+def test_without_generators_of_its_own_a_loader_has_no_state_to_give():
+    sharded = shard_input(loader(shuffle=True), rank=0, world_size=1, seed=0)
+    assert sharded.randomness == sharded.next_randomness == b""
+
+
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("sampler", ["shuffle", "weighted"])
 def test_shuffling_is_the_same_on_all_ranks_and_differs_between_epochs(world_size, sampler):

@@ -1,0 +1,169 @@
+"""Loops of one's own in jobs whose members come and go (`phalanx run --workers 2:4`), as `horovod.elastic` has them.
+
+    state = phalanx.elastic.State(model=model, optimizer=optimizer, step=0)
+
+    @phalanx.elastic.run
+    def train(state):
+        while state.step < 1000:
+            ...                       # a step, with collectives of the strategy
+            state.step += 1
+            state.commit()            # what is done is done
+
+    train(state)
+
+When a member is lost, or one joins, all go back to their last commit and call the function again. `fit` needs none of
+this.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import keras
+import numpy as np
+
+from phalanx.collectives.elastic import ElasticCommunicator
+from phalanx.errors import ConfigurationError, MembershipChangedError, PeerLostError
+from phalanx.plain import decode, encode, is_plain
+from phalanx.strategies import job as jobs
+from phalanx.training import state as model_states
+from phalanx.training.replica import EntryOverError, Replica
+
+T = TypeVar("T")
+
+
+class State:
+    """What a loop must have the same of on all members.
+
+    Args:
+        model: a Keras model; its weights, layer state and optimizer, if it is compiled.
+        optimizer: a Keras optimizer that is not the model's own.
+        values: anything plain by name (numbers, strings, NumPy arrays, lists and dictionaries of them); each becomes an
+            attribute.
+
+    Raises: ConfigurationError if a value is not plain.
+
+    Example:
+        >>> state = State(step=0)
+        >>> state.step += 1
+        >>> state.commit()
+        >>> state.step = 7
+        >>> state.restore()
+        >>> state.step
+        1
+    """
+
+    def __init__(self, model: Any = None, optimizer: Any = None, **values: Any):
+        self._model, self._optimizer = model, optimizer
+        self._names = tuple(values)
+        self._callbacks: list[Callable[[], None]] = []
+        for name, value in values.items():
+            setattr(self, name, value)
+        self._check()
+        self.commit()
+
+    def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
+        """Functions to be called after each change of the members, before the loop is begun again: to cut the data
+        anew, or to scale the learning rate."""
+        self._callbacks += callbacks
+
+    def commit(self) -> None:
+        """Keep what there is now: a change of the members leads back here. It copies the model; call it every few steps
+        where that takes long."""
+        self._check()
+        self._committed = (
+            encode({name: getattr(self, name) for name in self._names}),
+            [np.array(keras.ops.convert_to_numpy(variable.value)) for variable in self._variables()],
+        )
+
+    def restore(self) -> None:
+        """Go back to the last commit."""
+        values, arrays = self._committed
+        vars(self).update(decode(values))
+        for variable, array in zip(self._variables(), arrays, strict=False):
+            variable.assign(array)
+
+    def sync(self, replica: Replica) -> None:
+        """Give all members the chief's state, and commit it."""
+        own = encode({name: getattr(self, name) for name in self._names})
+        vars(self).update(decode(replica.communicator.broadcast_bytes(own)))
+        arrays = [np.asarray(keras.ops.convert_to_numpy(variable.value)) for variable in self._variables()]
+        for variable, array in zip(self._variables(), replica.communicator.broadcast(arrays), strict=True):
+            variable.assign(array)
+        self.commit()
+
+    def _reset(self) -> None:
+        for callback in self._callbacks:
+            callback()
+
+    def _variables(self) -> list[Any]:
+        found = [] if self._model is None else model_states.variables_of(self._model)
+        own = (
+            [] if self._optimizer is None else [v for v in self._optimizer.variables if all(v is not f for f in found)]
+        )
+        return [*found, *own]
+
+    def _check(self) -> None:
+        for name in self._names:
+            if not is_plain(getattr(self, name)):
+                raise ConfigurationError(
+                    f"The state's {name!r} is a {type(getattr(self, name)).__name__}, which cannot be given to other "
+                    f"members. Use numbers, strings, NumPy arrays, or lists and dictionaries of them; models and "
+                    f"optimizers as `model=` and `optimizer=`."
+                )
+
+
+def run(function: Callable[..., T]) -> Callable[..., T]:
+    """Let a function go on over changes of the members: `function(state, ...)`, with a `State`.
+
+    In a job of fixed members, and on one process, it is called once.
+
+    Returns: a function whose result is that of the call that came to its end. A process that comes when it is over is
+        given the chief's result, which must be plain for that (see `State`), or None.
+    """
+
+    @functools.wraps(function)
+    def repeated(state: State, *args: Any, **kwargs: Any) -> T:
+        replica = jobs.current_replica()
+        elastic = None if replica is None else replica.elastic
+        if replica is None or elastic is None:
+            return function(state, *args, **kwargs)
+        try:
+            with replica.entry() as entry:
+                if replica.is_candidate:
+                    replica.take_part()
+                result = _until_done(replica, elastic, state, lambda: function(state, *args, **kwargs))
+                entry.result = encode(result) if is_plain(result) else encode(None)
+                return result
+        except EntryOverError as over:
+            state.commit()
+            return decode(over.result)  # type: ignore[no-any-return]
+
+    return repeated
+
+
+def _until_done(replica: Replica, elastic: ElasticCommunicator, state: State, body: Callable[[], T]) -> T:
+    with elastic.open_to_others():
+        while True:
+            generation = elastic.generation
+            try:
+                if replica.rank == 0 and elastic.fresh:
+                    raise PeerLostError(
+                        "All members that had the state of the job were lost.", rank=0, task="chief", host=""
+                    )
+                replica.tell_of_the_entry()  # a chief that was lost may not have come to it
+                state.sync(replica)
+                elastic.welcomed()
+                return body()
+            except Exception as error:
+                if not _is_change(error) or elastic.generation == generation:
+                    raise
+                state.restore()
+                state._reset()
+
+
+def _is_change(error: Exception) -> bool:
+    """Whether the members have changed. TensorFlow wraps what is raised inside of its functions."""
+    return isinstance(error, MembershipChangedError) or MembershipChangedError.__name__ in str(error)

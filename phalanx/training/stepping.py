@@ -1,0 +1,187 @@
+"""When the replicas come together: at every step, at every update, or (`periodic`) every so many steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import keras
+
+from phalanx.backends import model_state
+from phalanx.backends.engine import Engine
+from phalanx.compression.protocol import State
+from phalanx.training import state
+from phalanx.training.agreement import JointBatch
+from phalanx.training.merge import Mode, StepMerge
+from phalanx.training.replica import Replica
+
+T = TypeVar("T")
+
+
+class Steadily(Protocol):
+    """See `Replica.steadily`."""
+
+    def __call__(self, action: Callable[[], T], /) -> T: ...
+
+
+class Stepper(Protocol):
+    """Takes the training steps of one model, epoch after epoch."""
+
+    @property
+    def every_step(self) -> bool:
+        """Whether each step is one of all replicas, which is done by all or by none."""
+        ...
+
+    @property
+    def together(self) -> bool:
+        """Whether the replicas have met at the last step, so that decisions may be taken together now."""
+        ...
+
+    def begin(self, *, watched: bool, entering: bool) -> None:
+        """An epoch begins; the engine has begun.
+
+        Args:
+            watched: whether the logs of single batches matter to anybody.
+            entering: this process comes in in the middle of it.
+        """
+        ...
+
+    def train(self, batch: JointBatch, *, last: bool | None) -> None:
+        """One step.
+
+        Args:
+            last: whether it is the epoch's last; None where nobody knows.
+        """
+        ...
+
+    def meet(self, steadily: Steadily) -> Sequence[str]:
+        """A step is over: come together if it is time to. The tasks whose own steps are everybody's now."""
+        ...
+
+    def finish(self, steadily: Steadily) -> Sequence[str]:
+        """The epoch's steps are done, and the engine has not ended yet: afterwards all replicas are alike. Returns what
+        `meet` does."""
+        ...
+
+    def logs(self) -> Mapping[str, Any]:
+        """The logs of the epoch until now."""
+        ...
+
+    def end(self, steadily: Steadily) -> None:
+        """`fit` has made its last step, and the engine has ended."""
+        ...
+
+    def welcome(self) -> None:
+        """While the replicas are together and the engine has ended: give those who come in what the others have. All
+        ranks must call."""
+        ...
+
+    def pooled(self) -> State:
+        """While they are together: what the replicas remember beside the model, as one. All ranks must call."""
+        ...
+
+    def load_pooled(self, state: State) -> None:
+        """Go on from what `pooled` returned; the model has the values of then already."""
+        ...
+
+
+class EveryStep:
+    """All replicas take each step together. Gradients that the optimizer accumulates are merged when it updates.
+
+    Args:
+        holds: whether a replica may keep them until then; else they are merged at every step.
+    """
+
+    together = every_step = True
+
+    def __init__(self, model: Any, engine: Engine, merge: StepMerge, replica: Replica, *, holds: bool = True) -> None:
+        self._model = model
+        self._engine = engine
+        self._merge = merge
+        self._replica = replica
+        optimizer = model.optimizer
+        self._scale = loss_scale(optimizer)
+        inner = inner_optimizer(optimizer)
+        # Two optimizers may accumulate over different steps; a `train_step` of one's own may apply more than once.
+        simple = (
+            optimizer is not None
+            and len(model_state.optimizers(model)) == 1
+            and type(model).train_step is _keras_train_step(model)
+        )
+        self._steps = getattr(inner, "gradient_accumulation_steps", None) or 1 if simple and holds else 1
+        self._iterations = getattr(inner, "_iterations", None)
+        self._accumulators = list(getattr(inner, "_accumulated_gradients", ())) if self._steps > 1 else []
+        merge.holds = self._steps > 1
+        self._watched = False
+
+    def begin(self, *, watched: bool, entering: bool = False) -> None:
+        """See `Stepper.begin`."""
+        self._watched = watched
+        self._merge.forget_counts()
+
+    def train(self, batch: JointBatch, *, last: bool | None) -> None:
+        """See `Stepper.train`."""
+        if self._scale is not None and (self._merge.separate or self._steps > 1):
+            self._merge.unit = float(self._engine.read([self._scale])[0])
+        with self._merge.doing(self._mode(last)):
+            self._engine.train(batch.data, batch.share)
+
+    def meet(self, steadily: Steadily) -> Sequence[str]:
+        """See `Stepper.meet`."""
+        return ()
+
+    def finish(self, steadily: Steadily) -> Sequence[str]:
+        """See `Stepper.finish`. What is held goes to where the optimizer accumulates, so that it can be saved."""
+        if not self._accumulators:
+            return ()
+        held = self._merge.merged_held([tuple(variable.shape) for variable in self._accumulators])
+        if held:
+            sums = [a + b.astype(a.dtype) for a, b in zip(self._engine.read(self._accumulators), held, strict=True)]
+            self._engine.write(list(zip(self._accumulators, sums, strict=True)))
+        return ()
+
+    def logs(self) -> Mapping[str, Any]:
+        """See `Stepper.logs`."""
+        return self._engine.logs()
+
+    def end(self, steadily: Steadily) -> None:
+        """See `Stepper.end`."""
+
+    def welcome(self) -> None:
+        """See `Stepper.welcome`."""
+        state.synchronise(self._model, self._replica, metrics=True)
+        self._merge.synchronise()
+
+    def pooled(self) -> State:
+        """See `Stepper.pooled`."""
+        return self._merge.pooled()
+
+    def load_pooled(self, state: State) -> None:
+        """See `Stepper.load_pooled`."""
+        self._merge.load_pooled(state)
+
+    def _mode(self, last: bool | None) -> Mode:
+        if self._steps == 1:
+            return Mode.UPDATE
+        made = int(self._engine.read([self._iterations])[0])
+        if (made + 1) % self._steps == 0:
+            return Mode.UPDATE
+        return Mode.HELD if last is False and not self._watched else Mode.GRADIENTS_HELD
+
+
+def inner_optimizer(optimizer: Any) -> Any:
+    """The optimizer inside those that scale the loss."""
+    while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        optimizer = optimizer.inner_optimizer
+    return optimizer
+
+
+def loss_scale(optimizer: Any) -> Any:
+    """The variable by which the loss is multiplied; None where it is not, or always by the same number."""
+    return optimizer.dynamic_scale if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else None
+
+
+def _keras_train_step(model: Any) -> Any:
+    """Keras's own `train_step` on the present backend."""
+    trainer = next(base for base in keras.Model.__mro__ if "train_step" in vars(base) and base is not keras.Model)
+    return trainer.train_step
