@@ -60,6 +60,8 @@ PREFER_COPY_S = 3.0
 """How long a worker that has lost a leader asks the copy alone: the port of a dead process may still be open."""
 CALL_S = 1.0
 """For one attempt then."""
+LOOK_S = 0.5
+"""Between two looks, while one server's answer is waited for, at whether the links to the others still stand."""
 GOODBYE_S = 5.0
 """For taking leave: a server that is busy is not waited for longer."""
 
@@ -131,46 +133,99 @@ class Client:
         self.send(server, question, buffers)
         return self.receive(server)
 
-    def send(self, server: int, question: Question, buffers: Sequence[Array] = ()) -> None:
+    def send(self, server: int, question: Question, buffers: Sequence[Array] = (), *, reused: bool = False) -> None:
         """Ask without waiting for the answer, which `receive` must fetch before the next question to this server.
 
-        The buffers must stay as they are until then.
+        The buffers must stay as they are until then, unless they are to be `reused` as soon as this returns: what might
+        have to be repeated is then kept elsewhere.
         """
         self._unanswered[server] = (question, buffers)
+        in_lane: Sequence[Array] = ()
         try:
-            self._send(server, question, buffers)
+            in_lane = self._send(server, question, buffers)
         except LinkClosedError as error:
             self._return(server, error)
+        if reused:
+            kept = in_lane or ([buffer.copy() for buffer in buffers] if self.return_s else ())
+            self._unanswered[server] = (question, kept)
 
     def receive(self, server: int) -> tuple[Answer, list[memoryview]]:
+        """The answer to what was sent to a server. Raises: as `ask`."""
+        return self._accepted(server, self._await(server))
+
+    def receive_all(
+        self, servers: Sequence[int] | None = None, came: Callable[[int, Answer], None] = lambda server, answer: None
+    ) -> list[tuple[Answer, list[memoryview]]]:
+        """The answers of these servers, or all, to what was sent to each of them.
+
+        Args:
+            came: is told each answer as soon as it is there: another server may be lost before it has answered.
+
+        Raises: as `ask`, once all answers are here: one that is left unread would be taken for that to the next
+            question.
+        """
+        asked = range(self.servers) if servers is None else servers
+        answers = []
+        for server in asked:
+            answers.append(self._await(server))
+            came(server, answers[-1][0])
+        return [self._accepted(server, answer) for server, answer in zip(asked, answers, strict=True)]
+
+    def _await(self, server: int) -> tuple[Answer, list[memoryview]]:
         while True:
             try:
-                answer, buffers = self._receive(server)
+                answer = self._receive(server, self._mend_others if self.return_s else None)
                 break
             except LinkClosedError as error:
                 self._return(server, error)
         self._unanswered[server] = None
-        if isinstance(answer, Refusal):
-            raise _refused(answer, str(self.tasks[self._leaders[server]]))
-        return answer, buffers
+        return answer
 
-    def _send(self, server: int, question: Question, buffers: Sequence[Array]) -> None:
+    def _mend_others(self) -> None:
+        """Make broken links anew: who is waited for at one server may wait for this worker at another."""
+        while broken := self._broken():
+            group = min(broken)
+            self._return(group, LinkClosedError(f"the connection to {self._links[group].peer} is broken."))
+
+    def _broken(self) -> set[int]:
+        """The groups whose leader has closed its link."""
+        return {group for group, link in enumerate(self._links) if link.peer_closed()}
+
+    def _accepted(self, server: int, answer: tuple[Answer, list[memoryview]]) -> tuple[Answer, list[memoryview]]:
+        if isinstance(answer[0], Refusal):
+            raise _refused(answer[0], str(self.tasks[self._leaders[server]]))
+        return answer
+
+    def _send(self, server: int, question: Question, buffers: Sequence[Array]) -> Sequence[Array]:
+        """Returns the buffers as they lie in the lane until the next ones are sent; none if they went by the link."""
         lanes = self._lanes.get(server)
+        in_lane: Sequence[Array] = ()
         if lanes is not None and isinstance(question, Push):
             lengths = lanes.write(TO_SERVER, buffers)
             if lengths:
                 question, buffers = msgspec.structs.replace(question, lengths=lengths), ()
+                in_lane = [np.frombuffer(memory, np.uint8) for memory in lanes.read(TO_SERVER, lengths)]
                 self.bytes_sent += sum(lengths)
         header, arrays = _encode(question), [np.ascontiguousarray(buffer) for buffer in buffers]
         self.bytes_sent += len(header) + sum(array.nbytes for array in arrays)
         self._links[server].send(header, arrays, deadline=time.monotonic() + self._me.settings.timeout_s)
+        return in_lane
 
-    def _receive(self, server: int) -> tuple[Answer, list[memoryview]]:
+    def _receive(self, server: int, look: Callable[[], None] | None = None) -> tuple[Answer, list[memoryview]]:
+        """The next message of a server. `look` is called from time to time until it is there."""
         # More than the time after which the servers themselves give up on somebody, and say whom.
         settings = self._me.settings
         patience_s = max(settings.timeout_s, settings.rendezvous_timeout_s) if self.starting else settings.timeout_s
         deadline = time.monotonic() + settings.timeout_s + patience_s
-        header, buffers = self._links[server].receive(deadline=deadline)
+        while True:
+            until = min(deadline, time.monotonic() + LOOK_S) if look else deadline
+            try:
+                header, buffers = self._links[server].receive(deadline=until)
+                break
+            except LinkTimeoutError:
+                if look is None or until == deadline:
+                    raise
+                look()
         self.bytes_received += len(header) + sum(buffer.nbytes for buffer in buffers)
         answer = _ANSWERS.decode(header)
         if isinstance(answer, Values):
@@ -209,14 +264,20 @@ class Client:
         until = time.monotonic() + self.return_s
         # A server that was lost may have led several groups. All must hear of this worker before one is waited for: the
         # others may wait for this one there.
-        away = {server, *(group for group, link in enumerate(self._links) if link.peer_closed())}
+        away = {server, *self._broken()}
+
+        def look() -> None:
+            if more := self._broken() - away:
+                away.update(more)
+                raise LinkClosedError("more connections are broken.")
+
         while away:
             try:
                 told = {group: self._rejoin(group, until) for group in sorted(away)}
                 for group, more in told.items():
-                    self._repeat(group, more)
+                    self._repeat(group, more, look)
                     away.discard(group)
-            except LinkClosedError as error:  # killed once more
+            except LinkClosedError as error:  # killed once more, or another one too
                 if time.monotonic() > until:
                     raise lost(str(task), "training") from error
             except RendezvousError as error:
@@ -233,15 +294,15 @@ class Client:
         self._tell(group, told[:1])
         return told[1:]
 
-    def _repeat(self, group: int, more: Sequence[Asked]) -> None:
-        self._tell(group, more)
+    def _repeat(self, group: int, more: Sequence[Asked], look: Callable[[], None]) -> None:
+        self._tell(group, more, look)
         if unanswered := self._unanswered[group]:
             self._send(group, *unanswered)
 
-    def _tell(self, group: int, told: Sequence[Asked]) -> None:
+    def _tell(self, group: int, told: Sequence[Asked], look: Callable[[], None] | None = None) -> None:
         for question, buffers in told:
             self._send(group, question, buffers)
-            answer, _ = self._receive(group)
+            answer, _ = self._receive(group, look)
             if isinstance(answer, Refusal):
                 raise _refused(answer, str(self.tasks[self._leaders[group]]))
 
@@ -275,7 +336,7 @@ class Client:
         """A question to each server, all at once."""
         for server, (question, buffers) in enumerate(questions):
             self.send(server, question, buffers)
-        return [self.receive(server) for server in range(self.servers)]
+        return self.receive_all()
 
     def is_over(self) -> bool:
         """Whether the chief has said goodbye."""

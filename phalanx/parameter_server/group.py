@@ -16,60 +16,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from phalanx.cluster.admission import DISAGREEMENT, admit_worker
 from phalanx.cluster.agreement import Statement, describe_disagreement
 from phalanx.cluster.roll_call import Identity
 from phalanx.cluster.spec import Task
-from phalanx.errors import (
-    EvictedError,
-    FrameError,
-    LinkClosedError,
-    LinkTimeoutError,
-    PeerLostError,
-    PhalanxError,
-    RendezvousError,
-)
+from phalanx.errors import FrameError, PhalanxError, RendezvousError
 from phalanx.parameter_server import copying
-from phalanx.parameter_server.lanes import TO_SERVER, Lanes
-from phalanx.parameter_server.messages import (
-    Answer,
-    Applied,
-    Attach,
-    BeginSession,
-    Bye,
-    Collect,
-    Declare,
-    Done,
-    EndFit,
-    FitOver,
-    Hold,
-    IsOver,
-    NoBatch,
-    OpenEpoch,
-    Order,
-    Over,
-    Pull,
-    PullOptimizer,
-    PullRows,
-    PullTables,
-    Push,
-    Question,
-    Refusal,
-    Rejoin,
-    Report,
-    SetRate,
-    Share,
-    Sharing,
-    State,
-    Take,
-    Values,
-    arrays_of,
-    dtypes_of,
-)
-from phalanx.parameter_server.rows import NUMBER
+from phalanx.parameter_server.messages import Applied, EndFit, Over, SetRate, State
+from phalanx.parameter_server.recovery import Recovery
 from phalanx.parameter_server.schedule import CHIEF, Schedule, Worker, lost
+from phalanx.parameter_server.serving import IDLE_S, Serving
 from phalanx.parameter_server.snapshot import Snapshots
 from phalanx.parameter_server.store import Store
 from phalanx.transport.dial import RefusedError
@@ -77,8 +34,6 @@ from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
 
 logger = logging.getLogger(__name__)
-
-Array = np.ndarray[Any, Any]
 
 PURPOSE = "parameter-server"
 """With a slash and the group's number: what a worker dials."""
@@ -89,10 +44,6 @@ COPY = "parameter-server-copy"
 NOT_LEADING = "not leading"
 LEADING = "leading"
 
-IDLE_S = 3600.0
-"""How long a link may say nothing: a worker may compile, or its program do something else. Its death is noticed."""
-SEND_S = 60.0
-"""How long a worker may take to read an answer. One that is stopped holds up its own thread only."""
 RETURN_S = 60.0
 """How long the chief may be away before the job counts as lost, unless PHALANX_RETURN_TIMEOUT says."""
 SNAPSHOT_S = 10.0
@@ -105,10 +56,6 @@ ATTEMPT_S = 5.0
 """For one of them."""
 END_S = 5.0
 """For the threads to end when their links are closed: longer than any update takes."""
-
-_QUESTIONS = msgspec.msgpack.Decoder(Question)
-_STATES = msgspec.msgpack.Decoder(State)
-_encode = msgspec.msgpack.Encoder().encode
 
 
 class Newcomer(msgspec.Struct, frozen=True):
@@ -137,9 +84,21 @@ class Group:
         self._other = other
         self._names = tuple(str(task) for task in me.tasks)
         servers = [task for task in me.spec.tasks if task.type == me.task.type]
-        self._is_head = number == 0
+        is_head = number == 0
         self._schedule = Schedule(self._names, start_s=me.settings.rendezvous_timeout_s)
-        self._store = Store(number, self._schedule, self._names, is_head=self._is_head)
+        self._store = Store(number, self._schedule, self._names, is_head=is_head)
+        self._recovery = Recovery(me, self._store, self._schedule, snapshots, is_head=is_head)
+        self._serving = Serving(
+            me,
+            self._names,
+            self._store,
+            self._schedule,
+            self._recovery,
+            is_head=is_head,
+            copied=other is not None,
+            wait_for_chief=self._wait_for_chief,
+        )
+        self._snapshot_s = snapshot_s if snapshots is not None else None
         self._changed = threading.Condition()
         self._is_own = servers[number] == me.task
         self._leading = self._is_own and other is None
@@ -149,25 +108,16 @@ class Group:
         self._links: dict[Worker, tuple[str, Link]] = {}
         self._gone: set[Worker] = set()  # those that said goodbye
         self._lost: dict[Worker, float] = {}  # those that did not, and since when
-        self._closing = False
+        self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
         self._started = time.monotonic()
-        # What came before this process leads, if anything did.
-        self._snapshots = snapshots
-        self._snapshot_s = snapshot_s
-        self._found = None if snapshots is None else snapshots.newest()
-        self._restoring = threading.Lock()
         self._applying = threading.Lock()  # a record of the leader's, or that this one leads
-        self._took_over = False  # whether another process led before, in the middle of the job
-        self._must_rebuild = False  # whether the schedule must be made anew
-        self._restored = 0  # the version with which this went on
-        self._lost_updates = 0
         self._followed_at = self._started  # when the leader was last known to be there
 
     def start(self) -> None:
         """Begin with what is done beside the workers' questions."""
-        if self._snapshots is not None:
-            self._run("snapshots", self._keep)
+        if self._snapshot_s is not None:
+            self._run("snapshots", self._recovery.keep, self._snapshot_s, self._closing)
         if self._other is not None:
             self._run("copies", self._seek_copy)
 
@@ -181,7 +131,7 @@ class Group:
     def close(self) -> None:
         """Hang up on everybody."""
         with self._changed:
-            self._closing = True
+            self._closing.set()
             links = [link for _, link in self._links.values()]
             following = self._following
             self._changed.notify_all()
@@ -190,8 +140,8 @@ class Group:
         until = time.monotonic() + END_S
         for thread in self._threads:  # one that is in the backend when the interpreter ends would crash it
             thread.join(max(0.0, until - time.monotonic()))
-        if self._snapshots is not None and self._over:
-            self._snapshots.clear()
+        if self._over:
+            self._recovery.clear()
 
     def wait(self, seconds: float) -> None:
         """Until something has changed here, at most so long."""
@@ -233,7 +183,7 @@ class Group:
             since = self._lost.get(CHIEF)
             if since is not None and now - since > return_s and not self._links:
                 raise lost(self._names[CHIEF], f"training; it did not come back within {return_s:g} s")
-            some_may_come = len(came) < len(self._names) and now < first_contact_until and not self._took_over
+            some_may_come = len(came) < len(self._names) and now < first_contact_until and not self._recovery.took_over
             left_out = all(self._schedule.is_evicted(incarnation) for incarnation, _ in self._links.values())
             over = self._over = CHIEF in self._gone and not some_may_come and left_out
         if over and self._other is not None:
@@ -249,9 +199,7 @@ class Group:
                 return
             logger.warning("%s leads the shards of group %d from now on.", self._me.task, self.number)
             self._leading = self._settled = True
-            self._took_over = self._must_rebuild = self._store.fit >= 0
-            self._restored, self._lost_updates = self._store.version, 0
-            self._schedule.await_workers()
+            self._recovery.take_the_lead()
             if self._following is not None:
                 self._following.close()
             self._changed.notify_all()
@@ -274,7 +222,7 @@ class Group:
         assert self._other is not None
         while True:
             with self._changed:
-                if self._changed.wait_for(lambda: self._closing, 0.0 if not self._settled else SEEK_S):
+                if self._changed.wait_for(self._closing.is_set, 0.0 if not self._settled else SEEK_S):
                     return
                 wanted = (self._leading or not self._settled) and not self._over
             if not wanted or self._store.is_copied:
@@ -328,7 +276,7 @@ class Group:
                     self._apply(record, buffers)
                 copying.acknowledge(link)
         except copying.LOST as error:
-            if not (self._closing or self._over or self._leading):
+            if not (self._closing.is_set() or self._over or self._leading):
                 logger.warning("%s: %s", self._me.task, error)
         except (FrameError, msgspec.MsgspecError) as error:
             logger.warning("%s hangs up on %s: %s", self._me.task, self._other, error)
@@ -352,72 +300,6 @@ class Group:
                 with self._changed:
                     self._over = True
                     self._changed.notify_all()
-
-    # Snapshots, and going on from one.
-
-    def _keep(self) -> None:
-        """Write a snapshot every so often. The body of a thread."""
-        written = -1
-        while True:
-            with self._changed:
-                if self._changed.wait_for(lambda: self._closing, self._snapshot_s):
-                    return
-            version = self._store.version
-            if version != written and self._write_snapshot():
-                written = version
-
-    def _write_snapshot(self) -> bool:
-        """Whether there is one of what this has now."""
-        with self._restoring:  # one at a time, each of newer values than the one before
-            state = self._store.state()
-            if self._snapshots is None or state is None:
-                return False
-            try:
-                self._snapshots.write(msgspec.msgpack.encode(state[0]), state[1])
-            except OSError as error:
-                logger.warning(
-                    "%s cannot write its snapshot (%s); if it is killed, more updates will be lost.",
-                    self._me.task,
-                    error.strerror or error,
-                )
-                return False
-        return True
-
-    def _take_back(self, worker: Worker, message: Rejoin, buffers: Sequence[memoryview]) -> None:
-        """A worker has lost its link to this task in the middle of a `fit`, perhaps because the process is new."""
-        with self._restoring:
-            if self._store.fit < message.fit:
-                self._restore(message)
-            scheduled = self._is_head and message.epoch >= 0 and message.era == self._schedule.era
-            if self._must_rebuild and scheduled and not self._schedule.has_ended(message.fit):
-                self._schedule.await_rejoins()
-            self._must_rebuild = False
-            missing = max(0, message.version - self._restored)
-            if self._took_over and missing > self._lost_updates:
-                self._lost_updates = missing
-                self._store.outrun(message.version)
-                logger.warning("%s: %d updates of its variables are lost.", self._me.task, self._lost_updates)
-        if scheduled:
-            order = np.frombuffer(buffers[0], np.int64) if buffers else None
-            self._schedule.rejoin(worker, message, order)
-
-    def _restore(self, message: Rejoin) -> None:
-        found = self._found
-        state = None if found is None else _STATES.decode(found[0])
-        if found is None or state is None or (state.declared.fit, state.era) < (message.fit, message.era):
-            raise PeerLostError(
-                f"{self._me.task} was killed and started again, and has no snapshot of this training. Pass "
-                f"snapshot_dir or replication=2 to ParameterServerStrategy, or start the job with `phalanx run`.",
-                rank=-1,
-                task=str(self._me.task),
-                host="",
-            )
-        self._store.restore(state, found[1])
-        self._found = None
-        self._took_over = self._must_rebuild = True
-        self._schedule.await_workers()
-        self._restored, self._lost_updates = state.version, -1  # even none is worth a line
-        logger.warning("%s goes on from its snapshot.", self._me.task)
 
     # The listener's service.
 
@@ -446,55 +328,17 @@ class Group:
 
     def _serve(self, worker: Worker, incarnation: str, link: Link) -> None:
         self._store.notice()  # not in the listener's thread: the store may be busy
-        lanes: Lanes | None = None
+
+        def says_goodbye() -> None:
+            with self._changed:
+                self._gone.add(worker)
+                self._changed.notify_all()
+            if worker == CHIEF:
+                self._schedule.chief_left()
+
         try:
-            while True:
-                header, buffers = link.receive(deadline=time.monotonic() + IDLE_S)
-                question = _QUESTIONS.decode(header)
-                if isinstance(question, Bye):
-                    with self._changed:
-                        self._gone.add(worker)
-                        self._changed.notify_all()
-                    if worker == CHIEF:
-                        self._schedule.chief_left()
-                    _answer(link, Done())
-                    return
-                if isinstance(question, Share):
-                    made = Lanes.accept(question.offer)
-                    lanes = made or lanes
-                    _answer(link, Sharing(made is not None))
-                    continue
-                if isinstance(question, Push) and question.lengths:
-                    if lanes is None:
-                        raise FrameError("gradients in memory that is not shared")
-                    buffers = lanes.read(TO_SERVER, question.lengths)
-                try:
-                    if self._schedule.is_evicted(incarnation):
-                        raise EvictedError(
-                            f"{self._names[worker]} made no progress for too long and was left out; the others went "
-                            f"on. Start it again to take part."
-                        )
-                    answer, arrays = self._handle(worker, incarnation, question, buffers)
-                except PhalanxError as error:
-                    answer, arrays = Refusal(type(error).__name__, str(error)), []
-                except Exception as error:
-                    logger.exception("%s cannot do what %s asked", self._me.task, self._names[worker])
-                    answer, arrays = Refusal("PhalanxError", f"{self._me.task} failed: {error!r}"), []
-                if lanes is not None and isinstance(answer, Values) and isinstance(question, Push | Pull):
-                    place = lanes.next_place()
-                    lengths = lanes.write(place, arrays)
-                    if lengths:
-                        answer, arrays = msgspec.structs.replace(answer, lengths=lengths, place=place), ()
-                _answer(link, answer, arrays, max(SEND_S, self._me.settings.timeout_s))
-        except (LinkClosedError, LinkTimeoutError) as error:
-            if not self._closing:
-                logger.warning("%s: %s", self._me.task, error)
-        except (FrameError, msgspec.MsgspecError) as error:
-            logger.warning("%s hangs up on %s: %s", self._me.task, self._names[worker], error)
+            self._serving.serve(worker, incarnation, link, says_goodbye=says_goodbye, is_closing=self._closing.is_set)
         finally:
-            link.close()
-            if lanes is not None:
-                lanes.close()
             self._forget(worker, incarnation, link)
 
     def _forget(self, worker: Worker, incarnation: str, link: Link) -> None:
@@ -509,86 +353,6 @@ class Group:
         self._schedule.detach(worker, incarnation, goodbye=goodbye)
         self._store.notice()
 
-    def _handle(
-        self, worker: Worker, incarnation: str, question: Question, buffers: Sequence[memoryview]
-    ) -> tuple[Answer, Sequence[Array]]:
-        store, schedule = self._store, self._schedule
-        timeout_s = self._me.settings.timeout_s
-        if not isinstance(question, Rejoin | Declare | SetRate | BeginSession):
-            schedule.wait_until_rebuilt(worker, timeout_s)
-        match question:
-            case Rejoin():
-                self._take_back(worker, question, buffers)
-            case Push():
-                self._wait_for_chief()
-                version, values, rows, extras, note = store.push(question, buffers)
-                if not store.is_copied:
-                    self._wait_for_chief()  # the copy may lead by now, and have been lost for that reason
-                ticket = None
-                if self._is_head and question.gradients:
-                    now = question.ticket
-                    ticket = schedule.try_take(worker, incarnation, now.fit, now.epoch, now.era)
-                arrays = [*values, *rows, *extras]
-                step = schedule.global_step
-                alone = self._other is not None and not store.is_copied
-                answer = Values(
-                    version, step, dtypes_of(arrays), len(values), note, ticket=ticket, alone=alone, rows=len(rows)
-                )
-                return answer, arrays
-            case Take(fit, epoch, era, wait):
-                if wait:
-                    return schedule.take(worker, incarnation, fit, epoch, era, timeout_s), ()
-                return schedule.try_take(worker, incarnation, fit, epoch, era) or Done(), ()
-            case Pull(fit, version):
-                newest, values = store.pull(fit, version)
-                return Values(newest, dtypes=dtypes_of(values), shards=len(values)), values
-            case PullRows(fit):
-                rows = store.pull_rows(fit, arrays_of(buffers, [NUMBER.name] * len(buffers)))
-                return Values(store.version, dtypes=dtypes_of(rows), rows=len(rows)), rows
-            case PullTables(fit):
-                tables = store.pull_tables(fit)
-                return Values(store.version, dtypes=dtypes_of(tables), rows=len(tables)), tables
-            case PullOptimizer(with_tables):
-                slots, state = store.optimizer_values(tables=with_tables)
-                return Values(store.version, dtypes=dtypes_of(state), slots=slots), state
-            case Declare():
-                with self._restoring:
-                    self._must_rebuild = False
-                    store.declare(question, buffers)
-                self._write_snapshot()  # from now on there is one of this `fit`
-            case Attach(fit, variables):
-                first_epoch, table_numbers = store.attach(fit, variables, self._me.settings.rendezvous_timeout_s)
-                return Values(schedule.era, first_epoch, tables=table_numbers), ()
-            case SetRate(rate):
-                store.set_learning_rate(rate)
-            case OpenEpoch(fit, epoch, steps):
-                order = np.frombuffer(buffers[0], np.int64) if buffers else None
-                schedule.open_epoch(fit, epoch, None if steps < 0 else steps, order)
-            case Order(fit, epoch):
-                return Values(0), [schedule.order(fit, epoch, timeout_s)]
-            case NoBatch(ticket, ends):
-                schedule.no_batch(ticket, ends=ends)
-            case Report():
-                schedule.report(worker, question, arrays_of(buffers, question.dtypes))
-            case Collect(fit, epoch):
-                merged, _, _ = schedule.collect(fit, epoch, timeout_s)
-                return Values(0, schedule.global_step, dtypes_of(merged)), merged
-            case Hold(on):
-                if on:
-                    schedule.hold(timeout_s)
-                else:
-                    schedule.go_on()
-                return Values(0, schedule.global_step), ()
-            case IsOver():
-                return FitOver() if schedule.has_chief_left else Done(), ()
-            case BeginSession(session):
-                schedule.begin_session(worker, session)
-            case EndFit(fit):
-                schedule.end_fit(fit)
-                store.tell_copy(question)
-                self._write_snapshot()
-        return Done(), ()
-
     def _wait_for_chief(self) -> None:
         """Where there is a copy, it may lead by now: the one to which the chief is linked is right."""
         if self._other is None:
@@ -598,9 +362,3 @@ class Group:
             settled = self._changed.wait_for(lambda: CHIEF in self._links or CHIEF in self._gone, return_s)
         if not settled:
             raise lost(self._names[CHIEF], f"training; it did not come back within {return_s:g} s")
-
-
-def _answer(link: Link, answer: Answer, arrays: Sequence[Array] = (), patience_s: float = SEND_S) -> None:
-    link.send(
-        _encode(answer), [np.ascontiguousarray(array) for array in arrays], deadline=time.monotonic() + patience_s
-    )

@@ -5,6 +5,7 @@ A worker asks, the server answers, in turn; so a link needs no numbers to match 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,12 @@ Array = np.ndarray[Any, Any]
 
 def dtypes_of(arrays: Sequence[Array]) -> tuple[str, ...]:
     """What a message says of the arrays that go with it."""
-    return tuple(array.dtype.name for array in arrays)
+    return tuple([_name_of(array.dtype) for array in arrays])
+
+
+@functools.cache
+def _name_of(dtype: np.dtype[Any]) -> str:
+    return dtype.name  # NumPy puts it together anew each time
 
 
 def arrays_of(buffers: Sequence[memoryview], dtypes: Sequence[str]) -> list[Array]:
@@ -134,6 +140,7 @@ class Rejoin(msgspec.Struct, frozen=True, tag="rejoin"):
         steps: how many the epoch has; -1 while that is unknown.
         order_of: the epoch with which the pass over the data began, whose order comes along.
         opened: whether the chief has opened the epoch.
+        made: how many steps of the epoch the worker has made.
     """
 
     fit: int
@@ -147,6 +154,7 @@ class Rejoin(msgspec.Struct, frozen=True, tag="rejoin"):
     steps: int
     order_of: int = -1
     opened: bool = True
+    made: int = 0
 
 
 class Pull(msgspec.Struct, frozen=True, tag="pull"):

@@ -100,9 +100,11 @@ class Schedule:
         self._order: tuple[int, int, Array] = (-1, -1, np.zeros(0, np.int64))
         self.global_step = 0
         self.lost_batches = 0
+        """Of this `fit`: handed out, and trained by nobody as far as is known."""
         self._rejoined: dict[Worker, tuple[Rejoin, Array | None]] = {}
         self._rebuilt = True  # False while this is to be made anew from what the workers say
         self._rebuild_since = 0.0
+        self._proved = -1  # steps up to this serial had been applied, and counted, when this schedule was made anew
         self._fresh: set[Worker] = set()  # those that came meanwhile, as new processes
         self._awaited: set[Worker] = set()  # those that the process that led before had links to, perhaps
         self._awaited_until = 0.0
@@ -129,8 +131,10 @@ class Schedule:
             self._on_hold = False
             self.era = self.era + 1 if era is None else era
             self._ended_fit = fit - 1
+            self._proved = -1
             self._order = (-1, -1, np.zeros(0, np.int64))
             self._made.clear()
+            self.lost_batches = 0
             self._began = False
             self._epoch = None
             self._joint = None
@@ -282,6 +286,8 @@ class Schedule:
         same = [m for m in here if (m.fit, m.epoch) == (chief.fit, chief.epoch)]
         tickets = [ticket for message in same for ticket in message.tickets]
         self._serial = max([t.serial for t in tickets] + [m.finished for m in here], default=0)
+        if self._rules is not None and self._rules.synchronous:
+            self._proved = max((m.finished for m in here), default=-1)
         self._rebuilt = True
         if not chief.opened or chief not in same:  # what it asks next opens the epoch
             self._rejoined.clear()
@@ -296,6 +302,15 @@ class Schedule:
         assert self._rules is not None
         if not self._rules.synchronous:
             self._held = {ticket.serial: ticket for ticket in tickets}
+            known = len(self._held) + sum(message.made for message in same)
+            if (unknown := self._epoch.next - known) > 0:
+                self.lost_batches += unknown
+                logger.warning(
+                    "Up to %d batches of epoch %d are lost: they had been handed out, and no worker that is here has "
+                    "them or has trained them.",
+                    unknown,
+                    chief.epoch + 1,
+                )
         elif tickets:
             # One that has finished the newest step has proved that it was applied: the next one may be given out.
             joint = max(tickets, key=lambda ticket: ticket.serial)
@@ -467,7 +482,10 @@ class Schedule:
     def done(self, ticket: Ticket) -> None:
         """The step of this ticket has been applied."""
         with self._changed:
-            self.global_step += 1
+            # Else one of its members repeats what the others have finished. An update outside of epochs, whose serial is
+            # negative, is never repeated.
+            if not 0 <= ticket.serial <= self._proved:
+                self.global_step += 1
             self._last_progress = time.monotonic()
             if ticket.member in self._steps_of:
                 self._steps_of[ticket.member] += 1
@@ -535,6 +553,15 @@ class Schedule:
             self._took.add(worker)
             self._reports.setdefault((report.fit, report.epoch), {})[worker] = (report, arrays)
             self._changed.notify_all()
+
+    def describe_losses(self) -> str:
+        """What the chief should know of batches that nobody has trained, or nothing."""
+        count = self.lost_batches
+        return (
+            f"{count} {'batch' if count == 1 else 'batches'} of this fit() lost with workers or a server"
+            if count
+            else ""
+        )
 
     def collect(self, fit: int, epoch: int, timeout_s: float) -> tuple[list[Array], int, int]:
         """The merged report of an epoch, its samples, and how many steps it had; waits for all workers present."""

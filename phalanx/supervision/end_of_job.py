@@ -2,7 +2,8 @@
 
 It asks at the ports. In synchronous training the chief listens until it leaves; with parameter servers the first server
 does until all workers have left, whatever restarts meanwhile. So the job is over when nobody listens there any more.
-Under `phalanx run` that is so at once; a task that was started by hand may be started again, and gets a while for it.
+Under `phalanx run`, which opens all ports before it starts the first task, that is so at once, also for an evaluator
+that came so late that it saw nobody; a task that was started by hand may be started again, and gets a while for it.
 
 A job without ports (one worker, by hand; no cluster at all) says it with a file in the directory of its checkpoints, or
 by saving nothing for a long time.
@@ -61,12 +62,13 @@ class EndOfJob:
 
     Args:
         now: when the evaluator began.
+        launched: whether all ports of the job were open before, so that it is known to have been there.
     """
 
-    def __init__(self, patience: Patience, now: float):
+    def __init__(self, patience: Patience, now: float, *, launched: bool = False):
         self._patience = patience
         self._began = now
-        self._seen = False
+        self._seen = launched
         self._last_sign = now
         self._gone_since: float | None = None
         self._last_checkpoint: float | None = None

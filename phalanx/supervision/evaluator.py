@@ -132,7 +132,7 @@ class SidecarEvaluator:
             OSError: the best cannot be written.
         """
         settings = Settings.from_environment()
-        end = EndOfJob(patience(settings, self._patience_s), time.monotonic())
+        end = EndOfJob(patience(settings, self._patience_s), time.monotonic(), launched=bool(settings.job_id))
         signs = Signs(self._spec, self._task, settings, time.monotonic)
         over = False
         with tempfile.TemporaryDirectory(prefix="phalanx-evaluator-") as scratch:

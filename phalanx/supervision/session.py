@@ -23,6 +23,7 @@ from typing import Any
 
 import keras
 
+from phalanx import timeline
 from phalanx.errors import ConfigurationError
 from phalanx.launcher import progress
 from phalanx.settings import Settings
@@ -115,9 +116,10 @@ class ManagedSession:
             return path
         directory = self._directory_of(save_path)
         progress.enter("checkpoint")
-        hook.bring_up_to_date(self.model)
-        step = self.global_step if global_step is None else int(global_step)
-        written = directory.save(self.model, step, {"fits": self._fits, "epoch": self._epoch})
+        with timeline.current.span(timeline.CHECKPOINTS, "checkpoint"):
+            hook.bring_up_to_date(self.model)
+            step = self.global_step if global_step is None else int(global_step)
+            written = directory.save(self.model, step, {"fits": self._fits, "epoch": self._epoch})
         self._saved_at = time.monotonic()
         logger.info("Saved step %d to %s.", step, written)
         return written

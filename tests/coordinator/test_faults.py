@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import phalanx
@@ -70,6 +72,52 @@ def test_a_killed_workers_function_runs_elsewhere_and_the_worker_comes_back(star
     (tasks.folder / "started again").write_text(str(pid_of(tasks, "worker/1")))
     assert set(tasks.ends().values()) == {0}
     assert (tasks.folder / "came back").exists()
+
+
+COUNTING = """
+import sys, time
+from pathlib import Path
+import keras, numpy as np
+import phalanx
+
+folder = Path(sys.argv[1])
+strategy = phalanx.ParameterServerStrategy(snapshot_dir=folder / "snapshots", snapshot_seconds=0.1)
+with strategy.scope():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, use_bias=False, kernel_initializer="zeros")])
+    optimizer = keras.optimizers.SGD(1.0)
+coordinator = phalanx.coordinator.ClusterCoordinator(strategy)
+
+def update():
+    optimizer.apply([keras.ops.ones((2, 3))], model.trainable_variables)
+
+for _ in range(10):
+    coordinator.schedule(update)
+coordinator.join()
+(folder / "half").touch()
+while not (folder / "go").exists():
+    time.sleep(0.02)
+for _ in range(10):
+    coordinator.schedule(update)
+coordinator.join()
+np.save(folder / "kernel.npy", model.get_weights()[0])
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_server_goes_on_from_its_snapshot(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(COUNTING)
+    program = [str(tmp_path / "program.py"), str(tmp_path)]
+    with Tasks(tmp_path, program, servers=1, workers=2, backend=FIRST, chief=True) as tasks:
+        tasks.wait_for((tmp_path / "half").exists, "the first functions have run")
+        tasks.send("ps/0", signal.SIGKILL)
+        tasks.processes["ps/0"].wait()
+        tasks.restart("ps/0")
+        (tmp_path / "go").touch()
+        assert set(tasks.ends().values()) == {0}, tasks.everything()
+        said = tasks.said("ps/0")
+    assert "ps/0 goes on from its snapshot" in said
+    lost = int(re.findall(r"ps/0: (\d+) updates of its variables are lost", said)[-1])
+    np.testing.assert_array_equal(np.load(tmp_path / "kernel.npy"), lost - 20.0)
 
 
 @pytest.mark.slow

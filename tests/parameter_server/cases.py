@@ -99,6 +99,9 @@ CASES = {
         2, {}, lambda keras: keras.optimizers.Adam(0.0003), fit={"epochs": 12}, model=_wide, exact=False
     ),
     "asynchronous_in_half_precision": Case(2, {"compression": "float16"}, fit={"epochs": 12}, exact=False),
+    "asynchronous_in_bfloat16": Case(2, {"compression": "bfloat16"}, fit={"epochs": 12}, exact=False),
+    "asynchronous_with_a_schedule": Case(2, {}, _schedule, fit={"epochs": 12}, exact=False),
+    "asynchronous_with_fewer_steps_than_data": Case(2, {}, fit={"steps_per_epoch": 3, "epochs": 12}, exact=False),
     "bounded_staleness": Case(2, {"staleness": 1}, fit={"epochs": 12}, exact=False),
 }
 

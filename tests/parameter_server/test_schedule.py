@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from phalanx.errors import CollectiveTimeoutError, PeerLostError, PhalanxError
-from phalanx.parameter_server.messages import EpochOver, FitOver, Report, Rules, Ticket
+from phalanx.parameter_server.messages import EpochOver, FitOver, Rejoin, Report, Rules, Ticket
 from phalanx.parameter_server.schedule import Schedule
 
 BOUND_S = 20.0
@@ -75,6 +75,50 @@ def test_the_batch_of_a_lost_worker_goes_to_another() -> None:
     assert at_hand(schedule, 0) is None, "all batches are given out"
     schedule.detach(1, "incarnation 1")
     assert take(schedule, 0).batch == lost.batch
+
+
+def test_what_a_new_head_cannot_account_for_is_counted() -> None:
+    schedule = begun(10)
+    schedule.await_rejoins()
+
+    def rejoin(worker: int, *, batches: int, made: int, held: tuple[int, ...]) -> None:
+        tickets = tuple(Ticket(0, 0, batch, (worker,), worker, 20 + batch, schedule.era) for batch in held)
+        known = Rejoin(0, schedule.era, 0, 1, tickets, batches, 5, 5, 10, made=made)
+        schedule.rejoin(worker, known, None)
+
+    rejoin(0, batches=6, made=3, held=(4,))
+    rejoin(1, batches=4, made=1, held=())
+    assert schedule.lost_batches == 1, "of six 3 + 1 were trained, and one is held"
+    assert "1 batch of this fit()" in schedule.describe_losses()
+    assert take(schedule, 1).batch == 6
+    schedule.begin(rules(), 1)
+    assert not schedule.describe_losses()
+
+
+def test_a_step_that_one_has_finished_is_not_counted_again_when_another_repeats_it() -> None:
+    schedule = begun(10, synchronous=True)
+    schedule.await_rejoins()
+
+    def ticket(worker: int, batch: int) -> Ticket:
+        return Ticket(0, 0, batch, (0, 1), worker, batch, schedule.era)
+
+    # Both made step 4; worker 0 was answered, and has the ticket of step 5, and worker 1 was not.
+    for worker, batch, finished, step in ((0, 5, 4, 5), (1, 4, 3, 4)):
+        message = Rejoin(0, schedule.era, 0, 1, (ticket(worker, batch),), batch + 1, finished, step, 10)
+        schedule.rejoin(worker, message, None)
+    assert schedule.global_step == 5
+    schedule.done(ticket(1, 4))
+    assert schedule.global_step == 5
+    assert take(schedule, 1).serial == 5, "which worker 0 has"
+    schedule.done(ticket(0, 5))
+    assert schedule.global_step == 6
+
+
+def test_updates_outside_of_epochs_count() -> None:
+    schedule = begun(None)
+    for serial in (-7, -3):
+        schedule.done(Ticket(0, -1, -1, (1,), 1, serial, schedule.era))
+    assert schedule.global_step == 2
 
 
 def test_an_epoch_is_over_when_the_last_batch_is_applied() -> None:

@@ -60,6 +60,13 @@ def test_a_job_that_never_came_is_over_after_the_time_to_start() -> None:
     assert end.saw_nothing
 
 
+def test_a_job_of_the_launcher_that_ended_before_the_first_look_is_over() -> None:
+    end = EndOfJob(PATIENCE, 0, launched=True)
+    end.checkpoint(20)
+    assert over(end, (Sign.GONE, 21), (Sign.GONE, 30), (Sign.GONE, 31)) == [False, False, True]
+    assert not end.saw_nothing
+
+
 def test_a_job_without_ports_is_over_when_it_saves_no_more() -> None:
     end = EndOfJob(PATIENCE, 0)
     end.checkpoint(90)

@@ -1,0 +1,125 @@
+"""How training goes on when a server was lost: its snapshots, and what the workers that come back say of themselves."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from phalanx.cluster.roll_call import Identity
+from phalanx.errors import PeerLostError
+from phalanx.parameter_server.messages import Declare, Rejoin, State
+from phalanx.parameter_server.schedule import Schedule, Worker
+from phalanx.parameter_server.snapshot import Snapshots
+from phalanx.parameter_server.store import Store
+
+logger = logging.getLogger(__name__)
+
+_STATES = msgspec.msgpack.Decoder(State)
+
+
+class Recovery:
+    """What came before this process leads a group of shards, if anything did, and what is kept for the one after it.
+
+    Args:
+        me: this task.
+        snapshots: where to keep what another process goes on with if this one is killed; None: nowhere.
+
+    Attributes:
+        took_over: whether another process led before, in the middle of the job.
+    """
+
+    def __init__(self, me: Identity, store: Store, schedule: Schedule, snapshots: Snapshots | None, *, is_head: bool):
+        self._me = me
+        self._store = store
+        self._schedule = schedule
+        self._is_head = is_head
+        self._snapshots = snapshots
+        self._found = None if snapshots is None else snapshots.newest()
+        self._restoring = threading.Lock()
+        self.took_over = False
+        self._must_rebuild = False  # whether the schedule must be made anew
+        self._restored = 0  # the version with which this went on
+        self._lost_updates = 0
+
+    def take_the_lead(self) -> None:
+        """This process has become the leader, with the values that it has."""
+        self.took_over = self._must_rebuild = self._store.fit >= 0
+        self._restored, self._lost_updates = self._store.version, 0
+        self._schedule.await_workers()
+
+    def declare(self, message: Declare, buffers: Sequence[memoryview]) -> None:
+        """A `fit` begins; from now on there is a snapshot of it."""
+        with self._restoring:
+            self._must_rebuild = False
+            self._store.declare(message, buffers)
+        self.write_snapshot()
+
+    def keep(self, seconds: float, closing: threading.Event) -> None:
+        """Write a snapshot every so many seconds, if there is something new, until `closing`. The body of a thread."""
+        written = -1
+        while not closing.wait(seconds):
+            version = self._store.version
+            if version != written and self.write_snapshot():
+                written = version
+
+    def clear(self) -> None:
+        """Nobody will go on with the snapshots."""
+        if self._snapshots is not None:
+            self._snapshots.clear()
+
+    def write_snapshot(self) -> bool:
+        """Whether there is one of what this has now."""
+        with self._restoring:  # one at a time, each of newer values than the one before
+            state = self._store.state()
+            if self._snapshots is None or state is None:
+                return False
+            try:
+                self._snapshots.write(msgspec.msgpack.encode(state[0]), state[1])
+            except OSError as error:
+                logger.warning(
+                    "%s cannot write its snapshot (%s); if it is killed, more updates will be lost.",
+                    self._me.task,
+                    error.strerror or error,
+                )
+                return False
+        return True
+
+    def take_back(self, worker: Worker, message: Rejoin, buffers: Sequence[memoryview]) -> None:
+        """A worker has lost its link to this task in the middle of a `fit`, perhaps because the process is new."""
+        with self._restoring:
+            if self._store.fit < message.fit:
+                self._restore(message)
+            scheduled = self._is_head and message.epoch >= 0 and message.era == self._schedule.era
+            if self._must_rebuild and scheduled and not self._schedule.has_ended(message.fit):
+                self._schedule.await_rejoins()
+            self._must_rebuild = False
+            missing = max(0, message.version - self._restored)
+            if self.took_over and missing > self._lost_updates:
+                self._lost_updates = missing
+                self._store.outrun(message.version)
+                logger.warning("%s: %d updates of its variables are lost.", self._me.task, self._lost_updates)
+        if scheduled:
+            order = np.frombuffer(buffers[0], np.int64) if buffers else None
+            self._schedule.rejoin(worker, message, order)
+
+    def _restore(self, message: Rejoin) -> None:
+        found = self._found
+        state = None if found is None else _STATES.decode(found[0])
+        if found is None or state is None or (state.declared.fit, state.era) < (message.fit, message.era):
+            raise PeerLostError(
+                f"{self._me.task} was killed and started again, and has no snapshot of this training. Pass "
+                f"snapshot_dir or replication=2 to ParameterServerStrategy, or start the job with `phalanx run`.",
+                rank=-1,
+                task=str(self._me.task),
+                host="",
+            )
+        self._store.restore(state, found[1])
+        self._found = None
+        self.took_over = self._must_rebuild = True
+        self._schedule.await_workers()
+        self._restored, self._lost_updates = state.version, -1  # even none is worth a line
+        logger.warning("%s goes on from its snapshot.", self._me.task)

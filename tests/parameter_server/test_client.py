@@ -1,0 +1,93 @@
+"""A worker's questions to several servers, real ones, in this process."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+
+from phalanx.cluster.agreement import Facts
+from phalanx.cluster.roll_call import Identity
+from phalanx.cluster.spec import ClusterSpec, Task
+from phalanx.errors import PhalanxError
+from phalanx.parameter_server.client import Client
+from phalanx.parameter_server.messages import BeginSession, Done, IsOver, OpenEpoch, Pull, Push, Ticket
+from phalanx.parameter_server.server import ParameterServer
+from phalanx.settings import Settings
+
+BOUND_S = 60.0
+SERVERS = 2
+
+
+Cluster = tuple[list[ParameterServer], list[Client]]
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    """Two servers and two workers."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(SERVERS)]
+    addresses = [f"127.0.0.1:{sock.getsockname()[1]}" for sock in sockets]
+    spec = ClusterSpec({"ps": addresses, "worker": ["127.0.0.1:1", "127.0.0.1:2"]})
+    settings = Settings(secret=b"0123456789abcdef", rendezvous_timeout_s=BOUND_S, timeout_s=BOUND_S)
+    with ExitStack() as stack:
+        servers = [ParameterServer(Identity(spec, Task("ps", index), Facts(), settings)) for index in range(SERVERS)]
+        for server, sock in zip(servers, sockets, strict=True):
+            thread = threading.Thread(target=server.run, args=([sock],))
+            thread.start()
+            stack.callback(thread.join, BOUND_S)
+            stack.callback(server.stop)
+        clients = [Client(Identity(spec, Task("worker", n), Facts(), settings), return_s=BOUND_S) for n in range(2)]
+        for client in clients:
+            stack.callback(client.close)
+        yield servers, clients
+
+
+@pytest.fixture
+def client(cluster: Cluster) -> Client:
+    return cluster[1][0]
+
+
+def test_a_link_that_breaks_is_mended_while_another_servers_answer_is_waited_for(cluster: Cluster) -> None:
+    """That answer may wait for a worker which waits at the other server for this one."""
+    servers, (chief, other) = cluster
+    waiting = threading.Thread(target=other.ask, args=(0, BeginSession(0)))
+    waiting.start()
+    links = servers[1]._groups[0]._links
+    broken = links[1][1]
+    broken.close()
+    until = time.monotonic() + BOUND_S
+    while 1 not in links or links[1][1] is broken:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert waiting.is_alive()
+    chief.ask(0, BeginSession(0))
+    waiting.join(BOUND_S)
+    assert not waiting.is_alive()
+
+
+def test_no_answer_is_left_unread_when_a_server_refuses(client: Client) -> None:
+    with pytest.raises(PhalanxError, match="ps/0 failed"):  # nothing has been declared
+        client.ask_all([(OpenEpoch(0, 0, -1), ()), (Pull(0, -1), ())])
+    assert client.ask(1, IsOver())[0] == Done(), "and not the answer to the question before"
+
+
+@pytest.mark.parametrize("through_memory", [True, False])
+def test_what_may_have_to_be_repeated_is_kept_when_its_buffer_is_used_again(
+    client: Client, through_memory: bool
+) -> None:
+    gradient = np.full(10_000, 1.0, np.float32)
+    if through_memory:
+        client.share_memory(0, [gradient.nbytes])
+    ticket = Ticket(0, 0, 0, (0,), 0, 1, 0)
+    client.send(0, Push(ticket, 0, True, True, 1.0, ("float32",)), [gradient], reused=True)
+    gradient[:] = 2.0
+    kept = client._unanswered[0]
+    assert kept is not None
+    np.testing.assert_array_equal(np.frombuffer(kept[1][0], np.float32), 1.0)
+    with pytest.raises(PhalanxError):  # nothing has been declared
+        client.receive(0)

@@ -1,0 +1,60 @@
+"""What a worker says of itself when it has lost a server, without any server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from phalanx.parameter_server.client import HEAD, Placed
+from phalanx.parameter_server.messages import Answer, Ticket, Values
+from phalanx.parameter_server.placement import Shard, Variable
+from phalanx.training.server_merge import ServerMerge
+
+FIRST, SECOND = (Ticket(0, 0, batch, (0,), 0, serial=batch + 1, era=0) for batch in (0, 1))
+
+
+class Servers:
+    """Two of them: the head has answered, and the other one is lost before it has."""
+
+    servers = 2
+    told: list[Any]
+
+    def __init__(self) -> None:
+        self.told = []
+        self.rejoin: Callable[[], Any] = lambda: None
+
+    def share_memory(self, server: int, lengths: Any) -> None:
+        pass
+
+    def ask(self, server: int, question: Any) -> Any:
+        return FIRST, []
+
+    def send(self, server: int, question: Any, buffers: Any, *, reused: bool) -> None:
+        pass
+
+    def receive_all(self, came: Callable[[int, Answer], None]) -> Any:
+        answer = Values(1, step=1, ticket=SECOND)
+        came(HEAD, answer)
+        self.told.append(self.rejoin())
+        came(1, Values(1))
+        return [(answer, []), (Values(1), [])]
+
+
+def test_what_the_head_has_answered_is_told_its_successor_though_another_server_has_not_answered_yet():
+    client = Servers()
+    rules = SimpleNamespace(synchronous=True, refuse_nan=False)
+    worker: Any = SimpleNamespace(client=client, rules=rules, compression=None, workers=1, number=0, global_step=0)
+    merge = ServerMerge(worker)
+    client.rejoin = lambda: merge.rejoin(HEAD, 0)
+    variables = [Variable(name, (2,), "float32") for name in "ab"]
+    shards = [Shard(index, 0, 2, index) for index in range(2)]
+    merge.place(0, Placed(variables, shards, 2), list)
+    assert merge.next_ticket(0, 0) == FIRST
+    merge._step([np.zeros(2, np.float32)] * 2, (), (), 1.0)
+    (rejoin,) = client.told
+    assert rejoin.finished == FIRST.serial
+    assert rejoin.tickets == (SECOND,)
+    assert (rejoin.batches, rejoin.made, rejoin.step) == (2, 1, 1)
