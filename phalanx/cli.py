@@ -8,16 +8,87 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
 from phalanx.errors import ConfigurationError, PhalanxError
 from phalanx.launcher.exit_codes import SIGNAL_BASE
 from phalanx.launcher.restarts import DEFAULT as RESTARTS
+from phalanx.launcher.standing import COOLDOWN_S
 from phalanx.version import __version__
 
 BACKENDS = ("jax", "tensorflow", "torch")
+
+
+class _WorkersType(click.ParamType):  # type: ignore[type-arg]
+    """`4`, or `2:4`; as (None, 4) or (2, 4)."""
+
+    name = "workers"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int | None, int]:
+        first, colon, second = str(value).partition(":")
+        try:
+            maximum = int(second if colon else first)
+            minimum = int(first) if colon else None
+        except ValueError:
+            self.fail(f"{value!r} is no number of workers. Write --workers 4, or --workers 2:4.", param, ctx)
+        if maximum < 1 or (minimum is not None and not 1 <= minimum <= maximum):
+            self.fail(f"{value!r}: at least 1 worker is needed, and the minimum comes first, as in 2:4.", param, ctx)
+        return minimum, maximum
+
+
+def _options_of_horovodrun(function: Callable[..., None]) -> Callable[..., None]:
+    """Options of `phalanx run` that only set variables for the workers; see `launcher.horovod_options`."""
+    file = click.Path(dir_okay=False, path_type=Path)
+    options = (
+        click.option("--timeline-filename", type=file, help="Record what each rank does when, for Perfetto."),
+        click.option("--timeline-mark-cycles", is_flag=True, help="Rounds of hvd's negotiation as well."),
+        click.option(
+            "--fusion-threshold-mb",
+            type=click.IntRange(min=0),
+            metavar="MB",
+            help="hvd: tensors that are ready together travel as one up to this size.",
+        ),
+        click.option(
+            "--cycle-time-ms",
+            type=click.FloatRange(min=0),
+            metavar="MS",
+            help="hvd: time between two rounds while ranks wait for each other.",
+        ),
+        click.option(
+            "--cache-capacity",
+            type=click.IntRange(min=0),
+            metavar="N",
+            help="hvd: how many named operations are remembered.",
+        ),
+        click.option(
+            "--autotune/--no-autotune",
+            default=None,
+            help="Find out in the first steps how collectives are fastest here.",
+        ),
+        click.option("--autotune-log-file", type=file, help="What was tried and chosen."),
+        click.option("--no-stall-check", is_flag=True, help="Do not warn of ranks that do not come."),
+        click.option(
+            "--stall-check-warning-time-seconds",
+            type=click.FloatRange(min=0),
+            metavar="S",
+            help="After which ranks are named that have not come to a collective (60).",
+        ),
+        click.option(
+            "--stall-check-shutdown-time-seconds",
+            type=click.FloatRange(min=0),
+            metavar="S",
+            help="After which the job ends because of them (600, or PHALANX_TIMEOUT).",
+        ),
+    )
+    for option in reversed(options):
+        function = option(function)
+    return function
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -27,8 +98,60 @@ def cli() -> None:
 
 
 @cli.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("-n", "--workers", type=click.IntRange(min=1), help="Number of workers on this host.")
-@click.option("--hosts", metavar="A:2,B:2", help="Hosts and their numbers of workers, started through ssh.")
+@click.option(
+    "-n",
+    "-np",
+    "--num-proc",
+    "--workers",
+    "workers",
+    type=_WorkersType(),
+    metavar="N|MIN:MAX",
+    help="Number of workers. With MIN:MAX the job goes on when workers are lost, as long as MIN are left.",
+)
+@click.option(
+    "--min-np",
+    "--min-num-proc",
+    "--num-proc-min",
+    "min_np",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="As horovodrun has it: -np 3 --min-np 2 --max-np 4 is --workers 2:4 that begins when 3 have come.",
+)
+@click.option("--max-np", "--max-num-proc", "--num-proc-max", "max_np", type=click.IntRange(min=1), metavar="N")
+@click.option("-H", "--hosts", metavar="A:2,B:2", help="Hosts and their numbers of workers, started through ssh.")
+@click.option(
+    "-hostfile",
+    "--hostfile",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="The same in a file: a line `A slots=2` for each host.",
+)
+@click.option(
+    "--host-discovery-script",
+    metavar="COMMAND",
+    help="With MIN:MAX: a script that prints the hosts, a line `A:2` for each, and is asked again every few seconds.",
+)
+@click.option(
+    "--slots-per-host",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Workers on a host that the script prints without a number.",
+)
+@click.option(
+    "--blacklist-cooldown-range",
+    type=click.FloatRange(min=0, min_open=True),
+    nargs=2,
+    metavar="MIN MAX",
+    default=COOLDOWN_S,
+    show_default=True,
+    help="With MIN:MAX: seconds for which a host that keeps failing is set aside, at first and at most.",
+)
+@click.option(
+    "--network-interfaces",
+    "--network-interface",
+    metavar="ETH0,...",
+    help="As horovodrun has it; only for jobs on one host. With several, name the hosts as that network does.",
+)
 @click.option("--ps", type=click.IntRange(min=0), default=0, help="Number of parameter servers beside the workers.")
 @click.option("--chief", is_flag=True, help="A chief beside the workers; else worker 0 is the chief.")
 @click.option("--evaluator", is_flag=True, help="An evaluator beside the workers.")
@@ -49,14 +172,34 @@ def cli() -> None:
     type=click.IntRange(min=0),
     default=RESTARTS,
     show_default=True,
-    help="How often a task that was killed is started again, in a job with parameter servers.",
+    help="How often a task that was lost is started again, with parameter servers or --workers MIN:MAX.",
 )
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="How often the whole job is started again when it has died; with a Checkpoint it goes on where it was.",
+)
+@click.option(
+    "--preemption-signal",
+    metavar="NAME",
+    help="A signal, such as USR1, that like TERM tells a job with a Checkpoint to save and end with exit code 75.",
+)
+@_options_of_horovodrun
 @click.option("-m", "module", metavar="MODULE", help="Run a module, as `python -m` does, instead of a script.")
 @click.option("-v", "--verbose", is_flag=True, help="Say when which task starts and ends.")
 @click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
 def run(
-    workers: int | None,
+    workers: tuple[int | None, int] | None,
+    min_np: int | None,
+    max_np: int | None,
     hosts: str | None,
+    hostfile: Path | None,
+    host_discovery_script: str | None,
+    slots_per_host: int,
+    blacklist_cooldown_range: tuple[float, float],
+    network_interfaces: str | None,
     ps: int,
     chief: bool,
     evaluator: bool,
@@ -64,9 +207,12 @@ def run(
     log_dir: Path | None,
     start_timeout: float | None,
     restarts: int,
+    max_restarts: int,
+    preemption_signal: str | None,
     module: str | None,
     verbose: bool,
     program: tuple[str, ...],
+    **horovodrun: Any,
 ) -> None:
     """Run SCRIPT on several workers at once, as `python SCRIPT ARGS` each.
 
@@ -78,17 +224,52 @@ def run(
         phalanx run --workers 2 train.py --epochs 5
         phalanx run --hosts a:2,b:2 --backend jax -m project.train
         phalanx run --ps 1 --workers 2 train_with_servers.py
+        phalanx run -np 4 -H a:2,b:2 train_with_horovod.py
+        phalanx run -np 3 --min-np 2 --max-np 4 train_with_elastic_horovod.py
+        phalanx run --workers 2:8 --host-discovery-script ./hosts.sh train.py
     """
-    from phalanx.launcher import command
-    from phalanx.launcher.hosts import HostShare, add_tasks, parse_hosts
+    from phalanx.launcher import command, horovod_options
+    from phalanx.launcher.environment import discovery_s
+    from phalanx.launcher.hosts import HostShare, add_tasks, check_interfaces, choose_hosts
     from phalanx.launcher.placement import task_names
+    from phalanx.launcher.pool import Script
     from phalanx.launcher.program import check_script
 
-    if (workers is None) == (hosts is None):
+    if workers is None and hosts is None and hostfile is None and min_np is None and max_np is None:
         raise click.UsageError("Say how many: either --workers N, or --hosts a:2,b:2.")
-    shares = parse_hosts(hosts) if hosts is not None else [HostShare("localhost", workers or 1)]
-    tasks = task_names(sum(share.workers for share in shares), chief=chief, servers=ps, evaluator=evaluator)
-    shares = add_tasks(shares, chief + ps + evaluator)
+    minimum, number = workers or (None, 1)
+    begin: int | None = None
+    if min_np is not None or max_np is not None:
+        minimum, begin, number = _range(workers, min_np, max_np)
+        workers = (minimum, number)
+        if hosts is not None or hostfile is not None:
+            # No more processes than there are places now, as with horovodrun.
+            places = sum(share.workers for share in choose_hosts(None, hosts, hostfile))
+            number = min(number, max(places, begin))
+    if minimum is not None and (ps or chief):
+        raise click.UsageError("--workers MIN:MAX is for jobs of workers only; with --ps, lost tasks return anyhow.")
+    members = script = None
+    shares: list[HostShare] = []
+    if host_discovery_script is not None:
+        if minimum is None:
+            raise click.UsageError("--host-discovery-script needs --workers MIN:MAX: its hosts come and go.")
+        if hosts is not None or hostfile is not None or evaluator:
+            raise click.UsageError(
+                "--host-discovery-script says which hosts there are: leave --hosts and --hostfile out, and start the "
+                "--evaluator by itself."
+            )
+        script = Script(host_discovery_script, slots_per_host, *discovery_s(os.environ))
+    else:
+        shares = choose_hosts(None if workers is None else number, hosts, hostfile, every_place=minimum is not None)
+    check_interfaces(network_interfaces, shares)
+    if minimum is not None:
+        if blacklist_cooldown_range[0] > blacklist_cooldown_range[1]:
+            raise click.UsageError("--blacklist-cooldown-range: the shorter time comes first.")
+        members = command.Members(minimum, number, begin, script, blacklist_cooldown_range)
+        tasks = task_names(number, evaluator=evaluator)
+    else:
+        tasks = task_names(sum(share.workers for share in shares), chief=chief, servers=ps, evaluator=evaluator)
+        shares = add_tasks(shares, chief + ps + evaluator)
     if module is not None:
         arguments = ("-m", module, *program)
     elif program:
@@ -96,6 +277,7 @@ def run(
         arguments = program
     else:
         raise click.UsageError("Name the script to run, or a module with -m.")
+    os.environ.update(horovod_options.variables(**horovodrun))  # workers inherit them, on other hosts too
     try:
         code = command.run(
             shares,
@@ -104,14 +286,51 @@ def run(
             backend=backend,
             log_dir=log_dir,
             start_timeout_s=start_timeout,
-            restarts=restarts if ps else 0,
+            restarts=restarts if ps or minimum is not None else 0,
+            members=members,
+            max_restarts=max_restarts,
+            preemption_signal=preemption_signal,
             verbose=verbose,
         )
+    except KeyboardInterrupt:  # before the job, or between two lives of it
+        code = SIGNAL_BASE + signal.SIGINT
     except BrokenPipeError:
         # Whoever read the output has gone (`| head`). The workers are ended by now; nothing can be said.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         code = SIGNAL_BASE + signal.SIGPIPE
     sys.exit(code)
+
+
+def _range(workers: tuple[int | None, int] | None, min_np: int | None, max_np: int | None) -> tuple[int, int, int]:
+    """Fewest workers, those with which the job begins, and most, from horovodrun's options."""
+    first, number = workers or (None, max_np or min_np or 1)
+    if first is not None:
+        raise click.UsageError("--workers MIN:MAX and --min-np, --max-np say the same. Use one of them.")
+    minimum, maximum = min_np or number, max_np or number
+    if not minimum <= number <= maximum:
+        raise click.UsageError(
+            f"--min-np {minimum}, -np {number} and --max-np {maximum} must not descend; the job begins with -np."
+        )
+    return minimum, number, maximum
+
+
+@cli.command()
+@click.option("--job", help="Only this one.")
+def status(job: str | None) -> None:
+    """Show the elastic jobs (--workers MIN:MAX) that run here: members, generation, step, speed."""
+    from phalanx.launcher import control
+
+    sys.exit(control.status(job))
+
+
+@cli.command()
+@click.option("--job", help="Which one, as `phalanx status` names it; needed where several run.")
+@click.option("-n", "--workers", type=click.IntRange(min=1), required=True, help="How many there shall be.")
+def scale(job: str | None, workers: int) -> None:
+    """Let an elastic job go on with another number of workers, between its MIN and MAX."""
+    from phalanx.launcher import control
+
+    sys.exit(control.scale(job, workers))
 
 
 @cli.command()

@@ -6,6 +6,9 @@
     exit_codes           which error ends a process with which code
     lifeline             why no worker outlives its launcher
     local, agent, remote the processes of this host, and of others through ssh
+    pool                 the hosts of a job whose members come and go: roster (who sits where), standing (which
+                         are set aside), discovery and asking (a script that names them)
+    heartbeat, comparison how long workers compute and wait, and who is slow
     screen               many outputs on one terminal
     verdict, page        which task was the cause, and the page that says so
     job                  the loop over all of it

@@ -16,7 +16,7 @@ import signal
 import msgspec
 
 from phalanx.launcher.lifeline import adopt_orphans, end_orphans
-from phalanx.launcher.local import LocalHost, Streams
+from phalanx.launcher.local import PACE_S, LocalHost, Streams
 from phalanx.launcher.messages import (
     Answer,
     Command,
@@ -56,7 +56,7 @@ class Agent:
         self._selector.register(0, selectors.EVENT_READ)
         try:
             while True:
-                timeout = POLL_S if self._host.needs_polling else None
+                timeout = POLL_S if self._host.needs_polling else PACE_S
                 ready = [key.fd for key, _ in self._selector.select(timeout)]
                 for event in self._host.events():
                     self._answer(event)
@@ -88,6 +88,8 @@ class Agent:
                 self._answer(self._host.restart(rank))
             case Signal(rank, number):
                 self._host.signal(rank, number)
+                for event in self._host.events():
+                    self._answer(event)
             case DumpStacks(rank):
                 self._host.dump_stacks(rank)
 

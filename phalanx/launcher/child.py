@@ -35,7 +35,7 @@ import signal
 from dataclasses import dataclass
 from types import ModuleType, TracebackType
 
-from phalanx.launcher import cores, exit_codes, lifeline, progress
+from phalanx.launcher import cores, deferral, exit_codes, lifeline, progress
 from phalanx.launcher.environment import CHILD
 
 FUNCTION = "--function"
@@ -88,6 +88,7 @@ def main() -> None:
     exit_codes.install()
     # A job in the background of a script inherits SIGINT ignored, but here it comes from the launcher alone.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    deferral.install()
     progress.report("start of the program")  # tells the launcher that STACKS_SIGNAL is handled from now on
     arguments = sys.argv[1:]
     if arguments[0] == FUNCTION:

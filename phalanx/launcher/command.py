@@ -8,27 +8,62 @@ import selectors
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
+from phalanx.errors import PreemptedError, RendezvousError
 from phalanx.launcher import exit_codes, page
-from phalanx.launcher.environment import evaluator_grace_s, grace_s
+from phalanx.launcher.environment import evaluator_grace_s, grace_s, preemption_grace_s
 from phalanx.launcher.hosts import HostShare
-from phalanx.launcher.job import Job, Placement
+from phalanx.launcher.job import Job, Outcome, Placement
+from phalanx.launcher.keeping import Keeping, Numbers
 from phalanx.launcher.lifeline import adopt_orphans, end_orphans
 from phalanx.launcher.local import LocalHost, Streams, TerminalSize
-from phalanx.launcher.placement import place
+from phalanx.launcher.messages import Paced
+from phalanx.launcher.placement import Recipe, place
+from phalanx.launcher.pool import Pool, Script
+from phalanx.launcher.registry import registered
+from phalanx.launcher.restarts import SHORT_S, Restarts
 from phalanx.launcher.screen import Screen, prefixes, width
+from phalanx.launcher.standing import COOLDOWN_S
 from phalanx.launcher.verdict import End
+from phalanx.settings import Settings, signal_of
+
+if TYPE_CHECKING:
+    from phalanx.launcher.comparison import Comparison
 
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PREEMPTED = PreemptedError.exit_code
 Handler = Callable[[int, FrameType | None], object] | signal.Handlers
 # The first signal ends the job in order, the second kills it. The third counts where even that cannot be heard
 # (a write to a terminal that nobody reads).
 IMPATIENCE = 3
+# Before hosts that did not come are tried again.
+GATHER_AGAIN_S = 10.0
 # Narrower than this a progress bar is no use, and wrapping lines are the lesser evil.
 MIN_COLUMNS = 20
+
+
+@dataclass(frozen=True)
+class Members:
+    """A job whose members come and go.
+
+    Attributes:
+        minimum, maximum: of workers; below the minimum the job waits.
+        begin: with how many it begins, if they come in time; None: with as many as there is room for.
+        script: that tells the hosts; None: those are known.
+        cooldown_s: for how long a host that keeps failing is set aside, at first and at most.
+    """
+
+    minimum: int
+    maximum: int
+    begin: int | None = None
+    script: Script | None = None
+    cooldown_s: tuple[float, float] = COOLDOWN_S
 
 
 def run(
@@ -40,6 +75,9 @@ def run(
     log_dir: Path | None = None,
     start_timeout_s: float | None = None,
     restarts: int = 0,
+    members: Members | None = None,
+    max_restarts: int = 0,
+    preemption_signal: str | None = None,
     verbose: bool = False,
 ) -> int:
     """Run the program on all workers and return the job's exit code.
@@ -48,12 +86,18 @@ def run(
     this process have left behind are ended as well: the process must have no children of its own.
 
     Args:
-        shares: with as many places as there are tasks.
+        shares: with as many places as there are tasks; in a job whose members come and go, with as many as there are.
         tasks: see `task_names`.
         arguments: the program's command line, as after `python`.
         restarts: how often each task that was killed is started again.
+        members: of a job whose members come and go; None: the job ends with the first that is lost.
+        max_restarts: how often the whole job is started again when it has died.
+        preemption_signal: name of a signal that, like SIGTERM, means to save and end.
     """
-    grace, evaluator_grace = grace_s(os.environ), evaluator_grace_s(os.environ)
+    graces = grace_s(os.environ), evaluator_grace_s(os.environ), preemption_grace_s(os.environ)
+    ending: tuple[signal.Signals, ...] = _ENDING_SIGNALS
+    if preemption_signal is not None and signal_of(preemption_signal) not in ending:
+        ending = (*ending, signal_of(preemption_signal))
     adopt_orphans()
     terminal = sys.stdout.isatty()
     merged = _same_place(1, 2)
@@ -67,43 +111,34 @@ def run(
             colour=terminal and not os.environ.get("NO_COLOR"),
             logs=logs,
         )
-        selector = stack.enter_context(selectors.DefaultSelector())
-        prefix = width(prefixes(tasks, colour=False)[0])
-        placements = place(
-            shares,
-            arguments,
-            selector,
-            Streams(
+
+        def once() -> Outcome:
+            return _run_once(
+                shares,
+                arguments,
+                screen,
                 merged=merged,
-                terminal=_terminal_size(prefix) if terminal else None,
-                # A background group that reads the terminal is stopped by the kernel: only pipes and files go
-                # on.
-                inherit_input=sys.stdin is not None and not sys.stdin.isatty(),
-            ),
-            tasks=tasks,
-            backend=backend,
-            log_dir=str(log_dir.absolute()) if log_dir else None,
-            start_timeout_s=start_timeout_s,
-            returns=restarts > 0,
-        )
-        narrator = _Narrator(screen, placements, verbose=verbose)
-        job = Job(placements, selector, narrator, grace_s=grace, evaluator_grace_s=evaluator_grace, restarts=restarts)
+                terminal=terminal,
+                tasks=tasks,
+                backend=backend,
+                log_dir=log_dir,
+                start_timeout_s=start_timeout_s,
+                restarts=restarts,
+                members=members,
+                preemption_signal=preemption_signal,
+                ending=ending,
+                graces=graces,
+                verbose=verbose,
+            )
 
-        def resize() -> None:
-            screen.columns = shutil.get_terminal_size().columns
-            for placement in placements:
-                if placement.order.rank == 0 and isinstance(placement.host, LocalHost):
-                    placement.host.resize(_terminal_size(prefix))
-
-        stack.enter_context(_signals(job, resize if terminal else None))
         try:
-            job.start()
-            outcome = job.run()
+            outcome = _run_repeatedly(once, screen, max_restarts)
         finally:
-            end_orphans(set())
             screen.close()
         verdict = outcome.verdict
-        if not verdict.success:
+        if verdict.code == _PREEMPTED:
+            screen.message(f"phalanx: {verdict.reason}. Start it again, and it goes on there (exit code {_PREEMPTED})")
+        elif not verdict.success:
             screen.message(page.render(verdict, outcome.ends, log_dir=str(log_dir) if log_dir else None, full=False))
             if log_dir is not None:
                 try:
@@ -113,33 +148,172 @@ def run(
     return verdict.code
 
 
+def _run_repeatedly(once: Callable[[], Outcome], screen: Screen, max_restarts: int) -> Outcome:
+    """Run the job, and again as a whole when it has died, as long as that may help."""
+    lives = Restarts(max_restarts, elastic=True)
+    lived = False
+    while True:
+        began = time.monotonic()
+        try:
+            outcome = once()
+        except RendezvousError as error:
+            # What was there when the job began may come back: hosts that have lost their power take minutes.
+            if not lived or lives.delay_s(0, None, SHORT_S) is None:
+                raise
+            screen.message(f"phalanx: {error} Trying to start the job again ({lives.describe(0)})")
+            time.sleep(GATHER_AGAIN_S)
+            continue
+        lived = True
+        verdict = outcome.verdict
+        died = verdict.cause is not None  # else it has succeeded, or was told to end
+        delay_s = lives.delay_s(0, verdict.code, time.monotonic() - began) if died else None
+        if delay_s is None:
+            if died and max_restarts:
+                screen.message(f"phalanx: the job is not started again, after {lives.describe(0)} restarts")
+            return outcome
+        screen.message(f"phalanx: {verdict.reason}. Starting the whole job again ({lives.describe(0)})")
+        time.sleep(delay_s)
+
+
+def _run_once(
+    shares: Sequence[HostShare],
+    arguments: Sequence[str],
+    screen: Screen,
+    *,
+    merged: bool,
+    terminal: bool,
+    tasks: Sequence[str],
+    backend: str | None,
+    log_dir: Path | None,
+    start_timeout_s: float | None,
+    restarts: int,
+    members: Members | None,
+    preemption_signal: str | None,
+    ending: Sequence[signal.Signals],
+    graces: tuple[float, float, float],
+    verbose: bool,
+) -> Outcome:
+    """One life of the job; the arguments are those of `run`."""
+    with contextlib.ExitStack() as stack:
+        selector = stack.enter_context(selectors.DefaultSelector())
+        prefix = width(prefixes(tasks, colour=False)[0])
+        streams = Streams(
+            merged=merged,
+            terminal=_terminal_size(prefix) if terminal else None,
+            # A background group that reads the terminal is stopped by the kernel: only pipes and files go
+            # on.
+            inherit_input=sys.stdin is not None and not sys.stdin.isatty(),
+        )
+        recipe = Recipe(
+            arguments,
+            tasks,
+            backend=backend,
+            log_dir=str(log_dir.absolute()) if log_dir else None,
+            start_timeout_s=start_timeout_s,
+            returns=restarts > 0,
+            preemption_signal=preemption_signal,
+        )
+
+        def say(text: str) -> None:
+            screen.message(f"phalanx: {text}")
+
+        pool = keeping = None
+        if members is None:
+            placements = place(shares, recipe, selector, streams)
+        else:
+            pool = stack.enter_context(
+                Pool(
+                    tasks,
+                    selector,
+                    streams,
+                    minimum=members.minimum,
+                    begin=members.begin,
+                    shares=None if members.script else shares,
+                    script=members.script,
+                    start_timeout_s=start_timeout_s,
+                    cooldown_s=members.cooldown_s,
+                    say=say,
+                )
+            )
+            pool.gather()
+            keeping = stack.enter_context(
+                Keeping(pool.shares, stays_here=pool.stays_here, start_timeout_s=start_timeout_s)
+            )
+            secret, job_id = keeping.identity
+            tls = Settings.from_environment().tls
+            stack.enter_context(registered(job_id, keeping.address, secret, arguments, tls))
+            # A place is taken again, by this worker or another one, whether tasks are restarted or not.
+            placements = pool.first(replace(recipe, returns=True, keeper=keeping.address, identity=keeping.identity))
+        narrator = _Narrator(screen, verbose=verbose)
+        job = Job(
+            placements,
+            selector,
+            narrator,
+            restarts=restarts,
+            seating=pool,
+            grace_s=graces[0],
+            evaluator_grace_s=graces[1],
+            preemption_grace_s=graces[2],
+        )
+        narrator.placements = job.placements
+
+        def resize() -> None:
+            screen.columns = shutil.get_terminal_size().columns
+            first = job.placements.get(0)
+            if first is not None and isinstance(first.host, LocalHost):
+                first.host.resize(_terminal_size(prefix))
+
+        stack.enter_context(_signals(job, ending, resize if terminal else None))
+        try:
+            job.start()
+            if pool is not None and keeping is not None and members is not None:
+                trains = sum(placement.order.trains for placement in placements)
+                expected = min(members.begin or trains, trains)
+                keeping.begin(job, Numbers(members.minimum, members.maximum, expected), say)
+                pool.begin(job, keeping)
+            return job.run()
+        finally:
+            end_orphans(set())
+
+
 class _Narrator:
     """Puts what happens in a job on the screen."""
 
-    def __init__(self, screen: Screen, placements: Sequence[Placement], *, verbose: bool):
+    def __init__(self, screen: Screen, *, verbose: bool):
         self._screen = screen
-        self._placements = {placement.order.rank: placement for placement in placements}
+        self.placements: Mapping[int, Placement] = {}
         self._verbose = verbose
+        self._comparison: Comparison | None = None
 
     def output(self, rank: int, is_error: bool, data: bytes) -> None:
         self._screen.feed(rank, is_error, data)
 
     def started(self, rank: int, pid: int) -> None:
         if self._verbose:
-            placement = self._placements[rank]
+            placement = self.placements[rank]
             self._screen.message(f"phalanx: {placement.task} (rank {rank}) started on {placement.host.name}, pid {pid}")
 
     def exited(self, end: End) -> None:
         self._screen.finish(end.rank)
+        if self._comparison is not None:
+            self._comparison.forget(end.rank)
         if self._verbose:
             self._screen.message(f"phalanx: {end.task} (rank {end.rank}) ended with exit code {end.code}")
 
+    def paced(self, pace: Paced) -> None:
+        if self._comparison is None:
+            from phalanx.launcher.comparison import Comparison  # which the first steps need not wait for
+
+            self._comparison = Comparison()
+        for text in self._comparison.take(pace, self.placements[pace.rank].task, time.monotonic()):
+            self._screen.message(f"phalanx: {text}")
+
     def returns(self, end: End, count: str) -> None:
-        killed = f"was killed by {exit_codes.signal_name(-(end.returncode or 0))}"
-        reason = killed if (end.returncode or 0) < 0 else "was left out by the others"
-        self._screen.message(f"phalanx: {end.task} {reason}; starting it again ({count})")
+        self._screen.message(f"phalanx: {end.task} {exit_codes.ending(end.returncode)}; starting it again ({count})")
 
     def failed(self, end: End) -> None:
+        if end.code == _PREEMPTED:
+            return  # all leave, each with its own word
         self._screen.message(f"phalanx: {end.task} (rank {end.rank}) failed with exit code {end.code}; ending the job")
 
     def overdue(self, tasks: Sequence[str], seconds: float) -> None:
@@ -150,7 +324,7 @@ class _Narrator:
 
 
 @contextlib.contextmanager
-def _signals(job: Job, resize: Callable[[], None] | None) -> Iterator[None]:
+def _signals(job: Job, ending: Sequence[signal.Signals], resize: Callable[[], None] | None) -> Iterator[None]:
     """While inside, the signals that mean the end stop the job; those that are ignored (nohup) stay so."""
 
     received: list[int] = []
@@ -165,7 +339,7 @@ def _signals(job: Job, resize: Callable[[], None] | None) -> Iterator[None]:
         if resize is not None:
             resize()
 
-    heeded = [number for number in _ENDING_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    heeded = [number for number in ending if signal.getsignal(number) != signal.SIG_IGN]
     handlers: dict[int, Handler] = dict.fromkeys(heeded, on_end)
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # inherited: the workers' ends would go unnoticed
         handlers[signal.SIGCHLD] = signal.SIG_DFL

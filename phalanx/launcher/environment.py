@@ -7,7 +7,16 @@ import math
 from collections.abc import Mapping, Sequence
 
 from phalanx.errors import ConfigurationError
-from phalanx.settings import HOST_ID, JOB_ID, LOG_DIR, RENDEZVOUS_TIMEOUT, RETURN_TIMEOUT, SECRET
+from phalanx.settings import (
+    HOST_ID,
+    JOB_ID,
+    KEEPER,
+    LOG_DIR,
+    PREEMPTION_SIGNAL,
+    RENDEZVOUS_TIMEOUT,
+    RETURN_TIMEOUT,
+    SECRET,
+)
 
 CHILD = "PHALANX_CHILD"
 PROGRESS_FILE = "PHALANX_PROGRESS_FILE"
@@ -15,12 +24,21 @@ GRACE = "PHALANX_GRACE"
 EVALUATOR_GRACE = "PHALANX_EVALUATOR_GRACE"
 # One evaluation of the last checkpoint; as long as anything else in a job may take (PHALANX_TIMEOUT).
 DEFAULT_EVALUATOR_GRACE_S = 600.0
+PREEMPTION_GRACE = "PHALANX_PREEMPTION_GRACE"
+# What the cloud providers' spot machines and Kubernetes give before they switch off.
+DEFAULT_PREEMPTION_GRACE_S = 30.0
+DISCOVERY_SECONDS = "PHALANX_DISCOVERY_SECONDS"
+# Between two questions to a host discovery script. Horovod asks every second; hosts take longer to come up than two.
+DEFAULT_DISCOVERY_S = 2.0
+DISCOVERY_TIMEOUT = "PHALANX_DISCOVERY_TIMEOUT"
+# Such a script asks a scheduler or a cloud, which may be slow; one that is slower than this hangs.
+DEFAULT_DISCOVERY_TIMEOUT_S = 30.0
 # Survivors of a failed worker notice at once, and need a moment to raise and print their own PeerLostError.
 DEFAULT_GRACE_S = 4.0
 
 # Variables of the launcher's environment that go along to other hosts. What describes the launcher's own
 # host, such as CUDA_VISIBLE_DEVICES, is left out on purpose.
-FORWARDED_PREFIXES = ("PHALANX_", "KERAS_", "JAX_", "XLA_", "TF_", "TORCH_", "OMP_", "MKL_", "OPENBLAS_")
+FORWARDED_PREFIXES = ("PHALANX_", "HOROVOD_", "KERAS_", "JAX_", "XLA_", "TF_", "TORCH_", "OMP_", "MKL_", "OPENBLAS_")
 FORWARDED = ("PYTHONPATH", "PYTHONHASHSEED", "PYTHONWARNINGS", "LANG", "LC_ALL", "NO_COLOR")
 
 
@@ -62,6 +80,8 @@ def job_settings(
     log_dir: str | None = None,
     start_timeout_s: float | None = None,
     return_timeout_s: float | None = None,
+    keeper: str | None = None,
+    preemption_signal: str | None = None,
 ) -> dict[str, str]:
     """What makes a process task number `rank` of this job. It replaces what the user's environment says."""
     settings = {
@@ -77,6 +97,10 @@ def job_settings(
         settings[RENDEZVOUS_TIMEOUT] = f"{start_timeout_s:g}"
     if return_timeout_s is not None:
         settings[RETURN_TIMEOUT] = f"{return_timeout_s:g}"
+    if keeper is not None:
+        settings[KEEPER] = keeper
+    if preemption_signal is not None:
+        settings[PREEMPTION_SIGNAL] = preemption_signal
     return settings
 
 
@@ -95,6 +119,20 @@ def grace_s(environ: Mapping[str, str]) -> float:
 def evaluator_grace_s(environ: Mapping[str, str]) -> float:
     """Seconds that the evaluator gets after the training has ended (PHALANX_EVALUATOR_GRACE)."""
     return _seconds(environ, EVALUATOR_GRACE, DEFAULT_EVALUATOR_GRACE_S)
+
+
+def preemption_grace_s(environ: Mapping[str, str]) -> float:
+    """Seconds that a job that was told to end gets for its checkpoint (PHALANX_PREEMPTION_GRACE)."""
+    return _seconds(environ, PREEMPTION_GRACE, DEFAULT_PREEMPTION_GRACE_S)
+
+
+def discovery_s(environ: Mapping[str, str]) -> tuple[float, float]:
+    """Seconds between two questions to a host discovery script (PHALANX_DISCOVERY_SECONDS), and that it may take
+    (PHALANX_DISCOVERY_TIMEOUT)."""
+    return (
+        _seconds(environ, DISCOVERY_SECONDS, DEFAULT_DISCOVERY_S),
+        _seconds(environ, DISCOVERY_TIMEOUT, DEFAULT_DISCOVERY_TIMEOUT_S),
+    )
 
 
 def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:

@@ -89,6 +89,11 @@ MEANINGS: dict[int, Meaning] = {
         "the task made no progress for too long, and the others went on without it",
         "what stopped it: its stack, its load, its input; `phalanx run` starts it again in jobs with parameter servers",
     ),
+    errors.PreemptedError.exit_code: Meaning(
+        "PreemptedError",
+        "the job was told to end, and has taken a checkpoint first",
+        "nothing: started again, it goes on there",
+    ),
     SIGNAL_BASE + signal.SIGINT: Meaning("interrupted", "somebody pressed Ctrl-C", "nothing"),
     SIGNAL_BASE + signal.SIGTERM: Meaning(
         "terminated", "SIGTERM was received", "who ended the job: the scheduler, a time limit, `kill`"
@@ -137,6 +142,17 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+def ending(returncode: int | None) -> str:
+    """How a task has ended that is started again, as a part of a sentence; None: its host is gone."""
+    if returncode is None:
+        return "was lost with its host"
+    if returncode < 0:
+        return f"was killed by {signal_name(-returncode)}"
+    if returncode == errors.EvictedError.exit_code:
+        return "was left out by the others"
+    return f"ended with exit code {returncode}"
+
+
 def of_return_code(returncode: int) -> int:
     """The exit code as a shell has it: a process killed by signal n ends with 128 + n."""
     return SIGNAL_BASE - returncode if returncode < 0 else returncode
@@ -171,6 +187,14 @@ def install() -> None:
     sys.excepthook = _ExitCodeHook(previous)
 
 
+_failed = False
+
+
+def has_failed() -> bool:
+    """Whether this process ends because of an uncaught error; for exit handlers."""
+    return _failed
+
+
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
@@ -179,7 +203,12 @@ class _ExitCodeHook:
         self._previous = previous
 
     def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        self._previous(kind, error, traceback)
+        global _failed
+        _failed = not isinstance(error, errors.PreemptedError)
+        if isinstance(error, errors.PreemptedError):
+            print(error, file=sys.stderr)  # nothing is wrong, and the stack says nothing
+        else:
+            self._previous(kind, error, traceback)
         code = of_error(error)
         if isinstance(error, Exception) and code != 1 and not _is_interactive():
             _end(code)

@@ -16,7 +16,8 @@ from phalanx.launcher.environment import grace_s
 from phalanx.launcher.hosts import HostShare
 from phalanx.launcher.job import Job, Outcome
 from phalanx.launcher.local import Streams
-from phalanx.launcher.placement import place, task_names
+from phalanx.launcher.messages import Paced
+from phalanx.launcher.placement import Recipe, place, task_names
 from phalanx.launcher.screen import Screen
 from phalanx.launcher.verdict import End
 
@@ -80,14 +81,16 @@ def launch(
         screen = Screen(tasks, sys.stdout, sys.stdout, logs=logs)
         placements = place(
             [HostShare("localhost", workers)],
-            [FUNCTION],
+            Recipe(
+                [FUNCTION],
+                tasks,
+                function=pickled,
+                backend=backend,
+                log_dir=str(folder.absolute()) if folder else None,
+                start_timeout_s=start_timeout_s,
+            ),
             selector,
             Streams(merged=True),
-            tasks=tasks,
-            function=pickled,
-            backend=backend,
-            log_dir=str(folder.absolute()) if folder else None,
-            start_timeout_s=start_timeout_s,
         )
         job = Job(placements, selector, _Narrator(screen), grace_s=grace_s(os.environ))
         job.start()
@@ -121,6 +124,9 @@ class _Narrator:
 
     def exited(self, end: End) -> None:
         self._screen.finish(end.rank)
+
+    def paced(self, pace: Paced) -> None:
+        pass
 
     def returns(self, end: End, count: str) -> None:
         pass

@@ -1,15 +1,18 @@
-"""Which hosts run how many workers: the value of `--hosts`."""
+"""Which hosts run how many workers: the value of `--hosts`, and what a `--host-discovery-script` prints."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from phalanx.errors import ConfigurationError
 
 # [user@]name[:workers]; an IPv6 address stands in brackets. A leading dash would be an option to ssh.
+SLOT_DIGITS = 5
 _ENTRY = re.compile(r"(?:(?P<user>[\w.-]+)@)?(?P<name>\[[0-9a-fA-F:.]+\]|[\w][\w.-]*)(?::(?P<workers>\d+))?")
 _HERE = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
@@ -44,6 +47,10 @@ class HostShare:
         return self.user is None and (self.is_loopback or self.name in (own, own.partition(".")[0]))
 
 
+# An address of RFC 5737 that nobody has: the way to it is the way to whoever is not near.
+_ANYWHERE = HostShare("192.0.2.1", 1)
+
+
 def parse_hosts(text: str) -> list[HostShare]:
     """`a:2,user@b:2,[fe80::1]:4` as shares, in order; a host without a number runs one worker.
 
@@ -63,6 +70,121 @@ def parse_hosts(text: str) -> list[HostShare]:
         shares.append(HostShare(match["name"], workers, match["user"]))
     _check(shares)
     return shares
+
+
+def parse_hostfile(text: str) -> list[HostShare]:
+    """Hosts from the lines of a file, `name slots=2` each; without `slots` one worker. What follows a # is no matter.
+
+    Raises: ConfigurationError naming the line.
+    """
+    entries = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        slots = re.fullmatch(r"slots=(\d+)", words[1]) if len(words) == 2 else None
+        if len(words) > 2 or (len(words) == 2 and slots is None):
+            raise ConfigurationError(f"--hostfile, line {number}: {line!r} is not `name slots=2`.")
+        entries.append(f"{words[0]}:{slots[1]}" if slots else words[0])
+    if not entries:
+        raise ConfigurationError("--hostfile names no host. Write a line `name slots=2` for each.")
+    return parse_hosts(",".join(entries))
+
+
+def parse_discovered(text: str, slots: int) -> list[HostShare]:
+    """Hosts from what a discovery script printed: lines `name:slots`, or `name`, as `horovodrun` takes them.
+
+    Args:
+        slots: of a host that is printed without their number.
+
+    Raises: ConfigurationError naming the line. No line at all is an answer: there is no host.
+    """
+    shares: dict[str, HostShare] = {}
+    for line in text.splitlines():
+        if not line.strip():
+            continue
+        match = _ENTRY.fullmatch(line.strip())
+        if match is None or len(match["workers"] or "") > SLOT_DIGITS:
+            raise ConfigurationError(f"{line.strip()[:80]!r} is not a host. It should be `name:slots`, or `name`.")
+        share = HostShare(match["name"], int(match["workers"] or slots), match["user"])
+        if share.name in shares and share != shares[share.name]:
+            raise ConfigurationError(f"{share.name} is there twice, with different slots.")
+        if share.workers:
+            shares[share.name] = share
+    return list(shares.values())
+
+
+def own_name(others: Sequence[HostShare]) -> str:
+    """A name or address under which other hosts reach this one; `127.0.0.1` if that is all there is.
+
+    Args:
+        others: some of those hosts.
+    """
+    name = socket.getfqdn()
+    with contextlib.suppress(OSError):
+        if not any(str(entry[4][0]).startswith(("127.", "::1")) for entry in socket.getaddrinfo(name, None)):
+            return name
+    for other in [*others, _ANYWHERE]:
+        # Connecting a datagram socket sends nothing: it only chooses the way, and with it the own address.
+        family = socket.AF_INET6 if other.name.startswith("[") else socket.AF_INET
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((other.name.strip("[]"), 9))
+            address: str = probe.getsockname()[0]
+            return f"[{address}]" if ":" in address else address
+    return "127.0.0.1"
+
+
+def choose_hosts(
+    workers: int | None, hosts: str | None, hostfile: Path | None, *, every_place: bool = False
+) -> list[HostShare]:
+    """Where the workers run: on this host, or, of the hosts' places, as many as there are workers, first ones first.
+
+    Args:
+        workers: None for all places of the hosts.
+        hosts: the value of `--hosts`; `hostfile` says the same.
+        every_place: the workers may go to any of the places, more or fewer than there are workers: all are returned.
+
+    Raises: ConfigurationError if both name hosts, or there are fewer places than workers.
+    """
+    if hosts is not None and hostfile is not None:
+        raise ConfigurationError("--hosts and --hostfile both name hosts. Give one of them.")
+    if hosts is None and hostfile is None:
+        return [HostShare("localhost", workers or 1)]
+    shares = parse_hosts(hosts) if hosts is not None else parse_hostfile(hostfile.read_text() if hostfile else "")
+    places = sum(share.workers for share in shares)
+    if workers is None or workers == places:
+        return shares
+    if workers > places:
+        raise ConfigurationError(
+            f"{workers} workers are wanted, and the hosts have {places} places. Give more hosts, or larger numbers, "
+            f"for example --hosts {shares[0].name}:{shares[0].workers + workers - places}."
+        )
+    if every_place:
+        return [replace(share, workers=min(share.workers, workers)) for share in shares]
+    chosen: list[HostShare] = []
+    for share in shares:
+        if workers:
+            chosen.append(replace(share, workers=min(share.workers, workers)))
+            workers -= chosen[-1].workers
+    return chosen
+
+
+def check_interfaces(names: str | None, shares: Sequence[HostShare]) -> None:
+    """Check the value of `--network-interfaces`: workers on one host do not need it, and others go by the hosts' names.
+
+    Raises: ConfigurationError for an interface that this host does not have, or several hosts.
+    """
+    if names is None:
+        return
+    known = [name for _, name in socket.if_nameindex()]
+    unknown = [name for name in names.split(",") if name not in known]
+    if unknown:
+        raise ConfigurationError(f"--network-interfaces: this host has no {unknown[0]!r}; it has {', '.join(known)}.")
+    if len(shares) > 1:
+        raise ConfigurationError(
+            "--network-interfaces: which network is used follows from the hosts' names. Leave the option out, and name "
+            "the hosts in --hosts by their names or addresses in that network."
+        )
 
 
 def add_tasks(shares: Sequence[HostShare], count: int) -> list[HostShare]:

@@ -12,13 +12,13 @@ import selectors
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from phalanx.errors import EvictedError
-from phalanx.launcher.environment import DEFAULT_EVALUATOR_GRACE_S, DEFAULT_GRACE_S
-from phalanx.launcher.messages import Event, Exited, LastWords, Order, Output, Started
+from phalanx.errors import EvictedError, RendezvousError
+from phalanx.launcher.environment import DEFAULT_EVALUATOR_GRACE_S, DEFAULT_GRACE_S, DEFAULT_PREEMPTION_GRACE_S
+from phalanx.launcher.messages import Event, Exited, Heeding, LastWords, Order, Output, Paced, Started
 from phalanx.launcher.restarts import Restarts
 from phalanx.launcher.verdict import End, Verdict, judge
 from phalanx.launcher.waker import Waker
@@ -31,7 +31,11 @@ TERMINATION_S = 2.0
 INTERRUPT_GRACE_S = 5.0
 # A killed process can hang in the kernel (a dead network file system). Nobody can help it.
 GIVE_UP_S = 5.0
+# A worker that is not wanted any more ends by itself, which takes seconds at most.
+RELEASE_S = 60.0
 POLL_S = 0.05
+# How often those who watch over a job's pace, and a job that is idle, look at all.
+PACE_S = 1.0
 # Tasks of this type end after the others.
 EVALUATORS = "evaluator/"
 SERVERS = "ps/"
@@ -41,6 +45,7 @@ class Host(Protocol):
     """Where workers run: `LocalHost` or `RemoteHost`."""
 
     name: str
+    lost: bool
 
     @property
     def needs_polling(self) -> bool: ...
@@ -90,6 +95,12 @@ def after_overdue_evaluation(now: float) -> Schedule:
     return ((now, Step.TERMINATE), (kill, Step.KILL), (kill + GIVE_UP_S, Step.GIVE_UP))
 
 
+def after_notice(now: float, grace_s: float) -> Schedule:
+    """How workers are ended that were told to end and take a checkpoint."""
+    kill = now + grace_s
+    return ((kill, Step.KILL), (kill + GIVE_UP_S, Step.GIVE_UP))
+
+
 def after_signal(now: float, number: int, grace_s: float = INTERRUPT_GRACE_S) -> Schedule:
     """How all workers are ended when the launcher is told to end: their stacks first, since they may hang."""
     first = now + STACKS_S / 2
@@ -136,6 +147,28 @@ class Placement:
     host: Host
 
 
+class Seating(Protocol):
+    """Who says where the workers of an elastic job run (`pool.Pool`). Called from the thread that runs the job."""
+
+    def left(self, rank: int, *, failed: bool) -> bool:
+        """A worker has ended, which is not the end of its part in the job; returns whether it can be started again at
+        its place. Else its seat is vacant."""
+        ...
+
+    def retire(self, rank: int) -> None:
+        """A worker has ended for good."""
+        ...
+
+    def want(self, workers: int) -> None:
+        """So many workers are wanted from now on."""
+        ...
+
+    def tick(self) -> float | None:
+        """See to what has changed, starting workers where there is room; returns after how many seconds to call again
+        at the latest, None for no matter when. It is called after everything that happens."""
+        ...
+
+
 class Observer(Protocol):
     """Who is told what happens."""
 
@@ -144,6 +177,10 @@ class Observer(Protocol):
     def started(self, rank: int, pid: int) -> None: ...
 
     def exited(self, end: End) -> None: ...
+
+    def paced(self, pace: Paced) -> None:
+        """How a worker of a job of fixed size goes, about once a second."""
+        ...
 
     def returns(self, end: End, count: str) -> None:
         """A worker was killed and is started again; `count` says how often so far."""
@@ -159,7 +196,11 @@ class Observer(Protocol):
 
 
 class Job:
-    """Runs the workers of one job to their end. `start`, then `run`, each once."""
+    """Runs the workers of one job to their end. `start`, then `run`, each once.
+
+    Attributes:
+        on_loss: is told the task of a process that has ended, and not well.
+    """
 
     def __init__(
         self,
@@ -169,7 +210,9 @@ class Job:
         *,
         grace_s: float = DEFAULT_GRACE_S,
         restarts: int = 0,
+        seating: Seating | None = None,
         evaluator_grace_s: float = DEFAULT_EVALUATOR_GRACE_S,
+        preemption_grace_s: float = DEFAULT_PREEMPTION_GRACE_S,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._placements = {placement.order.rank: placement for placement in placements}
@@ -179,16 +222,29 @@ class Job:
         self._observer = observer
         self._grace_s = grace_s
         self._evaluator_grace_s = evaluator_grace_s
+        self._preemption_grace_s = preemption_grace_s
         self._evaluates_until: float | None = None  # once only evaluators are left
         self._clock = clock
+        self.on_loss: Callable[[str], None] = lambda task: None
         self._pids: dict[int, int] = {}
-        self._restarts = Restarts(restarts)
+        self._seating = seating
+        self._elastic = seating is not None
+        self._ends_before_giving_up: int | None = None
+        self._released: set[int] = set()
+        self._idle: set[int] = set()  # seats that are vacant
+        self._unneeded: set[int] = set()
+        self._leaving: dict[int, float] = {}  # until when those who are not wanted any more may take to end
+        self._killed: dict[int, float] = {}  # until when those who were killed at the end
+        self._restarts = Restarts(restarts, elastic=self._elastic)
+        self._seating_due: float | None = None
         self._started: dict[int, float] = {}
         self._returning: dict[int, tuple[float, End]] = {}  # when to start which tasks again
+        self._fallen: dict[int, End] = {}  # the last ends of those that were started again
         self._ends: dict[int, End] = {}
         self._results: dict[int, bytes] = {}
         self._schedule: Schedule = ()
         self._stop_requests: deque[int] = deque()
+        self._errands: deque[Callable[[], None]] = deque()
         self._stopped_by: int | None = None  # the signal, if that and no failure was the reason to end
         self._stops = 0
         self._ending = False  # whether the launcher has sent a signal to end
@@ -202,6 +258,83 @@ class Job:
         """
         self._stop_requests.append(number)
         self._waker.wake()
+
+    def run_soon(self, errand: Callable[[], None]) -> None:
+        """Call `errand` in the thread that runs the job; may be called from any other."""
+        self._errands.append(errand)
+        self._waker.wake()
+
+    def kill(self, task: str) -> None:
+        """Kill a task, which is then treated as any that was killed. From the thread that runs the job."""
+        for rank, placement in self._placements.items():
+            if placement.task == task and rank not in self._ends:
+                placement.host.signal(rank, signal.SIGKILL)
+
+    def release(self, task: str) -> None:
+        """This worker of an elastic job is not wanted any more: its end is neither that of the job nor a failure."""
+        for rank, placement in self._placements.items():
+            if placement.task == task:
+                self._released.add(rank)
+                self._leaving[rank] = self._clock() + RELEASE_S
+
+    def recall(self, workers: int) -> None:
+        """So many workers are wanted in an elastic job."""
+        if self._seating is not None:
+            self._seating.want(workers)
+
+    @property
+    def placements(self) -> Mapping[int, Placement]:
+        """The tasks that have been started, by rank, where they run or ran last."""
+        return self._placements
+
+    @property
+    def takes_workers(self) -> bool:
+        """Whether a worker that is started now could take part still."""
+        return not self._is_ending and not self._is_finished and self._ends_before_giving_up is None
+
+    def seat(self, placement: Placement) -> None:
+        """Start a worker of an elastic job, on a vacant seat. From the thread that runs the job."""
+        rank = placement.order.rank
+        self._placements[rank] = placement
+        self._idle.discard(rank)
+        self._released.discard(rank)
+        self._leaving.pop(rank, None)
+        self.watch(placement.host)
+        for event in placement.host.start([placement.order]):
+            self._take(event)
+
+    def watch(self, host: Host) -> None:
+        """Hear of this host, on which workers may be started. From the thread that runs the job."""
+        if host not in self._hosts:
+            self._hosts.append(host)
+            for event in host.start([]):
+                self._take(event)
+
+    def forget(self, host: Host) -> None:
+        """Nothing runs on this host any more. From the thread that runs the job."""
+        if host in self._hosts:
+            self._hosts.remove(host)
+
+    def give_up(self) -> None:
+        """Nobody, or not enough, is left of an elastic job: all who still run are being ended."""
+        if self._ends_before_giving_up is None:
+            self._ends_before_giving_up = len(self._ends)
+        if not self._schedule:
+            self._schedule = after_failure(self._clock(), self._grace_s)
+
+    def end_others(self, tasks: Sequence[str]) -> None:
+        """These workers of an elastic job have finished: whoever was about to join them is not needed any more."""
+        for rank, (_, end) in list(self._returning.items()):
+            if not self._placements[rank].order.trains:
+                continue
+            del self._returning[rank]
+            self._unneeded.add(rank)
+            self._ends[rank] = replace(end, order=len(self._ends), by_launcher=True)
+        for rank, placement in self._placements.items():
+            if rank not in self._ends and placement.order.trains and placement.task not in tasks:
+                self._unneeded.add(rank)
+                self._killed[rank] = self._clock() + GIVE_UP_S
+                placement.host.signal(rank, signal.SIGKILL)
 
     @property
     def wakeup_fd(self) -> int:
@@ -222,18 +355,43 @@ class Job:
     def run(self) -> Outcome:
         """Return when all workers, which `start` has started, have ended. On any exception all are killed."""
         try:
-            while len(self._ends) < len(self._placements):
+            while len(self._ends) + len(self._idle) < len(self._placements) or self._is_deserted:
                 self._selector.select(self._timeout())
                 self._waker.drain()
-                for host in self._hosts:
+                while self._errands:
+                    self._errands.popleft()()
+                for host in list(self._hosts):
                     for event in host.events():
                         self._take(event)
                 self._act()
                 self._restart()
+                if self._seating is not None:
+                    wait_s = self._seating.tick()
+                    self._seating_due = None if wait_s is None else self._clock() + wait_s
         finally:
             self._close()
         ends = [self._ends[rank] for rank in sorted(self._ends)]
-        return Outcome(judge(ends, interrupted_by=self._stopped_by), ends, self._results)
+        verdict = judge(self._causes(ends), interrupted_by=self._stopped_by)
+        if verdict.success and self._ends_before_giving_up is not None:
+            verdict = Verdict(RendezvousError.exit_code, None, "no worker was left, and none came")
+        return Outcome(verdict, ends, self._results)
+
+    @property
+    def _is_deserted(self) -> bool:
+        """Whether an elastic job that has not come to its end has no worker. How long it waits for others, its keeper
+        decides."""
+        trains = [rank for rank, placement in self._placements.items() if placement.order.trains]
+        return self._elastic and self.takes_workers and bool(trains) and self._idle.issuperset(trains)
+
+    def _causes(self, ends: Sequence[End]) -> list[End]:
+        """The ends to judge the job by. One of which nobody was left to go on failed by those whom it lost, though they
+        were just being started again: what became of these is a consequence."""
+        before = self._ends_before_giving_up
+        if before is None:
+            return list(ends)
+        causes = [self._fallen.get(end.rank, end) if end.by_launcher or end.order >= before else end for end in ends]
+        causes += [self._fallen[rank] for rank in sorted(self._idle) if rank in self._fallen]
+        return [replace(end, outlived=False) for end in causes]
 
     def _close(self) -> None:
         for host in self._hosts:
@@ -241,12 +399,15 @@ class Job:
         self._waker.close()
 
     def _timeout(self) -> float | None:
-        waits = [POLL_S] if any(host.needs_polling for host in self._hosts) else []
+        waits = [POLL_S] if any(host.needs_polling for host in self._hosts) else [PACE_S]
         if self._schedule:
             waits.append(max(0.0, self._schedule[0][0] - self._clock()))
         elif self._evaluates_until is not None:
             waits.append(max(0.0, self._evaluates_until - self._clock()))
-        waits += [max(0.0, due - self._clock()) for due, _ in self._returning.values()]
+        dues = [*(due for due, _ in self._returning.values()), *self._leaving.values(), *self._killed.values()]
+        waits += [max(0.0, due - self._clock()) for due in dues]
+        if self._seating_due is not None:
+            waits.append(max(0.0, self._seating_due - self._clock()))
         return min(waits, default=None)
 
     def _take(self, event: Event) -> None:
@@ -257,7 +418,14 @@ class Job:
                 self._pids[rank] = pid
                 self._started[rank] = self._clock()
                 self._observer.started(rank, pid)
+            case Paced():
+                self._observer.paced(event)
+            case Heeding(_):
+                if self._stopped_by not in (None, signal.SIGINT) and self._stops == 1:
+                    self._schedule = after_notice(self._clock(), self._preemption_grace_s)
             case Exited(rank, returncode, words, result):
+                self._leaving.pop(rank, None)
+                self._killed.pop(rank, None)
                 placement = self._placements[rank]
                 end = End(
                     rank=rank,
@@ -266,41 +434,97 @@ class Job:
                     pid=self._pids.get(rank, 0),
                     returncode=returncode,
                     order=len(self._ends),
-                    by_launcher=self._ending or (returncode == EvictedError.exit_code and 0 in self._ends),
+                    by_launcher=self._ending
+                    or rank in self._unneeded
+                    or (returncode == EvictedError.exit_code and 0 in self._ends),
+                    outlived=self._is_outlived(placement, returncode),
                     hung=rank in self._hung,
                     words=words,
                 )
                 if result:
                     self._results[rank] = result
                 self._observer.exited(end)
+                if end.failed:
+                    self.on_loss(end.task)
+                if self._vacates(placement, end):
+                    self._idle.add(rank)
+                    return
                 delay_s = self._delay_s(placement, end)
+                if delay_s is not None and not self._keeps_its_place(placement):
+                    self._fallen[rank] = end
+                    self._idle.add(rank)
+                    return
                 if delay_s is not None:
                     self._returning[rank] = (self._clock() + delay_s, end)
+                    self._fallen[rank] = end
                     self._observer.returns(end, self._restarts.describe(rank))
                     return
                 self._ends[rank] = end
-                if end.failed and not end.by_launcher and not self._schedule:
+                if self._seating is not None:
+                    self._seating.retire(rank)
+                if end.failed and not end.by_launcher and not end.outlived and not self._schedule:
                     self._schedule = after_failure(self._clock(), self._grace_s)
                     self._observer.failed(end)
                 if not self._schedule and self._evaluates_until is None and self._is_over():
                     self._evaluates_until = self._clock() + self._evaluator_grace_s
 
+    def _vacates(self, placement: Placement, end: End) -> bool:
+        """Whether a worker that has ended leaves a seat behind for another place: it was sent away, or lost with its
+        host."""
+        seating, rank = self._seating, end.rank
+        if seating is None or not placement.order.trains:
+            return False
+        released = rank in self._released and not self._is_ending
+        if released or (end.returncode is None and self._may_return(placement, end)):
+            seating.left(rank, failed=not released)
+            return True
+        return False
+
+    def _keeps_its_place(self, placement: Placement) -> bool:
+        seating, order = self._seating, placement.order
+        return seating is None or not order.trains or seating.left(order.rank, failed=True)
+
     def _is_over(self) -> bool:
         """Whether nobody waits for those that still run: evaluators, and, where there are servers and these and the
         chief have ended, workers that were left out."""
-        left = [p.task for rank, p in self._placements.items() if rank not in self._ends]
+        left = [p.task for rank, p in self._placements.items() if rank not in self._ends and rank not in self._idle]
         served = any(p.task.startswith(SERVERS) for p in self._placements.values())
         if served and 0 in self._ends and not any(task.startswith(SERVERS) for task in left):
             return True
         return all(task.startswith(EVALUATORS) for task in left)
 
+    def _is_outlived(self, placement: Placement, returncode: int | None) -> bool:
+        """Whether a worker of an elastic job has failed while others train on. When all others have finished, nobody
+        does for it what it was about to do."""
+        if not self._elastic or not placement.order.trains or returncode == 0:
+            return False
+        others = [p.order.rank for p in self._placements.values() if p.order.trains and p is not placement]
+        gone = {*self._ends, *self._returning, *self._idle}
+        return any(rank not in gone for rank in others)
+
     def _delay_s(self, placement: Placement, end: End) -> float | None:
-        """Seconds after which an ended task is started again; None: it is not. Nobody returns to a job that ends, or
-        whose chief has finished."""
-        if not placement.order.returns or self._is_ending or 0 in self._ends:
+        """Seconds after which an ended task is started again; None: it is not."""
+        if not self._may_return(placement, end):
             return None
         lived_s = self._clock() - self._started.get(end.rank, self._clock())
         return self._restarts.delay_s(end.rank, end.returncode, lived_s)
+
+    def _may_return(self, placement: Placement, end: End) -> bool:
+        """Whether a task that has ended could do something still. Nobody returns to a job that ends, or whose chief has
+        finished."""
+        if not placement.order.returns or self._is_ending or self._is_finished:
+            return False
+        # Else nobody is left whom it could join.
+        return not self._elastic or not placement.order.trains or end.outlived
+
+    @property
+    def _is_finished(self) -> bool:
+        """Whether the training has come to its end, well or not: that of the chief, whoever that is."""
+        if self._elastic:
+            return bool(self._unneeded) or any(
+                end.returncode == 0 and self._placements[rank].order.trains for rank, end in self._ends.items()
+            )
+        return 0 in self._ends
 
     @property
     def _is_ending(self) -> bool:
@@ -330,10 +554,15 @@ class Job:
             self._schedule = after_overdue_evaluation(self._clock())
             late = [p.task for rank, p in self._placements.items() if rank not in self._ends]
             self._observer.overdue(late, self._evaluator_grace_s)
+        for rank in [rank for rank, due in self._leaving.items() if due <= self._clock()]:
+            del self._leaving[rank]
+            self._placements[rank].host.signal(rank, signal.SIGKILL)
+        for rank in [rank for rank, due in self._killed.items() if due <= self._clock()]:
+            self._take(Exited(rank, -signal.SIGKILL, LastWords()))
         while self._schedule and self._schedule[0][0] <= self._clock():
             step = self._schedule[0][1]
             self._schedule = self._schedule[1:]
-            running = [p for rank, p in self._placements.items() if rank not in self._ends]
+            running = [p for rank, p in self._placements.items() if rank not in self._ends and rank not in self._idle]
             for placement in running:
                 rank, host = placement.order.rank, placement.host
                 match step:
@@ -351,3 +580,7 @@ class Job:
                         self._take(Exited(rank, -signal.SIGKILL, LastWords()))
             if step is not Step.DUMP_STACKS:
                 self._ending = True
+            if step is Step.TERMINATE:
+                for host in self._hosts:
+                    for event in host.events():  # whether some take a checkpoint first
+                        self._take(event)

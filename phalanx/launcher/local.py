@@ -20,13 +20,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from msgspec.structs import replace
+
 from phalanx.gpus import count_gpus
 from phalanx.launcher import child, progress, words
 from phalanx.launcher.cores import CoreShare, available_cores, host_shares
 from phalanx.launcher.devices import NO_GPU, gpu_shares
 from phalanx.launcher.environment import CHILD, PROGRESS_FILE, worker_environment
 from phalanx.launcher.lifeline import Lifeline
-from phalanx.launcher.messages import Event, Exited, LastWords, Order, Output, Started
+from phalanx.launcher.messages import Event, Exited, Heeding, LastWords, Order, Output, Paced, Started
 from phalanx.settings import LISTEN_FD, SNAPSHOTS
 
 READ_BYTES = 65536
@@ -37,6 +39,8 @@ KILL_WAIT_S = 2.0
 # A worker's stacks are written by a signal handler, within a millisecond unless the host is badly overloaded.
 MAX_STACK_CHARACTERS = 40_000
 LISTEN_BACKLOG = 128
+PACE_S = 1.0
+"""How often workers are asked how they go, where they say so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,7 @@ class _Worker:
     pidfd: int
     state: str = ""
     ended: bool = False
+    noted: int = 0  # the number of the last `progress.Totals`
     files: list[BinaryIO] = field(default_factory=list)
 
 
@@ -95,6 +100,9 @@ class LocalHost:
 
     Args:
         shares: the workers' cores; by default they have the host to themselves.
+
+    Attributes:
+        lost: never; see `RemoteHost`.
     """
 
     name = "localhost"
@@ -112,23 +120,35 @@ class LocalHost:
         self._workers: dict[int, _Worker] = {}
         self._returning: dict[int, _Place] = {}
         self._shares = shares
+        self._heeding: list[Event] = []
+        self._not_training: set[int] = set()  # slots
+        self.lost = False
+        self._paces_at = 0.0
 
     # ---- starting
 
     def prepare(self, workers: int, *, address: str | None = "127.0.0.1") -> list[int]:
-        """Open a listening port for each worker; it is inherited, never closed and bound again.
+        """Open a listening port for each worker, beside those that are open already; it is inherited, never closed and
+        bound again. Returns the ports.
 
         Args:
             address: to listen on; None for all addresses of this host.
         """
-        self._listeners = [listen(address) for _ in range(workers)]
-        return [listener.getsockname()[1] for listener in self._listeners]
+        opened = [listen(address) for _ in range(workers)]
+        self._listeners += opened
+        return [listener.getsockname()[1] for listener in opened]
 
     def start(self, orders: Sequence[Order]) -> list[Event]:
-        """Start the workers, for which `prepare` has opened ports."""
-        shares, devices = self._divide(orders)
+        """Start workers, for which `prepare` has opened ports: all at once, or, if their orders name slots, some."""
+        if not orders:
+            return []
+        orders = [replace(order, slot=i) if order.slot is None else order for i, order in enumerate(orders)]
+        self._not_training |= {order.slot for order in orders if order.slot is not None and not order.trains}
+        shares, devices = self._divide()
         events: list[Event] = []
-        for order, listener, share, device in zip(orders, self._listeners, shares, devices, strict=True):
+        for order in orders:
+            assert order.slot is not None
+            listener, share, device = self._listeners[order.slot], shares[order.slot], devices[order.slot]
             environment = worker_environment({**os.environ, **device}, order.environment, share.threads)
             files = (_unnamed_file(), _unnamed_file()) if order.keeps else ()
             if files:
@@ -146,15 +166,16 @@ class LocalHost:
         """Start a worker again that has ended and whose order says that it returns, at the same port."""
         return Started(rank, self._start(self._returning[rank]).process.pid)
 
-    def _divide(self, orders: Sequence[Order]) -> tuple[Sequence[CoreShare], Sequence[Mapping[str, str]]]:
-        """Cores and GPUs for each task; those without a replica may use all cores, with one thread, and no GPU."""
-        replicas = sum(order.trains for order in orders)
+    def _divide(self) -> tuple[Sequence[CoreShare], Sequence[Mapping[str, str]]]:
+        """Cores and GPUs for each slot; those without a replica may use all cores, with one thread, and no GPU."""
+        replicas = len(self._listeners) - len(self._not_training)
         shares = iter(host_shares(replicas) if self._shares is None else self._shares)
         devices = iter(gpu_shares(replicas, count_gpus(os.environ), os.environ))
         other = CoreShare(tuple(available_cores()), 1)
+        trains = [slot not in self._not_training for slot in range(len(self._listeners))]
         return (
-            [next(shares) if order.trains else other for order in orders],
-            [next(devices) if order.trains else NO_GPU for order in orders],
+            [next(shares) if replica else other for replica in trains],
+            [next(devices) if replica else NO_GPU for replica in trains],
         )
 
     def _start(self, place: _Place) -> _Worker:
@@ -231,12 +252,26 @@ class LocalHost:
 
     def events(self) -> list[Event]:
         """What happened since the last call; never blocks."""
-        events: list[Event] = []
+        events, self._heeding = self._heeding, []
         for worker in self._workers.values():
             if not worker.ended:
                 events += self._read(worker)
                 if _has_exited(worker.process.pid):
                     events += self._bury(worker)
+        return events + self._paces()
+
+    def _paces(self) -> list[Event]:
+        """How the workers go that say so, once in `PACE_S`."""
+        now = time.monotonic()
+        if now < self._paces_at:
+            return []
+        self._paces_at = now + PACE_S
+        events: list[Event] = []
+        for worker in self._workers.values():
+            totals = None if worker.ended else progress.parse_totals(_content(worker.progress))
+            if totals is not None and totals.number != worker.noted:
+                worker.noted = totals.number
+                events.append(Paced(worker.rank, totals.computed_s, totals.waited_s, totals.steps))
         return events
 
     def _read(self, worker: _Worker, *, reads: int = 1) -> list[Event]:
@@ -299,9 +334,15 @@ class LocalHost:
             _signal(worker.process.pid, child.STACKS_SIGNAL)
 
     def signal(self, rank: int, number: int) -> None:
-        """Send a signal to a worker; SIGTERM and SIGKILL reach everything it has started."""
+        """Send a signal to a worker; SIGTERM and SIGKILL reach everything it has started. (But one that takes a
+        checkpoint when it is told to end still needs what it has started: it gets SIGTERM alone, and `Heeding` comes.)
+        """
         worker = self._workers.get(rank)
         if worker is None or worker.ended:
+            return
+        if number == signal.SIGTERM and progress.parse_heeds(_content(worker.progress)):
+            _signal(worker.process.pid, number)
+            self._heeding.append(Heeding(rank))
             return
         if number in (signal.SIGTERM, signal.SIGKILL):
             _signal_group(worker.process.pid, number)

@@ -57,6 +57,26 @@ class Exited(msgspec.Struct, frozen=True, tag="exited"):
     result: bytes = b""
 
 
+class Heeding(msgspec.Struct, frozen=True, tag="heeding"):
+    """A worker that was told to end takes a checkpoint first."""
+
+    rank: int
+
+
+class Paced(msgspec.Struct, frozen=True, tag="paced"):
+    """How a worker of a job of fixed size goes, about once a second.
+
+    Attributes:
+        computed_s, waited_s: seconds since it began, outside of collectives and in them.
+        steps: since it began.
+    """
+
+    rank: int
+    computed_s: float
+    waited_s: float
+    steps: int
+
+
 class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
     """The ports that a host holds open for its workers, in the order of their ranks."""
 
@@ -69,14 +89,14 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     reason: str
 
 
-Event = Output | Started | Exited
+Event = Output | Started | Exited | Heeding | Paced
 
 
 # From the launcher to an agent.
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
-    """Open ports for this many workers on all addresses, and start them in `folder` later."""
+    """Open ports for this many workers (more) on all addresses, and start them in `folder` later."""
 
     workers: int
     folder: str
@@ -89,6 +109,7 @@ class Order(msgspec.Struct, frozen=True):
         trains: whether it has a replica, and so gets cores and GPUs of its own.
         returns: whether it may be started again, at the same port.
         keeps: whether it writes snapshots, into files that outlive it.
+        slot: which of the host's ports it gets, and which share of its cores; None: that of its place in the list.
     """
 
     rank: int
@@ -99,9 +120,12 @@ class Order(msgspec.Struct, frozen=True):
     trains: bool = True
     returns: bool = False
     keeps: bool = False
+    slot: int | None = None
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
+    """Start tasks, all at once or, in a job whose members come and go, some at a time."""
+
     orders: list[Order]
 
 
@@ -121,4 +145,4 @@ class DumpStacks(msgspec.Struct, frozen=True, tag="dump-stacks"):
 
 
 Command = Prepare | Start | Restart | Signal | DumpStacks
-Answer = Output | Started | Exited | Prepared | Refused
+Answer = Output | Started | Exited | Heeding | Paced | Prepared | Refused

@@ -6,6 +6,7 @@ import secrets
 import selectors
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from phalanx.launcher.environment import job_settings
 from phalanx.launcher.hosts import HostShare
@@ -25,6 +26,11 @@ LOOPBACK = "127.0.0.1"
 NO_REPLICA = ("ps/", "evaluator/")
 
 
+def new_identity() -> tuple[str, str]:
+    """A secret and a name for a new job."""
+    return secrets.token_hex(SECRET_BYTES), secrets.token_hex(8)
+
+
 def task_names(workers: int, *, chief: bool = False, servers: int = 0, evaluator: bool = False) -> list[str]:
     """The tasks of a job: first those that train, in rank order, then parameter servers and the evaluator.
 
@@ -39,25 +45,73 @@ def task_names(workers: int, *, chief: bool = False, servers: int = 0, evaluator
     ]
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """What the workers of a job have in common.
+
+    Attributes:
+        arguments: the program's command line, as after `python`; `interpreter` comes before it.
+        tasks: see `task_names`.
+        returns: whether tasks that are killed may be started again.
+        keeper: address of the keeper of the members, in an elastic job.
+        preemption_signal: its name; beside SIGTERM.
+        identity: the job's secret and name.
+    """
+
+    arguments: Sequence[str]
+    tasks: Sequence[str]
+    interpreter: Sequence[str] = ()
+    function: bytes = b""
+    backend: str | None = None
+    log_dir: str | None = None
+    start_timeout_s: float | None = None
+    returns: bool = False
+    keeper: str | None = None
+    preemption_signal: str | None = None
+    identity: tuple[str, str] = field(default_factory=lambda: new_identity())
+
+    def placement(self, rank: int, addresses: Sequence[str], host: Host, slot: int | None = None) -> Placement:
+        """The task of this number, on a host.
+
+        Args:
+            addresses: of all tasks.
+            slot: see `Order`.
+        """
+        task = self.tasks[rank]
+        secret, job_id = self.identity
+        order = Order(
+            rank=rank,
+            arguments=tuple(self.arguments),
+            interpreter=tuple(self.interpreter),
+            function=self.function,
+            trains=not task.startswith(NO_REPLICA),
+            returns=self.returns,
+            keeps=self.returns and task.startswith("ps/"),
+            slot=slot,
+            environment=job_settings(
+                tasks=self.tasks,
+                addresses=addresses,
+                rank=rank,
+                secret=secret,
+                job_id=job_id,
+                backend=self.backend,
+                log_dir=self.log_dir,
+                start_timeout_s=self.start_timeout_s,
+                return_timeout_s=RETURN_TIMEOUT_S if self.returns else None,
+                keeper=self.keeper,
+                preemption_signal=self.preemption_signal,
+            ),
+        )
+        return Placement(order, task, host)
+
+
 def place(
-    shares: Sequence[HostShare],
-    arguments: Sequence[str],
-    selector: selectors.BaseSelector,
-    streams: Streams,
-    *,
-    tasks: Sequence[str],
-    interpreter: Sequence[str] = (),
-    function: bytes = b"",
-    backend: str | None = None,
-    log_dir: str | None = None,
-    start_timeout_s: float | None = None,
-    returns: bool = False,
+    shares: Sequence[HostShare], recipe: Recipe, selector: selectors.BaseSelector, streams: Streams
 ) -> list[Placement]:
     """Everything that is needed to start the job; only the agents of other hosts run already.
 
     Args:
         shares: with as many places as there are tasks, which take them in order.
-        returns: whether tasks that are killed may be started again.
 
     Raises: RendezvousError or ConfigurationError if another host cannot take part.
     """
@@ -70,7 +124,7 @@ def place(
                 host.connect()  # all at once: the slowest decides, not the sum
         addresses: list[str] = []
         owners: list[Host] = []
-        deadline = time.monotonic() + (start_timeout_s or START_TIMEOUT_S)
+        deadline = time.monotonic() + (recipe.start_timeout_s or START_TIMEOUT_S)
         for share, host in zip(shares, hosts, strict=True):
             name = LOOPBACK if share.is_loopback else share.name
             if isinstance(host, RemoteHost):
@@ -84,31 +138,4 @@ def place(
         for host in hosts:
             host.close()
         raise
-    secret, job_id = secrets.token_hex(SECRET_BYTES), secrets.token_hex(8)
-    return [
-        Placement(
-            Order(
-                rank=rank,
-                arguments=tuple(arguments),
-                interpreter=tuple(interpreter),
-                function=function,
-                trains=not tasks[rank].startswith(NO_REPLICA),
-                returns=returns,
-                keeps=returns and tasks[rank].startswith("ps/"),
-                environment=job_settings(
-                    tasks=tasks,
-                    addresses=addresses,
-                    rank=rank,
-                    secret=secret,
-                    job_id=job_id,
-                    backend=backend,
-                    log_dir=log_dir,
-                    start_timeout_s=start_timeout_s,
-                    return_timeout_s=RETURN_TIMEOUT_S if returns else None,
-                ),
-            ),
-            tasks[rank],
-            host,
-        )
-        for rank, host in enumerate(owners)
-    ]
+    return [recipe.placement(rank, addresses, host) for rank, host in enumerate(owners)]

@@ -25,6 +25,11 @@ _NONE = -1
 # record that was just being written.
 _RECORD = struct.Struct(f"<Qdqq{PHASE_BYTES}sQ")
 _OFFSET = len(MAGIC)
+# Behind the record: whether the worker takes a checkpoint when it is told to end.
+_HEEDS = 1024
+# And how long the worker has computed and waited for the others: number, two times, steps, the number again.
+_PACE = struct.Struct("<QddqQ")
+_PACE_OFFSET = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,22 @@ class Progress:
         where = [f"epoch {self.epoch}"] if self.epoch is not None else []
         where += [f"step {self.step}"] if self.step is not None else []
         return ", ".join([self.phase, *where])
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What a worker has done since it began.
+
+    Attributes:
+        number: of this note, growing.
+        computed_s, waited_s: seconds outside of collectives and in them.
+        steps: of training.
+    """
+
+    number: int
+    computed_s: float
+    waited_s: float
+    steps: int
 
 
 class _Reporter:
@@ -82,6 +103,17 @@ class _Reporter:
             number,
         )
 
+    def note(self, totals: Totals) -> None:
+        if self._record is not None:
+            number = totals.number
+            _PACE.pack_into(
+                self._record, _PACE_OFFSET, number, totals.computed_s, totals.waited_s, totals.steps, number
+            )
+
+    def heeds_signals(self, heeds: bool) -> None:
+        if self._record is not None:
+            self._record[_HEEDS] = heeds
+
 
 _reporter: _Reporter | None = None
 
@@ -99,6 +131,32 @@ def report(phase: str, *, epoch: int | None = None, step: int | None = None) -> 
 def enter(phase: str) -> None:
     """Say that this process now does something else in the same epoch and step."""
     _the_reporter().enter(phase)
+
+
+def latest() -> Progress | None:
+    """What this process has reported last; None if there is nothing, or no launcher."""
+    record = _the_reporter()._record
+    return None if record is None else parse(record[:])
+
+
+def is_read() -> bool:
+    """Whether this process has a launcher."""
+    return _the_reporter()._record is not None
+
+
+def note(totals: Totals) -> None:
+    """Say how long this process has computed and waited."""
+    _the_reporter().note(totals)
+
+
+def heeds_signals(heeds: bool) -> None:
+    """Say whether this process, told to end by a signal, takes a checkpoint first and so needs some time."""
+    _the_reporter().heeds_signals(heeds)
+
+
+def parse_heeds(content: bytes) -> bool:
+    """Whether a file's content says so."""
+    return len(content) > _HEEDS and content.startswith(MAGIC) and bool(content[_HEEDS])
 
 
 def _the_reporter() -> _Reporter:
@@ -126,6 +184,14 @@ def parse(content: bytes) -> Progress | None:
         step=None if step == _NONE else step,
         time=when,
     )
+
+
+def parse_totals(content: bytes) -> Totals | None:
+    """What is noted in a file's content; None if nothing is, or it was being written at this moment."""
+    if len(content) < _PACE_OFFSET + _PACE.size:
+        return None
+    number, computed_s, waited_s, steps, again = _PACE.unpack_from(content, _PACE_OFFSET)
+    return Totals(number, computed_s, waited_s, steps) if 0 < number == again else None
 
 
 def _map(path: str) -> mmap.mmap | None:

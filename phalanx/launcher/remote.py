@@ -45,6 +45,10 @@ class RemoteHost:
     """Runs workers on another host. Not thread-safe.
 
     The connection is the workers' lifeline: when it ends, whichever end is the reason, they are killed.
+
+    Attributes:
+        lost: whether the connection has ended by itself. Nothing can be started there any more.
+        new_ports: for which `grow` has asked, once they are there.
     """
 
     needs_polling = False
@@ -65,6 +69,9 @@ class RemoteHost:
         self._answers: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
         self._running: set[int] = set()
         self._registered = False
+        self.lost = False
+        self.new_ports: list[int] = []
+        self._folder = ""
 
     def connect(self) -> None:
         """Start ssh; `ports` waits for it. Errors of ssh itself go to this process's stderr."""
@@ -73,8 +80,9 @@ class RemoteHost:
         remote = f"exec {shlex.quote(python)} -P -m phalanx.launcher.agent"
         command = [*shlex.split(self._environ.get(SSH, DEFAULT_SSH)), self.share.login, remote]
         # A session of its own: Ctrl-C is for the launcher, which ends the job in order.
+        self._folder = os.getcwd()
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-        self._send(Prepare(self.share.workers, os.getcwd()))
+        self._send(Prepare(self.share.workers, self._folder))
 
     def ports(self, deadline: float) -> list[int]:
         """The ports that the host holds open for its workers.
@@ -113,16 +121,21 @@ class RemoteHost:
                         raise ConfigurationError(f"{self.name}: {answer.reason}.")
 
     def start(self, orders: Sequence[Order]) -> list[Event]:
+        """Start workers, as `LocalHost.start` does; from the first call on, `events` hears of the host."""
         environment = forwarded(self._environ)
         orders = [msgspec.structs.replace(order, environment={**environment, **order.environment}) for order in orders]
         process = self._process
         assert process is not None
         assert process.stdout is not None
-        self._running = {order.rank for order in orders}
-        os.set_blocking(process.stdout.fileno(), False)
-        self._selector.register(process.stdout.fileno(), selectors.EVENT_READ)
-        self._registered = True
-        self._send(Start(orders))
+        if self.lost:
+            return [Exited(order.rank, None, LastWords()) for order in orders]
+        self._running |= {order.rank for order in orders}
+        if not self._registered:
+            os.set_blocking(process.stdout.fileno(), False)
+            self._selector.register(process.stdout.fileno(), selectors.EVENT_READ)
+            self._registered = True
+        if orders:
+            self._send(Start(orders))
         return []
 
     def restart(self, rank: int) -> Event | None:
@@ -147,6 +160,8 @@ class RemoteHost:
                 return events + self._lose()
             for line in self._reader.feed(data):
                 answer = self._decode(line)
+                if isinstance(answer, Prepared):
+                    self.new_ports += answer.ports
                 if answer is None or isinstance(answer, (Prepared, Refused)):
                     continue
                 if isinstance(answer, Exited):
@@ -178,8 +193,18 @@ class RemoteHost:
             process.wait()
         self._process = None
 
+    def grow(self, workers: int) -> None:
+        """Ask for ports for so many workers more, which come with later `events`."""
+        self._send(Prepare(workers, self._folder))
+
+    def abandon(self) -> None:
+        """Have `ports`, which waits in another thread, end with an error."""
+        if self._process is not None and self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+
     def _lose(self) -> list[Event]:
         self._unregister()
+        self.lost = True
         lost = [Exited(rank, None, LastWords()) for rank in sorted(self._running)]
         self._running.clear()
         return list(lost)

@@ -30,7 +30,7 @@ from phalanx.launcher.devices import device_settings
 from phalanx.launcher.environment import grace_s, job_settings, thread_settings
 from phalanx.launcher.job import Job, Outcome, Placement
 from phalanx.launcher.local import LocalHost, listen
-from phalanx.launcher.messages import Order
+from phalanx.launcher.messages import Order, Paced
 from phalanx.launcher.placement import LOOPBACK, SECRET_BYTES, task_names
 from phalanx.launcher.program import Program, parse_command
 from phalanx.launcher.screen import Screen
@@ -207,6 +207,9 @@ class _Watch:
 
     def exited(self, end: End) -> None:
         self._screen.finish(end.rank)
+
+    def paced(self, pace: Paced) -> None:
+        pass
 
     def returns(self, end: End, count: str) -> None:
         pass

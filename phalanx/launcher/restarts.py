@@ -1,10 +1,11 @@
-"""Which tasks of a job with parameter servers are started again after they were killed, and when."""
+"""Which tasks are started again after they have failed, and when: in jobs with parameter servers, and in those whose
+members come and go. And which jobs, as a whole (`phalanx run --max-restarts`)."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 
-from phalanx.errors import EvictedError
+from phalanx import errors
 
 DEFAULT = 10
 """How often one task is started again."""
@@ -16,19 +17,34 @@ FIRST_DELAY_S = 0.5
 """Before a second attempt in a row, and twice as long before each further one."""
 
 
+_HOPELESS = {
+    error.exit_code
+    for error in (
+        errors.ConfigurationError,
+        errors.UnsupportedError,
+        errors.RendezvousError,
+        errors.DisagreementError,
+        errors.CollectiveMismatchError,
+        errors.PreemptedError,
+    )
+}
+"""A task that ended with one of these would do so again, or is not to be started again by us."""
+
+
 class Restarts:
     """The memory of a job's restarts.
 
-    Only a task that was killed by a signal is started again (memory ran out, its host took the core away, somebody
-    killed it), and one that the others have left out as it was stopped. One that ended by itself, with an error, would
-    do so again.
+    A task that was killed by a signal is started again (memory ran out, its host took the core away, somebody killed
+    it), and one that the others have left out as it was stopped. With servers, one that ended by itself, with an error,
+    would do so again. In an elastic job the error may be its host's, so it is tried.
 
     Args:
         allowed: how often each task may be started again; 0: never.
     """
 
-    def __init__(self, allowed: int):
+    def __init__(self, allowed: int, *, elastic: bool = False):
         self._allowed = allowed
+        self._elastic = elastic
         self._made: dict[int, int] = defaultdict(int)
         self._short: dict[int, int] = defaultdict(int)
 
@@ -38,7 +54,9 @@ class Restarts:
 
     def delay_s(self, rank: int, returncode: int | None, lived_s: float) -> float | None:
         """Seconds to wait before this task is started again; None: it is not."""
-        innocent = returncode is not None and (returncode < 0 or returncode == EvictedError.exit_code)
+        innocent = returncode is not None and (returncode < 0 or returncode == errors.EvictedError.exit_code)
+        if self._elastic and returncode not in (None, 0):
+            innocent = returncode not in _HOPELESS
         if not innocent or self._made[rank] >= self._allowed:
             return None
         self._short[rank] = self._short[rank] + 1 if lived_s < SHORT_S else 0

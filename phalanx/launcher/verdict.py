@@ -24,6 +24,7 @@ from phalanx.launcher.messages import LastWords
 _CONSEQUENCE = exit_codes.CONSEQUENCES
 # Of a job that a false success ended: what its survivors end with.
 FALSE_SUCCESS_CODE = errors.PeerLostError.exit_code
+PREEMPTED_CODE = errors.PreemptedError.exit_code
 HOST_LOST_CODE = errors.PeerLostError.exit_code
 
 
@@ -36,6 +37,7 @@ class End:
         returncode: as `subprocess` has it; None if it was lost with its host.
         order: how many workers had ended before.
         by_launcher: whether it ended only after the launcher had sent it a signal to end.
+        outlived: whether the others went on without it, in a job whose members come and go.
         hung: whether it still ran when the others' grace was over.
         words: what it left.
     """
@@ -47,6 +49,7 @@ class End:
     returncode: int | None
     order: int
     by_launcher: bool = False
+    outlived: bool = False
     hung: bool = False
     words: LastWords = field(default_factory=LastWords)
 
@@ -90,13 +93,16 @@ def judge(ends: Sequence[End], *, interrupted_by: int | None = None) -> Verdict:
     Args:
         interrupted_by: the signal with which the launcher was told to end the job, if it was.
     """
-    own = [end for end in ends if end.failed and not end.by_launcher]
+    own = [end for end in ends if end.failed and not end.by_launcher and not end.outlived]
+    if any(end.code == PREEMPTED_CODE for end in ends):
+        # All leave together, after the chief has saved; who leaves last may have lost the others.
+        return Verdict(PREEMPTED_CODE, None, "the job was told to end, and has taken a checkpoint first")
     if interrupted_by is not None:
         code = exit_codes.SIGNAL_BASE + interrupted_by
         meaning = exit_codes.meaning(code)
         return Verdict(code, None, f"the job was ended from outside: {meaning.sentence}")
     if not own:
-        return Verdict(0, None, "all workers ended without error")
+        return Verdict(0, None, "all workers ended without error, or were outlived by those that did")
     lost = _falsely_successful(ends, own)
     if lost is not None:
         return Verdict(

@@ -124,3 +124,16 @@ def test_an_error_raised_from_itself_has_an_end() -> None:
     lost = errors.PeerLostError("gone", rank=1, task="worker/1", host="here")
     error.__cause__, lost.__cause__ = lost, error
     assert exit_codes.of_error(error) == lost.exit_code
+
+
+@pytest.mark.parametrize(
+    ("returncode", "words"),
+    [
+        (-9, "was killed by SIGKILL"),
+        (1, "ended with exit code 1"),
+        (errors.EvictedError.exit_code, "was left out by the others"),
+        (None, "was lost with its host"),
+    ],
+)
+def test_how_a_task_ended_that_is_started_again(returncode, words):
+    assert exit_codes.ending(returncode) == words

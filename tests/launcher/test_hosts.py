@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import pytest
 
 from phalanx.errors import ConfigurationError
-from phalanx.launcher.hosts import HostShare, parse_hosts
+from phalanx.launcher.hosts import HostShare, check_interfaces, choose_hosts, parse_hostfile, parse_hosts
 
 
 def test_hosts_are_names_with_numbers_of_workers() -> None:
@@ -46,3 +47,33 @@ def test_this_host_needs_no_ssh_unless_another_user_is_named() -> None:
     assert HostShare(socket.gethostname(), 1).is_here
     assert not HostShare("localhost", 1, "other").is_here
     assert not HostShare("elsewhere.example.org", 1).is_here
+
+
+def test_a_hostfile_says_the_same() -> None:
+    text = "# all of them\nnode-a slots=4\n\nuser@node-b   # one\n[fe80::1] slots=2\n"
+    assert parse_hostfile(text) == parse_hosts("node-a:4,user@node-b,[fe80::1]:2")
+    for wrong, words in (("node-a slots", "line 1"), ("a slots=2\nb slots=x", "line 2"), ("# none", "names no host")):
+        with pytest.raises(ConfigurationError, match=words):
+            parse_hostfile(wrong)
+
+
+def test_workers_fill_the_first_hosts(tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("a slots=2\nb slots=2\n")
+    assert choose_hosts(3, None, hostfile) == [HostShare("a", 2), HostShare("b", 1)]
+    assert choose_hosts(2, "a:2,b:2", None) == [HostShare("a", 2)]
+    assert choose_hosts(None, "a:2,b:2", None) == [HostShare("a", 2), HostShare("b", 2)]
+    assert choose_hosts(3, None, None) == [HostShare("localhost", 3)]
+    with pytest.raises(ConfigurationError, match=r"4 places.*--hosts a:3"):
+        choose_hosts(5, "a:2,b:2", None)
+    with pytest.raises(ConfigurationError, match="Give one of them"):
+        choose_hosts(2, "a:2", hostfile)
+
+
+def test_network_interfaces_are_checked() -> None:
+    check_interfaces("lo", [HostShare("localhost", 2)])
+    check_interfaces(None, [HostShare("a", 1), HostShare("b", 1)])
+    with pytest.raises(ConfigurationError, match="this host has no 'nowhere0'"):
+        check_interfaces("lo,nowhere0", [HostShare("localhost", 2)])
+    with pytest.raises(ConfigurationError, match="follows from the hosts' names"):
+        check_interfaces("lo", [HostShare("a", 1), HostShare("b", 1)])

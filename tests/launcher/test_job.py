@@ -6,9 +6,12 @@ import selectors
 import signal
 from collections.abc import Sequence
 
-from phalanx.errors import EvictedError
+import pytest
+
+from phalanx.errors import EvictedError, RendezvousError
+from phalanx.launcher import job as job_module
 from phalanx.launcher.job import Job, Placement, Step, after_failure, after_signal
-from phalanx.launcher.messages import Event, Exited, LastWords, Order, Output, Started
+from phalanx.launcher.messages import Event, Exited, LastWords, Order, Output, Paced, Started
 from phalanx.launcher.restarts import Restarts
 from phalanx.launcher.verdict import End
 
@@ -18,6 +21,7 @@ class FakeHost:
 
     name = "fake"
     needs_polling = True
+    lost = False
 
     def __init__(self, script: list[list[Event]], mortal: tuple[int, ...] = (signal.SIGKILL,)):
         self._script = script
@@ -25,8 +29,10 @@ class FakeHost:
         self._pending: list[Event] = []
         self.calls: list[tuple[str, int, int]] = []
         self.closed = False
+        self.counts_starts = False
 
     def start(self, orders: list[Order]) -> list[Event]:
+        self.calls += [("start", order.rank, 0) for order in orders if self.counts_starts]
         return [Started(order.rank, 100 + order.rank) for order in orders]
 
     def events(self) -> list[Event]:
@@ -66,6 +72,9 @@ class Recorder:
     def exited(self, end: End) -> None:
         pass
 
+    def paced(self, pace: Paced) -> None:
+        pass
+
     def returns(self, end: End, count: str) -> None:
         self.returned.append(f"{end.task} {count}")
 
@@ -94,7 +103,7 @@ def make(host: FakeHost, workers: int = 2, restarts: int = 0) -> tuple[Job, Reco
     return Job(placements, selectors.DefaultSelector(), recorder, restarts=restarts, clock=Clock()), recorder
 
 
-def done(rank: int, code: int = 0) -> Exited:
+def done(rank: int, code: int | None = 0) -> Exited:
     return Exited(rank, code, LastWords())
 
 
@@ -318,3 +327,151 @@ def test_a_worker_that_was_left_out_is_started_again_or_forgotten() -> None:
     job.start()
     assert job.run().verdict.success
     assert recorder.returned == ["worker/1 1 of 1"]
+
+
+class Seats:
+    """A pool of hosts that does as it is told."""
+
+    def __init__(self, *, keeps: bool = True):
+        self.keeps = keeps
+        self.heard: list[tuple[str, int, bool]] = []
+        self.moves: dict[int, FakeHost] = {}
+        self.job: Job | None = None
+
+    def left(self, rank: int, *, failed: bool) -> bool:
+        self.heard.append(("left", rank, failed))
+        return self.keeps
+
+    def retire(self, rank: int) -> None:
+        self.heard.append(("retired", rank, False))
+
+    def want(self, workers: int) -> None:
+        self.heard.append(("wanted", workers, False))
+
+    def tick(self) -> float | None:
+        for rank, host in self.moves.items():
+            if self.job is not None and self.job.takes_workers and ("left", rank, True) in self.heard:
+                self.job.seat(Placement(Order(rank, (), {}, returns=True), f"worker/{rank}", host))
+                self.moves = {}
+        return None
+
+
+def elastic(host: FakeHost, seats: Seats) -> tuple[Job, Recorder]:
+    recorder = Recorder()
+    placements = [Placement(Order(rank, (), {}, returns=True), f"worker/{rank}", host) for rank in range(2)]
+    job = Job(placements, selectors.DefaultSelector(), recorder, restarts=5, seating=seats, clock=Clock())
+    seats.job = job
+    return job, recorder
+
+
+def test_a_worker_whose_place_is_good_is_started_again_there() -> None:
+    host, seats = FakeHost([[done(1, 1)], [], [done(1), done(0)]]), Seats()
+    job, recorder = elastic(host, seats)
+    job.start()
+    assert job.run().verdict.success
+    assert ("left", 1, True) in seats.heard
+    assert host.calls[0] == ("restart", 1, 0)
+    assert recorder.returned == ["worker/1 1 of 5"]
+
+
+def test_a_worker_that_is_lost_with_its_host_goes_to_another_one() -> None:
+    host, seats = FakeHost([[done(1, None)], *[[]] * 5, [done(0)]]), Seats()
+    other = FakeHost([[], [], [done(1)]])
+    other.counts_starts = True
+    seats.moves = {1: other}
+    job, _ = elastic(host, seats)
+    job.start()
+    outcome = job.run()
+    assert outcome.verdict.success
+    assert other.calls == [("start", 1, 0)]
+    assert [end.returncode for end in outcome.ends] == [0, 0]
+    assert other.closed
+
+
+def test_a_seat_that_stays_vacant_is_nobodys_failure() -> None:
+    host, seats = FakeHost([[done(1, -signal.SIGKILL)], [], [done(0)]]), Seats(keeps=False)
+    job, _ = elastic(host, seats)
+    job.start()
+    outcome = job.run()
+    assert outcome.verdict.success
+    assert [end.rank for end in outcome.ends] == [0]
+    assert ("restart", 1, 0) not in host.calls
+
+
+def test_the_last_member_that_is_lost_with_its_host_ends_the_job() -> None:
+    host, seats = FakeHost([[done(1, None), done(0, None)]]), Seats()
+    job, _ = elastic(host, seats)
+    job.start()
+    assert job.run().verdict.code == 71
+
+
+class GivingUpHost(FakeHost):
+    """The job is given up when worker 1 is started again; both that were then find nobody any more."""
+
+    job: Job
+
+    def restart(self, rank: int) -> Event:
+        if rank == 1:
+            self.job.run_soon(self.job.give_up)
+            self._script = [[], [done(0, RendezvousError.exit_code), done(1, RendezvousError.exit_code)]]
+        return super().restart(rank)
+
+
+def test_an_elastic_job_that_is_given_up_ended_by_those_whom_it_lost() -> None:
+    killed = -signal.SIGKILL
+    host = GivingUpHost([[done(0, killed)], [], [], [], [], [], [done(1, killed)]])
+    host.job, recorder = elastic(host, Seats())
+    host.job.start()
+    verdict = host.job.run().verdict
+    assert [call for call in host.calls if call[0] == "restart"] == [("restart", 0, 0), ("restart", 1, 0)]
+    assert recorder.returned == ["worker/0 1 of 5", "worker/1 1 of 5"]
+    assert verdict.code == 128 + signal.SIGKILL
+    assert verdict.cause is not None
+    assert verdict.cause.task == "worker/0"
+
+
+def test_a_job_whose_workers_were_all_sent_away_has_not_succeeded() -> None:
+    """Their hosts were taken back before others were there: it waits for those as long as its keeper does."""
+    host, seats = FakeHost([[done(0), done(1)]]), Seats()
+    job, _ = elastic(host, seats)
+    job.start()
+    job.release("worker/0")
+    job.release("worker/1")
+    ticks = iter(range(100))
+
+    def tick() -> float:
+        if next(ticks) == 5:
+            job.run_soon(job.give_up)
+        return 0.0
+
+    seats.tick = tick  # type: ignore[method-assign]
+    verdict = job.run().verdict
+    assert next(ticks) > 5
+    assert verdict.code == RendezvousError.exit_code
+
+
+def test_a_job_that_is_over_does_not_wait_for_one_that_cannot_be_killed() -> None:
+    host, seats = FakeHost([[done(0)]], mortal=()), Seats()
+    job, _ = elastic(host, seats)
+    job.start()
+    job.run_soon(lambda: job.end_others(["worker/0"]))
+    outcome = job.run()
+    assert outcome.verdict.success
+    assert ("signal", 1, signal.SIGKILL) in host.calls
+
+
+def test_one_that_is_not_wanted_and_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_module, "RELEASE_S", 1.0)
+    host, seats = FakeHost([]), Seats()
+    job, _ = elastic(host, seats)
+    job.start()
+    job.release("worker/1")
+    wants = host.events
+
+    def events() -> list[Event]:
+        killed = ("signal", 1, signal.SIGKILL) in host.calls
+        return [*wants(), *([done(0)] if killed else [])]
+
+    host.events = events  # type: ignore[method-assign]
+    assert job.run().verdict.success
+    assert ("left", 1, False) in seats.heard

@@ -1,0 +1,130 @@
+"""The launcher's part in a job whose members come and go: it runs the keeper (`cluster.elastic`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from phalanx.launcher.hosts import HostShare, own_name
+from phalanx.launcher.job import Job
+from phalanx.launcher.local import listen
+from phalanx.launcher.placement import LOOPBACK, new_identity
+
+if TYPE_CHECKING:
+    from phalanx.cluster.elastic.server import KeeperServer
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceState:
+    """A host of the job, for `phalanx status`.
+
+    Attributes:
+        slots, taken: how many workers it can run, and runs.
+        aside_until: by the monotonic clock, if it is set aside; `reason` says why.
+    """
+
+    name: str
+    slots: int
+    taken: int
+    aside_until: float | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """How many workers: at least, at most, and how many the job begins with if they come in time."""
+
+    minimum: int
+    maximum: int
+    expected: int
+
+
+class Keeping:
+    """Opens the keeper's port at once, and serves it when the workers are on their way: its imports take as long as
+    theirs. A context manager.
+
+    Attributes:
+        address: of the keeper, for the workers.
+        identity: the job's secret and name.
+
+    Args:
+        shares: the hosts that are known.
+        stays_here: whether all members will always be on this host.
+    """
+
+    def __init__(self, shares: Sequence[HostShare], *, stays_here: bool, start_timeout_s: float | None):
+        self._start_timeout_s = start_timeout_s
+        self._listener = listen(LOOPBACK if stays_here else None)
+        host = LOOPBACK if stays_here else own_name([share for share in shares if not share.is_here])
+        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        self.identity = new_identity()
+        self._server: KeeperServer | None = None
+
+    def __enter__(self) -> Keeping:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._server is not None:
+            self._server.close()
+        else:
+            self._listener.close()
+
+    def begin(self, job: Job, numbers: Numbers, say: Callable[[str], None]) -> None:
+        """Serve the members of a job that has been started.
+
+        Args:
+            say: shows a line. It is called in the thread that runs the job.
+        """
+        from phalanx.cluster.elastic.keeper import Bounds
+        from phalanx.cluster.elastic.server import KeeperServer
+        from phalanx.settings import Settings
+        from phalanx.transport.tls import load_tls
+
+        settings = Settings.from_environment()
+        secret, job_id = self.identity
+        bounds = Bounds(
+            minimum=numbers.minimum,
+            maximum=numbers.maximum,
+            expected=numbers.expected,
+            start_s=self._start_timeout_s or settings.rendezvous_timeout_s,
+            timeout_s=settings.timeout_s,
+        )
+        self._server = KeeperServer(
+            [self._listener],
+            bounds,
+            secret=secret.encode(),
+            job=job_id,
+            evict=lambda task: job.run_soon(lambda: job.kill(task)),
+            over=lambda tasks: job.run_soon(lambda: job.end_others(tasks)),
+            failed=lambda: job.run_soon(job.give_up),
+            released=lambda task: job.run_soon(lambda: job.release(task)),
+            resized=lambda workers: job.run_soon(lambda: job.recall(workers)),
+            note=lambda text: job.run_soon(lambda: say(text)),
+            tls=load_tls(settings.tls),
+        )
+        # Its connections tell it as well, but not where the network is cut, or the host's power.
+        server = self._server
+        job.on_loss = lambda task: server.use(lambda keeper, now: keeper.lose(task, now))
+
+    def withdraw(self, task: str) -> None:
+        """This worker is to leave before a next step: its host is taken back."""
+        if self._server is not None:
+            self._server.use(lambda keeper, now: keeper.withdraw(task, now))
+
+    def readmit(self, task: str) -> None:
+        """The worker of this name is about to start anew."""
+        if self._server is not None:
+            self._server.use(lambda keeper, now: keeper.readmit(task))
+
+    def limit(self, workers: int) -> None:
+        """There will never be more workers than these."""
+        if self._server is not None:
+            self._server.use(lambda keeper, now: keeper.limit(workers, now))
+
+    def show(self, places: Sequence[PlaceState]) -> None:
+        """Have `phalanx status` know the hosts."""
+        from phalanx.cluster.elastic.control import HostState
+
+        if self._server is not None:
+            self._server.hosts = [HostState(**asdict(place)) for place in places]

@@ -1,0 +1,175 @@
+"""Trains on digits in a job whose members come and go, and writes down what happened, a line each.
+
+    program.py FOLDER [--epochs N] [--kill TASK:LIFE:SECONDS ...] [--hold SECONDS]
+
+`--kill worker/1:1:0.4`: worker 1, in its first life, is killed (-9) 0.4 s after its first step, wherever it is then.
+`--kill worker/1:1:10th`: ... after its tenth step.
+`--hold`: a step takes so long while a member is missing, so that one that comes back can be let in.
+FOLDER gets one file for each life of a task, `worker-1.2.log`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+from sklearn.datasets import load_digits
+
+import phalanx
+
+
+def life_of(folder: Path, task: str) -> int:
+    """How many times this task has been started, this time included."""
+    life = 1
+    while True:
+        try:
+            (folder / f"{task.replace('/', '-')}.{life}.log").touch(exist_ok=False)
+            return life
+        except FileExistsError:
+            life += 1
+
+
+class Batches(keras.utils.PyDataset):
+    """Global batches of 64."""
+
+    def __init__(self, x: Any, y: Any):
+        super().__init__()
+        self._x, self._y = x, y
+
+    def __len__(self) -> int:
+        return -(-len(self._x) // 64)
+
+    def __getitem__(self, index: int) -> Any:
+        rows = slice(64 * index, 64 * (index + 1))
+        return self._x[rows], self._y[rows]
+
+
+class Log:
+    """A file of one life."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def note(self, event: str, **facts: Any) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps({"event": event, "time": time.time(), **facts}) + "\n")
+
+
+class Watch(keras.callbacks.Callback):
+    """Notes steps, and dies when it is told to."""
+
+    def __init__(self, log: Log, strategy: Any, members: int, kill: str | None, hold_s: float):
+        super().__init__()
+        self._log, self._strategy, self._members, self._hold_s = log, strategy, members, hold_s
+        self._kill = kill
+        self._epoch = self._steps = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        members = self._strategy._replica.world_size
+        self._log.note("step", epoch=self._epoch, step=batch, members=members, rank=self._strategy.rank)
+        self._steps += 1
+        self._die_if_told()
+        if members < self._members:
+            time.sleep(self._hold_s)
+
+    def _die_if_told(self) -> None:
+        if self._kill is not None and self._kill.endswith("th"):
+            if self._steps == int(self._kill.removesuffix("th")):
+                self._die(0.0)
+        elif self._kill is not None:
+            threading.Thread(target=self._die, args=(float(self._kill),), daemon=True).start()
+            self._kill = None
+
+    def _die(self, after_s: float) -> None:
+        time.sleep(after_s)
+        self._log.note("killed")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def model(convolutional: bool) -> Any:
+    layers = keras.layers
+    first = (
+        [layers.Conv2D(8, 3, activation="relu"), layers.MaxPooling2D(), layers.Flatten()]
+        if convolutional
+        else [layers.Flatten(), layers.Dense(64, activation="relu")]
+    )
+    made = keras.Sequential([keras.Input((8, 8, 1)), *first, layers.Dense(10)])
+    made.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    return made
+
+
+def loader(x: Any, y: Any) -> Any:
+    import torch
+
+    samples = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+    generator = torch.Generator().manual_seed(7)
+    return torch.utils.data.DataLoader(samples, batch_size=64, shuffle=True, generator=generator)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--samples", type=int, default=1437)
+    parser.add_argument("--kill", action="append", default=[])
+    parser.add_argument("--hold", type=float, default=0.0)
+    parser.add_argument("--pace", type=float, default=0.0)
+    parser.add_argument("--period", type=int, help="DiLoCo, with so many steps between two exchanges")
+    parser.add_argument("--cnn", action="store_true")
+    parser.add_argument("--batches", action="store_true", help="the data come as a PyDataset, without validation")
+    parser.add_argument("--loader", action="store_true", help="... as a DataLoader with a generator of its own")
+    options = parser.parse_args()
+    cluster = json.loads(os.environ["TF_CONFIG"])
+    task = f"{cluster['task']['type']}/{cluster['task']['index']}"
+    life = life_of(options.folder, task)
+    log = Log(options.folder / f"{task.replace('/', '-')}.{life}.log")
+    log.note("started", pid=os.getpid())
+    kills = {(t, int(n)): s for t, n, s in (kill.rsplit(":", 2) for kill in options.kill)}
+    keras.utils.set_random_seed(3)
+    strategy = phalanx.DiLoCoStrategy(options.period) if options.period else phalanx.MultiWorkerMirroredStrategy()
+    log.note("joined" if not strategy._replica.is_candidate else "candidate")
+    images, labels = load_digits(return_X_y=True)
+    x, y = (images / 16).reshape(-1, 8, 8, 1).astype("float32")[: options.samples], labels[: options.samples]
+    with strategy.scope():
+        net = model(options.cnn)
+    watch = Watch(log, strategy, len(cluster["cluster"]["worker"]), kills.get((task, life)), options.hold)
+    paces = (
+        [keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(options.pace))]
+        if options.pace
+        else []
+    )
+    if options.batches:
+        data: dict[str, Any] = {"x": Batches(x, y)}
+    elif options.loader:
+        data = {"x": loader(x, y)}
+    else:
+        data = {"x": x, "y": y, "batch_size": 64, "validation_split": 0.1}
+    history = net.fit(**data, epochs=options.epochs, callbacks=[watch, *paces], verbose=0)
+    loss = net.evaluate(x, y, verbose=0)
+    weights = np.concatenate([np.ravel(keras.ops.convert_to_numpy(v)) for v in net.weights])
+    if strategy.is_chief:
+        np.save(options.folder / "weights.npy", weights)
+        counts = {}
+        if not options.batches:
+            counts = {epoch: sorted(set(used.tolist())) for epoch, used in phalanx.data.ledger().items()}
+        (options.folder / "result.json").write_text(
+            json.dumps({"history": history.history, "loss": loss, "ledger": counts})
+        )
+    log.note("finished", rank=strategy.rank, weights=float(np.abs(weights).sum()))
+
+
+if __name__ == "__main__":
+    main()
+    sys.exit(0)

@@ -1,0 +1,414 @@
+"""Collectives over losses: processes that are really killed, with a keeper in the test's own process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import pytest
+
+from phalanx.cluster.agreement import Facts
+from phalanx.cluster.elastic.control import Wish, ask
+from phalanx.cluster.elastic.keeper import Bounds
+from phalanx.cluster.elastic.messages import Began, Done, Past
+from phalanx.cluster.elastic.node import ElasticNode
+from phalanx.cluster.elastic.server import KeeperServer
+from phalanx.cluster.spec import ClusterSpec, Task
+from phalanx.collectives.elastic import ElasticCommunicator
+from phalanx.collectives.options import CommunicationImplementation, CommunicationOptions
+from phalanx.errors import LinkClosedError, MembershipChangedError
+from phalanx.plain import decode, encode
+from phalanx.settings import Settings, TLSFiles
+from phalanx.transport.link import Link
+from phalanx.transport.tls import load_tls
+from tests.cluster.conftest import wait_until
+from tests.transport.conftest import make_certificates
+
+BOUND_S = 60.0
+SECRET = b"0123456789abcdef"
+Body = Callable[[ElasticCommunicator, int], Any]
+
+
+class Members:
+    """Forked processes, each with a communicator in which it runs a body."""
+
+    def __init__(
+        self,
+        count: int,
+        implementation: str = "AUTO",
+        timeout_s: float = 30.0,
+        simulated_mbits: float | None = None,
+        tls: TLSFiles | None = None,
+    ):
+        self._simulated_mbits, self._tls = simulated_mbits, tls
+        self.count = count
+        self.notes: list[str] = []
+        self.evicted: list[str] = []
+        self._options = CommunicationOptions(
+            implementation=CommunicationImplementation[implementation], timeout_seconds=timeout_s
+        )
+        self._port = socket.create_server(("127.0.0.1", 0))
+        self.keeper_address = f"127.0.0.1:{self._port.getsockname()[1]}"
+        self._sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+        addresses = [f"127.0.0.1:{sock.getsockname()[1]}" for sock in self._sockets]
+        self._spec = ClusterSpec({"worker": addresses})
+        self._timeout_s = timeout_s
+        self.processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def run(self, body: Body) -> None:
+        """Start them, and then the keeper: a fork with its threads would not be sound."""
+        context = multiprocessing.get_context("fork")
+        for number in range(self.count):
+            reader, writer = context.Pipe(duplex=False)
+            process = context.Process(target=self._child, args=(number, body, writer), daemon=True)
+            process.start()
+            writer.close()
+            self.processes.append(process)
+            self._pipes.append(reader)
+        bounds = Bounds(1, self.count, self.count, start_s=BOUND_S, timeout_s=self._timeout_s)
+        self.server = KeeperServer(
+            [self._port],
+            bounds,
+            secret=SECRET,
+            job="job",
+            evict=self._evict,
+            over=lambda tasks: None,
+            failed=lambda: None,
+            released=lambda task: None,
+            resized=lambda workers: None,
+            note=self.notes.append,
+            tls=load_tls(self._tls),
+        )
+
+    def results(self) -> list[Any]:
+        """What each returned; None for those that were killed."""
+        until = time.monotonic() + BOUND_S
+        found = []
+        for process, pipe in zip(self.processes, self._pipes, strict=True):
+            try:
+                assert pipe.poll(max(0.0, until - time.monotonic())), f"no result within {BOUND_S} s; {self.notes}"
+                found.append(pipe.recv())
+            except EOFError:
+                found.append(None)
+            process.join(5)
+        return found
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.server.close()
+        for sock in self._sockets:
+            sock.close()
+
+    def _evict(self, task: str) -> None:
+        self.evicted.append(task)
+        self.processes[int(task.partition("/")[2])].kill()
+
+    def _child(self, number: int, body: Body, pipe: Connection) -> None:
+        settings = Settings(
+            secret=SECRET,
+            job_id="job",
+            keeper=self.keeper_address,
+            listen_fd=self._sockets[number].fileno(),
+            simulated_mbits=self._simulated_mbits,
+            tls=self._tls,
+        )
+        with ElasticNode(self._spec, Task("worker", number), Facts(), settings) as node:
+            communicator = ElasticCommunicator(node, self._options)
+            assert communicator.take_part(0) is None
+            pipe.send(body(communicator, number))
+            communicator.close()
+
+
+@pytest.fixture
+def members() -> Iterator[Callable[..., Members]]:
+    made: list[Members] = []
+
+    def make(*args: Any, **kwargs: Any) -> Members:
+        made.append(Members(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def repeatedly(communicator: ElasticCommunicator, value: float, size: int = 1000) -> tuple[float, int]:
+    """The sum over all members of a value, however many there are in the end; and how often it was tried."""
+    tries = 0
+    while True:
+        tries += 1
+        try:
+            (total,) = communicator.all_reduce([np.full(size, value, np.float32)])
+            assert (total == total[0]).all()
+            return float(total[0]), tries
+        except MembershipChangedError:
+            continue
+
+
+def test_with_certificates_all_that_the_keeper_says_and_hears_is_encrypted(members, tmp_path):
+    files = make_certificates(tmp_path)["ours"]
+
+    def body(communicator: ElasticCommunicator, number: int) -> Any:
+        if number == 0:
+            die()
+        return repeatedly(communicator, 2.0**number)
+
+    job = members(3, "RING", tls=files)
+    job.run(body)
+    assert job.results() == [None, (6.0, 2), (6.0, 2)]
+    assert ask(job.keeper_address, SECRET.decode(), "job", Wish(), tls=files).generation == 2
+    with pytest.raises(LinkClosedError):
+        ask(job.keeper_address, SECRET.decode(), "job", Wish())
+
+
+@pytest.mark.parametrize("mbits", [None, 1000.0])
+def test_a_simulated_network_is_simulated_in_each_generation(members, mbits):
+    def body(communicator: ElasticCommunicator, number: int) -> Any:
+        kinds = [communicator.kind]
+        if number == 2:
+            die()
+        repeatedly(communicator, 1.0)
+        return [*kinds, communicator.kind]
+
+    job = members(3, simulated_mbits=mbits)
+    job.run(body)
+    kind = "shared memory" if mbits is None else "ring"
+    assert job.results() == [[kind, kind], [kind, kind], None]
+
+
+@pytest.mark.parametrize("implementation", ["AUTO", "RING"])
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_survivors_go_on(members, implementation, victim):
+    def body(communicator: ElasticCommunicator, number: int) -> Any:
+        sums = []
+        for step in range(20):
+            if number == victim and step == 7:
+                die()
+            sums.append(repeatedly(communicator, 2.0**number)[0])
+        return sums, communicator.rank, communicator.world_size, communicator.generation
+
+    job = members(3, implementation)
+    job.run(body)
+    results = job.results()
+    assert results[victim] is None
+    left = [number for number in range(3) if number != victim]
+    for rank, number in enumerate(left):
+        assert results[number] == ([7.0] * 7 + [7.0 - 2.0**victim] * 13, rank, 2, 2)
+
+
+def test_all_survivors_raise_at_the_same_collective(members):
+    """Killed at any moment: who had finished the collective gives its result to who had not."""
+
+    def body(communicator: ElasticCommunicator, number: int) -> Any:
+        events: list[Any] = []
+        for step in range(4000):
+            if number == 2 and step == 0:
+                threading.Timer(0.05 + 0.05 * np.random.default_rng(os.getpid()).random(), die).start()
+            try:
+                if step % 3 == 0:
+                    events.append(float(communicator.all_reduce([np.ones(50_000, np.float32)])[0][0]))
+                elif step % 3 == 1:
+                    events.append(communicator.broadcast_bytes(b"%d" % step).decode())
+                else:
+                    events.append([float(part[0]) for part in communicator.all_gather(np.array([float(number)]))])
+            except MembershipChangedError:
+                events.append("changed")
+            if "changed" in events and len(events) > events.index("changed") + 5:
+                break
+        return events
+
+    for _ in range(3):
+        job = members(3)
+        job.run(body)
+        first, second, third = job.results()
+        assert third is None
+        assert first == second
+        assert first.count("changed") == 1
+        job.close()  # its threads must not be there when the next one is forked
+
+
+def test_down_to_one(members):
+    def body(communicator: ElasticCommunicator, number: int) -> Any:
+        for step in range(24):
+            if number == step // 8:
+                die()
+            last = repeatedly(communicator, 1.0)[0]
+        return last, communicator.world_size
+
+    job = members(4)
+    job.run(body)
+    assert job.results() == [None, None, None, (1.0, 1)]
+
+
+def test_a_stopped_member_is_evicted(members):
+    def body(communicator: ElasticCommunicator, number: int) -> Any:
+        for step in range(6):
+            if number == 1 and step == 3:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            last = repeatedly(communicator, 1.0)[0]
+        return last
+
+    job = members(3, timeout_s=1.5)
+    job.run(body)
+    assert job.results() == [2.0, None, 2.0]
+    assert job.evicted == ["worker/1"]
+
+
+def test_the_launcher_is_lost(members):
+    trains = multiprocessing.get_context("fork").Event()
+
+    def body(communicator: ElasticCommunicator, number: int) -> Any:
+        try:
+            while True:
+                repeatedly(communicator, 1.0)
+                trains.set()
+        except Exception as error:
+            return type(error).__name__, str(error)
+
+    job = members(2)
+    job.run(body)
+    assert trains.wait(BOUND_S)
+    job.server.close()
+    job.processes[1].kill()
+    first, second = job.results()
+    assert second is None
+    assert first[0] == "RendezvousError"
+    assert "lost the launcher" in first[1]
+
+
+def test_bytes_and_shapes_of_a_result_that_is_handed_on():
+    for result in (None, b"x", [b"a", b""], [np.zeros((0, 3)), np.array(2, np.int32), np.ones((2, 2), np.float16)]):
+        back = decode(encode(result))
+        if isinstance(result, list) and isinstance(result[0], np.ndarray):
+            for one, other in zip(result, back, strict=True):
+                assert one.dtype == other.dtype
+                assert one.shape == other.shape
+                assert (one == other).all()
+        else:
+            assert back == result
+
+
+class Silence:
+    """Makes a connection half open: the peer's end stays, but nothing comes from here any more, and nobody reads."""
+
+    def __init__(self, link: Link, *, known_here: bool):
+        here, far = socket.socketpair()
+        here.setblocking(False)  # as the link's own: that lies with the connection, not with its number
+        self._kept = (os.dup(link.fileno()), far)  # nobody closes them as long as this process lives
+        os.dup2(here.fileno(), link.fileno())
+        here.close()
+        if known_here:
+            far.shutdown(socket.SHUT_RDWR)
+
+
+def test_two_that_cannot_reach_each_other_part(members):
+    """Both live, and reach the keeper and the third: the higher rank goes, after one timeout."""
+    silent = multiprocessing.get_context("fork").Event()
+
+    def body(communicator: ElasticCommunicator, number: int) -> Any:
+        kept = []
+        for step in range(6):
+            if number == 0 and step == 3:
+                kept.append(Silence(communicator.membership.links[1], known_here=False))
+                silent.set()
+            if step == 3:  # before that, what another one has sent for this step might have arrived
+                assert silent.wait(BOUND_S)
+            last = repeatedly(communicator, 2.0**number)[0]
+        return last, communicator.world_size, len(kept)
+
+    job = members(3, "RING", timeout_s=2.0)
+    job.run(body)
+    assert job.results() == [(5.0, 2, 1), None, (5.0, 2, 0)]
+    assert job.evicted == ["worker/1"]
+    assert "worker/1 takes no part any more: the network between it and other members is cut" in job.notes
+
+
+def test_a_connection_of_which_one_end_knows_nothing_is_made_anew(members):
+    """Long before the timeout: the keeper tells who waits that the generation is over."""
+
+    def body(communicator: ElasticCommunicator, number: int) -> Any:
+        kept = []
+        for step in range(6):
+            if number == 0 and step == 3:
+                kept.append(Silence(communicator.membership.links[1], known_here=True))
+            last = repeatedly(communicator, 2.0**number)[0]
+        return last, communicator.world_size, communicator.generation, len(kept)
+
+    job = members(2, "RING", timeout_s=10 * BOUND_S)
+    job.run(body)
+    first, second = job.results()
+    assert first[:2] == second[:2] == (3.0, 2)
+    assert first[2] == second[2] >= 2
+    assert job.evicted == []
+
+
+def test_a_large_result_is_kept_for_one_that_comes_later():
+    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
+        port = socket.create_server(("127.0.0.1", 0))
+        keeper = f"127.0.0.1:{port.getsockname()[1]}"
+        spec = ClusterSpec({"worker": [f"127.0.0.1:{sock.getsockname()[1]}" for sock in (first, second)]})
+        bounds = Bounds(1, 2, 1, start_s=BOUND_S, timeout_s=BOUND_S)
+        callbacks: Any = dict.fromkeys(("evict", "over", "failed", "released", "resized", "note"), lambda *_: None)
+        server = KeeperServer([port], bounds, secret=SECRET, job="job", **callbacks)
+        result = os.urandom(3 * 2**20)
+
+        def node(number: int, sock: socket.socket) -> ElasticNode:
+            settings = Settings(secret=SECRET, job_id="job", keeper=keeper, listen_fd=os.dup(sock.fileno()))
+            return ElasticNode(spec, Task("worker", number), Facts(), settings)
+
+        try:
+            with node(0, first) as chief:
+                assert chief.take_part(0) is None
+                chief.tell(Began(0))
+                chief.tell(Done(0, result))
+                wait_until(lambda: server.keeper.entry == 1)
+                with node(1, second) as late:
+                    assert late.late
+                    assert late.ask_about(0) == Past(0, result)
+        finally:
+            server.close()
+
+
+@pytest.mark.parametrize("implementation", ["AUTO", "RING"])
+def test_values_that_differ_between_ranks_are_exchanged_anew(members, implementation):
+    """Killed at any moment of an all-to-all and a gathering: all who are left repeat both."""
+
+    def body(communicator: ElasticCommunicator, number: int) -> Any:
+        if number == 2:
+            threading.Timer(0.05 + 0.05 * np.random.default_rng(os.getpid()).random(), die).start()
+        totals = []
+        while len(totals) < 500:
+            try:
+                rows = [np.full(1000, 2.0**number, np.float32)] * communicator.world_size
+                total = sum(float(row[0]) for row in communicator.all_to_all(rows))
+                gathered = communicator.all_gather(np.array([total]))
+                totals.append([float(each[0]) for each in gathered])
+            except MembershipChangedError:
+                continue
+        while communicator.world_size > 2:
+            repeatedly(communicator, 1.0)
+        return totals
+
+    for _ in range(2):
+        job = members(3, implementation)
+        job.run(body)
+        first, second, third = job.results()
+        assert third is None
+        assert first == second
+        assert {tuple(totals) for totals in first} <= {(7.0,) * 3, (3.0,) * 2}
+        job.close()

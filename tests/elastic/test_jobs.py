@@ -1,0 +1,230 @@
+"""Whole jobs of which members are killed while they train: the model is the one that an undisturbed job makes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.backends import FIRST
+
+PROGRAM = Path(__file__).with_name("program.py")
+BOUND_S = 240.0
+EPOCHS = 4
+
+
+class Run:
+    """A job that has ended."""
+
+    def __init__(self, folder: Path, backend: str, workers: str, *arguments: str, epochs: int = EPOCHS):
+        folder.mkdir()
+        command = [sys.executable, "-m", "phalanx", "run", "-v", "--workers", workers, str(PROGRAM), str(folder)]
+        shm = set(os.listdir("/dev/shm"))
+        done = subprocess.run(
+            [*command, "--epochs", str(epochs), *arguments],
+            env={**os.environ, "KERAS_BACKEND": backend},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=BOUND_S,
+            check=False,
+        )
+        self.output, self.code = done.stdout, done.returncode
+        assert set(os.listdir("/dev/shm")) <= shm
+        for pid in re.findall(r"started on localhost, pid (\d+)", self.output):
+            assert not _is_ours(int(pid)), f"process {pid} is left"
+        self.events = sorted(
+            (
+                {**json.loads(line), "life": log.stem}
+                for log in folder.glob("worker-*.log")
+                for line in log.read_text().splitlines()
+            ),
+            key=lambda event: event["time"],
+        )
+        self.result: dict[str, Any] = {}
+        if (folder / "result.json").exists():
+            self.result = json.loads((folder / "result.json").read_text())
+            self.weights = np.load(folder / "weights.npy")
+
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["event"] == kind]
+
+    def is_like(self, other: Run) -> None:
+        """The same model, the same history, every sample used once in every epoch."""
+        assert self.code == 0, self.output
+        np.testing.assert_allclose(self.weights, other.weights, atol=1e-3)
+        for name, values in other.result["history"].items():
+            np.testing.assert_allclose(self.result["history"][name], values, rtol=1e-3, atol=1e-3, err_msg=name)
+        np.testing.assert_allclose(self.result["loss"], other.result["loss"], rtol=1e-3, atol=1e-3)
+        assert self.result["ledger"] == {str(epoch): [1] for epoch in range(len(other.result["history"]["loss"]))}
+
+
+def _is_ours(pid: int) -> bool:
+    try:
+        return PROGRAM.name.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The job without losses, once for each backend."""
+    made: dict[str, Run] = {}
+
+    def run(backend: str) -> Run:
+        if backend not in made:
+            made[backend] = Run(tmp_path_factory.mktemp("undisturbed") / backend, backend, "1:3")
+            assert made[backend].code == 0, made[backend].output
+        return made[backend]
+
+    return run
+
+
+def test_two_are_killed_the_chief_among_them_and_return(tmp_path, undisturbed):
+    run = Run(tmp_path / "run", FIRST, "1:3", "--kill", "worker/1:1:0.1", "--kill", "worker/0:1:0.6", "--hold", "0.25")
+    run.is_like(undisturbed(FIRST))
+    assert len(run.of_kind("killed")) == 2
+    assert "worker/1 was killed by SIGKILL; starting it again (1 of 10)" in run.output
+
+
+def test_one_that_returns_reads_what_all_compare(tmp_path):
+    """The first batches of each epoch of a PyDataset are compared between the ranks."""
+    plain = Run(tmp_path / "plain", FIRST, "1:2", "--batches")
+    run = Run(tmp_path / "run", FIRST, "2:2", "--batches", "--kill", "worker/1:1:10th")
+    assert run.code == 0, run.output
+    assert "worker/1 joined" in run.output
+    np.testing.assert_allclose(run.weights, plain.weights, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_one_that_returns_draws_as_the_others_have_drawn(tmp_path):
+    """From a DataLoader's own generator, from which these have drawn in each epoch before."""
+    pytest.importorskip("torch")
+    plain = Run(tmp_path / "plain", FIRST, "1:2", "--loader")
+    run = Run(tmp_path / "run", FIRST, "2:2", "--loader", "--pace", "0.05", "--kill", "worker/1:1:2.5")
+    assert run.code == 0, run.output
+    assert "worker/1 joined" in run.output
+    returned = [event["epoch"] for event in run.of_kind("step") if event["life"] == "worker-1.2"]
+    assert 0 < returned[0] <= returned[-1] == 3
+    np.testing.assert_allclose(run.weights, plain.weights, atol=1e-3)
+    assert all(counts == [1] for counts in run.result["ledger"].values())
+
+
+def test_one_that_returns_takes_part(tmp_path, undisturbed):
+    """The job waits for it, as two members are needed."""
+    run = Run(tmp_path / "run", FIRST, "3:3", "--kill", "worker/2:1:0.2")
+    run.is_like(undisturbed(FIRST))
+    assert "2 workers remain, and 3 are needed: waiting for others" in run.output
+    assert "worker/2 joined" in run.output
+    steps = [event for event in run.of_kind("step") if event["life"] == "worker-2.2"]
+    assert steps
+    assert {event["members"] for event in steps} == {3}
+    assert {event["rank"] for event in steps} == {2}
+
+
+def test_replicas_that_meet_rarely(tmp_path):
+    """What a lost one did since they met is lost with it, the chief's too; they go on, and it comes back."""
+    run = Run(tmp_path / "run", FIRST, "1:3", "--period", "7", "--kill", "worker/0:1:10th", "--hold", "0.6", epochs=6)
+    assert run.code == 0, run.output
+    assert "worker/0 joined" in run.output
+    finished = run.of_kind("finished")
+    assert len(finished) == 3
+    assert len({event["weights"] for event in finished}) == 1
+    counts = [count for counts in run.result["ledger"].values() for count in counts]
+    assert set(counts) == {0, 1}
+    assert run.result["ledger"]["5"] == [1]
+    losses = run.result["history"]["loss"]
+    assert losses[-1] < losses[0] / 2
+    later = [event for event in run.of_kind("step") if event["life"] == "worker-0.2"]
+    assert {event["rank"] for event in later} == {2}
+
+
+def test_all_are_killed(tmp_path):
+    kills = [part for task in range(2) for part in ("--kill", f"worker/{task}:1:0.2")]
+    run = Run(tmp_path / "run", FIRST, "1:2", *kills, "--pace", "0.05")
+    assert run.code == 128 + 9, run.output
+    assert "was killed by SIGKILL" in run.output
+
+
+@pytest.mark.parametrize(
+    ("workers", "text"),
+    [("3:2", "the minimum comes first"), ("0:2", "at least 1 worker is needed"), ("a:b", "no number of workers")],
+)
+def test_wrong_numbers_of_workers(workers, text):
+    done = subprocess.run(
+        [sys.executable, "-m", "phalanx", "run", "--workers", workers, str(PROGRAM)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert text in done.stderr
+
+
+def test_a_loop_of_ones_own(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "phalanx", "run", "--workers", "1:3", str(PROGRAM.with_name("loop.py")), str(tmp_path)],
+        env={**os.environ, "KERAS_BACKEND": FIRST},
+        capture_output=True,
+        text=True,
+        timeout=BOUND_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "worker/1 joined" in done.stdout + done.stderr  # at the first call in which all take part
+    results = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("result-*"))]
+    assert {result[0] for result in results} == {float(sum(range(480)))}
+    assert all(resets >= 1 for _, _, resets in results[:1])
+
+
+def test_fewer_and_more_are_wanted(tmp_path, undisturbed):
+    """`phalanx scale`, while the job runs: the model is the same all the same."""
+    environment = {**os.environ, "KERAS_BACKEND": FIRST, "PHALANX_JOBS": str(tmp_path / "jobs")}
+    folder = tmp_path / "run"
+    folder.mkdir()
+    phalanx = [sys.executable, "-m", "phalanx"]
+    with subprocess.Popen(
+        [*phalanx, "run", "-v", "--workers", "1:3", str(PROGRAM), str(folder), "--epochs", "4", "--hold", "0.4"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as job:
+
+        def ask(*arguments: str) -> str:
+            done = subprocess.run(
+                [*phalanx, *arguments], env=environment, capture_output=True, text=True, timeout=60, check=False
+            )
+            return done.stdout + done.stderr
+
+        assert job.stdout is not None
+        lines = []
+        for line in job.stdout:
+            lines.append(line)
+            if "worker/2 (rank 2) started" in line and "scale" not in lines:
+                until = time.monotonic() + 120
+                while "generation 1" not in (state := ask("status")):
+                    assert time.monotonic() < until, state
+                assert "3 of 1 to 3 workers" in state
+                assert "it takes 1 to 3" in ask("scale", "-n", "4")
+                assert "2 workers are wanted now" in ask("scale", "-n", "2")
+                lines.append("scale")
+            if "worker/2 (rank 2) ended" in line and lines.count("scale") == 1:
+                assert "2 of 1 to 2 workers" in ask("status")
+                assert "3 workers are wanted now" in ask("scale", "-n", "3")
+                lines.append("scale")
+        assert job.wait(30) == 0, "".join(lines)
+    output = "".join(lines)
+    assert "worker/2 takes no part any more: fewer workers are wanted" in output
+    assert "No elastic job runs here" in ask("status")
+    assert list((tmp_path / "jobs").iterdir()) == []
+    np.testing.assert_allclose(np.load(folder / "weights.npy"), undisturbed(FIRST).weights, atol=1e-3)

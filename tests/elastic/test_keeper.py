@@ -1,0 +1,590 @@
+"""The keeper decides who takes part: pure decisions over what happens, without any process."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from phalanx.cluster.agreement import Facts, Statement
+from phalanx.cluster.elastic import keeper as keeper_module
+from phalanx.cluster.elastic.keeper import STUCK_GRACE_S, Bounds, Keeper
+from phalanx.cluster.elastic.messages import (
+    NOT_KEPT,
+    Ask,
+    Began,
+    Dismissed,
+    Done,
+    Form,
+    Leave,
+    Over,
+    Past,
+    Pulse,
+    Ready,
+    Regroup,
+    Report,
+    pack,
+    unpack,
+)
+
+
+def statement(name: str, *, backend: str = "jax") -> Statement:
+    """`a1` is the first life of worker 0, `a2` its second, `b1` the first of worker 1."""
+    index = ord(name[0]) - ord("a")
+    return Statement(
+        task=f"worker/{index}",
+        incarnation=name,
+        host="host",
+        address=f"127.0.0.1:{4000 + index}",
+        pid=100 + index,
+        cluster={},
+        phalanx="1",
+        facts=Facts(backend=backend),
+    )
+
+
+class Job:
+    """A keeper, and what it said to whom."""
+
+    def __init__(self, minimum: int = 1, maximum: int = 3, expected: int = 3):
+        self.sent: list[tuple[str, object]] = []
+        self.evicted: list[str] = []
+        self.over: list[list[str]] = []
+        self.notes: list[str] = []
+        self.released: list[str] = []
+        self.now = 0.0
+        self.keeper = Keeper(
+            Bounds(minimum, maximum, expected, start_s=60.0, timeout_s=30.0),
+            0.0,
+            send=lambda who, what: self.sent.append((who, what)),
+            evict=self.evicted.append,
+            over=self.over.append,
+            failed=lambda: self.over.append(["failed"]),
+            released=self.released.append,
+            note=self.notes.append,
+        )
+
+    def come(self, *names: str, ready: int | None = 0) -> None:
+        for name in names:
+            self.keeper.arrive(statement(name), self.now)
+            if ready is not None:
+                self.keeper.hear(name, Ready(ready), self.now)
+
+    def say(self, name: str, message: object) -> None:
+        self.keeper.hear(name, message, self.now)  # type: ignore[arg-type]
+
+    def report(self, *names: str, completed: int = 5, boundary: bool = True, **more: object) -> None:
+        for name in names:
+            self.say(name, Report(self.keeper.generation, completed, boundary, **more))  # type: ignore[arg-type]
+
+    def lose(self, name: str) -> None:
+        self.keeper.depart(name, self.now)
+
+    def told(self, name: str, kind: type) -> list[object]:
+        return [what for who, what in self.sent if who == name and isinstance(what, kind)]
+
+    def running(self) -> Job:
+        self.come("a1", "b1", "c1")
+        self.say("a1", Began(0))
+        self.sent.clear()
+        return self
+
+
+def test_begins_when_all_have_come_in_the_order_of_tasks():
+    job = Job()
+    job.come("c1", "a1")
+    assert job.keeper.generation == 0
+    job.come("b1")
+    assert job.keeper.members == ["a1", "b1", "c1"]
+    (form,) = job.told("c1", Form)
+    assert form.generation == 1
+    assert [place.fresh for place in form.members] == [False] * 3
+
+
+def test_begins_with_the_minimum_when_the_time_is_up():
+    job = Job(minimum=2)
+    job.come("a1", "b1")
+    job.keeper.tick(59.0)
+    assert job.keeper.generation == 0
+    job.keeper.tick(61.0)
+    assert job.keeper.members == ["a1", "b1"]
+
+
+def test_too_few_at_the_start_are_sent_home():
+    job = Job(minimum=2)
+    job.come("a1")
+    job.keeper.tick(61.0)
+    (dismissed,) = job.told("a1", Dismissed)
+    assert dismissed.cause == "failed"
+    assert "1 of the 2 workers that are needed" in dismissed.reason
+
+
+def test_the_survivors_of_a_loss_form_the_next_generation_when_all_have_reported():
+    job = Job().running()
+    job.lose("b1")
+    job.report("a1")
+    assert job.keeper.generation == 1
+    job.report("c1")
+    assert job.keeper.members == ["a1", "c1"]
+    (form,) = job.told("c1", Form)
+    assert form.generation == 2
+    assert [place.task for place in form.members] == ["worker/0", "worker/2"]
+
+
+def test_when_the_chief_is_lost_the_next_rank_becomes_chief():
+    job = Job().running()
+    job.lose("a1")
+    job.report("b1", "c1")
+    assert job.keeper.members == ["b1", "c1"]
+
+
+def test_another_loss_while_regrouping():
+    job = Job().running()
+    job.lose("b1")
+    job.report("a1")
+    job.lose("c1")
+    assert job.keeper.members == ["a1"]
+    assert job.keeper.generation == 2
+
+
+def test_a_candidate_comes_in_where_all_stand_before_the_same_step():
+    job = Job().running()
+    job.lose("b1")
+    job.come("b2")
+    job.report("a1", "c1")
+    assert job.keeper.members == ["a1", "c1", "b2"]
+    (form,) = job.told("b2", Form)
+    assert [place.fresh for place in form.members] == [False, False, True]
+
+
+@pytest.mark.parametrize("second", [{"completed": 6}, {"boundary": False}], ids=["one is ahead", "not before a step"])
+def test_a_candidate_waits_where_they_do_not(second):
+    job = Job().running()
+    job.lose("b1")
+    job.come("b2")
+    job.report("a1")
+    job.report("c1", **second)
+    assert job.keeper.members == ["a1", "c1"]
+    assert job.told("a1", Regroup) == []
+    job.keeper.tick(1.0)  # and at once the chief is asked for another regrouping
+    assert job.told("a1", Regroup) == [Regroup(2)]
+    job.report("a1", "c1", completed=7)
+    assert job.keeper.members == ["a1", "c1", "b2"]
+
+
+def test_a_candidate_at_another_entry_waits():
+    job = Job().running()
+    job.lose("b1")
+    job.come("b2", ready=1)
+    job.report("a1", "c1")
+    assert job.keeper.members == ["a1", "c1"]
+    job.say("a1", Done(0, b"result"))
+    assert job.told("a1", Regroup) == [Regroup(2)]
+
+
+def test_a_candidate_is_told_what_is_over_and_what_has_begun():
+    job = Job().running()
+    job.lose("b1")
+    job.report("a1", "c1")
+    job.come("b2", ready=None)
+    job.say("b2", Ask(0))
+    assert job.told("b2", Began) == [Began(0, b"", 2)]
+    job.say("b2", Ready(0))
+    job.say("a1", Done(0, b"result"))
+    assert job.told("b2", Past) == [Past(0, b"result")]
+    job.say("b2", Ask(1))
+    assert len(job.told("b2", Began)) == 1
+    job.say("a1", Began(1, b"note"))
+    assert job.told("b2", Began)[1] == Began(1, b"note", 2)
+
+
+def test_below_the_minimum_they_wait_for_others_before_the_next_step():
+    job = Job(minimum=2, maximum=2, expected=2)
+    job.come("a1", "b1")
+    job.say("a1", Began(0))
+    job.lose("b1")
+    job.report("a1")
+    assert job.keeper.generation == 1
+    assert "1 workers remain, and 2 are needed" in job.notes[-1]
+    job.come("b2")
+    assert job.keeper.members == ["a1", "b2"]
+
+
+def test_below_the_minimum_for_too_long_the_job_fails():
+    job = Job(minimum=2, maximum=2, expected=2)
+    job.come("a1", "b1")
+    job.lose("b1")
+    job.report("a1")
+    job.keeper.tick(59.0)
+    assert not job.keeper.failure
+    job.keeper.tick(61.0)
+    (dismissed,) = job.told("a1", Dismissed)
+    assert "no other has come in time" in dismissed.reason
+
+
+def test_when_some_have_finished_the_minimum_is_nobodys_concern():
+    job = Job(minimum=3).running()
+    job.say("a1", Leave())
+    job.lose("b1")
+    job.report("c1")
+    assert job.keeper.members == ["c1"]
+
+
+@pytest.mark.parametrize("known_before", [False, True])
+def test_nobody_waits_for_those_who_will_never_come(known_before):
+    job = Job(minimum=3).running()
+    if known_before:
+        job.keeper.limit(2, 0.0)
+    job.lose("b1")
+    job.report("a1", "c1")
+    if not known_before:
+        assert job.keeper.failure == ""
+        job.keeper.limit(2, 0.0)
+    assert "no other will be started" in job.keeper.failure
+    assert job.over == [["failed"]]
+
+
+def test_a_member_that_does_not_report_is_evicted_after_the_timeout():
+    job = Job().running()
+    job.lose("b1")
+    job.report("a1")
+    job.keeper.tick(29.0)
+    assert job.evicted == []
+    job.keeper.tick(31.0)
+    assert job.evicted == ["c1"]
+    assert job.keeper.members == ["a1"]
+    (dismissed,) = job.told("c1", Dismissed)
+    assert dismissed.cause == "evicted"
+
+
+def test_one_for_which_the_others_have_waited_already_is_evicted_soon():
+    job = Job().running()
+    job.report("a1", late="worker/2 did not come")
+    job.report("b1", late="worker/2 did not come")
+    job.keeper.tick(STUCK_GRACE_S / 2)
+    assert job.evicted == []
+    job.keeper.tick(STUCK_GRACE_S * 1.1)
+    assert job.evicted == ["c1"]
+    assert job.keeper.members == ["a1", "b1"]
+
+
+def test_the_words_of_one_that_was_evicted_count_for_nothing():
+    job = Job().running()
+    job.lose("b1")
+    job.report("a1")
+    job.keeper.tick(31.0)
+    job.say("c1", Report(2, 9, True))
+    job.say("c1", Done(0, b"lie"))
+    assert job.keeper.members == ["a1"]
+    assert job.keeper.entry == 0
+
+
+def test_all_lost_at_once():
+    job = Job(maximum=4).running()
+    job.come("d1")
+    for name in ("a1", "b1", "c1"):
+        job.lose(name)
+    assert "all members of the job were lost" in job.keeper.failure
+    (dismissed,) = job.told("d1", Dismissed)
+    assert dismissed.cause == "failed"
+
+
+def test_only_members_that_know_nothing_are_left():
+    job = Job().running()
+    job.lose("b1")
+    job.come("b2")
+    job.report("a1", "c1")
+    job.lose("a1")
+    job.lose("c1")
+    job.report("b2", fresh=True)
+    assert "nobody has its state" in job.keeper.failure
+
+
+def test_a_task_that_returns_before_its_end_was_noticed():
+    job = Job().running()
+    job.come("b2")
+    assert job.keeper.members == ["a1", "c1"]
+
+
+def test_who_disagrees_is_refused():
+    job = Job().running()
+    text = job.keeper.disagreement(statement("d1", backend="torch"))
+    assert text is not None
+    assert "KERAS_BACKEND" in text
+
+
+def test_fewer_are_wanted():
+    job = Job().running()
+    job.keeper.resize(1, 2, 1.0)
+    assert job.told("a1", Regroup) == [Regroup(1)]
+    job.report("a1", "b1", "c1")
+    assert job.keeper.members == ["a1", "b1"]
+    (dismissed,) = job.told("c1", Dismissed)
+    assert dismissed.cause == "surplus"
+
+
+def test_a_member_whose_host_is_taken_back_leaves_before_a_next_step():
+    job = Job().running()
+    job.keeper.withdraw("worker/0", 1.0)
+    assert job.keeper.members == ["a1", "b1", "c1"]
+    assert job.told("a1", Regroup) == [Regroup(1)]
+    job.report("a1", "b1", "c1")
+    assert job.keeper.members == ["b1", "c1"]
+    (dismissed,) = job.told("a1", Dismissed)
+    assert dismissed.cause == "surplus"
+    assert job.released == ["worker/0"]
+    job.come("a2")  # of which nobody said that it may
+    assert job.told("a2", Dismissed)
+    job.keeper.readmit("worker/0")
+    job.come("a3")
+    job.keeper.tick(2.0)
+    job.report("b1", "c1")
+    assert job.keeper.members == ["b1", "c1", "a3"]
+
+
+def test_one_that_has_the_state_stays_until_another_one_has_it():
+    job = Job(maximum=2, expected=2)
+    job.come("a1", "b1")
+    job.say("a1", Began(0))
+    job.keeper.withdraw("worker/0", 1.0)
+    job.keeper.withdraw("worker/1", 1.0)
+    job.report("a1", "b1")
+    assert job.keeper.members == ["a1"]
+    job.keeper.tick(2.0)
+    assert len(job.told("a1", Regroup)) == 1  # it is not asked again for nothing
+    job.keeper.readmit("worker/1")
+    job.come("b2")
+    job.report("a1")
+    assert job.keeper.members == ["a1", "b2"]
+    job.keeper.tick(3.0)
+    job.report("a1")
+    job.report("b2", fresh=True)  # it has not been given the state yet
+    assert job.keeper.members == ["a1", "b2"]
+    job.keeper.tick(4.0)
+    job.report("a1", "b2")
+    assert job.keeper.members == ["b2"]
+
+
+def test_a_candidate_whose_host_is_taken_back_is_sent_away():
+    job = Job().running()
+    job.lose("b1")
+    job.come("b2")
+    job.keeper.withdraw("worker/1", 1.0)
+    (dismissed,) = job.told("b2", Dismissed)
+    assert dismissed.cause == "surplus"
+
+
+def test_the_job_is_over_when_all_have_left():
+    job = Job(maximum=4).running()
+    job.come("d1")
+    for name in ("a1", "b1", "c1"):
+        job.say(name, Leave())
+    assert job.over == [["worker/0", "worker/1", "worker/2"]]
+    (dismissed,) = job.told("d1", Dismissed)
+    assert dismissed.cause == "over"
+
+
+def test_members_that_may_not_hear_of_a_loss_are_told_that_the_generation_is_over():
+    job = Job().running()
+    job.report("a1")
+    assert job.told("a1", Over) == []
+    assert job.told("b1", Over) == job.told("c1", Over) == [Over(1)]
+    job.report("b1", "c1")
+    assert len(job.told("c1", Over)) == 1
+
+
+def test_two_that_have_waited_for_each_other_part_at_once():
+    job = Job().running()
+    job.report("a1", late="b1 did not come", missing=["b1"])
+    job.report("b1", late="a1 did not come", missing=["a1"])
+    job.report("c1", late="a1 gave up")
+    assert job.evicted == ["b1"]
+    assert job.keeper.members == ["a1", "c1"]
+
+
+def test_a_pair_of_which_one_complains_gets_a_new_link_and_parts_if_that_is_in_vain():
+    job = Job().running()
+    job.report("a1", missing=["c1"])
+    job.report("b1", "c1")
+    assert job.evicted == []
+    assert job.told("b1", Form)[-1].broken == [("a1", "c1")]
+    job.report("a1", "b1", linked=False)
+    job.report("c1", missing=["a1"], linked=False)
+    assert job.evicted == ["c1"]
+    assert job.keeper.members == ["a1", "b1"]
+
+
+def test_a_complaint_is_forgotten_when_a_collective_has_succeeded():
+    job = Job().running()
+    for completed in range(5, 10):
+        job.report("a1", missing=["c1"], completed=completed)
+        job.report("b1", "c1", completed=completed)
+    assert job.evicted == []
+    assert job.keeper.members == ["a1", "b1", "c1"]
+
+
+def test_one_that_has_no_state_goes_before_one_that_has():
+    job = Job(maximum=3).running()
+    job.lose("a1")
+    job.lose("b1")
+    job.come("a2", "b2")
+    job.report("c1")
+    assert job.keeper.members == ["c1", "a2", "b2"]
+    job.report("c1", late="they did not come", missing=["a2", "b2"])
+    job.report("a2", "b2", late="c1 did not come", missing=["c1"], fresh=True)
+    assert job.keeper.members == ["c1"]
+
+
+def test_when_the_links_never_stood_the_others_have_waited_since_it_was_formed():
+    job = Job().running()
+    job.now = 5.0
+    job.report("a1", linked=False)
+    job.keeper.tick(29.0)
+    assert job.evicted == []
+    job.report("b1", linked=False)
+    job.keeper.tick(30.5)
+    assert job.evicted == ["c1"]
+
+
+@pytest.mark.parametrize("ever_heard", [False, True])
+@pytest.mark.parametrize("candidate", [False, True])
+def test_one_that_is_silent_is_evicted_though_nobody_waits_for_it(candidate, ever_heard):
+    job = Job().running()
+    if candidate:
+        job.lose("b1")
+        job.come("b2", ready=None)
+        job.report("a1", "c1")
+    silent = "b2" if candidate else "b1"
+    if ever_heard:
+        job.say(silent, Pulse())
+    for now in range(1, 40):
+        job.now = float(now)
+        for name in list(job.keeper.people):
+            if name != silent:
+                job.say(name, Pulse())
+        job.keeper.tick(job.now)
+        assert (silent in job.evicted) == (now > 30.0 + STUCK_GRACE_S)
+
+
+def test_the_last_one_that_is_silent_ends_the_job():
+    job = Job().running()
+    job.lose("b1")
+    job.lose("c1")
+    job.report("a1")
+    job.now = 1.0
+    job.say("a1", Pulse())
+    for now in range(1, 34):
+        job.keeper.tick(float(now))
+    assert "all members of the job were lost" in job.keeper.failure
+
+
+def test_while_the_launcher_was_stopped_nobody_was_silent():
+    job = Job().running()
+    job.now = 1.0
+    for name in ("a1", "b1", "c1"):
+        job.say(name, Pulse())
+    job.keeper.tick(1.0)
+    job.keeper.tick(100.0)
+    assert job.evicted == []
+
+
+def test_the_launcher_knows_of_an_end_before_the_network_does():
+    job = Job().running()
+    job.keeper.lose("worker/1", 0.0)
+    job.report("a1", "c1")
+    assert job.keeper.members == ["a1", "c1"]
+
+
+def test_results_are_kept_as_long_as_there_is_room(monkeypatch):
+    monkeypatch.setattr(keeper_module, "KEPT_BYTES", 10)
+    job = Job().running()
+    job.say("a1", Done(0, b"12345678"))
+    job.say("a1", Done(1, b"12345678"))
+    job.come("d1", ready=None)
+    job.say("d1", Ask(0))
+    job.say("d1", Ask(1))
+    assert job.told("d1", Past) == [Past(0, b"12345678"), Past(1, NOT_KEPT)]
+
+
+@pytest.mark.parametrize("message", [Done(3, b"x" * 2**21), Past(3, b""), Past(3, b"x" * 2**21), Began(2, b"note")])
+def test_a_result_travels_behind_the_header(message):
+    header, buffers = pack(message)
+    assert len(header) < 100
+    decoder = msgspec.msgpack.Decoder(type(message))
+    assert unpack(decoder, header, [memoryview(buffer) for buffer in buffers]) == message
+
+
+def test_a_chief_that_is_lost_when_the_others_have_finished_had_work_to_do():
+    """It writes what it alone writes, after the last step, while the others are ending."""
+    job = Job().running()
+    job.lose("a1")
+    assert job.keeper.is_regrouping
+    job.say("b1", Leave())
+    job.say("c1", Leave())
+    assert job.over == [["failed"]]
+    assert "the chief was lost after the last step" in job.keeper.failure
+
+
+def test_another_that_is_lost_when_the_chief_has_finished_had_not():
+    job = Job().running()
+    job.say("a1", Leave())
+    job.lose("b1")
+    job.say("c1", Leave())
+    assert job.over == [["worker/0", "worker/2"]]
+
+
+def test_one_that_was_taken_for_lost_and_lives_is_told_to_end():
+    job = Job().running()
+    job.keeper.lose("worker/1", job.now)
+    assert job.keeper.is_regrouping
+    job.say("b1", Pulse())
+    (dismissed,) = job.told("b1", Dismissed)
+    assert dismissed.cause == "evicted"
+    job.lose("b1")  # its connection ends
+    job.say("b1", Pulse())
+    assert len(job.told("b1", Dismissed)) == 1
+
+
+def test_hosts_that_are_taken_back_before_the_beginning_take_part_until_others_are_there():
+    job = Job(maximum=2, expected=2)
+    job.keeper.withdraw("worker/0", 0.0)
+    job.keeper.withdraw("worker/1", 0.0)
+    job.come("a1", "b1")
+    assert job.keeper.members == ["a1", "b1"]
+    assert not job.released
+
+
+def test_members_on_their_way_out_leave_room_for_others():
+    """At the maximum of one, whose host is taken back: another one comes in first, then it goes."""
+    job = Job(maximum=1, expected=1)
+    job.come("a1")
+    job.say("a1", Began(0))
+    job.keeper.withdraw("worker/0", 0.0)
+    job.come("b1")
+    assert job.told("a1", Regroup)
+    job.report("a1")
+    assert job.keeper.members == ["a1", "b1"]
+    job.keeper.tick(job.now)
+    assert len(job.told("a1", Regroup)) == 2
+    job.report("a1", "b1", completed=6)
+    assert job.keeper.members == ["b1"]
+    assert job.released == ["worker/0"]
+
+
+def test_candidates_beyond_the_maximum_are_sent_away():
+    job = Job().running()
+    job.keeper.resize(1, 2, 0.0)
+    job.report("a1", "b1", "c1")
+    assert job.keeper.members == ["a1", "b1"]
+    job.come("c2")
+    assert job.told("c2", Dismissed)
+    assert job.released == ["worker/2", "worker/2"]
+
+
+def test_nobody_is_evicted_for_one_that_waited_and_is_gone_itself():
+    job = Job().running()
+    job.lose("a1")
+    job.report("c1")
+    job.lose("c1")
+    job.keeper.tick(100.0)
+    assert job.evicted == []
+    assert job.keeper.members == ["b1"]

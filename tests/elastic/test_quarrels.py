@@ -1,0 +1,65 @@
+"""Which members leave when some cannot reach each other."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.cluster.elastic.messages import Report
+from phalanx.cluster.elastic.quarrels import PATIENCE, Quarrels, leavers
+
+
+def report(*missing: str, late: bool = False, completed: int = 5) -> Report:
+    return Report(1, completed, True, late="late" if late else "", missing=list(missing))
+
+
+@given(st.integers(1, 5), st.integers(0, 4), st.randoms())
+def test_of_a_job_that_fell_in_two_the_minority_goes(majority, smaller, random):
+    minority = min(smaller, majority - 1)
+    members = [f"m{number}" for number in range(majority + minority)]
+    shuffled = random.sample(members, len(members))
+    many, few = shuffled[:majority], shuffled[majority:]
+    severed = {frozenset(pair) for pair in itertools.product(many, few)}
+    assert set(leavers(members, severed, [])) == set(few)
+
+
+def test_of_two_halves_the_one_without_the_chief_goes():
+    severed = {frozenset(pair) for pair in itertools.product("ab", "cd")}
+    assert sorted(leavers("abcd", severed, "")) == ["c", "d"]
+
+
+def test_of_two_the_higher_rank_goes_but_not_the_only_one_that_has_the_state():
+    assert leavers("abc", [frozenset("bc")], "") == ["c"]
+    assert leavers("ab", [frozenset("ab")], "a") == ["a"]
+    assert leavers("abc", [frozenset("ab"), frozenset("ac")], "bc") == ["c", "b"]
+
+
+@given(st.integers(2, 6), st.data())
+def test_afterwards_no_severed_pair_is_left_and_somebody_knows_the_state(count, data):
+    members = [f"m{number}" for number in range(count)]
+    pairs = [frozenset(pair) for pair in itertools.combinations(members, 2)]
+    severed = data.draw(st.sets(st.sampled_from(pairs)))
+    fresh = data.draw(st.sets(st.sampled_from(members), max_size=count - 1))
+    stay = set(members) - set(leavers(members, severed, fresh))
+    assert not [pair for pair in severed if pair <= stay]
+    assert stay - fresh
+
+
+def test_who_is_dead_is_nobodys_quarrel():
+    quarrels = Quarrels()
+    quarrels.hear(1, {"a": report("c", late=True), "b": report("c", late=True)})
+    assert not quarrels.severed
+    assert not quarrels.broken
+
+
+def test_the_same_pair_again_and_again_without_progress():
+    """Another pair in between, so that it was never told to link up anew right before."""
+    quarrels = Quarrels()
+    for generation in range(1, 2 * PATIENCE):
+        assert not quarrels.severed
+        a, b = (report("b"), report()) if generation % 2 else (report(), report("c"))
+        quarrels.hear(generation, {"a": a, "b": b, "c": report()})
+        quarrels.hear(generation, {"a": a, "b": b, "c": report()})  # asked again, while members are waited for
+    assert quarrels.severed == {frozenset("ab")}

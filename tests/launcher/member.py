@@ -1,0 +1,112 @@
+"""A member of an elastic job that has no model: it takes steps together with the others until it is told to stop.
+
+    member.py FOLDER
+
+Each process writes a line for each of its steps to `FOLDER/worker-N.jsonl`. Files in FOLDER say what it does: `stop`
+ends the job; `slow-N` makes the steps of worker N slow; `hang-N` makes it hang between two steps; `bad-HOST` makes
+workers on that host fail when they come.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from phalanx.cluster.agreement import Facts
+from phalanx.cluster.elastic.node import ElasticNode
+from phalanx.cluster.spec import ClusterSpec, Task
+from phalanx.collectives.elastic import ElasticCommunicator
+from phalanx.collectives.options import CommunicationOptions
+from phalanx.errors import MembershipChangedError
+from phalanx.launcher import progress
+from phalanx.launcher.heartbeat import Heartbeat
+from phalanx.settings import Settings
+from phalanx.training.replica import EntryOverError, Replica
+
+PACE_S = 0.02
+SLOW_S = 0.1
+
+
+class Member:
+    def __init__(self, folder: Path, index: int, replica: Replica):
+        assert replica.elastic is not None
+        self._folder, self._index, self._communicator = folder, index, replica.elastic
+        self._replica = replica
+        self._step = 0
+
+    def train(self) -> None:
+        if self._communicator.fresh:
+            self._welcome()
+        self._replica.tell_of_the_entry()
+        while True:
+            progress.report("gradients", epoch=0, step=self._step)
+            time.sleep(SLOW_S if self._is("slow") else PACE_S)
+            while self._is("hang"):
+                time.sleep(PACE_S)
+            progress.enter("all_reduce")
+            self._communicator.at_boundary = True
+            try:
+                told = self._communicator.all_reduce([np.array([float((self._folder / "stop").exists())])])
+            except MembershipChangedError:
+                self._replica.tell_of_the_entry()  # its chief may be another one
+                self._welcome()
+                continue
+            self._step += 1
+            self._note()
+            if told[0][0]:
+                return
+
+    def _welcome(self) -> None:
+        """Tell those who came at which step the others are."""
+        while self._communicator.newcomers:
+            try:
+                self._step = int(self._communicator.broadcast_bytes(str(self._step).encode()))
+                self._communicator.welcomed()
+                return
+            except MembershipChangedError:
+                continue
+
+    def _note(self) -> None:
+        communicator = self._communicator
+        with (self._folder / f"worker-{self._index}.jsonl").open("a") as file:
+            line = {
+                "step": self._step,
+                "members": communicator.world_size,
+                "rank": communicator.rank,
+                "host": os.environ.get("REMOTE_HOST", "here"),
+                "agent": os.getppid(),
+            }
+            file.write(json.dumps(line) + "\n")
+
+    def _is(self, what: str) -> bool:
+        return (self._folder / f"{what}-{self._index}").exists()
+
+
+def main(folder: Path) -> None:
+    if (folder / f"bad-{os.environ.get('REMOTE_HOST', 'here')}").exists():
+        os._exit(1)
+    config = json.loads(os.environ["TF_CONFIG"])
+    index = config["task"]["index"]
+    settings = Settings.from_environment()
+    with ElasticNode(ClusterSpec(config["cluster"]), Task("worker", index), Facts(), settings) as node:
+        communicator = ElasticCommunicator(node, CommunicationOptions(timeout_seconds=settings.timeout_s))
+        node.pulse = Heartbeat(lambda: communicator.waited_s)
+        replica = Replica(communicator)
+        try:
+            with replica.entry() as entry:
+                if replica.is_candidate:
+                    replica.take_part()
+                Member(folder, index, replica).train()
+                entry.result = b"over"
+        except EntryOverError:
+            pass
+        communicator.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

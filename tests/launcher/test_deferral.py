@@ -1,0 +1,65 @@
+"""What a worker need not import, and that nothing is missing for it. In processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from phalanx.launcher.deferral import DEFERRED
+from tests.support.backends import FIRST
+
+BOUND_S = 120.0
+
+
+def loaded(folder: Path, after: str) -> list[str]:
+    """Which of some modules are loaded when a worker's program has imported Keras, and then done this."""
+    program = folder / "program.py"
+    program.write_text(
+        f"""
+import json, sys, types
+import keras
+{after}
+import phalanx.launcher.deferral as deferral
+executed = [name for name in deferral.DEFERRED if type(sys.modules.get(name)) is types.ModuleType]
+print(json.dumps(executed + [name for name in ("sklearn", "matplotlib.pyplot") if name in sys.modules]))
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "phalanx", "run", "--workers", "1", str(program)],
+        env={**os.environ, "KERAS_BACKEND": FIRST},
+        capture_output=True,
+        text=True,
+        timeout=BOUND_S,
+        check=True,
+    )
+    found: list[str] = json.loads(done.stdout.strip().splitlines()[-1].removeprefix("[worker/0] "))
+    return found
+
+
+def test_a_worker_imports_neither_wrappers_nor_pictures_with_keras(tmp_path):
+    assert loaded(tmp_path, "") == []
+
+
+def test_they_are_there_when_they_are_used(tmp_path):
+    pytest.importorskip("sklearn")
+    used = "assert keras.wrappers.SKLearnClassifier and keras.visualization.plot_image_gallery"
+    found = loaded(tmp_path, used)
+    assert "sklearn" in found
+    assert {"keras.wrappers", "keras.visualization"} <= set(found)
+
+
+def test_there_is_all_that_is_deferred():
+    """Each name still means something: Keras moves its modules now and then."""
+    there = [name for name in sorted(DEFERRED) if name.startswith("keras") or FIRST == "jax"]
+    program = f"""
+import importlib.util
+import keras
+for name in {there!r}:
+    assert importlib.util.find_spec(name) is not None, name
+"""
+    subprocess.run([sys.executable, "-c", program], env={**os.environ, "KERAS_BACKEND": FIRST}, check=True)

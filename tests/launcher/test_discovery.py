@@ -1,0 +1,131 @@
+"""What a host discovery script says, and what comes of it where it says nothing of use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from phalanx.errors import ConfigurationError
+from phalanx.launcher.asking import Answer
+from phalanx.launcher.discovery import Discovery
+from phalanx.launcher.hosts import HostShare, own_name, parse_discovered
+from tests.launcher.conftest import Launcher, wait_until
+
+
+def test_lines_are_hosts() -> None:
+    text = "a:2\n\n  me@b.example.org \n[fe80::1]:3\nlocalhost:1\ngone:0\na:2\n"
+    assert parse_discovered(text, 4) == [
+        HostShare("a", 2),
+        HostShare("b.example.org", 4, "me"),
+        HostShare("[fe80::1]", 3),
+        HostShare("localhost", 1),
+    ]
+    assert parse_discovered("", 1) == []
+
+
+@pytest.mark.parametrize(
+    "text", ["a:2\nTraceback (most recent call last):\n", "a:two", "-oProxyCommand=x", "a:1\na:2", "a:819200"]
+)
+def test_lines_that_are_none_are_named(text: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"is not a host|is there twice"):
+        parse_discovered(text, 1)
+
+
+def test_an_own_name_is_one_that_others_reach() -> None:
+    assert own_name([HostShare("127.0.0.2", 1)])
+    assert own_name([]) != "localhost"
+
+
+class Told:
+    """A discovery that nobody asks, and what it tells."""
+
+    def __init__(self) -> None:
+        self.found: list[list[HostShare]] = []
+        self.said: list[str] = []
+        self.discovery = Discovery(
+            "script", slots=1, every_s=1, timeout_s=1, found=self.found.append, say=self.said.append
+        )
+
+
+def test_an_answer_is_told_when_it_is_another_one() -> None:
+    told = Told()
+    for text in ("a\n", "a\n", "a\nb\n", "", ""):
+        told.discovery.take(Answer(text))
+    assert [[share.name for share in shares] for shares in told.found] == [["a"], ["a", "b"], []]
+    assert told.said == []
+
+
+def test_what_an_answer_takes_away_goes_when_the_next_one_does_too() -> None:
+    """A file that is being written anew is read half, or empty, once."""
+    told = Told()
+    for text in ("a:2\nb:1\n", "a:2\n", "a:2\nb:1\n", "", "b:1\n", "b:1\nc:1\n"):
+        told.discovery.take(Answer(text))
+    assert [{share.name: share.workers for share in shares} for shares in told.found] == [
+        {"a": 2, "b": 1},
+        {"b": 1},
+        {"b": 1, "c": 1},
+    ]
+
+
+def test_what_is_wrong_is_told_once_and_the_last_answer_holds() -> None:
+    told = Told()
+    told.discovery.take(Answer(problem="it ended with exit code 1"))
+    told.discovery.take(Answer("a\n"))
+    for _ in range(3):
+        told.discovery.take(Answer(problem="it has not ended within 1 s"))
+    told.discovery.take(Answer("one two\n"))
+    told.discovery.take(Answer("a\n"))
+    assert len(told.found) == 1
+    assert len(told.said) == 5
+    assert told.said[0].endswith("it ended with exit code 1; no hosts are known yet")
+    assert told.said[1].endswith("answers again")
+    assert told.said[2].endswith("it has not ended within 1 s; the hosts of before are kept")
+    assert "'one two' is not a host" in told.said[3]
+
+
+PROGRAM = """
+import sys, time
+from phalanx.launcher.discovery import Discovery
+discovery = Discovery(sys.argv[1], slots=1, every_s=0.05, timeout_s=float(sys.argv[2]),
+    found=lambda shares: print("found", *(f"{s.name}:{s.workers}" for s in shares), flush=True),
+    say=lambda text: print("said", text, flush=True))
+discovery.start()
+sys.stdin.read()
+discovery.close()
+"""
+
+
+@pytest.fixture
+def ask(launcher: Launcher) -> Callable[..., object]:
+    def start(command: str, timeout_s: float = 30.0) -> object:
+        return launcher.start("-c", PROGRAM, command, str(timeout_s), stdin=-1)
+
+    return start
+
+
+def test_a_script_is_asked_again_and_again(ask: Callable[..., object], tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a:2\n")
+    process = ask("echo x >> asked; cat hosts")
+    assert process.stdout.readline() == "found a:2\n"  # type: ignore[attr-defined]
+    wait_until(lambda: len((tmp_path / "asked").read_text()) > 6)
+    (tmp_path / "hosts").unlink()
+    assert "it ended with exit code 1: cat: hosts:" in process.stdout.readline()  # type: ignore[attr-defined]
+    process.communicate("")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("end", ["told", "killed"])
+def test_a_script_that_hangs_is_ended_with_all_it_has_started(
+    end: str, ask: Callable[..., object], launcher: Launcher
+) -> None:
+    process = ask("sleep 1000 & sleep 1000", 0.2 if end == "told" else 1000.0)
+    if end == "told":
+        assert "it has not ended within 0.2 s" in process.stdout.readline()  # type: ignore[attr-defined]
+        process.communicate("")  # type: ignore[attr-defined]
+    else:
+        wait_until(lambda: sum("sleep" in p.name() for p in launcher.processes()) == 2)
+        psutil.Process(process.pid).kill()  # type: ignore[attr-defined]
+        process.communicate()  # type: ignore[attr-defined]
+    launcher.assert_all_gone()

@@ -1,0 +1,183 @@
+"""Elastic jobs over several hosts, which come, go and fail: through a fake ssh, with members that have no model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launcher.conftest import Launcher, wait_until
+from tests.launcher.test_remote import A, B, install_ssh
+
+C = "127.0.0.4"
+MEMBER = Path(__file__).with_name("member.py")
+BOUND_S = 60.0
+"""Against hanging only."""
+
+
+class Running:
+    """A job that runs; `output` is what it has said so far."""
+
+    def __init__(self, launcher: Launcher, *arguments: str):
+        self._launcher = launcher
+        self.folder = launcher.folder
+        self.output = ""
+        self._process = launcher.start_run(
+            *arguments, str(MEMBER), str(self.folder), stderr=subprocess.STDOUT, bufsize=1
+        )
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def says(self, text: str) -> None:
+        """Returns when it has said this."""
+        wait_until(lambda: text in self.output, lambda: f"{text!r} is not in\n{self.output}", BOUND_S)
+
+    def steps(self, index: int) -> list[dict[str, Any]]:
+        path = self.folder / f"worker-{index}.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def takes_steps(self, index: int, **facts: Any) -> dict[str, Any]:
+        """Returns when a worker takes a step, from now on, of which this is true; the step."""
+        seen = len(self.steps(index))
+
+        def found() -> list[dict[str, Any]]:
+            return [s for s in self.steps(index)[seen:] if all(s[name] == value for name, value in facts.items())]
+
+        wait_until(found, lambda: f"worker/{index} has no step with {facts}\n{self.output}", BOUND_S)
+        return found()[0]
+
+    def status(self) -> str:
+        return self._launcher.python("-m", "phalanx", "status").out
+
+    def ends(self) -> int:
+        """Tell it to stop; its exit code."""
+        (self.folder / "stop").touch()
+        return self.wait()
+
+    def wait(self) -> int:
+        code = self._process.wait(BOUND_S)
+        self._reader.join(BOUND_S)
+        return code
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.output += line
+
+
+@pytest.fixture
+def run(launcher: Launcher, tmp_path: Path) -> Iterator[Callable[..., Running]]:
+    install_ssh(launcher)
+    launcher.environment["PHALANX_JOBS"] = str(tmp_path / "jobs")
+    launcher.environment["PHALANX_DISCOVERY_SECONDS"] = "0.2"
+    yield lambda *arguments: Running(launcher, *arguments)
+    for process in launcher.processes():  # of a test that has failed
+        process.kill()
+
+
+def hosts(folder: Path, text: str) -> None:
+    """What the discovery script prints from now on."""
+    (folder / "new").write_text(text)
+    (folder / "new").rename(folder / "hosts")
+
+
+def test_a_host_is_lost_and_its_workers_go_to_where_there_is_room(run: Callable[..., Running]) -> None:
+    job = run("--hosts", f"{A}:2,{B}:2", "--workers", "1:3", "--blacklist-cooldown-range", "2", "10")
+    agent = job.takes_steps(0, members=3, host=A)["agent"]
+    os.kill(agent, signal.SIGKILL)
+    job.says(f"{A} is lost: the connection has ended; it is tried again in 2 s")
+    job.takes_steps(2, host=B, rank=0)  # the others go on, the next one as chief
+    job.says(f"worker/0 starts on {B}")
+    job.takes_steps(0, host=B)
+    job.says(f"worker/1 starts on {A}")
+    job.takes_steps(1, members=3, host=A)
+    assert job.ends() == 0, job.output
+
+
+def test_hosts_are_discovered_and_taken_back(run: Callable[..., Running], launcher: Launcher) -> None:
+    hosts(launcher.folder, f"{A}:1\n{B}\n")
+    job = run("-np", "2", "--min-np", "1", "--max-np", "3", "--host-discovery-script", "cat hosts")
+    job.takes_steps(0, members=2, host=A)
+    hosts(launcher.folder, f"{A}:1\n{B}\n{C}:4\n")
+    job.says(f"worker/2 starts on {C}")
+    job.takes_steps(2, members=3, host=C)
+    (launcher.folder / "hosts").unlink()
+    job.says("the host discovery script cat hosts gave no answer: it ended with exit code 1")
+    hosts(launcher.folder, f"{B}\n{C}:4\n")
+    job.says("the host discovery script cat hosts answers again")
+    job.says(f"worker/0 is to leave before a next step: {A} is taken back")
+    job.says("worker/0 takes no part any more: its host is taken back")
+    job.says(f"worker/0 starts on {C}")  # which has room
+    job.takes_steps(0, members=3, host=C)
+    steps = [step["step"] for step in job.steps(1)]
+    assert steps == list(range(1, len(steps) + 1)), "no step is lost or repeated"
+    assert job.ends() == 0, job.output
+    assert job.output.count("gave no answer") == 1
+    assert "is lost" not in job.output
+
+
+def test_all_hosts_are_replaced(run: Callable[..., Running], launcher: Launcher) -> None:
+    """Somebody who has the job's state stays until another one has it."""
+    hosts(launcher.folder, f"{A}:2\n")
+    job = run("--workers", "2:2", "--host-discovery-script", "cat hosts")
+    job.takes_steps(0, members=2, host=A)
+    hosts(launcher.folder, f"{B}:2\n")
+    job.takes_steps(1, members=2, host=B)
+    job.takes_steps(0, members=2, host=B)
+    assert job.ends() == 0, job.output
+
+
+def test_a_host_that_keeps_failing_is_set_aside_for_a_while(run: Callable[..., Running], launcher: Launcher) -> None:
+    bad = launcher.folder / f"bad-{B}"
+    job = run("--hosts", f"{A}:1,{B}:1", "--workers", "1:2", "--blacklist-cooldown-range", "8", "10")
+    agent = job.takes_steps(1, members=2, host=B)
+    bad.touch()
+    launcher_children = [p for p in launcher.processes() if p.ppid() == agent["agent"]]
+    launcher_children[0].kill()
+    job.says(f"{B} is set aside for 8 s: 3 of its workers failed")
+    state = job.status()
+    assert f"{B}  0 of 1 slots taken; set aside, 3 of its workers failed: tried again in" in state, state
+    assert f"{A}  1 of 1 slots taken" in state
+    job.takes_steps(0, members=1)
+    bad.unlink()
+    job.takes_steps(1, members=2, host=B)
+    assert job.ends() == 0, job.output
+
+
+def test_too_few_slots_are_discovered(run: Callable[..., Running], launcher: Launcher) -> None:
+    hosts(launcher.folder, f"{A}:1\n")
+    job = run("--workers", "2:3", "--host-discovery-script", "cat hosts", "--start-timeout", "2")
+    assert job.wait() == 66
+    assert "slots were found in time, and 2 are needed" in job.output
+
+
+def test_a_chief_that_hangs_between_two_steps_is_evicted(run: Callable[..., Running], launcher: Launcher) -> None:
+    launcher.environment["PHALANX_TIMEOUT"] = "3"
+    job = run("--workers", "1:2")
+    job.takes_steps(0, members=2, rank=0)
+    (launcher.folder / "hang-0").touch()
+    job.says("worker/0 takes no part any more: it made no progress while the others waited for it")
+    (launcher.folder / "hang-0").unlink()
+    job.takes_steps(1, rank=0)
+    job.takes_steps(0, members=2)
+    assert job.ends() == 0, job.output
+
+
+@pytest.mark.slow
+def test_a_straggler_is_named_once_and_when_it_is_over(run: Callable[..., Running], launcher: Launcher) -> None:
+    job = run("--workers", "1:2")
+    job.takes_steps(1, members=2)
+    (launcher.folder / "slow-1").touch()
+    job.says("worker/1 (rank 1) is slow, and the others wait for it: it computes")
+    assert "slow, the others wait for it" in job.status()
+    (launcher.folder / "slow-1").unlink()
+    job.says("worker/1 (rank 1) keeps pace again")
+    assert job.ends() == 0, job.output
+    assert job.output.count("is slow") == 1
