@@ -28,7 +28,7 @@ def main() -> None:
     keras.utils.set_random_seed(options.seed)
     x_train, x_test, y_train, y_test = load_data()
 
-    strategy = phalanx.MultiWorkerMirroredStrategy()
+    strategy = phalanx.MultiWorkerMirroredStrategy(compression=options.compression)
     steps = options.epochs * math.ceil(len(x_train) / options.batch_size)
     with strategy.scope():
         model = make_model()
@@ -65,6 +65,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=64, help="samples of a step, over all replicas")
     parser.add_argument("--learning-rate", type=float, default=1e-2)
+    parser.add_argument("--compression", default=None, help="float16, bfloat16, int8, top_k or power_sgd")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("runs"), help="folder for the plot")
     parser.add_argument("--verbose", default="auto", help="as in model.fit: 0 shows no progress bar")

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.examples.conftest import Run, each_backend
+from tests.examples.conftest import EXAMPLES, JOB_BOUND_S, Run, each_backend, environment, finish
 from tests.support.backends import FIRST
 
 pytestmark = pytest.mark.timeout(700)
@@ -134,7 +139,38 @@ def test_workers_share_the_steps_of_a_line(run: Run) -> None:
     made = [sorted(map(int, re.findall(rf"worker {rank} made step (\d+)", output))) for rank in range(2)]
     assert all(len(steps) > 1 for steps in made), "both workers train"
     again = run("--ps", 1, "examples/parameter_server_linear.py", "--epochs", 12, workers=2)
-    assert "steps 200:" in again, "it goes on from the backup"
+    assert "steps 1200:" in again, "it goes on from the backup"
+
+
+def test_a_line_that_was_killed_goes_on_from_its_backup(tmp_path: Path) -> None:
+    program = [sys.executable, "-m", "phalanx", "run", "--ps", "1", "--workers", "2"]
+    program += [str(EXAMPLES / "parameter_server_linear.py"), "--samples", "160", "--every", "20"]
+    backup = tmp_path / "runs" / "linear" / "training_metadata.json"
+    with open(tmp_path / "output", "wb") as output:
+        job = subprocess.Popen(
+            [*program, "--epochs", "100000"],
+            cwd=tmp_path,
+            env=environment(FIRST),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    with job:
+        try:
+            until = time.monotonic() + JOB_BOUND_S
+            while not (backup.exists() and "made step" in (tmp_path / "output").read_text()):
+                assert time.monotonic() < until, (tmp_path / "output").read_text()
+                assert job.poll() is None, (tmp_path / "output").read_text()
+                time.sleep(0.02)
+        finally:
+            job.kill()  # the tasks die with their launcher, as hard
+    reached = json.loads(backup.read_text())["epoch"]
+    code, said = finish([*program, "--epochs", str(reached + 50)], tmp_path, environment(FIRST))
+    assert code == 0, said
+    steps, slope = re.search(r"steps (\d+): y = (\S+) x", said).groups()
+    assert int(steps) >= 10 * (reached + 50), "its steps are counted on from the backup's"
+    assert min(map(int, re.findall(r"made step (\d+)", said))) >= 10 * reached
+    assert float(slope) == pytest.approx(2, abs=0.1)
 
 
 @each_backend(slow_after_the_first=True)
@@ -155,3 +191,43 @@ def test_rows_of_a_large_table_travel_alone(run: Run, backend: str) -> None:
     whole = int(re.search(r"the whole model is ([\d,]+) bytes", output)[1].replace(",", ""))
     assert all(int(number.replace(",", "")) < whole / 100 for number in numbers)
     assert not said_by("worker/1", output), "only the chief prints"
+
+
+def test_diloco_sends_a_part_of_what_every_step_sends(run: Run, tmp_path: Path) -> None:
+    """Small, to see that it runs; the figures are those of `benchmarks/compression.py`."""
+    output = run(
+        *("examples/char_lm.py", "--epochs", 2, "--steps", 20, "--sync-every", 20, "--width", 32, "--layers", 1),
+        *("--text-bytes", 200000, "--verbose", 0),
+        workers=2,
+        backend=FIRST,
+    )
+    plain, diloco = json.loads((tmp_path / "runs/char_lm.json").read_text())
+    assert diloco["megabytes"][-1] < 0.5 * plain["megabytes"][-1]
+    assert all(curve["losses"][-1] < math.log(128) for curve in (plain, diloco)), "less than of who knows nothing"
+    assert "| diloco |" in output
+    assert (tmp_path / "runs/char_lm.png").read_bytes().startswith(PNG)
+
+
+@each_backend(slow_after_the_first=True)
+def test_horovod_keras_learns_the_digits(run: Run, tmp_path: Path, backend: str) -> None:
+    output = run("examples/horovod_keras.py", workers=2, backend=backend)
+    assert percent(output, "test accuracy") >= 95
+    assert "finished gradual learning rate warmup to 0.002" in output
+    assert (tmp_path / "runs/horovod_keras.keras").exists()
+    assert not said_by("worker/1", output), "only rank 0 prints"
+
+
+@each_backend("tensorflow")
+def test_horovod_tensorflow_learns_the_digits(run: Run, backend: str) -> None:
+    output = run("examples/horovod_tensorflow.py", workers=2, backend=backend)
+    assert percent(output, "test accuracy") >= 95
+    assert not said_by("worker/1", output), "only rank 0 prints"
+
+
+@each_backend("torch")
+@pytest.mark.parametrize("options", [(), ("--use-adasum",), ("--fp16-allreduce",)])
+def test_horovod_torch_learns_the_digits(run: Run, backend: str, options: tuple[str, ...]) -> None:
+    output = run("examples/horovod_torch.py", *options, workers=2, backend=backend)
+    found = [float(text) for text in re.findall(r"test accuracy ([\d.]+)%", output)]
+    assert found[-1] >= 93
+    assert len(found) == 12, "only rank 0 prints"

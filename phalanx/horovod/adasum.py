@@ -1,0 +1,93 @@
+"""Adasum: a sum of gradients that takes less of what they have in common.
+
+Of two gradients a and b it makes
+
+    (1 - a.b / (2 |a|^2)) a  +  (1 - a.b / (2 |b|^2)) b
+
+so orthogonal ones are added and equal ones averaged. Of more ranks (a power of two) it merges neighbours, then the
+results, like a tree; each tensor for itself.
+
+Every rank works on its share of all values: it gets that share of everybody's tensors, the dot products of a level of
+the tree are summed over the ranks (three numbers for each pair and tensor), and at the end the shares are exchanged.
+
+Source: Maleki et al. 2021, "Scaling Distributed Training with Adaptive Summation" (MLSys), equation 1 and section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from phalanx.collectives.communicator import Communicator
+from phalanx.collectives.layout import shares
+from phalanx.collectives.reduction import is_float, wire_dtype
+from phalanx.errors import ConfigurationError
+from phalanx.horovod.request import Array
+
+TINY = float(np.sqrt(np.finfo(np.float64).tiny))
+"""Squared norms below this count as zero: a gradient of zeros has nothing in common with any other."""
+
+
+def check(dtypes: Sequence[np.dtype[np.generic]], size: int) -> None:
+    """Raise ConfigurationError unless Adasum can merge arrays of these dtypes over so many ranks."""
+    wrong = next((dtype for dtype in dtypes if not is_float(dtype)), None)
+    if wrong is not None:
+        raise ConfigurationError(f"Adasum is for floats; it got an array of dtype {wrong}. Use Sum.")
+    if size & (size - 1):
+        raise ConfigurationError(f"Adasum merges pairs, so the number of ranks must be a power of 2; it is {size}.")
+
+
+def adasum(communicator: Communicator, arrays: Sequence[Array], outs: Sequence[Array]) -> None:
+    """Merge floating arrays over all ranks into `outs`, which may be the arrays themselves; all ranks must call."""
+    wires = [wire_dtype(array.dtype) for array in arrays]
+    for wire in dict.fromkeys(wires):
+        chosen = [index for index, one in enumerate(wires) if one == wire]
+        merged = _merge([arrays[index].reshape(-1).astype(wire, copy=False) for index in chosen], communicator)
+        for index, values in zip(chosen, merged, strict=True):
+            outs[index][...] = values.reshape(outs[index].shape)
+
+
+def combine(left: Array, right: Array, dots: Array) -> Array:
+    """Two gradients as one. `dots`: left.right, |left|^2, |right|^2."""
+    both, of_left, of_right = (float(value) for value in dots)
+    left_factor = 1.0 - both / (2.0 * of_left) if of_left >= TINY else 1.0
+    right_factor = 1.0 - both / (2.0 * of_right) if of_right >= TINY else 1.0
+    return (left_factor * left + right_factor * right).astype(left.dtype, copy=False)
+
+
+def _merge(vectors: Sequence[Array], communicator: Communicator) -> list[Array]:
+    """Flat arrays of one dtype merged over the ranks, each for itself."""
+    sizes = [len(vector) for vector in vectors]
+    whole = np.concatenate(vectors) if len(vectors) > 1 else vectors[0]
+    bounds = shares(len(whole), communicator.world_size, whole.itemsize)
+    rows = communicator.all_to_all([whole[start:stop] for start, stop in bounds])
+    pieces = list(_pieces(sizes, *bounds[communicator.rank]))
+    while len(rows) > 1:
+        pairs = list(zip(rows[::2], rows[1::2], strict=True))
+        dots = np.zeros((len(pairs), len(vectors), 3))
+        for pair, (left, right) in enumerate(pairs):
+            for vector, piece in pieces:
+                dots[pair, vector] = _dots(left[piece], right[piece])
+        (dots,) = communicator.all_reduce([dots])
+        rows = [np.empty_like(left) for left, _ in pairs]
+        for pair, (left, right) in enumerate(pairs):
+            for vector, piece in pieces:
+                rows[pair][piece] = combine(left[piece], right[piece], dots[pair, vector])
+    merged = np.concatenate(communicator.all_gather(rows[0]))
+    return np.split(merged, np.cumsum(sizes)[:-1])
+
+
+def _dots(left: Array, right: Array) -> tuple[float, float, float]:
+    left, right = left.astype(np.float64, copy=False), right.astype(np.float64, copy=False)
+    return float(left @ right), float(left @ left), float(right @ right)
+
+
+def _pieces(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, slice]]:
+    """Which vectors lie in elements `start` to `stop` of all laid end to end, and where within that range."""
+    begin = 0
+    for vector, size in enumerate(sizes):
+        low, high = max(begin, start), min(begin + size, stop)
+        if low < high:
+            yield vector, slice(low - start, high - start)
+        begin += size

@@ -1,0 +1,155 @@
+"""How an operation that all ranks have asked for is done, with the communicator's collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from phalanx.collectives.communicator import Communicator, ReduceOp
+from phalanx.collectives.reduction import is_float, merge_rows, wire_dtype
+from phalanx.horovod import adasum
+from phalanx.horovod.request import Array, Kind, Op, Request, dtype_of
+
+_REDUCE_OPS = {
+    Op.AVERAGE: ReduceOp.SUM,
+    Op.SUM: ReduceOp.SUM,
+    Op.MIN: ReduceOp.MIN,
+    Op.MAX: ReduceOp.MAX,
+    Op.PRODUCT: ReduceOp.PRODUCT,
+}
+
+
+@dataclass(slots=True)
+class Part:
+    """What this rank brings to an operation, and gets from it.
+
+    Attributes:
+        arrays: the values; of broadcasts and reductions, also where the result goes if there is no `outs`.
+        outs: where the result goes, if not to fresh arrays: contiguous, perhaps the arrays themselves.
+        splits: for alltoall, how many rows go to each rank.
+        result: of reductions and broadcasts a list of arrays; of an allgather the concatenated array; of an alltoall
+            the array and how many of its rows came from each rank; of a reducescatter a list of this rank's parts.
+    """
+
+    arrays: Sequence[Array]
+    outs: Sequence[Array] | None = None
+    splits: Sequence[int] = ()
+    result: Any = None
+
+
+def execute(communicator: Communicator, requests: Sequence[Request], parts: Sequence[Part | None]) -> None:
+    """Do a batch of requests that travel as one (`negotiation.fuse`); all ranks must call with the same requests.
+
+    Args:
+        parts: of this rank, filled with results; None where it has joined and only lends a hand.
+    """
+    kind = requests[0].kind
+    if kind == Kind.ALLREDUCE:
+        _allreduce(communicator, requests, parts)
+    elif kind == Kind.BROADCAST:
+        _broadcast(communicator, requests, parts)
+    elif kind != Kind.BARRIER:
+        (part,) = parts
+        assert part is not None, "other kinds are refused once a rank has joined"
+        if kind == Kind.ALLGATHER:
+            part.result = [np.concatenate(communicator.all_gather(array)) for array in part.arrays]
+        elif kind == Kind.ALLTOALL:
+            part.result = _alltoall(communicator, part)
+        else:
+            part.result = [_reducescatter(communicator, array, requests[0]) for array in part.arrays]
+
+
+def share_of_rows(rows: int, size: int) -> list[int]:
+    """How many rows of a reducescatter each rank gets: as equal as can be, the first ones one more."""
+    quotient, rest = divmod(rows, size)
+    return [quotient + (rank < rest) for rank in range(size)]
+
+
+# -------------------------------------------------------------------------------------------------------- reductions
+
+
+def _allreduce(communicator: Communicator, requests: Sequence[Request], parts: Sequence[Part | None]) -> None:
+    arrays: list[Array] = []
+    outs: list[Array] = []
+    for request, part in zip(requests, parts, strict=True):
+        if part is None:
+            zeros = [
+                np.zeros(shape, dtype_of(name)) for name, shape in zip(request.dtypes, request.shapes, strict=True)
+            ]
+            arrays += zeros
+            outs += zeros
+        else:
+            part.result = (
+                list(part.outs) if part.outs is not None else [np.empty(a.shape, a.dtype) for a in part.arrays]
+            )
+            arrays += part.arrays
+            outs += part.result
+    op, prescale, postscale = Op(requests[0].op), requests[0].prescale, requests[0].postscale
+    if op is Op.ADASUM:
+        adasum.adasum(communicator, [_scaled(array, prescale) for array in arrays], outs)
+    elif op is Op.AVERAGE and prescale == 1.0 and all(is_float(array.dtype) for array in arrays):
+        communicator.all_reduce(arrays, ReduceOp.MEAN, out=outs)
+    elif op in (Op.AVERAGE, Op.SUM):
+        scales = [prescale if is_float(array.dtype) else 1.0 for array in arrays]
+        arrays = [array if is_float(array.dtype) else _scaled(array, prescale) for array in arrays]
+        communicator.all_reduce(arrays, ReduceOp.SUM, scale=scales if prescale != 1.0 else 1.0, out=outs)
+        postscale /= communicator.world_size if op is Op.AVERAGE else 1
+    else:
+        communicator.all_reduce([_scaled(array, prescale) for array in arrays], _REDUCE_OPS[op], out=outs)
+    if postscale != 1.0:
+        for out in outs:
+            out[...] = _scaled(out, postscale)
+
+
+def _reducescatter(communicator: Communicator, array: Array, request: Request) -> Array:
+    """Each rank gets everybody's rows for it and merges them, as `Communicator.reduce_scatter` does.
+
+    That one wants equal shares.
+    """
+    counts = share_of_rows(array.shape[0], communicator.world_size)
+    array = np.ascontiguousarray(_scaled(array, request.prescale))
+    rows = communicator.all_to_all(np.split(array, np.cumsum(counts)[:-1]))
+    out = np.empty(rows[0].shape, array.dtype)
+    if out.size:
+        wire = wire_dtype(array.dtype)
+        with np.errstate(all="ignore"):
+            flat = [row.reshape(-1).astype(wire, copy=False) for row in rows]
+            merge_rows(flat, out.reshape(-1), _REDUCE_OPS[Op(request.op)])
+    average = 1 / communicator.world_size if request.op == Op.AVERAGE else 1
+    return _scaled(out, request.postscale * average)
+
+
+def _scaled(array: Array, factor: float) -> Array:
+    """The array times a factor, in its own dtype: 16-bit floats are multiplied in float32, integers in float64 and
+    cut off, as Horovod does it."""
+    if factor == 1.0:
+        return array
+    if is_float(array.dtype):
+        wire = wire_dtype(array.dtype)
+        floats: Array = (array.astype(wire, copy=False) * wire.type(factor)).astype(array.dtype, copy=False)
+        return floats
+    integers: Array = (array * np.float64(factor)).astype(array.dtype)
+    return integers
+
+
+# --------------------------------------------------------------------------------------------------------- exchanges
+
+
+def _broadcast(communicator: Communicator, requests: Sequence[Request], parts: Sequence[Part | None]) -> None:
+    arrays: list[Array] = []
+    outs: list[Array] = []
+    for part in parts:
+        assert part is not None, "broadcasts are refused once a rank has joined"
+        part.result = list(part.outs) if part.outs is not None else [np.empty(a.shape, a.dtype) for a in part.arrays]
+        arrays += part.arrays
+        outs += part.result
+    communicator.broadcast(arrays, requests[0].root, out=outs)
+
+
+def _alltoall(communicator: Communicator, part: Part) -> tuple[Array, list[int]]:
+    (array,) = part.arrays
+    received = communicator.all_to_all(np.split(array, np.cumsum(part.splits)[:-1]))
+    return np.concatenate(received), [len(rows) for rows in received]

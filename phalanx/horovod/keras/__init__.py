@@ -1,0 +1,43 @@
+"""Horovod's interface for Keras 3, on every backend: `import phalanx.horovod.keras as hvd`."""
+
+from __future__ import annotations
+
+from phalanx.horovod import names
+from phalanx.horovod.compression import Compression
+from phalanx.horovod.keras import callbacks, elastic
+from phalanx.horovod.keras.functions import broadcast_variables, interface, load_model
+from phalanx.horovod.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
+from phalanx.horovod.keras.sync_batch_normalization import SyncBatchNormalization
+from phalanx.horovod.names import *  # noqa: F403
+from phalanx.horovod.operations import barrier, join
+
+allreduce = interface.allreduce
+grouped_allreduce = interface.grouped_allreduce
+allgather = interface.allgather
+broadcast = interface.broadcast
+alltoall = interface.alltoall
+grouped_allgather = interface.grouped_allgather
+grouped_reducescatter = interface.grouped_reducescatter
+reducescatter = interface.reducescatter
+
+__all__ = [
+    *names.__all__,
+    "Compression",
+    "DistributedOptimizer",
+    "PartialDistributedOptimizer",
+    "SyncBatchNormalization",
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "broadcast_variables",
+    "callbacks",
+    "elastic",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_reducescatter",
+    "join",
+    "load_model",
+    "reducescatter",
+]

@@ -1,0 +1,212 @@
+"""Callbacks for Keras's `fit`. Names and meaning are Horovod's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from phalanx.errors import ConfigurationError
+from phalanx.horovod import basics, operations
+from phalanx.horovod.keras.functions import broadcast_variables
+from phalanx.horovod.process_sets import ProcessSet, global_process_set
+from phalanx.horovod.world import current
+
+
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """All ranks begin with the weights and the optimizer state of one.
+
+    Before the first batch (Horovod: after it), or, for a model whose variables a first batch makes, after that one.
+    States of random generators stay each rank's own.
+
+    Args:
+        root_rank: whose.
+        device: means nothing here.
+        process_set: the ranks that train together.
+    """
+
+    def __init__(self, root_rank: int, device: str = "", process_set: ProcessSet = global_process_set) -> None:
+        super().__init__()
+        self.root_rank = root_rank
+        self.process_set = process_set
+        self.broadcast_done = False
+        self._generation: int | None = None
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        model = self.model
+        # Who came to an elastic job meanwhile has not taken part in the last one.
+        generation = current().membership.generation
+        self.broadcast_done = self.broadcast_done and generation == self._generation
+        self._generation = generation
+        if model.built:
+            if model.optimizer is not None and not model.optimizer.built:
+                model.optimizer.build(model.trainable_variables)
+            self._broadcast()
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        if not self.broadcast_done:
+            self._broadcast()
+
+    def _broadcast(self) -> None:
+        if self.broadcast_done:
+            return
+        model = self.model
+        variables = [v for v in model.variables if "seed_generator_state" not in v.path]
+        if model.optimizer is not None:
+            variables += model.optimizer.variables
+        broadcast_variables(variables, self.root_rank, self.process_set)
+        self.broadcast_done = True
+
+
+class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """At the end of each epoch, the logs become the mean over the ranks. It must stand before callbacks that use them.
+
+    Args:
+        device: means nothing here.
+        process_set: the ranks that train together.
+
+    Raises: HorovodInternalError if the ranks log different things.
+    """
+
+    def __init__(self, device: str = "", process_set: ProcessSet = global_process_set) -> None:
+        super().__init__()
+        self.process_set = process_set
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if not logs:
+            return
+        names = sorted(logs)
+        values = np.array([float(logs[name]) for name in names])
+        (means,) = operations.allreduce(
+            [values], name="metric_average", process_set=self.process_set, wake=False, detail=", ".join(names)
+        ).wait()
+        logs.update({name: float(mean) for name, mean in zip(names, means, strict=True)})
+
+
+class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """The learning rate is `initial_lr` times what `multiplier` says, from one epoch to another.
+
+    Args:
+        initial_lr: before multiplication; for all ranks together.
+        multiplier: a factor, or a function of the epoch, which without `staircase` has a fraction.
+        start_epoch: the first epoch in which it acts.
+        end_epoch: the first in which it does not any more; None: it never stops.
+        staircase: only at the start of each epoch; else before each batch.
+        momentum_correction: multiply the optimizer's momenta by new over old rate when the rate changes.
+        steps_per_epoch: needed without `staircase` where Keras does not know it.
+
+    Source of the correction: Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 3 (equation 10).
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__()
+        if initial_lr is None:
+            raise ConfigurationError("initial_lr is needed: the learning rate that the multiplier is applied to.")
+        self.initial_lr = initial_lr
+        self.start_epoch = start_epoch
+        self.end_epoch = end_epoch
+        self.momentum_correction = momentum_correction
+        self.steps_per_epoch = steps_per_epoch
+        self.current_epoch = 0
+        if callable(multiplier):
+            self.multiplier, self.staircase = multiplier, staircase
+        else:
+            self.multiplier, self.staircase = (lambda epoch: multiplier), True
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        if not self.staircase and not self.steps_per_epoch:
+            self.steps_per_epoch = (self.params or {}).get("steps")
+            if not self.steps_per_epoch:
+                raise ConfigurationError(
+                    f"{type(self).__name__} needs to know how many batches an epoch has, and Keras does not know: pass "
+                    f"steps_per_epoch."
+                )
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self.current_epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        if self.current_epoch < self.start_epoch or (
+            self.end_epoch is not None and self.current_epoch >= self.end_epoch
+        ):
+            return
+        if self.staircase:
+            if batch == 0:
+                self._set(self.multiplier(self.current_epoch))
+        else:
+            assert self.steps_per_epoch is not None, "checked at the start"
+            self._set(self.multiplier(self.current_epoch + batch / self.steps_per_epoch))
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if logs is not None:
+            logs["lr"] = _learning_rate(self.model.optimizer)
+
+    def _set(self, factor: float) -> None:
+        optimizer = self.model.optimizer
+        before, now = _learning_rate(optimizer), self.initial_lr * factor
+        if now == before:
+            return
+        optimizer.learning_rate = now
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        if self.momentum_correction and getattr(inner, "momentum", None) and before:
+            for momentum in getattr(inner, "momentums", ()):
+                momentum.assign(momentum * (now / before))
+
+
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
+    """The learning rate grows from `initial_lr / size` to `initial_lr` in the first epochs, batch by batch.
+
+    Args:
+        initial_lr: that of the whole job: what one process would use, times the number of processes.
+        warmup_epochs: how long it grows.
+        momentum_correction: see `LearningRateScheduleCallback`, as for `steps_per_epoch`.
+        verbose: 1: rank 0 says so at the end.
+
+    Source: Goyal et al. 2017, section 2.2 ("gradual warmup").
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: int = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        def multiplier(epoch: float) -> float:
+            # At the end of the last batch, not at its start, it is the whole.
+            reached = epoch + 1.0 / (self.steps_per_epoch or 1)
+            size = basics.size()
+            return 1.0 / size * (reached * (size - 1) / warmup_epochs + 1)
+
+        super().__init__(
+            initial_lr,
+            multiplier,
+            start_epoch=0,
+            end_epoch=warmup_epochs,
+            staircase=False,
+            momentum_correction=momentum_correction,
+            steps_per_epoch=steps_per_epoch,
+        )
+        self.verbose = verbose
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose and basics.rank() == 0:
+            rate = _learning_rate(self.model.optimizer)
+            print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")
+
+
+def _learning_rate(optimizer: Any) -> float:
+    return float(keras.ops.convert_to_numpy(optimizer.learning_rate))

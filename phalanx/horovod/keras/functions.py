@@ -1,0 +1,57 @@
+"""Horovod's functions of tensors, for the backend that Keras runs on; variables and models of Keras."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from phalanx.horovod import operations
+from phalanx.horovod.compression import Compression
+from phalanx.horovod.interface import Interface
+from phalanx.horovod.process_sets import ProcessSet, global_process_set
+from phalanx.horovod.request import Array
+
+interface = Interface(
+    lambda tensor: np.asarray(keras.ops.convert_to_numpy(tensor)),
+    lambda array: keras.ops.convert_to_tensor(array),
+)
+
+
+def broadcast_variables(
+    variables: Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set, inplace: bool = False
+) -> None:
+    """Put the values of rank `root_rank`'s Keras variables into everybody's; they travel as one.
+
+    Raises: HorovodInternalError if the ranks' variables differ in number, shape or dtype.
+    """
+    variables = list(variables)
+    values: list[Array] = [np.asarray(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
+    pending = operations.broadcast(values, root_rank, name="broadcast_variables", process_set=process_set, wake=False)
+    for variable, value in zip(variables, pending.wait(), strict=True):
+        variable.assign(value)
+
+
+def load_model(
+    filepath: Any,
+    custom_optimizers: Sequence[type] | None = None,
+    custom_objects: dict[str, Any] | None = None,
+    compression: Any = Compression.none,
+) -> Any:
+    """A saved Keras model, with its optimizer and that one's state made a `DistributedOptimizer`.
+
+    Args:
+        filepath: as for `keras.models.load_model`.
+        custom_optimizers: classes of optimizers of one's own.
+        custom_objects: as for `keras.models.load_model`.
+        compression: as for `DistributedOptimizer`.
+    """
+    from phalanx.horovod.keras.optimizer import DistributedOptimizer
+
+    objects = {each.__name__: each for each in custom_optimizers or ()} | (custom_objects or {})
+    model = keras.models.load_model(filepath, custom_objects=objects)
+    if getattr(model, "optimizer", None) is not None:
+        DistributedOptimizer(model.optimizer, compression=compression)
+    return model

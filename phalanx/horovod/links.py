@@ -1,0 +1,96 @@
+"""Links among some members of a job, for a process set of their own.
+
+A link serves one communicator at a time, so a process set has links beside those of the whole job. Each member offers
+a purpose on its port and dials the members of lower rank; all have made their offer before anyone dials.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+from phalanx.cluster.elastic.node import ElasticNode
+from phalanx.cluster.membership import Membership, Rank
+from phalanx.cluster.node import Node
+from phalanx.errors import RendezvousError
+from phalanx.transport.address import Address
+from phalanx.transport.dial import dial
+from phalanx.transport.handshake import Hello, Welcome
+from phalanx.transport.link import Link
+from phalanx.transport.tls import load_tls
+
+REFUSED = "not a member"
+
+
+class Offer:
+    """Takes the links of members of higher rank (a `transport.listener.Service`).
+
+    Args:
+        node: this process's place in the job.
+        purpose: names the process set.
+        ranks: of its members in the job, in order; this process is among them.
+    """
+
+    def __init__(self, node: Node | ElasticNode, purpose: str, ranks: Sequence[Rank]):
+        self._node = node
+        self._purpose = purpose
+        self._ranks = tuple(ranks)
+        self._members = [node.membership.members[rank] for rank in ranks]
+        self._own = self._ranks.index(node.membership.rank)
+        self._arrived = threading.Condition()  # protects the links
+        self._links: dict[int, Link] = {}
+        if len(ranks) > 1:
+            assert node.listener is not None, "a job of several processes has a port"
+            node.listener.register(purpose, self)
+
+    def admit(self, hello: Hello) -> Welcome:
+        """See `Service.admit`."""
+        if any(member.task == hello.task for member in self._members[self._own + 1 :]):
+            return Welcome(refusal="", reason="")
+        return Welcome(refusal=REFUSED, reason=f"{hello.task} is no member of higher rank of this process set")
+
+    def adopt(self, hello: Hello, link: Link) -> None:
+        """See `Service.adopt`."""
+        position = next(i for i, member in enumerate(self._members) if member.task == hello.task)
+        with self._arrived:
+            self._links[position] = link
+            self._arrived.notify_all()
+
+    def complete(self, timeout_s: float) -> Membership:
+        """Dial the members of lower rank, wait for those of higher rank; call once all members have made their offer.
+
+        Returns: the process set as a membership, with ranks counted within it.
+
+        Raises: RendezvousError if a member does not come; what `dial` raises.
+        """
+        deadline = time.monotonic() + timeout_s
+        settings = self._node.settings
+        me = self._members[self._own]
+        dialled: dict[int, Link] = {}
+        for position, member in enumerate(self._members[: self._own]):
+            hello = Hello(purpose=self._purpose, task=me.task, job=settings.job_id)
+            address = Address.parse(member.address, where=member.task)
+            dialled[position], _ = dial(
+                address,
+                hello,
+                peer=member.task,
+                secret=settings.secret,
+                tls=load_tls(settings.tls),
+                deadline=deadline,
+            )
+        expected = set(range(self._own + 1, len(self._members)))
+        with self._arrived:
+            self._arrived.wait_for(lambda: expected <= self._links.keys(), timeout=deadline - time.monotonic())
+            links = dialled | self._links
+        missing = expected - links.keys()
+        if missing:
+            names = ", ".join(self._members[position].task for position in sorted(missing))
+            raise RendezvousError(
+                f"{names} did not come to the process set {list(self._ranks)} within {timeout_s:g} s."
+            )
+        members = tuple(
+            type(me)(rank=position, task=member.task, host=member.host, address=member.address, pid=member.pid)
+            for position, member in enumerate(self._members)
+        )
+        return Membership(self._node.membership.generation, self._own, members, dict(sorted(links.items())))

@@ -1,0 +1,44 @@
+"""Everybody starts alike: variables of one rank, on all. Names and meaning are Horovod's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from phalanx.horovod.objects import allgather_object, broadcast_object
+from phalanx.horovod.process_sets import ProcessSet, global_process_set
+from phalanx.horovod.tensorflow.mpi_ops import broadcast_
+
+
+def broadcast_variables(
+    variables: Iterable[Any],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+    inplace: bool = False,
+) -> None:
+    """Put the values of rank `root_rank`'s variables into everybody's.
+
+    Args:
+        variables: of TensorFlow or of Keras (`model.variables`, `optimizer.variables`), alike on all ranks.
+        inplace: means nothing here; the result is the same.
+    """
+    broadcast_(
+        [of_tensorflow(variable) for variable in variables],
+        root_rank,
+        process_set=process_set,
+    )
+
+
+def broadcast_object_fn(
+    root_rank: int = 0, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Callable[[Any], Any]:
+    """A function that gives all ranks rank `root_rank`'s object. `session` means nothing here."""
+    return lambda obj: broadcast_object(obj, root_rank, name, process_set)
+
+
+def of_tensorflow(variable: Any) -> Any:
+    """The TensorFlow variable inside a Keras variable; any other one is it itself."""
+    return variable if callable(getattr(variable, "value", None)) else getattr(variable, "value", variable)
+
+
+__all__ = ["allgather_object", "broadcast_object", "broadcast_object_fn", "broadcast_variables", "of_tensorflow"]

@@ -1,0 +1,8 @@
+"""The other name of `phalanx.horovod.keras`, as Horovod has it: `import phalanx.horovod.tensorflow.keras as hvd`."""
+
+from __future__ import annotations
+
+from phalanx.horovod import keras
+from phalanx.horovod.keras import *  # noqa: F403
+
+__all__ = [*keras.__all__]

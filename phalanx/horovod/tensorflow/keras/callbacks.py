@@ -1,0 +1,17 @@
+"""The other name of `phalanx.horovod.keras.callbacks`, as Horovod has it."""
+
+from __future__ import annotations
+
+from phalanx.horovod.keras.callbacks import (
+    BroadcastGlobalVariablesCallback,
+    LearningRateScheduleCallback,
+    LearningRateWarmupCallback,
+    MetricAverageCallback,
+)
+
+__all__ = [
+    "BroadcastGlobalVariablesCallback",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+]

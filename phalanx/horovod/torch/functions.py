@@ -1,0 +1,130 @@
+"""Everybody starts alike: parameters and optimizer state of one rank, on all. Names and meaning are Horovod's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+import torch
+
+from phalanx.errors import ConfigurationError
+from phalanx.horovod import operations
+from phalanx.horovod.objects import allgather_object, broadcast_bytes, broadcast_object
+from phalanx.horovod.process_sets import ProcessSet, global_process_set
+from phalanx.horovod.torch.mpi_ops import _put_back
+from phalanx.horovod.torch.tensors import to_host
+from phalanx.horovod.world import current
+
+_PLAIN = (type(None), bool, int, float, str)
+
+
+def broadcast_parameters(
+    params: Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Put rank `root_rank`'s parameters into everybody's.
+
+    Args:
+        params: `model.state_dict()` or `model.named_parameters()`; what is no tensor is left alone.
+
+    Raises:
+        ConfigurationError: it is neither.
+        HorovodInternalError: the ranks' parameters differ in number, shape or dtype.
+    """
+    if isinstance(params, Mapping):
+        pairs = sorted(params.items())
+    else:
+        pairs = list(params)
+        if any(not isinstance(pair, tuple) for pair in pairs):
+            raise ConfigurationError("broadcast_parameters takes model.state_dict() or model.named_parameters().")
+    _broadcast([tensor for _, tensor in pairs if torch.is_tensor(tensor)], root_rank, "parameters", process_set)
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    root_rank: int,
+    model: torch.nn.Module | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Put the state of rank `root_rank`'s optimizer, its options included, into everybody's.
+
+    Only the root needs to have a state, as after loading a checkpoint there. Plain values and tensors are not pickled;
+    other ones are, which needs a job with a secret.
+
+    Args:
+        model: not needed here.
+
+    Raises: ConfigurationError for LBFGS, whose state cannot be taken apart.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigurationError("broadcast_optimizer_state cannot be used with torch.optim.LBFGS.")
+    is_root = current().membership.rank == root_rank
+    tensors: list[torch.Tensor] = []
+    odd: list[Any] = []
+    description = msgspec.msgpack.encode(_describe(optimizer.state_dict(), tensors, odd)) if is_root else b""
+    description = broadcast_bytes(description, root_rank, "optimizer_state", process_set)
+    decoded = msgspec.msgpack.decode(description)
+    if not is_root:
+        _find_tensors(decoded, tensors)
+    _broadcast(tensors, root_rank, "optimizer_state.tensors", process_set)
+    if _has_odd(decoded):
+        odd = broadcast_object(odd, root_rank, "optimizer_state.objects", process_set)
+    if not is_root:
+        optimizer.load_state_dict(_build(decoded, iter(tensors), iter(odd)))
+
+
+def _broadcast(tensors: list[torch.Tensor], root_rank: int, name: str, process_set: ProcessSet) -> None:
+    arrays = [to_host(tensor) for tensor in tensors]
+    pending = operations.broadcast(
+        arrays, root_rank, name=f"broadcast.{name}", process_set=process_set, outs=arrays, wake=False
+    )
+    _put_back(tensors, pending.wait())
+
+
+# A state as JSON's types: [kind, content] for all that is not plain.
+
+
+def _describe(value: Any, tensors: list[torch.Tensor], odd: list[Any]) -> Any:
+    if isinstance(value, _PLAIN):
+        return value
+    if torch.is_tensor(value):
+        tensors.append(value)
+        return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape)]
+    if isinstance(value, dict):
+        return ["dict", [[_describe(key, tensors, odd), _describe(item, tensors, odd)] for key, item in value.items()]]
+    if type(value) in (list, tuple):
+        return [type(value).__name__, [_describe(item, tensors, odd) for item in value]]
+    odd.append(value)
+    return ["odd"]
+
+
+def _find_tensors(described: Any, tensors: list[torch.Tensor]) -> None:
+    if isinstance(described, list):
+        if described[:1] == ["tensor"]:
+            tensors.append(torch.empty(described[2], dtype=getattr(torch, described[1])))
+            return
+        for item in described:
+            _find_tensors(item, tensors)
+
+
+def _has_odd(described: Any) -> bool:
+    return isinstance(described, list) and (described == ["odd"] or any(map(_has_odd, described)))
+
+
+def _build(described: Any, tensors: Any, odd: Any) -> Any:
+    if not isinstance(described, list):
+        return described
+    kind, *content = described
+    if kind == "tensor":
+        return next(tensors)
+    if kind == "odd":
+        return next(odd)
+    if kind == "dict":
+        return {_build(key, tensors, odd): _build(item, tensors, odd) for key, item in content[0]}
+    items = [_build(item, tensors, odd) for item in content[0]]
+    return items if kind == "list" else tuple(items)
+
+
+__all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]

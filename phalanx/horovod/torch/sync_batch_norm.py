@@ -1,0 +1,143 @@
+"""Batch normalization over the batches of all ranks. The name is Horovod's.
+
+Forward, each rank tells count, mean and sum of squared deviations of its own batch, from which all form those of the
+whole (Chan, Golub and LeVeque 1983, "Algorithms for computing the sample variance", equation 2.1: no squares of means
+are subtracted, so no digits are lost). Backward, two sums over the ranks are needed (Ioffe and Szegedy 2015, section
+3).
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from phalanx.errors import ConfigurationError
+from phalanx.horovod.basics import size
+from phalanx.horovod.numbering import next_number
+from phalanx.horovod.operations import Sum
+from phalanx.horovod.torch.mpi_ops import allgather, allreduce
+
+Tensor: TypeAlias = torch.Tensor
+
+
+class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """Batch normalization whose statistics, while it trains, are those of all ranks' batches together.
+
+    What comes out, and what gradients go back, are those of one process on the whole batch, also where ranks have
+    batches of different sizes. Gradients of weight and bias are this rank's own, as of every parameter;
+    `DistributedOptimizer` merges them. All ranks must compute the layers alike. On any device (Horovod: only on GPUs).
+
+    Args: as of `torch.nn.BatchNorm2d`. Inputs are of shape (samples, features, ...).
+
+    Raises: ConfigurationError for inputs of another shape, or if all ranks together have one value for each feature.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+    ):
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        self._hvd_name = f"sync_batch_norm.{next_number('torch.sync_batch_norm')}"
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2 or input.shape[1] != self.num_features:
+            raise ConfigurationError(
+                f"SyncBatchNorm of {self.num_features} features got an input of shape {tuple(input.shape)}; it takes "
+                f"(samples, {self.num_features}, ...)."
+            )
+
+    def forward(self, input: Tensor) -> Tensor:
+        """See `torch.nn.BatchNorm2d`."""
+        if size() == 1 or not (self.training or self.running_mean is None):
+            output: Tensor = super().forward(input)
+            return output
+        self._check_input_dim(input)
+        normalize: Any = _Normalization.apply  # PyTorch gives it no type
+        result: Tensor
+        result, mean, variance, count = normalize(input, self.weight, self.bias, self.eps, self._hvd_name)
+        if self.training and self.running_mean is not None:
+            self._update_running(mean, variance, float(count))
+        return result
+
+    def _update_running(self, mean: Tensor, variance: Tensor, count: float) -> None:
+        """As PyTorch: the running variance is that of the population of which the batch is a sample."""
+        tracked: Any = self.num_batches_tracked
+        tracked += 1
+        momentum = 1.0 / float(tracked) if self.momentum is None else self.momentum
+        unbiased = variance * (count / (count - 1))
+        with torch.no_grad():
+            for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
+                if running is not None:
+                    running.lerp_(new.to(running.dtype), momentum)
+
+
+class _Normalization(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, name: str) -> Any:
+        x = input.detach().to(_wide(input.dtype))
+        mean, squares, count = _whole(x, name)
+        if count < 2:
+            raise ConfigurationError("SyncBatchNorm needs more than one value for each feature, of all ranks together.")
+        variance = squares / count
+        inverse = torch.rsqrt(variance + eps)
+        shape = _beside(x)
+        normal = (x - mean.view(shape)) * inverse.view(shape)
+        result = normal if weight is None else normal * weight.view(shape)
+        result = result if bias is None else result + bias.view(shape)
+        ctx.save_for_backward(normal, inverse, weight)
+        ctx.count, ctx.name, ctx.dtype = count, name, input.dtype
+        ctx.mark_non_differentiable(mean, variance)
+        return result.to(input.dtype), mean, variance, count
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor, *_: Any) -> Any:
+        normal, inverse, weight = ctx.saved_tensors
+        upstream = upstream.to(normal.dtype)
+        axes = _others(normal)
+        of_bias, of_weight = upstream.sum(axes), (upstream * normal).sum(axes)
+        of_input = None
+        if ctx.needs_input_grad[0]:
+            sums = allreduce(torch.stack([of_bias, of_weight]), op=Sum, name=f"{ctx.name}.backward") / ctx.count
+            shape = _beside(normal)
+            scale = inverse if weight is None else inverse * weight
+            centred = upstream - sums[0].view(shape) - normal * sums[1].view(shape)
+            of_input = (centred * scale.view(shape)).to(ctx.dtype)
+        if weight is None:
+            return of_input, None, None, None, None
+        return of_input, of_weight.to(weight.dtype), of_bias.to(weight.dtype), None, None
+
+
+def _whole(x: Tensor, name: str) -> tuple[Tensor, Tensor, int]:
+    """Mean and sum of squared deviations of each feature, and how many values a feature has, over all ranks."""
+    axes, features = _others(x), x.shape[1]
+    count = x.numel() // features if features else 0
+    mean = x.mean(axes) if count else x.new_zeros(features)
+    squares = (x - mean.view(_beside(x))).square().sum(axes) if count else x.new_zeros(features)
+    # In float64, since a count must be exact; on the host, where they go anyway.
+    own = torch.cat([torch.tensor([count], dtype=torch.float64), mean.cpu().double(), squares.cpu().double()])
+    rows = allgather(own[None], name=f"{name}.forward")
+    counts, means, of_squares = rows[:, :1], rows[:, 1 : 1 + features], rows[:, 1 + features :]
+    total = counts.sum()
+    whole = (counts * means).sum(0) / total
+    deviations = of_squares.sum(0) + (counts * (means - whole).square()).sum(0)
+    return whole.to(x), deviations.to(x), int(total)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _others(x: Tensor) -> list[int]:
+    """All dimensions but that of the features."""
+    return [0, *range(2, x.dim())]
+
+
+def _beside(x: Tensor) -> list[int]:
+    """The shape in which a number for each feature stands beside the input."""
+    return [1, -1, *[1] * (x.dim() - 2)]

@@ -1,0 +1,233 @@
+"""TensorFlow: eager and inside `tf.function`, gradients, the tape."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import phalanx.horovod.tensorflow as hvd
+
+DTYPES = (tf.uint8, tf.int8, tf.int16, tf.int32, tf.int64, tf.float16, tf.bfloat16, tf.float32, tf.float64)
+
+
+def _both(function):
+    """The function as it is, and compiled to a graph."""
+    return function, tf.function(function)
+
+
+def check_allreduce_of_every_dtype_eager_and_in_a_graph() -> None:
+    total = sum(range(1, hvd.size() + 1))
+    for dtype in DTYPES:
+        mine = tf.cast(tf.fill([2, 3], hvd.rank() + 1), dtype)
+        for call in _both(lambda x: hvd.allreduce(x, op=hvd.Sum)):
+            merged = call(mine)
+            assert merged.dtype == dtype
+            assert merged.shape == (2, 3)
+            np.testing.assert_array_equal(tf.cast(merged, tf.int32).numpy(), np.full((2, 3), total))
+
+
+def check_other_operations_eager_and_in_a_graph() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    for call in _both(lambda x: hvd.allgather(x)):
+        gathered = call(tf.fill([rank + 1, 2], float(rank)))
+        assert gathered[:, 0].numpy().tolist() == [r for r in range(size) for _ in range(r + 1)]
+    for call in _both(lambda x: hvd.broadcast(x, size - 1)):
+        assert call(tf.constant([rank])).numpy().tolist() == [size - 1]
+    for call in _both(lambda x, splits: hvd.alltoall(x, splits)):
+        received, counts = call(tf.fill([size], rank), tf.ones([size], tf.int32))
+        assert received.numpy().tolist() == list(range(size))
+        assert counts.numpy().tolist() == [1] * size
+        received, counts = call(tf.fill([3], rank), tf.constant([3] + [0] * (size - 1)))
+        assert received.shape[0] == (3 * size if rank == 0 else 0)
+    for call in _both(lambda x: hvd.alltoall(x)):
+        assert call(tf.fill([size], rank)).numpy().tolist() == list(range(size))
+    for call in _both(lambda x: hvd.reducescatter(x, op=hvd.Sum)):
+        assert call(tf.ones([size + 1])).numpy().tolist() == [size] * (2 if rank == 0 else 1)
+    for call in _both(lambda x: hvd.grouped_allreduce([x, 2 * x], op=hvd.Sum)):
+        assert [each.numpy().tolist() for each in call(tf.ones([2]))] == [[size] * 2, [2 * size] * 2]
+    assert (hvd.rank_op().numpy(), hvd.size_op().numpy()) == (rank, size)
+    hvd.barrier()
+
+
+def check_a_graph_that_only_one_rank_traces_again() -> None:
+    @tf.function
+    def twice(x):
+        return hvd.allreduce(x, op=hvd.Sum), hvd.allgather(x)
+
+    for length in (2, 2, 3):
+        mine = tf.ones([length], tf.float32)
+        if hvd.rank() == 0:
+            twice.get_concrete_function(tf.TensorSpec([length + 5], tf.float32))
+        merged, gathered = twice(mine)
+        assert merged.numpy().tolist() == [hvd.size()] * length
+        assert gathered.shape[0] == length * hvd.size()
+
+
+def check_collectives_in_a_loop_of_a_graph() -> None:
+    @tf.function
+    def loop(x):
+        for _ in tf.range(4):
+            x = hvd.allreduce(x, op=hvd.Sum)
+        return x
+
+    assert loop(tf.ones([2])).numpy().tolist() == [hvd.size() ** 4] * 2
+
+
+def check_gradients_of_collectives() -> None:
+    rank, size = hvd.rank(), hvd.size()
+
+    def gradient(function, upstream=None):
+        x = tf.ones([size, 2])
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = function(x)
+        return tape.gradient(y, x, output_gradients=None if upstream is None else tf.fill(tf.shape(y), upstream))
+
+    total = sum(range(1, size + 1))
+    for compiled in (False, True):
+        run = tf.function(gradient) if compiled else gradient
+        np.testing.assert_allclose(run(lambda x: hvd.allreduce(x, op=hvd.Sum), rank + 1.0), total)
+        np.testing.assert_allclose(run(lambda x: hvd.allreduce(x), rank + 1.0), total / size)
+        np.testing.assert_allclose(run(lambda x: hvd.allgather(x), rank + 1.0), total / size)
+        np.testing.assert_allclose(run(lambda x: hvd.broadcast(x, 0), 2.0), 2.0 if rank == 0 else 0.0)
+        back = run(lambda x: hvd.alltoall(x, tf.ones([size], tf.int32))[0], rank + 1.0)
+        assert back[:, 0].numpy().tolist() == [r + 1.0 for r in range(size)]
+        back = run(lambda x: hvd.reducescatter(x, op=hvd.Sum), rank + 1.0)
+        assert back[:, 0].numpy().tolist() == [(r + 1.0) * size for r in range(size)]
+    with pytest.raises(NotImplementedError, match="no gradient"):
+        gradient(lambda x: hvd.allreduce(x, op=hvd.Max))
+
+
+def check_differences_raise_on_every_rank() -> None:
+    last = hvd.rank() == hvd.size() - 1
+    with pytest.raises(hvd.HorovodInternalError, match="Mismatched shapes"):
+        hvd.allreduce(tf.ones([3 if last else 2]), name="differs")
+    with pytest.raises(hvd.HorovodInternalError, match="Mismatched data types"):
+        hvd.allreduce(tf.ones([2], tf.float64 if last else tf.float32), name="differs")
+    with pytest.raises(tf.errors.OpError, match="Mismatched shapes"):
+        tf.function(lambda x: hvd.allreduce(x, name="differs"))(tf.ones([3 if last else 2]))
+    assert hvd.allreduce(tf.ones([1]), op=hvd.Sum).numpy()[0] == hvd.size()
+
+
+def check_variables_are_broadcast() -> None:
+    variables = [tf.Variable(tf.fill([2], float(hvd.rank()))), tf.Variable(hvd.rank())]
+    hvd.broadcast_variables(variables, root_rank=hvd.size() - 1)
+    assert [each.numpy().tolist() for each in variables] == [[hvd.size() - 1.0] * 2, hvd.size() - 1]
+    tf.function(lambda: hvd.broadcast_variables(variables, root_rank=0) and None)()
+
+
+def check_slices_are_gathered_or_made_dense() -> None:
+    table = tf.Variable(tf.zeros([4, 2]))
+    for dense in (False, True):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(table, [hvd.rank(), 3]))
+        tape = hvd.DistributedGradientTape(tape, sparse_as_dense=dense)
+        gradient = tape.gradient(loss, table)
+        assert isinstance(gradient, tf.IndexedSlices) is not dense
+        expected = np.zeros((4, 2))
+        expected[: hvd.size()] += 1 / hvd.size()
+        expected[3] += 1
+        np.testing.assert_allclose(tf.convert_to_tensor(gradient).numpy(), expected)
+    with pytest.raises(ValueError, match="sparse_as_dense"):
+        hvd.allreduce(tf.IndexedSlices(tf.ones([1, 2]), [0]), op=hvd.Min)
+
+
+def check_the_tape_trains_as_one_process() -> None:
+    rng = np.random.default_rng(0)
+    x, y = (
+        rng.normal(size=(8 * hvd.size(), 3)).astype("float32"),
+        rng.normal(size=(8 * hvd.size(), 1)).astype("float32"),
+    )
+    own, alone = [tf.Variable(tf.fill([3, 1], 0.5)) for _ in range(2)]
+    unused = tf.Variable(1.0)
+
+    def step(variable, x, y, compression, *, merged):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((x @ variable - y) ** 2)
+        if merged:
+            tape = hvd.DistributedGradientTape(tape, compression=compression)
+        gradient, missing = tape.gradient(loss, [variable, unused])
+        assert missing is None
+        variable.assign_sub(0.1 * gradient)
+
+    for compression in (hvd.Compression.none, hvd.Compression.fp16):
+        graph = tf.function(step)
+        for _ in range(3):
+            graph(own, x[hvd.rank() :: hvd.size()], y[hvd.rank() :: hvd.size()], compression, merged=True)
+            step(alone, x, y, compression, merged=False)
+        np.testing.assert_allclose(own, alone, rtol=1e-5 if compression is hvd.Compression.none else 1e-2)
+
+
+def check_numbers_of_the_job_as_tensors() -> None:
+    evens = hvd.add_process_set(list(range(0, hvd.size(), 2)))
+    for call in _both(lambda: hvd.process_set_included_op(evens.process_set_id)):
+        assert call().numpy() == (hvd.rank() % 2 == 0)
+    for call in _both(lambda: hvd.size_op(evens.process_set_id)):
+        assert call().numpy() == evens.size()
+    assert (hvd.local_rank_op().numpy(), hvd.local_size_op().numpy()) == (hvd.local_rank(), hvd.local_size())
+    hvd.remove_process_set(evens)
+    with pytest.raises(ValueError, match="no process set has the number 99"):
+        hvd.size_op(99)
+    assert [n for n in range(9) if hvd.check_num_rank_power_of_2(n)] == [1, 2, 4, 8]
+    assert hvd.broadcast_object_fn(root_rank=hvd.size() - 1)(hvd.rank()) == hvd.size() - 1
+
+
+def check_gradients_of_local_layers_are_not_merged() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    layer = tf.keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
+    layer.build((None, 2))
+    shared = tf.Variable([1.0, 1.0])
+    for scale, expected in ((True, (rank + 1.0) / size), (False, rank + 1.0)):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(layer(tf.fill([1, 2], rank + 1.0))) + (rank + 1.0) * tf.reduce_sum(shared)
+        tape = hvd.PartialDistributedGradientTape(tape, local_layers=layer, scale_local_gradients=scale)
+        own, merged = tape.gradient(loss, [layer.kernel.value, shared])
+        np.testing.assert_allclose(own, np.full((2, 1), expected), rtol=1e-6)
+        np.testing.assert_allclose(merged, np.full(2, (size + 1) / 2), rtol=1e-6)
+
+
+def check_elastic_state_of_variables() -> None:
+    rank = hvd.rank()
+    variables = [tf.Variable([1.0 + rank]), tf.Variable(rank)]
+    state = hvd.elastic.TensorFlowState(variables, step=rank)
+    state.commit()
+    variables[0].assign([9.0])
+    state.step = 9
+    state.restore()
+    assert (variables[0].numpy().tolist(), state.step) == ([1.0 + rank], rank)
+    state.sync()
+    assert (variables[0].numpy().tolist(), variables[1].numpy(), state.step) == ([1.0], 0, 0)
+    with pytest.raises(NotImplementedError, match="neither sessions"):
+        hvd.elastic.TensorFlowState()
+
+
+def check_sync_batch_normalization_is_that_of_one_process_on_the_whole_batch() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    rng = np.random.default_rng(0)
+    rows = [2 * r + 3 for r in range(size)]
+    whole = (3 * rng.normal(size=(sum(rows), 4, 5)) + 50).astype("float32")
+    weights = rng.normal(size=whole.shape).astype("float32")
+    mine = slice(sum(rows[:rank]), sum(rows[: rank + 1]))
+    sync, plain = hvd.SyncBatchNormalization(), tf.keras.layers.BatchNormalization()
+    for layer in (sync, plain):
+        layer.build(whole.shape)
+
+    def gradients(layer, x, weights):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = layer(x, training=True)
+            loss = tf.reduce_sum(y * weights)
+        return y, *tape.gradient(loss, [x, layer.gamma.value, layer.beta.value])
+
+    for call in _both(lambda x, weights: gradients(sync, x, weights)):
+        y, of_x, *of_weights = gradients(plain, tf.constant(whole), weights)
+        part, of_own, *of_own_weights = call(tf.constant(whole[mine]), weights[mine])
+        np.testing.assert_allclose(part, y[mine], rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(of_own, of_x[mine], rtol=1e-3, atol=1e-4)
+        for own, expected in zip(of_own_weights, of_weights, strict=True):
+            np.testing.assert_allclose(hvd.allreduce(own, op=hvd.Sum), expected, rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(sync.moving_mean, plain.moving_mean, rtol=1e-5)
+        np.testing.assert_allclose(sync.moving_variance, plain.moving_variance, rtol=1e-4)
+    with pytest.raises(ValueError, match="fused"):
+        hvd.SyncBatchNormalization(fused=True)

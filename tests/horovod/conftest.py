@@ -1,0 +1,67 @@
+"""Jobs of several ranks that run all cases of a framework: one start for many of them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.training.jobs import ROOT, _die_with_parent, environment
+
+CASES = Path(__file__).parent / "cases"
+BOUND_S = 170.0
+"""Against hanging."""
+
+Outcome = dict[str, list[str]]
+"""The traceback of each rank by case; empty if it went well."""
+
+
+def names_of(framework: str) -> list[str]:
+    """The cases of a framework, in order, without importing it."""
+    return re.findall(r"^def (check_\w+)", (CASES / f"{framework}.py").read_text(), re.MULTILINE)
+
+
+@pytest.fixture(scope="session")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str, int], tuple[Outcome, str]]:
+    """`outcomes(framework, backend, world_size)`: how the cases ended, and what the job printed."""
+    known: dict[tuple[str, str, int], tuple[Outcome, str]] = {}
+
+    def of(framework: str, backend: str, world_size: int) -> tuple[Outcome, str]:
+        key = framework, backend, world_size
+        if key not in known:
+            folder = tmp_path_factory.mktemp(f"{framework}-{backend}-{world_size}")
+            known[key] = _run(framework, backend, world_size, folder)
+        return known[key]
+
+    return of
+
+
+def _run(framework: str, backend: str, world_size: int, folder: Path) -> tuple[Outcome, str]:
+    names = names_of(framework)
+    run = [sys.executable, "-m", "phalanx", "run", "-np", str(world_size)]
+    with subprocess.Popen(
+        [*run, "-m", "tests.horovod.worker", framework, str(folder), *names],
+        cwd=ROOT,
+        env=environment(backend, folder.parent / "compiled") | {"PHALANX_TIMEOUT": "60"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        preexec_fn=_die_with_parent,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=BOUND_S)
+        except subprocess.TimeoutExpired:
+            process.kill()  # the ranks die with their launcher
+            output = process.communicate()[0] + "\nstopped by the test: it took too long"
+    found: Outcome = {}
+    for name in names:
+        paths = [folder / f"{name}.{rank}" for rank in range(world_size)]
+        if all(path.exists() for path in paths):
+            found[name] = [path.read_text() for path in paths]
+    return found, f"{output}\nexit code {process.returncode}"

@@ -1,0 +1,196 @@
+"""Ranks that do not come, die or leave: what the others see. Real processes, real failures."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from phalanx.cluster.membership import Membership
+from phalanx.collectives import CommunicationOptions, connect
+from phalanx.errors import CollectiveTimeoutError, PeerLostError
+from phalanx.horovod.controller import Controller
+from phalanx.horovod.exceptions import HorovodInternalError
+from phalanx.horovod.execution import Part
+from phalanx.horovod.knobs import Knobs
+from phalanx.horovod.request import Request
+from tests.support.processes import run_ranks, values
+
+
+class Rank:
+    """One rank's controller, and what it warned of."""
+
+    def __init__(self, membership: Membership, knobs: Knobs, timeout_s: float):
+        communicator = connect(membership, CommunicationOptions(timeout_seconds=timeout_s))
+        self.number = membership.rank
+        self.controller = Controller(communicator, knobs, timeout_s, [one.task for one in membership.members])
+        self.warned = threading.Event()
+        self.warnings: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: (self.warnings.append(record.getMessage()), self.warned.set())  # type: ignore
+        logging.getLogger("phalanx.horovod.controller").addHandler(handler)
+
+    def start(self, name: str, *, wake: bool = True) -> Any:
+        request = Request(name, "allreduce", ("float64",), ((2,),), "Sum")
+        return self.controller.submit(request, Part([np.ones(2)]), wake=wake)
+
+    def merge(self, name: str) -> Any:
+        handle = self.start(name, wake=False)
+        self.controller.wait(handle)
+        return handle.part.result[0].tolist()
+
+
+def run(body: Callable[[Rank], Any], size: int = 2, *, timeout_s: float = 20.0, **knobs: Any) -> list[Any]:
+    """What `body` returns or raises on each rank."""
+
+    def rank(membership: Membership) -> Any:
+        one = Rank(membership, Knobs(**knobs), timeout_s)
+        try:
+            return body(one)
+        finally:
+            one.controller.close()
+
+    return run_ranks(rank, size)
+
+
+def test_a_rank_that_does_not_come_is_named_once_and_then_it_goes_on() -> None:
+    read, write = os.pipe()  # from rank 0, as soon as it has warned
+
+    def body(rank: Rank) -> Any:
+        rank.merge("first")
+        if rank.number == 1:
+            os.read(read, 1)
+        else:
+            threading.Thread(target=lambda: rank.warned.wait(20) and os.write(write, b"!"), daemon=True).start()
+        result = rank.merge("late")
+        return result, rank.warnings
+
+    (result, warnings), (_, silent) = values(run(body, stall_s=0.2))
+    os.close(read)
+    os.close(write)
+    assert result == [2.0, 2.0]
+    assert silent == []
+    assert len(warnings) == 1
+    assert "late waits for rank 1 (worker/1), which have not asked for it" in warnings[0]
+
+
+def test_the_error_after_the_second_limit_names_the_operation_and_the_rank() -> None:
+    read, write = os.pipe()  # from rank 0, as soon as it has given up
+
+    def body(rank: Rank) -> Any:
+        rank.merge("first")
+        if rank.number == 1:
+            os.read(read, 1)
+        try:
+            rank.merge("late")
+        except HorovodInternalError as error:
+            return str(error), error.exit_code
+        finally:
+            os.write(write, b"!")
+        return None
+
+    (words, code), _ = values(run(body, timeout_s=0.5))
+    os.close(read)
+    os.close(write)
+    assert words.startswith("late did not begin: worker/0 (rank 0) waited")
+    assert "for worker/1 (rank 1," in words
+    assert code == CollectiveTimeoutError.exit_code
+
+
+def test_ranks_that_ask_for_different_things_are_named_and_the_job_ends_after_the_second_limit() -> None:
+    def body(rank: Rank) -> Any:
+        try:
+            rank.merge("left" if rank.number == 0 else "right")
+        except HorovodInternalError as error:
+            return str(error), error.exit_code, type(error.__cause__).__name__, rank.warnings
+        return None
+
+    outcomes = values(run(body, stall_s=0.2, timeout_s=3.0))
+    texts = [outcome[0] for outcome in outcomes]
+    assert len(set(texts)) == 1, "all ranks draw the same conclusion in the same round"
+    assert "has waited" in texts[0]
+    assert "Do all ranks ask for the same operations?" in texts[0]
+    assert {outcome[1] for outcome in outcomes} == {CollectiveTimeoutError.exit_code}
+    warned = [warning for outcome in outcomes for warning in outcome[3]]
+    assert any("left waits for rank 1 (worker/1), which ask for other operations" in one for one in warned)
+    assert any("right waits for rank 0 (worker/0)" in one for one in warned)
+
+
+def test_a_killed_rank_ends_all_that_wait_and_all_that_come_later() -> None:
+    def body(rank: Rank) -> Any:
+        rank.merge("first")
+        if rank.number == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        handles = [rank.start(f"t{i}") for i in range(3)]
+        errors = []
+        for handle in handles:
+            with pytest.raises(HorovodInternalError) as caught:
+                rank.controller.wait(handle)
+            errors.append((caught.value.exit_code, type(caught.value.__cause__).__name__))
+            caught.value.__cause__ = None  # as Keras's fit does, which raises it again `from None`
+        with pytest.raises(HorovodInternalError, match="worker/1"):
+            rank.merge("later")
+        assert isinstance(rank.controller.failure, PeerLostError)
+        return errors
+
+    outcomes = run(body, 2)
+    assert outcomes[1].exit_code == -signal.SIGKILL
+    assert outcomes[0].error is None, outcomes[0].text
+    assert outcomes[0].value == [(PeerLostError.exit_code, "PeerLostError")] * 3
+
+
+def test_closing_ends_what_waits() -> None:
+    def body(rank: Rank) -> Any:
+        rank.merge("first")
+        if rank.number == 1:
+            return None  # leaves: rank 0 is in the middle of a round, or has not begun it
+        handle = rank.start("alone")
+        rank.controller.close()
+        rank.controller.close()
+        with pytest.raises(HorovodInternalError, match="shut down"):
+            rank.controller.wait(handle)
+        with pytest.raises(HorovodInternalError, match="shut down"):
+            rank.start("after")
+        return "ended"
+
+    assert values(run(body))[0] == "ended"
+
+
+def test_without_a_cache_and_with_a_tiny_one_results_are_the_same() -> None:
+    def body(rank: Rank) -> Any:
+        found = []
+        for _ in range(3):
+            order = range(6) if rank.number else reversed(range(6))
+            handles = {i: rank.start(f"t{i}", wake=False) for i in order}
+            for handle in handles.values():
+                rank.controller.wait(handle)
+            found.append([handles[i].part.result[0][0] for i in range(6)])
+        return found
+
+    for capacity in (0, 2):
+        assert values(run(body, 3, cache_capacity=capacity, stall_s=math.inf)) == [[[3.0] * 6] * 3] * 3
+
+
+def test_threads_of_a_program_may_ask_at_the_same_time() -> None:
+    def body(rank: Rank) -> Any:
+        found: dict[str, Any] = {}
+
+        def ask(name: str) -> None:
+            for _ in range(20):
+                found[name] = rank.merge(name)
+
+        threads = [threading.Thread(target=ask, args=(name,)) for name in "abcd"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+    assert values(run(body)) == [{name: [2.0, 2.0] for name in "abcd"}] * 2
