@@ -11,8 +11,10 @@ PEERS_PIP := .venv-peers/bin/python -m pip install --quiet --disable-pip-version
 PACKAGE_jax := jax
 PACKAGE_tensorflow := tensorflow-cpu
 PACKAGE_torch := torch==2.13.0
+# What only the tests of a backend use. Optax asks for JAX, so the `test` extra, which is for every backend, leaves it out.
+TESTED_WITH_jax := optax
 
-.PHONY: demo test test-slow lint bench bench-servers bench-peers clean
+.PHONY: demo test test-slow chaos lint bench bench-servers bench-recovery bench-peers clean
 
 $(PY):
 	$(PYTHON) -m venv $(VENV)
@@ -28,7 +30,7 @@ $(VENV)/.test: pyproject.toml | $(PY)
 
 # A backend is installed before phalanx asks for anything, so that the pinned build is the one found.
 $(VENV)/.backend-%: | $(PY)
-	$(PIP) "$(PACKAGE_$*)"
+	$(PIP) $(PACKAGE_$*) $(TESTED_WITH_$*)
 	@touch $@
 
 $(VENV)/.lint: pyproject.toml | $(PY)
@@ -43,6 +45,10 @@ test: $(addprefix $(VENV)/.backend-,$(BACKENDS)) $(VENV)/.test
 
 test-slow: $(addprefix $(VENV)/.backend-,$(BACKENDS)) $(VENV)/.test
 	BACKENDS="$(BACKENDS)" $(PY) -m pytest -m slow $(ARGS)
+
+# As long as it is told: make chaos ARGS="--seconds 3600 --seed 7 --backend torch"
+chaos: $(addprefix $(VENV)/.backend-,$(BACKENDS)) $(VENV)/.test
+	$(PY) -m tests.chaos.run $(ARGS)
 
 lint: $(VENV)/.lint
 	$(VENV)/bin/ruff check .
@@ -66,6 +72,9 @@ bench: $(addprefix $(VENV)/.backend-,$(BACKENDS)) $(VENV)/.demo
 bench-servers: $(addprefix $(VENV)/.backend-,$(BACKENDS)) $(VENV)/.demo
 	$(PY) -m benchmarks.run --only servers64,uneven64 --name "$$(date -I)-servers-tools" $(ARGS)
 	$(PY) -m benchmarks.servers
+
+bench-recovery: $(addprefix $(VENV)/.backend-,$(BACKENDS)) $(VENV)/.test
+	$(PY) -m benchmarks.recovery --torchrun .venv-peers/bin/torchrun $(ARGS)
 
 clean:
 	rm -rf $(VENV) .venv-peers build dist

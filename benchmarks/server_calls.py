@@ -199,7 +199,7 @@ def _push(
         nothing = (None,) * len(SHAPES)
         model = Model(variables, place(variables, 1), description, nothing, (True,) * len(SHAPES))
         rules = Rules(synchronous=False, at_least=0, staleness=-1, refuse_nan=True, timeout_s=BOUND_S)
-        client.ask(0, Declare(0, 0, model, rules, slots), [*gradients, *state])
+        client.ask(0, Declare(0, 0, model, rules, slots, step=0, era=1), [*gradients, *state])
     answer, _ = client.ask(0, Attach(0, variables))
     assert isinstance(answer, Values)
     client.share_memory(0, [gradient.nbytes for gradient in gradients])

@@ -94,6 +94,17 @@ def _phalanx(backend: str) -> Tool:
     )
 
 
+def _horovod(backend: str) -> Tool:
+    return Tool(
+        f"hvd-keras-{backend}",
+        f"Phalanx's Horovod, Keras fit on {TITLES[backend]}",
+        Kind.PHALANX,
+        Share.OWN,
+        "benchmarks.horovod_keras",
+        backend=backend,
+    )
+
+
 def _keras(backend: str, share: Share) -> Tool:
     suffix = "" if share is Share.ALL else "-one-core"
     title = f"one process, Keras fit on {TITLES[backend]}, {share.value}"
@@ -149,6 +160,8 @@ TOOLS = {
     tool.name: tool
     for tool in (
         *(_phalanx(backend) for backend in TITLES),
+        *(_horovod(backend) for backend in TITLES),
+        Tool("hvd-torch", "Phalanx's Horovod, plain PyTorch", Kind.PHALANX, Share.OWN, "benchmarks.horovod_torch"),
         Tool("ddp", "PyTorch DDP, gloo", Kind.PEER, Share.OWN, "benchmarks.peers.ddp"),
         Tool(
             "keras-ddp",
@@ -269,6 +282,8 @@ SPEED_BARS: Sequence[SpeedBar] = (
     *_speed("phalanx-tensorflow", "tf-distribute", {"mlp64": 4.5, "mlp512": 3.3, "cnn64": 1.8}),
     *_speed("phalanx-tensorflow", "ddp", _NOT_SLOWER_THAN_HOROVOD, "Horovod's time, through DDP's"),
     *_speed("phalanx-tensorflow", "keras-tensorflow", {"cnn64": CNN_FACTOR}, "at most 25 % above"),
+    *_speed("hvd-torch", "ddp", {"mlp64": 1.3}),
+    *_speed("hvd-keras-tensorflow", "tf-distribute", {"mlp64": 2}),
     *_speed("phalanx-torch", "keras-ddp", dict.fromkeys(TOGETHER, 1.0)),
     *(
         bar
