@@ -482,10 +482,9 @@ class Schedule:
     def done(self, ticket: Ticket) -> None:
         """The step of this ticket has been applied."""
         with self._changed:
-            # Else one of its members repeats what the others have finished. An update outside of epochs, whose serial is
-            # negative, is never repeated.
-            if not 0 <= ticket.serial <= self._proved:
-                self.global_step += 1
+            # Those of updates outside of epochs are negative.
+            is_repeated = 0 <= ticket.serial <= self._proved
+            self.global_step += not is_repeated
             self._last_progress = time.monotonic()
             if ticket.member in self._steps_of:
                 self._steps_of[ticket.member] += 1
