@@ -122,34 +122,37 @@ def speed_table(found: dict[str, list[float]]) -> list[str]:
 
 
 def accuracy_table(bench: Bench) -> list[str]:
-    curves = {
-        name: bench.char_lm(
-            f"short-{name}",
-            [*SHORT, "--strategies", "plain", *(() if name == "none" else ("--compression", name))],
-            mbits=NO_LIMIT,
-        )
-        for name in COMPRESSIONS
-    }
+    """Means over the seeds; a single training of the character model may be half a percent off either way."""
+    curves = {name: [bench.char_lm(*_short(name, seed), mbits=NO_LIMIT) for seed in SEEDS] for name in COMPRESSIONS}
     digits = {name: [bench.digits(name, seed) for seed in SEEDS] for name in COMPRESSIONS}
-    means = {name: statistics.mean(found) for name, found in digits.items() if all(found)}
+    losses = {name: [curve["losses"][-1] for curve in found if curve] for name, found in curves.items()}
+    accuracies = {name: [value for value in found if value] for name, found in digits.items()}
     lines = [
         "| compression | characters: held-out loss | beside none | MB sent | digits: accuracy | beside none |",
         "|---|---|---|---|---|---|",
     ]
-    plain = curves["none"]
     for name in COMPRESSIONS:
-        curve = curves[name]
-        if curve is not None and plain is not None:
-            loss, whole = curve["losses"][-1], plain["losses"][-1]
-            text = f"| {name} | {loss:.4f} | {loss / whole - 1:+.2%} | {curve['megabytes'][-1]:,.0f} "
-        else:
-            text = f"| {name} | | | "
-        if name in means and "none" in means:
-            text += f"| {means[name]:.2f} % | {means[name] / means['none'] - 1:+.2%} |"
-        else:
-            text += "| | |"
-        lines.append(text)
+        sent = [curve["megabytes"][-1] for curve in curves[name] if curve]
+        megabytes = f"{statistics.mean(sent):,.0f}" if sent else ""
+        characters = _beside(losses[name], losses["none"], "{:.4f}")
+        lines.append(
+            f"| {name} | {characters} | {megabytes} | {_beside(accuracies[name], accuracies['none'], '{:.2f} %')} |"
+        )
     return lines
+
+
+def _short(name: str, seed: int) -> tuple[str, list[str]]:
+    chosen = [] if name == "none" else ["--compression", name]
+    return f"short-{name}-{seed}", [*SHORT, "--strategies", "plain", "--seed", str(seed), *chosen]
+
+
+def _beside(found: Sequence[float], plain: Sequence[float], form: str) -> str:
+    """Two cells: the mean with the least and the greatest, and by how much it differs from uncompressed."""
+    if len(found) < len(SEEDS) or len(plain) < len(SEEDS):
+        return "| "
+    mean = statistics.mean(found)
+    cell = f"{form.format(mean)} ({form.format(min(found))} to {form.format(max(found))})"
+    return f"{cell} | {mean / statistics.mean(plain) - 1:+.2%}"
 
 
 def diloco_table(bench: Bench) -> list[str]:
@@ -179,7 +182,7 @@ def plot(bench: Bench, speed: dict[str, list[float]], path: Path) -> None:
     from matplotlib import pyplot
 
     names = {"long-plain": "synchronous", "long-diloco": "DiLoCo, H = 50"}
-    names |= {f"short-{name}": f"synchronous, {name}" for name in COMPRESSIONS if name != "none"}
+    names |= {f"short-{name}-{SEEDS[0]}": f"synchronous, {name}" for name in COMPRESSIONS if name != "none"}
     rates = {"long-plain": "none", "long-diloco": "diloco"}
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     for job, label in names.items():
@@ -188,7 +191,7 @@ def plot(bench: Bench, speed: dict[str, list[float]], path: Path) -> None:
             continue
         (curve,) = json.loads(path_of_curve.read_text())
         axes[0].plot(curve["megabytes"], curve["losses"], label=label)
-        if figures := speed.get(rates.get(job, job.removeprefix("short-"))):
+        if figures := speed.get(rates.get(job, job.split("-")[1])):
             axes[1].plot([step / max(figures) for step in curve["steps"]], curve["losses"], label=label)
     axes[0].set(xlabel="MB sent by one process", ylabel="held-out loss", xscale="log")
     axes[1].set(xlabel=f"seconds at {MBITS} Mbit/s (steps over steps/s)", xscale="log")

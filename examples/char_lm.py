@@ -147,8 +147,9 @@ def make_strategy(name: str, options: argparse.Namespace) -> phalanx.Strategy:
 
 def make_model(length: int, width: int, layers: int) -> keras.Model:
     inputs = keras.Input((length,), dtype="int32")
-    positions = keras.layers.Embedding(length, width)(keras.ops.arange(length))
-    x = keras.layers.Embedding(CHARACTERS, width)(inputs) + positions
+    # From the inputs: a layer that is called on a constant is no part of the model, and would not be trained.
+    places = keras.ops.cumsum(keras.ops.ones_like(inputs), axis=1) - 1
+    x = keras.layers.Embedding(CHARACTERS, width)(inputs) + keras.layers.Embedding(length, width)(places)
     for _ in range(layers):
         y = keras.layers.LayerNormalization()(x)
         x = x + keras.layers.MultiHeadAttention(4, width // 4)(y, y, use_causal_mask=True)

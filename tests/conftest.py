@@ -9,12 +9,19 @@ from __future__ import annotations
 
 import os
 
+import hypothesis
 import pytest
 
 from tests.support.backends import FIRST
 
 # The tests themselves use Keras a little, on any backend there is; jobs are told theirs.
 os.environ.setdefault("KERAS_BACKEND", FIRST)
+
+# The same examples in each run; how long one takes says nothing on a busy machine.
+hypothesis.settings.register_profile(
+    "tests", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("tests")
 
 CI_SCENARIOS = """
     sequential_adam functional_sgd_momentum_sample_weight subclassed_adam_class_weight several_inputs_and_outputs

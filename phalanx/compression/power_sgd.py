@@ -28,11 +28,13 @@ from phalanx.compression.protocol import Compression, DType, Merged, State
 from phalanx.compression.quantised import Int8
 from phalanx.errors import ConfigurationError
 
-RANK = 16
+RANK = 24
 SEED = 1
 """Of the first Q, which must be the same on all ranks."""
 WORTH = 2
-"""How many times smaller the two factors must be than the matrix."""
+"""How many times smaller the two factors must be than the matrix: one that is too small for the rank gets a lower one."""
+LEAST = 1 / 3
+"""Of the rank: a matrix for which it would be lower still is not worth what is lost."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,9 @@ class PowerSGD:
     """See the top of this file. Arrays of more than two dimensions count as the matrix that is nearest to square.
 
     Args:
-        rank: of the approximation: the bytes grow with it, and so does the accuracy. Matrices that it would not make at
-            least 2 times smaller, and vectors, go as they are.
+        rank: of the approximation: the bytes grow with it, and so does the accuracy. A matrix that it would not make at
+            least 2 times smaller has the rank that does; if that is less than a third of it, the matrix goes as it is,
+            as vectors do.
         factors: how the two thin matrices travel; None: in 32 bits.
     """
 
@@ -51,7 +54,7 @@ class PowerSGD:
 
     def __post_init__(self) -> None:
         if self.rank < 1:
-            raise ConfigurationError(f"PowerSGD got rank={self.rank}; it must be at least 1, for example 16.")
+            raise ConfigurationError(f"PowerSGD got rank={self.rank}; it must be at least 1, for example 24.")
         if self.factors is not None and not hasattr(self.factors, "all_reduce"):
             raise ConfigurationError(
                 f"PowerSGD got factors={self.factors!r}; it must be a compression, such as Int8(), or None."
@@ -59,13 +62,16 @@ class PowerSGD:
 
     def takes(self, shape: tuple[int, ...], dtype: DType) -> bool:
         """See `Compression.takes`."""
-        rows, columns = matrix_shape(shape)
-        return WORTH * self.rank * (rows + columns) <= rows * columns
+        return self._rank_of(matrix_shape(shape)) >= LEAST * self.rank
+
+    def _rank_of(self, shape: tuple[int, int]) -> int:
+        rows, columns = shape
+        return min(self.rank, rows * columns // (WORTH * (rows + columns)))
 
     def all_reduce(self, communicator: Communicator, arrays: Sequence[Array], state: State) -> Merged:
         """See `Compression.all_reduce`."""
         matrices = [array.reshape(matrix_shape(array.shape)) for array in arrays]
-        former = [state[str(index)] for index in range(len(matrices))] if state else _first(matrices, self.rank)
+        former = [state[str(index)] for index in range(len(matrices))] if state else self._first(matrices)
         with np.errstate(all="ignore"):
             sums, _ = self._summed(communicator, [m @ q for m, q in zip(matrices, former, strict=True)])
             left = [_orthogonal(p) for p in sums]
@@ -82,6 +88,10 @@ class PowerSGD:
         merged = self.factors.all_reduce(communicator, columns, {})
         return [value.T for value in merged.values], [value.T for value in merged.own]
 
+    def _first(self, matrices: Sequence[Array]) -> list[Array]:
+        random = np.random.default_rng(SEED)
+        return [random.standard_normal((m.shape[1], self._rank_of(m.shape)), np.float32) for m in matrices]
+
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     """Rows and columns of an array seen as a matrix: its shape cut where they are nearest to each other.
@@ -93,11 +103,6 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
         return 1, math.prod(shape)
     cuts = [(math.prod(shape[:at]), math.prod(shape[at:])) for at in range(1, len(shape))]
     return min(cuts, key=sum)
-
-
-def _first(matrices: Sequence[Array], rank: int) -> list[Array]:
-    random = np.random.default_rng(SEED)
-    return [random.standard_normal((matrix.shape[1], rank), np.float32) for matrix in matrices]
 
 
 def _orthogonal(columns: Array) -> Array:

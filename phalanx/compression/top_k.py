@@ -13,8 +13,8 @@ from phalanx.compression.codec import Codec
 from phalanx.compression.quantised import Int8
 from phalanx.errors import ConfigurationError
 
-RATIO = 0.25
-"""The share of the values that travel: a tenth of the bytes. What it costs: docs/compression.md."""
+RATIO = 0.5
+"""The share of the values that travel: a sixth of the bytes. What it costs: docs/compression.md."""
 PLACE_BITS = 32
 
 

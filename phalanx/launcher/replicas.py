@@ -41,6 +41,8 @@ from phalanx.settings import JOB_ID, LISTEN_FD
 REPLICAS = "PHALANX_LOCAL_REPLICAS"
 # Replicas run the same program as rank 0 and end when it does, give or take what only the others do.
 JOIN_S = 30.0
+# Rank 0 usually notices the loss by itself, in about this time; its own error should then come before the page.
+NOTICE_S = 0.5
 
 logger = logging.getLogger(__name__)
 
@@ -257,8 +259,8 @@ class _Watch:
         failure = self.failure
         if failure is None:
             return
-        if self._closing.is_set():
-            return  # `_at_exit` or the caller of `close` reports it
+        if self._closing.wait(NOTICE_S):
+            return  # `_at_exit` or the caller of `close` reports it, after rank 0's own error
         self._report(failure)
         # Rank 0 meets the loss at its next collective, if it comes to one: after that time it is ended.
         if not self._closing.wait(self._grace_s):

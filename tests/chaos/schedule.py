@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 MINIMUM, WORKERS = 1, 3
 FIRST_STEP = 3
-LAST_SHARE = 0.85
+LAST_SHARE = 0.7
 """Of the steps of a job; a fault behind it might come too late."""
 NETWORKED_SHARE = 0.4
 """How many jobs have a host for each worker."""

@@ -127,7 +127,7 @@ def bring_about(folder: Path, shape: Shape, chosen: Plan, expected: Result) -> t
 def test_a_short_schedule(tmp_path, tmp_path_factory):
     """The chief is killed, and then a connection breaks; nobody waits for the lost one to return."""
     shape = Shape(FIRST, epochs=2, hold_s=0.0, timeout_s=TIMEOUT_S)
-    chosen = Plan(0, (Fault(8, Kind.KILL, chief=True), Fault(20, Kind.DISCONNECT)), False, TIMEOUT_S)
+    chosen = Plan(0, (Fault(8, Kind.KILL, chief=True), Fault(12, Kind.DISCONNECT)), False, TIMEOUT_S)
     bring_about(tmp_path / "job", shape, chosen, reference(tmp_path_factory, shape))
 
 

@@ -33,10 +33,11 @@ def test_processes_meet_and_their_links_work(ports: Ports, processes: Processes)
 
 def test_a_killed_task_can_be_restarted_before_the_start(ports: Ports, processes: Processes) -> None:
     spec = ports.workers(3)
-    chief = processes.start(spec, WORKERS[0])
     first = processes.start(spec, WORKERS[1])
-    # Both say who is missing, and that is nobody but worker/2: they are linked.
-    wait_until(lambda: "worker/2" in chief.log and "worker/2" in first.log)
+    wait_until(lambda: "worker/2" in first.log)
+    chief = processes.start(spec, WORKERS[0])
+    # It says who is missing, and that is nobody but worker/2: the two are linked.
+    wait_until(lambda: "worker/2" in chief.log)
     assert "worker/1 at" not in chief.log
     first.kill()
     second = processes.start(spec, WORKERS[1])
@@ -80,7 +81,9 @@ def test_the_same_task_started_twice_ends_the_second_and_not_the_job(ports: Port
 
 def test_tasks_that_differ_all_end_with_the_code(ports: Ports, processes: Processes) -> None:
     spec = ports.workers(3)
-    started = [processes.start(spec, task, TEST_SEED=str(task.index // 2)) for task in WORKERS]
+    started = [processes.start(spec, task, TEST_SEED="0") for task in WORKERS[:2]]
+    wait_until(lambda: all("worker/2" in process.log for process in started))
+    started.append(processes.start(spec, WORKERS[2], TEST_SEED="1"))
     for process in started:
         event = process.event()
         assert event["type"] == "DisagreementError"

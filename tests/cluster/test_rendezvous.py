@@ -125,9 +125,8 @@ def can_connect(connected: list[socket.socket], host: str, port: int) -> bool:
     return True
 
 
-def test_a_link_that_breaks_before_the_start_is_made_again(
-    ports: Ports, meeting: Meeting, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def note_entered(monkeypatch: pytest.MonkeyPatch) -> list[Link]:
+    """The links by which two tasks know each other from now on, each once for either of them."""
     entered: list[Link] = []
     original = rendezvous.RollCall.enter
 
@@ -136,6 +135,13 @@ def test_a_link_that_breaks_before_the_start_is_made_again(
         original(roll_call, rank, peer)  # type: ignore[arg-type]
 
     monkeypatch.setattr(rendezvous.RollCall, "enter", enter)
+    return entered
+
+
+def test_a_link_that_breaks_before_the_start_is_made_again(
+    ports: Ports, meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered = note_entered(monkeypatch)
     spec = ports.workers(3)
     meeting.start(spec, Task("worker", 0))
     meeting.start(spec, Task("worker", 1))
@@ -343,11 +349,11 @@ def test_a_second_process_elsewhere_is_refused_by_the_chief_and_the_job_goes_on(
         return original(*args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(rendezvous, "open_sockets", open_sockets)
+    entered = note_entered(monkeypatch)
     spec = ports.workers(3)
     meeting.start(spec, Task("worker", 0))
     meeting.start(spec, Task("worker", 1))
-    wait_until(lambda: can_connect([], *endpoint(spec, 1)))
-    time.sleep(0.2)  # Let the first one reach the chief.
+    wait_until(lambda: len(entered) == 2)
     meeting.start(spec, Task("worker", 1), name="second")
     wait_until(lambda: "second" in meeting.results)
     assert isinstance(meeting.results["second"], ConfigurationError)

@@ -50,7 +50,8 @@ def main() -> None:
     assert [number for number, _, _ in found] == list(range(FUNCTIONS))
     assert all(name[1] == pid for _, pid, name in found), "a worker's value is of its own process"
     assert float(counter.result()) == FUNCTIONS, float(counter.result())
-    (folder / "joined").write_text(" ".join(str(pid) for _, pid, _ in found))
+    (folder / "joining").write_text(" ".join(str(pid) for _, pid, _ in found))
+    (folder / "joining").rename(folder / "joined")  # whoever sees it can read it
     if kind == "comes back":
         until((folder / "started again").exists, "nobody starts the worker again")
         again = int((folder / "started again").read_text())

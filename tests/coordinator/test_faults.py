@@ -69,7 +69,8 @@ def test_a_killed_workers_function_runs_elsewhere_and_the_worker_comes_back(star
     assert set(begun) <= set(running(tasks)[pid_of(tasks, "worker/0")]), "what was begun ran again"
     assert "Lost worker/1" in tasks.said("chief/0")
     tasks.restart("worker/1")
-    (tasks.folder / "started again").write_text(str(pid_of(tasks, "worker/1")))
+    (tasks.folder / "starting again").write_text(str(pid_of(tasks, "worker/1")))
+    (tasks.folder / "starting again").rename(tasks.folder / "started again")
     assert set(tasks.ends().values()) == {0}
     assert (tasks.folder / "came back").exists()
 
@@ -158,7 +159,8 @@ def test_a_stopped_worker_is_left_out_and_may_go_on(start: Start) -> None:
     (tasks.folder / "go").touch()
     tasks.wait_for((tasks.folder / "joined").exists, "the chief goes on")
     tasks.send("worker/1", signal.SIGCONT)
-    (tasks.folder / "started again").write_text(str(pid_of(tasks, "worker/1")))
+    (tasks.folder / "starting again").write_text(str(pid_of(tasks, "worker/1")))
+    (tasks.folder / "starting again").rename(tasks.folder / "started again")
     assert set(tasks.ends().values()) == {0}
 
 

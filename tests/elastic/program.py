@@ -1,10 +1,11 @@
 """Trains on digits in a job whose members come and go, and writes down what happened, a line each.
 
-    program.py FOLDER [--epochs N] [--kill TASK:LIFE:SECONDS ...] [--hold SECONDS]
+    program.py FOLDER [--epochs N] [--kill TASK:LIFE:SECONDS ...] [--hold SECONDS] [--gate STEP]
 
 `--kill worker/1:1:0.4`: worker 1, in its first life, is killed (-9) 0.4 s after its first step, wherever it is then.
 `--kill worker/1:1:10th`: ... after its tenth step.
 `--hold`: a step takes so long while a member is missing, so that one that comes back can be let in.
+`--gate 5`: after its fifth step everybody waits until there is FOLDER/go.
 FOLDER gets one file for each life of a task, `worker-1.2.log`.
 """
 
@@ -25,6 +26,8 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 import phalanx
+
+GATE_BOUND_S = 120.0
 
 
 def life_of(folder: Path, task: str) -> int:
@@ -64,13 +67,27 @@ class Log:
             file.write(json.dumps({"event": event, "time": time.time(), **facts}) + "\n")
 
 
+class Gate:
+    """Opened by a file; closed to steps of this number and later ones."""
+
+    def __init__(self, file: Path, step: int | None):
+        self._file, self._step = file, step
+
+    def pass_with(self, steps: int) -> None:
+        until = time.monotonic() + GATE_BOUND_S
+        while self._step is not None and steps >= self._step and not self._file.exists():
+            if time.monotonic() > until:
+                raise TimeoutError(f"nobody made {self._file}")
+            time.sleep(0.02)
+
+
 class Watch(keras.callbacks.Callback):
     """Notes steps, and dies when it is told to."""
 
-    def __init__(self, log: Log, strategy: Any, members: int, kill: str | None, hold_s: float):
+    def __init__(self, log: Log, strategy: Any, members: int, kill: str | None, hold_s: float, gate: Gate):
         super().__init__()
         self._log, self._strategy, self._members, self._hold_s = log, strategy, members, hold_s
-        self._kill = kill
+        self._kill, self._gate = kill, gate
         self._epoch = self._steps = 0
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -81,6 +98,7 @@ class Watch(keras.callbacks.Callback):
         self._log.note("step", epoch=self._epoch, step=batch, members=members, rank=self._strategy.rank)
         self._steps += 1
         self._die_if_told()
+        self._gate.pass_with(self._steps)
         if members < self._members:
             time.sleep(self._hold_s)
 
@@ -125,6 +143,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=1437)
     parser.add_argument("--kill", action="append", default=[])
     parser.add_argument("--hold", type=float, default=0.0)
+    parser.add_argument("--gate", type=int)
     parser.add_argument("--pace", type=float, default=0.0)
     parser.add_argument("--period", type=int, help="DiLoCo, with so many steps between two exchanges")
     parser.add_argument("--cnn", action="store_true")
@@ -144,7 +163,8 @@ def main() -> None:
     x, y = (images / 16).reshape(-1, 8, 8, 1).astype("float32")[: options.samples], labels[: options.samples]
     with strategy.scope():
         net = model(options.cnn)
-    watch = Watch(log, strategy, len(cluster["cluster"]["worker"]), kills.get((task, life)), options.hold)
+    gate = Gate(options.folder / "go", options.gate)
+    watch = Watch(log, strategy, len(cluster["cluster"]["worker"]), kills.get((task, life)), options.hold, gate)
     paces = (
         [keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(options.pace))]
         if options.pace

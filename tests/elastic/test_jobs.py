@@ -16,7 +16,10 @@ import pytest
 
 from tests.support.backends import FIRST
 
+pytestmark = pytest.mark.timeout(600)
+
 PROGRAM = Path(__file__).with_name("program.py")
+SHARED_MEMORY = Path("/dev/shm")
 BOUND_S = 240.0
 EPOCHS = 4
 
@@ -27,7 +30,6 @@ class Run:
     def __init__(self, folder: Path, backend: str, workers: str, *arguments: str, epochs: int = EPOCHS):
         folder.mkdir()
         command = [sys.executable, "-m", "phalanx", "run", "-v", "--workers", workers, str(PROGRAM), str(folder)]
-        shm = set(os.listdir("/dev/shm"))
         done = subprocess.run(
             [*command, "--epochs", str(epochs), *arguments],
             env={**os.environ, "KERAS_BACKEND": backend},
@@ -38,7 +40,7 @@ class Run:
             check=False,
         )
         self.output, self.code = done.stdout, done.returncode
-        assert set(os.listdir("/dev/shm")) <= shm
+        assert not list(SHARED_MEMORY.glob("phalanx*"))
         for pid in re.findall(r"started on localhost, pid (\d+)", self.output):
             assert not _is_ours(int(pid)), f"process {pid} is left"
         self.events = sorted(
@@ -89,7 +91,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_two_are_killed_the_chief_among_them_and_return(tmp_path, undisturbed):
-    run = Run(tmp_path / "run", FIRST, "1:3", "--kill", "worker/1:1:0.1", "--kill", "worker/0:1:0.6", "--hold", "0.25")
+    kills = ("--kill", "worker/1:1:10th", "--kill", "worker/0:1:12th")
+    run = Run(tmp_path / "run", FIRST, "1:3", *kills, "--hold", "0.25")
     run.is_like(undisturbed(FIRST))
     assert len(run.of_kind("killed")) == 2
     assert "worker/1 was killed by SIGKILL; starting it again (1 of 10)" in run.output
@@ -120,7 +123,7 @@ def test_one_that_returns_draws_as_the_others_have_drawn(tmp_path):
 
 def test_one_that_returns_takes_part(tmp_path, undisturbed):
     """The job waits for it, as two members are needed."""
-    run = Run(tmp_path / "run", FIRST, "3:3", "--kill", "worker/2:1:0.2")
+    run = Run(tmp_path / "run", FIRST, "3:3", "--kill", "worker/2:1:10th")
     run.is_like(undisturbed(FIRST))
     assert "2 workers remain, and 3 are needed: waiting for others" in run.output
     assert "worker/2 joined" in run.output
@@ -193,7 +196,7 @@ def test_fewer_and_more_are_wanted(tmp_path, undisturbed):
     folder.mkdir()
     phalanx = [sys.executable, "-m", "phalanx"]
     with subprocess.Popen(
-        [*phalanx, "run", "-v", "--workers", "1:3", str(PROGRAM), str(folder), "--epochs", "4", "--hold", "0.4"],
+        [*phalanx, "run", "-v", "--workers", "1:3", str(PROGRAM), str(folder), "--hold", "0.4", "--gate", "3"],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -217,6 +220,7 @@ def test_fewer_and_more_are_wanted(tmp_path, undisturbed):
                 assert "3 of 1 to 3 workers" in state
                 assert "it takes 1 to 3" in ask("scale", "-n", "4")
                 assert "2 workers are wanted now" in ask("scale", "-n", "2")
+                (folder / "go").touch()
                 lines.append("scale")
             if "worker/2 (rank 2) ended" in line and lines.count("scale") == 1:
                 assert "2 of 1 to 2 workers" in ask("status")

@@ -28,7 +28,7 @@ class Rank:
     """One rank's controller, and what it warned of."""
 
     def __init__(self, membership: Membership, knobs: Knobs, timeout_s: float):
-        communicator = connect(membership, CommunicationOptions(timeout_seconds=timeout_s))
+        communicator = self.communicator = connect(membership, CommunicationOptions(timeout_seconds=timeout_s))
         self.number = membership.rank
         self.controller = Controller(communicator, knobs, timeout_s, [one.task for one in membership.members])
         self.warned = threading.Event()
@@ -72,13 +72,13 @@ def test_a_rank_that_does_not_come_is_named_once_and_then_it_goes_on() -> None:
         result = rank.merge("late")
         return result, rank.warnings
 
-    (result, warnings), (_, silent) = values(run(body, stall_s=0.2))
+    (result, warnings), (_, silent) = values(run(body, stall_s=1.0))
     os.close(read)
     os.close(write)
     assert result == [2.0, 2.0]
-    assert silent == []
-    assert len(warnings) == 1
-    assert "late waits for rank 1 (worker/1), which have not asked for it" in warnings[0]
+    assert not [text for text in silent if "late" in text]
+    (warning,) = [text for text in warnings if "late" in text]
+    assert "late waits for rank 1 (worker/1), which have not asked for it" in warning
 
 
 def test_the_error_after_the_second_limit_names_the_operation_and_the_rank() -> None:
@@ -88,6 +88,8 @@ def test_the_error_after_the_second_limit_names_the_operation_and_the_rank() -> 
         rank.merge("first")
         if rank.number == 1:
             os.read(read, 1)
+        else:
+            rank.communicator._timeout_s = 0.5
         try:
             rank.merge("late")
         except HorovodInternalError as error:
@@ -96,7 +98,7 @@ def test_the_error_after_the_second_limit_names_the_operation_and_the_rank() -> 
             os.write(write, b"!")
         return None
 
-    (words, code), _ = values(run(body, timeout_s=0.5))
+    (words, code), _ = values(run(body))
     os.close(read)
     os.close(write)
     assert words.startswith("late did not begin: worker/0 (rank 0) waited")
@@ -128,11 +130,10 @@ def test_a_killed_rank_ends_all_that_wait_and_all_that_come_later() -> None:
         rank.merge("first")
         if rank.number == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        handles = [rank.start(f"t{i}") for i in range(3)]
         errors = []
-        for handle in handles:
+        for handle in [rank.start("waits"), None, None]:
             with pytest.raises(HorovodInternalError) as caught:
-                rank.controller.wait(handle)
+                rank.controller.wait(handle or rank.start("is refused or waits"))
             errors.append((caught.value.exit_code, type(caught.value.__cause__).__name__))
             caught.value.__cause__ = None  # as Keras's fit does, which raises it again `from None`
         with pytest.raises(HorovodInternalError, match="worker/1"):
@@ -147,13 +148,17 @@ def test_a_killed_rank_ends_all_that_wait_and_all_that_come_later() -> None:
 
 
 def test_closing_ends_what_waits() -> None:
+    read, write = os.pipe()  # from rank 0, as soon as it has closed
+
     def body(rank: Rank) -> Any:
         rank.merge("first")
         if rank.number == 1:
-            return None  # leaves: rank 0 is in the middle of a round, or has not begun it
+            os.read(read, 1)
+            return None  # leaves: rank 0 was in the middle of a round, or had not begun it
         handle = rank.start("alone")
         rank.controller.close()
         rank.controller.close()
+        os.write(write, b"!")
         with pytest.raises(HorovodInternalError, match="shut down"):
             rank.controller.wait(handle)
         with pytest.raises(HorovodInternalError, match="shut down"):

@@ -104,7 +104,8 @@ def wait_for(name, bound_s=30):
             raise TimeoutError(name)
         time.sleep(0.01)
 def touch(name):
-    Path(name).write_text(str(os.getpid()))
+    Path(f"{name}.{os.getpid()}").write_text(str(os.getpid()))
+    os.replace(f"{name}.{os.getpid()}", name)  # whoever sees it can read it
 def hang():
     time.sleep(1000)
 """

@@ -92,7 +92,9 @@ def test_output_errors_and_exit_codes_come_back(remote: Launcher) -> None:
         report("evaluate", epoch=1)
         print("out", rank)
         print("err", rank, file=sys.stderr)
+        touch(f"said-{rank}")
         if rank == 1:
+            wait_for("said-0")
             raise ValueError("boom far away")
         """
     )
@@ -106,7 +108,17 @@ def test_output_errors_and_exit_codes_come_back(remote: Launcher) -> None:
 
 
 def test_the_stack_of_a_worker_that_hangs_elsewhere_is_shown(remote: Launcher) -> None:
-    script = remote.script("def stuck():\n    hang()\nif rank == 0:\n    stuck()\nsys.exit(3)\n")
+    script = remote.script(
+        """
+        def stuck():
+            touch("stuck")
+            hang()
+        if rank == 0:
+            stuck()
+        wait_for("stuck")
+        sys.exit(3)
+        """
+    )
     job = remote.run("--hosts", f"{A}:1,{B}:1", script)
     assert job.code == 3
     assert "in stuck" in job.err
@@ -114,7 +126,7 @@ def test_the_stack_of_a_worker_that_hangs_elsewhere_is_shown(remote: Launcher) -
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_told_to_end_the_workers_elsewhere_end(number: signal.Signals, remote: Launcher) -> None:
-    script = remote.script("touch(f'there-{rank}')\ntry:\n    hang()\nfinally:\n    touch(f'finally-{rank}')\n")
+    script = remote.script("try:\n    touch(f'there-{rank}')\n    hang()\nfinally:\n    touch(f'finally-{rank}')\n")
     process = remote.start_run("--hosts", f"{A}:1,{B}:1", script)
     wait_until(lambda: all((remote.folder / f"there-{rank}").exists() for rank in range(2)), bound_s=60)
     process.send_signal(number)
@@ -127,12 +139,12 @@ def test_told_to_end_the_workers_elsewhere_end(number: signal.Signals, remote: L
 @pytest.mark.parametrize("victim", ["launcher", "connection", "agent"])
 def test_nothing_is_left_elsewhere_whatever_is_killed(victim: str, remote: Launcher) -> None:
     install_ssh(remote, before=RELAY.format(pid_file=str(remote.folder / "connection")))
-    script = remote.script("touch(f'there-{rank}')\nPath('agent').write_text(str(os.getppid()))\nhang()")
+    script = remote.script("Path(f'agent-{rank}').write_text(str(os.getppid()))\ntouch(f'there-{rank}')\nhang()")
     process = remote.start_run("--hosts", f"{A}:2", script)
     wait_until(lambda: all((remote.folder / f"there-{rank}").exists() for rank in range(2)), bound_s=60)
     pids = {
         "launcher": lambda: process.pid,
-        "agent": lambda: int((remote.folder / "agent").read_text()),
+        "agent": lambda: int((remote.folder / "agent-0").read_text()),
         "connection": lambda: int((remote.folder / "connection").read_text()),
     }
     psutil.Process(pids[victim]()).kill()

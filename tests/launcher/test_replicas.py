@@ -108,6 +108,7 @@ def test_a_failing_replica_says_why_and_decides_the_exit_code(launcher: Launcher
     lose(1)
     """,
     )
+    launcher.environment["PHALANX_GRACE"] = "20"
     job = launcher.python(script)
     assert job.code == 1
     assert "PeerLostError: lost worker/1" in job.err

@@ -162,6 +162,7 @@ def test_a_survivors_lost_peer_is_a_consequence_even_if_seen_first(launcher: Lau
         raise KeyError("the cause")
         """
     )
+    launcher.environment["PHALANX_GRACE"] = "20"
     job = launcher.run("-n", "2", script)
     assert job.code == 1
     assert "worker/1 (rank 1" in job.err
@@ -555,6 +556,10 @@ def test_a_killed_task_of_a_job_with_servers_is_started_again_at_its_port(launch
             file.write(f"{port} {bool(os.environ.get('PHALANX_SNAPSHOTS'))}\\n")
         if name != "worker1" and len(lives.read_text().splitlines()) == 1:
             os.kill(os.getpid(), signal.SIGKILL)
+        if name == "ps0":
+            touch("served")
+        else:
+            wait_for("served")  # the job is over with its workers
         print(name, "has lived")
         """
     )

@@ -59,7 +59,12 @@ class Terminal:
 
 def test_the_chief_has_a_terminal_and_the_others_do_not(launcher: Launcher) -> None:
     script = launcher.script(
-        "print(sys.stdout.isatty(), sys.stderr.isatty(), os.get_terminal_size().columns if rank == 0 else '')"
+        """
+        if rank == 1:
+            wait_for("shown")  # a line of one in the middle of the other's would be drawn around it
+        print(sys.stdout.isatty(), sys.stderr.isatty(), os.get_terminal_size().columns if rank == 0 else '')
+        touch("shown")
+        """
     )
     terminal = Terminal(launcher, "-n", "2", script)
     import fcntl
@@ -93,13 +98,12 @@ def test_a_progress_bar_stays_in_place_while_others_write(launcher: Launcher) ->
             sys.stdout.write("\b\b\b\r2/2 done\n"); sys.stdout.flush()
         else:
             wait_for("drawn")
-            time.sleep(0.2)
             print("a line of one")
-            time.sleep(0.2)
-            touch("written")
         """
     )
     terminal = Terminal(launcher, "-n", "2", script)
+    terminal.read_until("a line of one")
+    (launcher.folder / "written").touch()
     assert terminal.end() == 0
     text = terminal.text.replace("\x1b[36m", "").replace("\x1b[33m", "").replace("\x1b[0m", "")
     assert "\r[worker/0] 1/2\r\x1b[2K[worker/1] a line of one\r\n[worker/0] 1/2" in text
@@ -117,8 +121,8 @@ def test_a_lot_of_output_at_the_very_end_arrives(launcher: Launcher) -> None:
 def test_ctrl_c_ends_the_job(launcher: Launcher) -> None:
     script = launcher.script(
         """
-        print("ready", rank, flush=True)
         try:
+            print("ready", rank, flush=True)
             hang()
         finally:
             touch(f"finally-{rank}")

@@ -1,4 +1,7 @@
-"""A program for jobs that are disturbed: `python -m tests.parameter_server.program FOLDER KIND EPOCHS`."""
+"""A program for jobs that are disturbed: `python -m tests.parameter_server.program FOLDER KIND EPOCHS`.
+
+It ends after so many epochs, or after the one in which somebody makes FOLDER/enough.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,10 @@ def main() -> None:
         y[32:48] = np.nan  # batch 2 of each epoch
 
     def end_of_epoch(epoch: int, logs: object) -> None:
-        (folder / f"{strategy.rank}.epoch").write_text(str(epoch))
+        writing = folder / f"{strategy.rank}.epoch.part"
+        writing.write_text(str(epoch))
+        writing.replace(folder / f"{strategy.rank}.epoch")  # whoever sees it can read it
+        model.stop_training = (folder / "enough").exists()
 
     def grow(epoch: int, logs: object) -> None:
         if kind == "grows" and epoch == 1:

@@ -135,7 +135,6 @@ def ended(launcher: Launcher, process: subprocess.Popen[str]) -> tuple[int, str]
 def test_a_killed_replica_ends_the_job_and_is_named(launcher: Launcher) -> None:
     process = start(launcher)
     trains(launcher)
-    wait_until(lambda: (launcher.folder / "epoch-1").read_text())
     os.kill(int((launcher.folder / "epoch-1").read_text()), signal.SIGKILL)
     code, said = ended(launcher, process)
     assert code == 128 + signal.SIGKILL

@@ -9,6 +9,7 @@ import pytest
 from phalanx.errors import CollectiveTimeoutError, PeerLostError
 from phalanx.parameter_server.messages import EpochOver
 from phalanx.parameter_server.schedule import Schedule
+from tests.launcher.conftest import wait_until
 from tests.parameter_server.test_schedule import BOUND_S, NAMES, ask, at_hand, begun, rules, take
 
 SHORT_S = 0.1
@@ -24,6 +25,7 @@ def test_the_chief_waits_until_the_steps_of_others_are_made_and_no_more_begin() 
     own, others = take(schedule, 0), take(schedule, 1)
     with ThreadPoolExecutor() as pool:
         held = pool.submit(schedule.hold, BOUND_S)
+        wait_until(lambda: schedule._on_hold)
         assert runs(held)
         assert at_hand(schedule, 1) is None
         schedule.done(others)

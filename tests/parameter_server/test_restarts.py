@@ -12,14 +12,13 @@ import pytest
 
 from phalanx.errors import PeerLostError
 from tests.parameter_server.tasks import Tasks
-from tests.parameter_server.test_faults import BATCHES, Start, start, steps, trains
+from tests.parameter_server.test_faults import BATCHES, Start, made_enough, start, steps, trains
 from tests.support.backends import FIRST
 
 pytestmark = pytest.mark.timeout(600)
 __all__ = ["start"]
 
 EPOCHS = 60
-MANY = 150
 
 
 @pytest.mark.parametrize(
@@ -49,7 +48,8 @@ def test_a_killed_server_goes_on_from_its_snapshot(start: Start, tmp_path: Path,
 def test_a_server_that_does_not_come_back_ends_all_with_its_name(start: Start, tmp_path: Path) -> None:
     settings = {"SNAPSHOT_DIR": str(tmp_path / "snapshots"), "PHALANX_RETURN_TIMEOUT": "3"}
     tasks = start("asynchronous", epochs=10_000, servers=2, settings=settings)
-    trains(tasks)
+    for worker in range(2):
+        trains(tasks, worker)
     tasks.send("ps/1", signal.SIGKILL)
     assert set(tasks.ends("worker/0", "worker/1").values()) == {PeerLostError.exit_code}
     # Whoever gives up first names the server; another may hear of the chief's end before.
@@ -90,8 +90,7 @@ def trains_on(tasks: Tasks) -> None:
 
 
 def epoch(tasks: Tasks) -> int:
-    text = (tasks.folder / "0.epoch").read_text()
-    return int(text) if text else -1  # it is being written
+    return int((tasks.folder / "0.epoch").read_text())
 
 
 def wait_for_copies(tasks: Tasks, leader: str, copy: str, count: int) -> None:
@@ -107,11 +106,10 @@ def undisturbed(folder: Path, epochs: int) -> list[np.ndarray[Any, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("kills", "epochs"),
-    [(["ps/0", "ps/1"], MANY), pytest.param(["ps/1", "ps/0"] * 3, 4 * MANY, marks=pytest.mark.slow)],
+    "kills", [["ps/0", "ps/1"], pytest.param(["ps/1", "ps/0"] * 3, marks=pytest.mark.slow)], ids=len
 )
-def test_with_copies_killed_servers_cost_no_update(start: Start, tmp_path: Path, kills: list[str], epochs: int) -> None:
-    tasks = start("synchronous", epochs=epochs, servers=2, settings={"REPLICATION": "2"})
+def test_with_copies_killed_servers_cost_no_update(start: Start, tmp_path: Path, kills: list[str]) -> None:
+    tasks = start("synchronous", epochs=10_000, servers=2, settings={"REPLICATION": "2"})
     trains(tasks)
     for victim in kills:
         other = "ps/1" if victim == "ps/0" else "ps/0"
@@ -123,8 +121,7 @@ def test_with_copies_killed_servers_cost_no_update(start: Start, tmp_path: Path,
         tasks.restart(victim)
         wait_for_copies(tasks, other, victim, copies + 2)
         trains_on(tasks)
-    assert set(tasks.ends().values()) == {0}, tasks.everything()
-    assert steps(tasks) == (epochs * BATCHES, True)
+    epochs = made_enough(tasks, *tasks.names)
     assert "updates of its variables are lost" not in tasks.everything()
     expected_weights = undisturbed(tmp_path / "undisturbed", epochs)
     for found, expected in zip(weights(tasks), expected_weights, strict=True):

@@ -50,6 +50,12 @@ def fresh() -> Any:
     resuming._finished.clear()
 
 
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No checkpoint is left out because the one before is still being written."""
+    monkeypatch.setattr(Saver, "begin", Saver.write)
+
+
 def data(samples: int = SAMPLES) -> tuple[Any, Any]:
     x = np.random.default_rng(0).normal(size=(samples, 6)).astype("float32")
     return x, x[:, :1] * 2 + 1
@@ -98,7 +104,7 @@ def test_a_fit_that_was_broken_off_ends_with_the_same_model_and_history(
     assert sorted(phalanx.data.ledger()) == list(range(EPOCHS))
 
 
-def test_a_checkpoint_after_the_last_step_of_an_epoch_goes_on_with_its_end(tmp_path: Path) -> None:
+def test_a_checkpoint_after_the_last_step_of_an_epoch_goes_on_with_its_end(tmp_path: Path, at_once: None) -> None:
     def break_off(epoch: int, logs: Any = None) -> None:
         if epoch == 1:
             raise Broken
@@ -162,7 +168,9 @@ def test_each_fit_of_a_program_has_its_own(tmp_path: Path) -> None:
     assert names == {"fit0", "fit1"}
 
 
-def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, at_once: None
+) -> None:
     undisturbed = fit(tmp_path / "a")
     with pytest.raises(Broken):
         fit(tmp_path / "b", BreakOff(33))
@@ -208,7 +216,9 @@ def test_a_directory_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog:
     assert "cannot be written" in caplog.text
 
 
-def test_a_disk_that_is_full_for_a_while_loses_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_that_is_full_for_a_while_loses_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, at_once: None
+) -> None:
     class Full(keras.callbacks.Callback):
         """Takes the directory away, and gives it back."""
 

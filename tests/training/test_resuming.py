@@ -175,7 +175,7 @@ def test_a_job_that_is_told_to_end_saves_and_goes_on_when_started_again(
 ) -> None:
     reference = undisturbed(launcher, FIRST, workers)
     program = Program(launcher, FIRST)
-    process = program.start(workers, PAUSE="0.05", EVERY="1000")
+    process = program.start(workers, PAUSE="0.2", EVERY="1000")
     program.reaches(19, process)
     os.kill(process.pid if told == "launcher" else worker(launcher, 1), signal.SIGTERM)
     said = program.end(process, PreemptedError.exit_code)
