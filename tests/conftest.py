@@ -1,8 +1,8 @@
 """What CI runs of the two suites whose tests start jobs: training scenarios and examples.
 
-Of the scenarios, on every backend, those that each stand for a kind of their own; of the examples and pages, the demo
-and the links; of the strategy interface everything, with two ranks. All others are marked slow: starting a job and
-compiling its models takes seconds for each. `make test-slow` runs them.
+Of the scenarios those that each stand for a kind of their own, on every backend where that can differ; of the examples
+and pages, the demo and the links; of the strategy interface everything, with two ranks. All others are marked slow:
+starting a job and compiling its models takes seconds for each. `make test-slow` runs them.
 """
 
 from __future__ import annotations
@@ -46,6 +46,16 @@ CI_SCENARIOS_OF_THREE_RANKS = """
 """
 
 
+CI_SCENARIOS_OF_ONE_BACKEND = """
+    own_train_step_that_counts_steps backup_resumes_exactly one_rank_stops_all only_the_chief_writes
+    non_chiefs_print_nothing other_length_of_data_on_one_rank learning_rate_set_at_batches_by_the_chief_alone
+    py_dataset generator validation_split data_in_another_order_on_one_rank only_the_chief_shows_the_evaluation
+    weights_that_the_chief_alone_sets_are_everybodys top_k_of_all_is_exact diloco_overlapped_recomputed
+    streams_of_unequal_length ranks_without_data_do_not_count
+"""
+"""Of those above: what they are about lies in code that is the same for all backends."""
+
+
 CI_SERVER_CASES = "alone_in_pieces_clipped alone_with_own_train_step synchronous_in_pieces asynchronous"
 
 
@@ -62,8 +72,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         parameters = getattr(getattr(item, "callspec", None), "params", {})
         if {"backend", "world_size", "scenario"} <= parameters.keys():
             chosen = CI_SCENARIOS if parameters["world_size"] == 2 else CI_SCENARIOS_OF_THREE_RANKS
+            alike = parameters["backend"] != FIRST and parameters["scenario"] in CI_SCENARIOS_OF_ONE_BACKEND.split()
             of_interface = "/strategies/" in str(item.path) and parameters["world_size"] == 2
-            if parameters["scenario"] not in chosen.split() and not of_interface:
+            if (alike or parameters["scenario"] not in chosen.split()) and not of_interface:
                 item.add_marker(pytest.mark.slow)
         of_servers = "/parameter_server/test_training" in str(item.path) and parameters["backend"] != "jax"
         if of_servers and parameters["name"] not in CI_SERVER_CASES.split():
