@@ -9,7 +9,7 @@ import numpy as np
 
 from phalanx.collectives.communicator import Array, Communicator, ReduceOp
 from phalanx.collectives.layout import ranges
-from phalanx.collectives.reduction import check_reducible, merge_rows, wire_dtype
+from phalanx.collectives.reduction import cast, check_reducible, merge_rows, wire_dtype
 from phalanx.errors import ConfigurationError
 
 
@@ -141,7 +141,7 @@ class ReductionToOneDevice:
             return
         with np.errstate(all="ignore"):
             merge_rows(
-                [row.astype(wire_dtype(row.dtype), copy=False) for row in rows],
+                [cast(row, wire_dtype(row.dtype)) for row in rows],
                 result.reshape(-1),
                 op,
                 divisor,

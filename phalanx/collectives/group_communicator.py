@@ -23,7 +23,7 @@ from phalanx.collectives.engine import Engine, Reduction
 from phalanx.collectives.layout import byte_view, group_by_dtype
 from phalanx.collectives.mesh import FLUSH_S, POLL_S, Mesh
 from phalanx.collectives.operation import Call, Description, Operation
-from phalanx.collectives.reduction import check_reducible, is_float, merge_rows, wire_dtype
+from phalanx.collectives.reduction import cast, check_reducible, is_float, merge_rows, wire_dtype
 from phalanx.errors import ConfigurationError, PhalanxError
 
 _log = logging.getLogger(__name__)
@@ -193,7 +193,7 @@ class GroupCommunicator:
         wire = wire_dtype(array.dtype)
         with np.errstate(all="ignore"):
             merge_rows(
-                [row.reshape(-1).astype(wire, copy=False) for row in rows],
+                [cast(row.reshape(-1), wire) for row in rows],
                 result.reshape(-1),
                 op,
                 self.world_size if op is ReduceOp.MEAN else 1,

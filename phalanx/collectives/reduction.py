@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.collectives.communicator import Array, ReduceOp
+from phalanx.collectives.half import from_half, to_half
 from phalanx.errors import ConfigurationError
 
 DType = np.dtype[Any]
@@ -29,7 +30,9 @@ UFUNCS: dict[ReduceOp, np.ufunc] = {
     ReduceOp.PRODUCT: np.multiply,
 }
 
-_FLOAT32 = np.dtype(np.float32)
+_FLOAT16, _FLOAT32 = np.dtype(np.float16), np.dtype(np.float32)
+_MANY = 64
+"""Values for which it is worth to convert halves in our own way."""
 _NARROW_BYTES = 2
 
 
@@ -67,15 +70,14 @@ def load(source: Array, scale: float, target: Array) -> None:
 
     With scale 0 the source is not read: its NaN or infinities do not matter.
     """
-    # Assignment casts as np.copyto(casting="unsafe") does, at half the cost for a small array.
     if scale == 1.0:
-        target[...] = source
+        _assign(target, source)
     elif scale == 0.0:
         target.fill(0)
     elif source.dtype == target.dtype:
         np.multiply(source, scale, out=target)
     else:
-        target[...] = source
+        _assign(target, source)
         np.multiply(target, scale, out=target)
 
 
@@ -88,7 +90,7 @@ def merge_rows(rows: Sequence[Array], out: Array, op: ReduceOp, divisor: int = 1
     first = rows[0]
     target = out if out.dtype == first.dtype else np.empty_like(first)
     if len(rows) == 1:
-        target[...] = first
+        target[...] = first  # of its dtype
     else:
         ufunc(first, rows[1], out=target)
         for row in rows[2:]:
@@ -102,4 +104,20 @@ def finish(merged: Array, out: Array, divisor: int = 1) -> None:
     if divisor != 1:
         np.divide(merged, divisor, out=merged)
     if merged is not out:
-        out[...] = merged
+        _assign(out, merged)
+
+
+def cast(array: Array, dtype: DType) -> Array:
+    """The array in this dtype, itself if it has it."""
+    if array.dtype == dtype:
+        return array
+    if array.size >= _MANY and (array.dtype, dtype) == (_FLOAT16, _FLOAT32):
+        return from_half(array)
+    if array.size >= _MANY and (array.dtype, dtype) == (_FLOAT32, _FLOAT16):
+        return to_half(array)
+    return array.astype(dtype)
+
+
+def _assign(target: Array, source: Array) -> None:
+    # Assignment casts as np.copyto(casting="unsafe") does, at half the cost for a small array.
+    target[...] = cast(source, target.dtype) if _FLOAT16 in (source.dtype, target.dtype) else source

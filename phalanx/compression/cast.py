@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from phalanx.collectives.communicator import Array, Communicator
+from phalanx.collectives.reduction import cast
 from phalanx.compression.flat import cut, fill
 from phalanx.compression.protocol import DType, Merged, State
 
@@ -35,12 +36,13 @@ class _Cast:
         """See `Compression.all_reduce`."""
         world_size = communicator.world_size
         size = sum(array.size for array in arrays)
-        rows = np.zeros((world_size, -(-size // world_size)), self.wire)
+        whole = np.zeros((world_size, -(-size // world_size)), np.float32)
         with np.errstate(over="ignore"):  # what is too large becomes infinite, as on GPUs
-            fill(rows.reshape(-1), arrays)
+            fill(whole.reshape(-1), arrays)
+            rows = cast(whole, self.wire)
         share = communicator.reduce_scatter(rows)
-        total = np.concatenate(communicator.all_gather(share)).astype(np.float32)
-        own = cut(rows.reshape(-1).astype(np.float32), arrays) if self.feedback else arrays
+        total = cast(np.concatenate(communicator.all_gather(share)), whole.dtype)
+        own = cut(cast(rows, whole.dtype).reshape(-1), arrays) if self.feedback else arrays
         return Merged(cut(total, arrays), own, {})
 
 

@@ -32,7 +32,7 @@ RANK = 24
 SEED = 1
 """Of the first Q, which must be the same on all ranks."""
 WORTH = 2
-"""How many times smaller the two factors must be than the matrix: one that is too small for the rank gets a lower one."""
+"""How many times smaller the two factors must be than the matrix: a small one has a lower rank."""
 LEAST = 1 / 3
 """Of the rank: a matrix for which it would be lower still is not worth what is lost."""
 
