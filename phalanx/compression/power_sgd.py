@@ -8,6 +8,11 @@ for the sum M of all ranks' matrices, without anybody seeing M:
     Q = sum of M_r' P       m x rank
     M is about P Q'
 
+M is divided beforehand, and the product multiplied afterwards, by the root mean squares that the sums' rows and columns
+have had lately: the factored second moments of Adafactor (Shazeer and Stern 2018), which are the same on every rank.
+What is small beside the rest is as much to Adam as what is large, and would be the last to travel. (In the code it is
+the thin matrices that are scaled, on the side that meets M.)
+
 Q is kept for the next step (*warm start*), so that the iteration goes on over the steps. Both sums are made for all
 matrices of the model at once, and travel compressed themselves: for the same bytes twice the rank at 8 bits leads
 further than 16 bits. Each factor goes column by column, since columns, the directions of the iteration, differ in size
@@ -33,8 +38,54 @@ SEED = 1
 """Of the first Q, which must be the same on all ranks."""
 WORTH = 2
 """How many times smaller the two factors must be than the matrix: a small one has a lower rank."""
+DECAY, FLOOR = 0.9, 0.01
+"""How much the mean squares of a step before count; the least that a row or column is divided by, where 1 is usual."""
 LEAST = 1 / 3
 """Of the rank: a matrix for which it would be lower still is not worth what is lost."""
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """What is known of a matrix when a step begins; the same on every rank.
+
+    Attributes:
+        right: Q of the step before.
+        rows: running mean squares of the sums' rows, of shape (n, 1); None before the first step.
+        columns: of their columns, of shape (m, 1).
+    """
+
+    right: Array
+    rows: Array | None
+    columns: Array | None
+
+    @classmethod
+    def of(cls, state: State, index: int) -> _Memory:
+        return cls(state[f"{index}"], state[f"{index}/rows"], state[f"{index}/columns"])
+
+    def state(self, index: int) -> dict[str, Array]:
+        assert self.rows is not None
+        assert self.columns is not None
+        return {f"{index}": self.right, f"{index}/rows": self.rows, f"{index}/columns": self.columns}
+
+    def scales(self) -> tuple[Array, Array]:
+        """What the matrix's rows and columns are divided by."""
+        if self.rows is None or self.columns is None:
+            return np.ones((1, 1), np.float32), np.ones((1, 1), np.float32)
+        return _beside_the_mean(self.rows), _beside_the_mean(self.columns)
+
+    def after(self, right: Array, value: Array) -> _Memory:
+        """After a step that has come to this sum."""
+        squares = np.square(value)
+        rows, columns = squares.mean(1)[:, None], squares.mean(0)[:, None]
+        if self.rows is not None and self.columns is not None:
+            rows = DECAY * self.rows + (1 - DECAY) * rows
+            columns = DECAY * self.columns + (1 - DECAY) * columns
+        return _Memory(right, rows, columns)
+
+
+def _beside_the_mean(squares: Array) -> Array:
+    mean = squares.mean()
+    return np.maximum(np.sqrt(squares / mean), FLOOR) if mean > 0 else np.ones_like(squares)
 
 
 @dataclass(frozen=True)
@@ -71,14 +122,22 @@ class PowerSGD:
     def all_reduce(self, communicator: Communicator, arrays: Sequence[Array], state: State) -> Merged:
         """See `Compression.all_reduce`."""
         matrices = [array.reshape(matrix_shape(array.shape)) for array in arrays]
-        former = [state[str(index)] for index in range(len(matrices))] if state else self._first(matrices)
+        memories = [_Memory.of(state, index) for index in range(len(arrays))] if state else self._first(matrices)
         with np.errstate(all="ignore"):
-            sums, _ = self._summed(communicator, [m @ q for m, q in zip(matrices, former, strict=True)])
+            scales = [memory.scales() for memory in memories]
+            known = zip(matrices, memories, scales, strict=True)
+            sums, _ = self._summed(communicator, [m @ (memory.right / c) / r for m, memory, (r, c) in known])
             left = [_orthogonal(p) for p in sums]
-            right, own = self._summed(communicator, [m.T @ p for m, p in zip(matrices, left, strict=True)])
-            values = [(p @ q.T).reshape(a.shape) for p, q, a in zip(left, right, arrays, strict=True)]
-            parts = [(p @ q.T).reshape(a.shape) for p, q, a in zip(left, own, arrays, strict=True)]
-        return Merged(values, parts, {str(index): q for index, q in enumerate(right)})
+            found = zip(matrices, left, scales, strict=True)
+            right, own = self._summed(communicator, [m.T @ (p / r) / c for m, p, (r, c) in found])
+            values = [(p * r) @ (q * c).T for p, q, (r, c) in zip(left, right, scales, strict=True)]
+            parts = [(p * r) @ (q * c).T for p, q, (r, c) in zip(left, own, scales, strict=True)]
+            after = [memory.after(q, value) for memory, q, value in zip(memories, right, values, strict=True)]
+        return Merged(
+            [value.reshape(array.shape) for value, array in zip(values, arrays, strict=True)],
+            [part.reshape(array.shape) for part, array in zip(parts, arrays, strict=True)],
+            {name: array for index, memory in enumerate(after) for name, array in memory.state(index).items()},
+        )
 
     def _summed(self, communicator: Communicator, own: Sequence[Array]) -> tuple[list[Array], list[Array]]:
         """The sums of thin matrices over all ranks, and what of this rank's own is in them."""
@@ -88,9 +147,10 @@ class PowerSGD:
         merged = self.factors.all_reduce(communicator, columns, {})
         return [value.T for value in merged.values], [value.T for value in merged.own]
 
-    def _first(self, matrices: Sequence[Array]) -> list[Array]:
+    def _first(self, matrices: Sequence[Array]) -> list[_Memory]:
         random = np.random.default_rng(SEED)
-        return [random.standard_normal((m.shape[1], self._rank_of(m.shape)), np.float32) for m in matrices]
+        right = [random.standard_normal((m.shape[1], self._rank_of(m.shape)), np.float32) for m in matrices]
+        return [_Memory(q, None, None) for q in right]
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:

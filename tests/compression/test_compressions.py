@@ -91,6 +91,28 @@ def test_what_is_lost_comes_later(name: str) -> None:
         np.testing.assert_allclose(ranks[0][0][index] + waiting, brought, atol=2e-3, err_msg=str(shape))
 
 
+def test_power_sgd_does_not_forget_small_rows_and_columns() -> None:
+    """To an optimizer that divides by them they are as much as the others."""
+    matrix = gradients(0, shapes=[(96, 128)])[0]
+    matrix[:24] *= 1e-2
+    matrix[:, :32] *= 1e-2
+
+    def body(communicator: GroupCommunicator) -> Any:
+        reducer = Reducer(PowerSGD(16, feedback=False))
+        for _ in range(20):
+            (merged,) = sums(reducer, communicator, [matrix], [0.5])
+        return merged
+
+    merged = on_ranks(body, 2)[0]
+
+    def lost(part: Any) -> float:
+        return float(np.linalg.norm(merged[part] - matrix[part]) / np.linalg.norm(matrix[part]))
+
+    large = lost(np.s_[24:, 32:])
+    for small in (np.s_[:24, 32:], np.s_[24:, :32], np.s_[:24, :32]):
+        assert lost(small) < 1.5 * large
+
+
 def test_power_sgd_finds_a_matrix_of_its_rank() -> None:
     """The sum has rank 4, so the warm start leads to it exactly."""
     left, right = np.random.default_rng(0).standard_normal((2, 64, 4)).astype(np.float32)

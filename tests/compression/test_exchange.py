@@ -48,6 +48,8 @@ def test_an_exchange_goes_on_from_what_was_saved(overlap: bool) -> None:
             found = saved.run(values(replica.rank, step), replica, overlap=overlap)
             if any(a.tobytes() != b.tobytes() for a, b in zip(expected, found, strict=True)):
                 return False
+        for exchange in (straight, saved):
+            exchange.state()  # waits for what is on its way
         return True
 
     assert on_ranks(body) == [True, True]

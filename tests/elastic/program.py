@@ -70,12 +70,12 @@ class Log:
 class Gate:
     """Opened by a file; closed to steps of this number and later ones."""
 
-    def __init__(self, file: Path, step: int | None):
+    def __init__(self, file: Path, step: int):
         self._file, self._step = file, step
 
     def pass_with(self, steps: int) -> None:
         until = time.monotonic() + GATE_BOUND_S
-        while self._step is not None and steps >= self._step and not self._file.exists():
+        while steps >= self._step and not self._file.exists():
             if time.monotonic() > until:
                 raise TimeoutError(f"nobody made {self._file}")
             time.sleep(0.02)
@@ -84,7 +84,9 @@ class Gate:
 class Watch(keras.callbacks.Callback):
     """Notes steps, and dies when it is told to."""
 
-    def __init__(self, log: Log, strategy: Any, members: int, kill: str | None, hold_s: float, gate: Gate):
+    def __init__(
+        self, log: Log, strategy: Any, members: int, kill: str | None, hold_s: float, gate: Gate | None = None
+    ):
         super().__init__()
         self._log, self._strategy, self._members, self._hold_s = log, strategy, members, hold_s
         self._kill, self._gate = kill, gate
@@ -98,7 +100,8 @@ class Watch(keras.callbacks.Callback):
         self._log.note("step", epoch=self._epoch, step=batch, members=members, rank=self._strategy.rank)
         self._steps += 1
         self._die_if_told()
-        self._gate.pass_with(self._steps)
+        if self._gate is not None:
+            self._gate.pass_with(self._steps)
         if members < self._members:
             time.sleep(self._hold_s)
 
@@ -163,7 +166,7 @@ def main() -> None:
     x, y = (images / 16).reshape(-1, 8, 8, 1).astype("float32")[: options.samples], labels[: options.samples]
     with strategy.scope():
         net = model(options.cnn)
-    gate = Gate(options.folder / "go", options.gate)
+    gate = Gate(options.folder / "go", options.gate) if options.gate else None
     watch = Watch(log, strategy, len(cluster["cluster"]["worker"]), kills.get((task, life)), options.hold, gate)
     paces = (
         [keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(options.pace))]
