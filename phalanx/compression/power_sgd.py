@@ -73,14 +73,20 @@ class _Memory:
             return np.ones((1, 1), np.float32), np.ones((1, 1), np.float32)
         return _beside_the_mean(self.rows), _beside_the_mean(self.columns)
 
-    def after(self, right: Array, value: Array) -> _Memory:
-        """After a step that has come to this sum."""
-        squares = np.square(value)
-        rows, columns = squares.mean(1)[:, None], squares.mean(0)[:, None]
+    def after(self, right: Array, factors: tuple[Array, Array]) -> _Memory:
+        """After a step that has come to the product of these, whose mean squares need no product."""
+        a, b = factors
+        rows, columns = _mean_squares(a, b), _mean_squares(b, a)
         if self.rows is not None and self.columns is not None:
             rows = DECAY * self.rows + (1 - DECAY) * rows
             columns = DECAY * self.columns + (1 - DECAY) * columns
         return _Memory(right, rows, columns)
+
+
+def _mean_squares(a: Array, b: Array) -> Array:
+    """Of the rows of `a b'`, of shape (n, 1)."""
+    squares: Array = np.sum((a @ (b.T @ b)) * a, axis=1, keepdims=True)
+    return np.maximum(squares, 0.0) / len(b)
 
 
 def _beside_the_mean(squares: Array) -> Array:
@@ -130,9 +136,10 @@ class PowerSGD:
             left = [_orthogonal(p) for p in sums]
             found = zip(matrices, left, scales, strict=True)
             right, own = self._summed(communicator, [m.T @ (p / r) / c for m, p, (r, c) in found])
-            values = [(p * r) @ (q * c).T for p, q, (r, c) in zip(left, right, scales, strict=True)]
+            factors = [(p * r, q * c) for p, q, (r, c) in zip(left, right, scales, strict=True)]
+            values = [a @ b.T for a, b in factors]
             parts = [(p * r) @ (q * c).T for p, q, (r, c) in zip(left, own, scales, strict=True)]
-            after = [memory.after(q, value) for memory, q, value in zip(memories, right, values, strict=True)]
+            after = [memory.after(q, ab) for memory, q, ab in zip(memories, right, factors, strict=True)]
         return Merged(
             [value.reshape(array.shape) for value, array in zip(values, arrays, strict=True)],
             [part.reshape(array.shape) for part, array in zip(parts, arrays, strict=True)],
