@@ -99,11 +99,13 @@ def test_two_are_killed_the_chief_among_them_and_return(tmp_path, undisturbed):
 
 
 def test_one_that_returns_reads_what_all_compare(tmp_path):
-    """The first batches of each epoch of a PyDataset are compared between the ranks."""
+    """The first batches of each epoch of a PyDataset are compared between the ranks: the loss comes in between two
+    steps, and the other takes none alone where two are needed."""
     plain = Run(tmp_path / "plain", FIRST, "1:2", "--batches")
     run = Run(tmp_path / "run", FIRST, "2:2", "--batches", "--kill", "worker/1:1:10th")
     assert run.code == 0, run.output
     assert "worker/1 joined" in run.output
+    assert {event["members"] for event in run.of_kind("step")} == {2}
     np.testing.assert_allclose(run.weights, plain.weights, atol=1e-3)
 
 

@@ -164,10 +164,20 @@ def test_a_candidate_waits_where_they_do_not(second):
     job.report("a1")
     job.report("c1", **second)
     assert job.keeper.members == ["a1", "c1"]
-    assert job.told("a1", Regroup) == []
-    job.keeper.tick(1.0)  # and at once the chief is asked for another regrouping
-    assert job.told("a1", Regroup) == [Regroup(2)]
+    assert job.told("a1", Regroup) == [Regroup(2)]  # at once the chief is asked for another regrouping
     job.report("a1", "c1", completed=7)
+    assert job.keeper.members == ["a1", "c1", "b2"]
+
+
+def test_too_few_that_have_to_finish_something_take_no_step_more():
+    """The chief hears that it has to wait before it hears of the generation in which it finishes it."""
+    job = Job(minimum=3).running()
+    job.lose("b1")
+    job.report("a1", "c1", boundary=False)
+    assert [type(what) for who, what in job.sent if who == "a1"][-2:] == [Regroup, Form]
+    job.report("a1", "c1", completed=7)
+    assert "2 workers remain, and 3 are needed: waiting for others" in job.notes
+    job.come("b2")
     assert job.keeper.members == ["a1", "c1", "b2"]
 
 

@@ -439,7 +439,11 @@ class Keeper:
         candidates = self._candidates()
         for incarnation in candidates[self._room :]:
             self._send_away(incarnation, "surplus", "fewer workers are wanted")
-        joining = bool(candidates[: self._room])
+        self._ask_chief()
+
+    def _ask_chief(self) -> None:
+        """Once in a generation, if before the next training step somebody is to come, to go or to be waited for."""
+        joining = bool(self._candidates()[: self._room])
         if not self._asked and (joining or self._surplus() or len(self.members) < self._needed):
             self._asked = True
             self._send(self.members[0], Regroup(self.generation))
@@ -486,6 +490,7 @@ class Keeper:
             self._note(
                 f"generation {self.generation}: {len(incarnations)} workers" + (f"; {joined} joined" if joined else "")
             )
+        self._ask_chief()  # before it hears of the generation: many steps could be over before it reads more
         for incarnation in incarnations:
             self._send(incarnation, Form(self.generation, places, broken))
 
