@@ -314,9 +314,11 @@ def _close_inherited_listeners() -> None:
     for listener in list(_listeners):
         listener._stopping = True
         listener._free()
-    while _adopted:
+    for descriptor, inode in _adopted.items():
         with contextlib.suppress(OSError):
-            os.close(_adopted.pop())
+            if os.fstat(descriptor).st_ino == inode:  # else it was closed, and its number is somebody else's
+                os.close(descriptor)
+    _adopted.clear()
 
 
 if hasattr(os, "register_at_fork"):
@@ -467,7 +469,7 @@ def warn_no_secret(address: Address) -> None:
 def _adopt_descriptor(descriptor: int, port: int) -> socket.socket:
     advice = f"Unset {LISTEN_FD}: `phalanx run` sets it for the processes that it starts itself."
     try:
-        sock = socket.socket(fileno=os.dup(descriptor))
+        sock = _duplicate(descriptor)
     except OSError as error:
         raise ConfigurationError(f"{LISTEN_FD}={descriptor} is no socket ({error.strerror}). {advice}") from error
     try:
@@ -484,12 +486,22 @@ def _adopt_descriptor(descriptor: int, port: int) -> socket.socket:
     # have it: neither programs that it starts nor processes that it forks.
     with contextlib.suppress(OSError):
         os.set_inheritable(descriptor, False)
-    _adopted.add(descriptor)
+    _adopted[descriptor] = os.fstat(descriptor).st_ino
     return sock
 
 
-_adopted: set[int] = set()
-"""Descriptors of the launcher's listening sockets, to be closed in forked children."""
+def _duplicate(descriptor: int) -> socket.socket:
+    """Raises OSError if it is no socket."""
+    duplicate = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=duplicate)
+    except OSError:
+        os.close(duplicate)
+        raise
+
+
+_adopted: dict[int, int] = {}
+"""Descriptors of the launcher's listening sockets, to be closed in forked children, and their inodes."""
 
 
 def _listen_on_loopback(address: Address) -> list[socket.socket]:

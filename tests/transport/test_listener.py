@@ -422,6 +422,22 @@ def test_a_descriptor_from_the_launcher_is_used() -> None:
         open_sockets(address, secret=SECRET, listen_fd=987654)
 
 
+def test_a_forked_child_closes_no_descriptor_that_has_become_another() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as inherited:
+        descriptor = inherited.fileno()
+        address = Address("127.0.0.1", inherited.getsockname()[1])
+        open_sockets(address, secret=SECRET, listen_fd=descriptor)[0].close()
+        with open(os.devnull) as other:
+            os.dup2(other.fileno(), descriptor)
+        pid = os.fork()
+        if pid == 0:
+            with contextlib.suppress(OSError):
+                os.fstat(descriptor)
+                os._exit(0)
+            os._exit(1)
+        assert os.waitpid(pid, 0)[1] == 0
+
+
 def test_refusals_are_counted_and_their_lines_limited() -> None:
     counter = RefusalCounter(lines=2, period_s=60)
     assert [counter.may_log(now=when) for when in (0, 1, 2, 3, 61.5)] == [True, True, False, False, True]
