@@ -104,6 +104,11 @@ class Channel:
         """Whether bytes wait for the kernel to take them."""
         return bool(self._outgoing)
 
+    @property
+    def outgoing(self) -> int:
+        """How many do."""
+        return sum(map(len, self._outgoing))
+
     def post(self, kind: Kind, call: int, signature: int, payload: Sequence[memoryview] = ()) -> None:
         """Queue a packet. Its payload must not change until `sending` is false again."""
         length = sum(len(view) for view in payload)
@@ -114,7 +119,9 @@ class Channel:
         """Hand queued bytes to the kernel, as many as may go now; whether it took any. Raises LinkClosedError."""
         if not self._outgoing:
             return False
-        pieces = self._outgoing if throttle is None else first_bytes(self._outgoing, throttle.available())
+        pieces = self._outgoing
+        if throttle is not None:
+            pieces = first_bytes(pieces, throttle.available(self.outgoing))
         try:
             count = self.link.try_send(pieces)
         except LinkClosedError:

@@ -398,8 +398,9 @@ class Mesh:
             if channel.parked or rank in self._hung_up:
                 while self._receive(rank):
                     pass
-        if self._throttle is not None and self._sending_any():
-            timeout_s = min(timeout_s, self._throttle.wait_s())
+        if self._throttle is not None:
+            waiting = [channel.outgoing for channel in self._channels.values() if channel.sending]
+            timeout_s = min([timeout_s, *map(self._throttle.wait_s, waiting)])
         for rank, channel in self._channels.items():
             self._set_mask(rank, channel)
         for fileno, events in self._poller.poll(timeout_s * 1000):
@@ -418,7 +419,7 @@ class Mesh:
         else:
             # Not for input while a packet is parked, or poll would return at once for ever.
             mask = select.POLLRDHUP | (0 if self._is_parked(rank, channel) else select.POLLIN)
-            mask |= select.POLLOUT if channel.sending and self._may_send() else 0
+            mask |= select.POLLOUT if channel.sending and self._may_send(channel) else 0
         if mask != self._masks.get(rank, 0):
             if mask:
                 self._poller.register(channel.link.fileno(), mask)
@@ -426,8 +427,8 @@ class Mesh:
                 self._poller.unregister(channel.link.fileno())
             self._masks[rank] = mask
 
-    def _may_send(self) -> bool:
-        return self._throttle is None or self._throttle.wait_s() <= 0
+    def _may_send(self, channel: Channel) -> bool:
+        return self._throttle is None or self._throttle.available(channel.outgoing) > 0
 
     def _is_parked(self, rank: Rank, channel: Channel) -> bool:
         return channel.parked and rank not in self._expected and not self._describing

@@ -24,20 +24,23 @@ class Throttle:
         self._tokens = self._largest
         self._filled = clock()
 
-    def available(self) -> int:
-        """Bytes that may be sent now."""
+    def available(self, wanted: int) -> int:
+        """How many of so many bytes may be sent now. Half a bucket, or all of them, or none: not each by itself."""
         now = self._clock()
         self._tokens = min(self._largest, self._tokens + (now - self._filled) * self._rate)
         self._filled = now
-        return int(self._tokens)
+        return min(wanted, int(self._tokens)) if self._tokens >= self._worth(wanted) else 0
 
     def spend(self, count: int) -> None:
         """So many have been sent."""
         self._tokens -= count
 
-    def wait_s(self) -> float:
-        """Seconds until half the bucket is full: what is worth being woken for."""
-        return max(0.0, (self._largest / 2 - self.available()) / self._rate)
+    def wait_s(self, wanted: int) -> float:
+        """Seconds until some of so many bytes are `available`."""
+        return 0.0 if self.available(wanted) else max(0.0, (self._worth(wanted) - self._tokens) / self._rate)
+
+    def _worth(self, wanted: int) -> float:
+        return min(wanted, self._largest / 2)
 
 
 def first_bytes(pieces: Sequence[memoryview], count: int) -> list[memoryview]:

@@ -19,15 +19,28 @@ def test_tokens_come_with_time_and_never_more_than_a_burst() -> None:
     now = [0.0]
     throttle = Throttle(1000.0, clock=lambda: now[0])
     burst = int(1000 * BURST_S)
-    assert throttle.available() == burst
+    many = 10 * burst
+    assert throttle.available(many) == burst
     throttle.spend(burst)
-    assert throttle.available() == 0
-    assert throttle.wait_s() == pytest.approx(BURST_S / 2)
+    assert throttle.available(many) == 0
+    assert throttle.wait_s(many) == pytest.approx(BURST_S / 2)
     now[0] = BURST_S / 2
-    assert throttle.available() == burst // 2
-    assert throttle.wait_s() == 0
+    assert throttle.available(many) == burst // 2
+    assert throttle.wait_s(many) == 0
     now[0] = 100.0
-    assert throttle.available() == burst
+    assert throttle.available(many) == burst
+
+
+def test_bytes_go_many_at_once_and_the_last_ones_when_they_may() -> None:
+    """A sender that took each token as it comes would be busy all the time."""
+    now = [0.0]
+    throttle = Throttle(1000.0, clock=lambda: now[0])
+    throttle.spend(int(1000 * BURST_S))
+    now[0] = BURST_S / 4
+    assert throttle.available(100) == 0
+    assert throttle.wait_s(100) == pytest.approx(BURST_S / 4)
+    assert throttle.available(2) == 2
+    assert throttle.wait_s(2) == 0
 
 
 def test_the_first_bytes_of_views() -> None:
