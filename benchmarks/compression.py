@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 MBITS = 100
 NO_LIMIT = 1e6
 """Mbit/s: through links all the same, so that the bytes are those that a network would carry."""
-COMPRESSIONS = ("none", "float16", "bfloat16", "int8", "int4", "top_k", "power_sgd")
+COMPRESSIONS = ("none", "float16", "bfloat16", "int8", "int6", "int4", "top_k", "power_sgd")
 BACKEND = "jax"
 SEEDS = (1, 2, 3)
 

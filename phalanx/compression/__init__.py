@@ -5,7 +5,7 @@ from phalanx.compression.codec import Codec
 from phalanx.compression.names import resolve
 from phalanx.compression.power_sgd import PowerSGD
 from phalanx.compression.protocol import Compression, Merged
-from phalanx.compression.quantised import Int4, Int8
+from phalanx.compression.quantised import Int4, Int6, Int8
 from phalanx.compression.reducer import Reducer
 from phalanx.compression.top_k import TopK
 
@@ -15,6 +15,7 @@ __all__ = [
     "Compression",
     "Float16",
     "Int4",
+    "Int6",
     "Int8",
     "Merged",
     "PowerSGD",

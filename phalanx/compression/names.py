@@ -7,7 +7,7 @@ from collections.abc import Callable
 from phalanx.compression.cast import BFloat16, Float16
 from phalanx.compression.power_sgd import PowerSGD
 from phalanx.compression.protocol import Compression
-from phalanx.compression.quantised import Int4, Int8
+from phalanx.compression.quantised import Int4, Int6, Int8
 from phalanx.compression.top_k import TopK
 from phalanx.errors import ConfigurationError
 
@@ -15,6 +15,7 @@ NAMES: dict[str, Callable[[], Compression]] = {
     "float16": Float16,
     "bfloat16": BFloat16,
     "int8": Int8,
+    "int6": Int6,
     "int4": Int4,
     "top_k": TopK,
     "power_sgd": PowerSGD,

@@ -14,84 +14,128 @@ What is small beside the rest is as much to Adam as what is large, and would be 
 the thin matrices that are scaled, on the side that meets M.)
 
 Q is kept for the next step (*warm start*), so that the iteration goes on over the steps. Both sums are made for all
-matrices of the model at once, and travel compressed themselves: for the same bytes twice the rank at 8 bits leads
-further than 16 bits. Each factor goes column by column, since columns, the directions of the iteration, differ in size
-by orders of magnitude. What a rank's own part of the sum lacks, M_r - P Q_r' with Q_r as the others have understood it,
-is its error feedback.
+matrices of the model at once, and travel compressed themselves: what fewer bits lose is less than what more rank for
+the same bytes brings, down to 6 of them. Each factor goes column by column, since columns, the directions of the
+iteration, differ in size by orders of magnitude; so the factors are transposed in the code. Beside Q go vectors, and
+matrices too small to gain: a collective of their own would cost more than it saves. What a rank's own part of the sum
+lacks, M_r - P Q_r' with Q_r as the others have understood it, is its error feedback.
+
+Matrices of one shape are a stack: what is thin is computed for all of them in one call.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
 from phalanx.collectives.communicator import Array, Communicator
 from phalanx.compression.protocol import Compression, DType, Merged, State
-from phalanx.compression.quantised import Int8
+from phalanx.compression.quantised import Int6
 from phalanx.errors import ConfigurationError
 
-RANK = 24
+RANK = 26
+CHUNK = 128
+"""Of the factors' values those that share a scale: no more than most columns have."""
 SEED = 1
 """Of the first Q, which must be the same on all ranks."""
 WORTH = 2
 """How many times smaller the two factors must be than the matrix: a small one has a lower rank."""
 DECAY, FLOOR = 0.9, 0.01
 """How much the mean squares of a step before count; the least that a row or column is divided by, where 1 is usual."""
+INDEPENDENT = 0.03
+"""What a row of length 1 must have across the rows before it, for products in 32 bits to say enough of it."""
 LEAST = 1 / 3
 """Of the rank: a matrix for which it would be lower still is not worth what is lost."""
 
 
 @dataclass(frozen=True)
 class _Memory:
-    """What is known of a matrix when a step begins; the same on every rank.
+    """What is known of k matrices of shape (n, m) when a step begins; the same on every rank.
 
     Attributes:
-        right: Q of the step before.
-        rows: running mean squares of the sums' rows, of shape (n, 1); None before the first step.
-        columns: of their columns, of shape (m, 1).
+        right: Q' of the step before, of shape (k, rank, m).
+        rows: running mean squares of the sums' rows, of shape (k, 1, n); zeros before the first step.
+        columns: of their columns, of shape (k, 1, m).
     """
 
     right: Array
-    rows: Array | None
-    columns: Array | None
+    rows: Array
+    columns: Array
 
     @classmethod
-    def of(cls, state: State, index: int) -> _Memory:
-        return cls(state[f"{index}"], state[f"{index}/rows"], state[f"{index}/columns"])
+    def first(cls, count: int, shape: tuple[int, int], rank: int) -> _Memory:
+        rows, columns = shape
+        right = np.random.default_rng(SEED).standard_normal((count, rank, columns), np.float32)
+        return cls(right, np.zeros((count, 1, rows), np.float32), np.zeros((count, 1, columns), np.float32))
 
-    def state(self, index: int) -> dict[str, Array]:
-        assert self.rows is not None
-        assert self.columns is not None
-        return {f"{index}": self.right, f"{index}/rows": self.rows, f"{index}/columns": self.columns}
+    @classmethod
+    def of(cls, state: State, shape: tuple[int, int]) -> _Memory:
+        return cls(*(state[f"{_name(shape)}/{field.name}"] for field in fields(cls)))
 
-    def scales(self) -> tuple[Array, Array]:
-        """What the matrix's rows and columns are divided by."""
-        if self.rows is None or self.columns is None:
-            return np.ones((1, 1), np.float32), np.ones((1, 1), np.float32)
-        return _beside_the_mean(self.rows), _beside_the_mean(self.columns)
+    def state(self, shape: tuple[int, int]) -> dict[str, Array]:
+        return {f"{_name(shape)}/{field.name}": getattr(self, field.name) for field in fields(self)}
 
-    def after(self, right: Array, factors: tuple[Array, Array]) -> _Memory:
-        """After a step that has come to the product of these, whose mean squares need no product."""
-        a, b = factors
-        rows, columns = _mean_squares(a, b), _mean_squares(b, a)
-        if self.rows is not None and self.columns is not None:
-            rows = DECAY * self.rows + (1 - DECAY) * rows
-            columns = DECAY * self.columns + (1 - DECAY) * columns
-        return _Memory(right, rows, columns)
+
+def _name(shape: tuple[int, int]) -> str:
+    return f"{shape[0]}x{shape[1]}"
+
+
+class _Stack:
+    """The matrices of one shape, in one step.
+
+    Args:
+        shape: (n, m).
+        indices: of their arrays.
+        matrices: this rank's own.
+    """
+
+    def __init__(
+        self, shape: tuple[int, int], indices: Sequence[int], matrices: Sequence[Array], memory: _Memory
+    ) -> None:
+        self.shape, self.indices, self._matrices, self._memory = shape, indices, matrices, memory
+        self._rows, self._columns = _beside_the_mean(memory.rows), _beside_the_mean(memory.columns)
+
+    def left(self) -> Array:
+        """This rank's part of P', of shape (k, rank, n)."""
+        return _products(self._memory.right / self._columns, [matrix.T for matrix in self._matrices]) / self._rows
+
+    def right(self, left: Array) -> Array:
+        """This rank's part of Q', of shape (k, rank, m), where P' is `left`."""
+        return _products(left / self._rows, self._matrices) / self._columns
+
+    def product(self, left: Array, right: Array) -> Array:
+        """What the factors mean, of shape (k, n, m)."""
+        products: Array = (left * self._rows).swapaxes(1, 2) @ (right * self._columns)
+        return products
+
+    def after(self, left: Array, right: Array) -> _Memory:
+        """What is known after a step in which these were the sums' factors. Mean squares need no product."""
+        a, b = left * self._rows, right * self._columns
+        rows = DECAY * self._memory.rows + (1 - DECAY) * _mean_squares(a, b)
+        return _Memory(right, rows, DECAY * self._memory.columns + (1 - DECAY) * _mean_squares(b, a))
+
+
+def _products(thin: Array, matrices: Sequence[Array]) -> Array:
+    """Each of a stack of thin matrices times one of those."""
+    found = np.empty((*thin.shape[:2], matrices[0].shape[1]), np.float32)
+    for index, matrix in enumerate(matrices):
+        np.matmul(thin[index], matrix, out=found[index])
+    return found
 
 
 def _mean_squares(a: Array, b: Array) -> Array:
-    """Of the rows of `a b'`, of shape (n, 1)."""
-    squares: Array = np.sum((a @ (b.T @ b)) * a, axis=1, keepdims=True)
-    return np.maximum(squares, 0.0) / len(b)
+    """Of the rows of `a' b`, for a of shape (k, rank, n): of shape (k, 1, n)."""
+    squares: Array = np.sum((b @ b.swapaxes(1, 2) @ a) * a, axis=1, keepdims=True) / b.shape[2]
+    return np.maximum(squares, 0.0)
 
 
 def _beside_the_mean(squares: Array) -> Array:
-    mean = squares.mean()
-    return np.maximum(np.sqrt(squares / mean), FLOOR) if mean > 0 else np.ones_like(squares)
+    """What rows or columns that have these mean squares are divided by."""
+    mean = squares.mean(axis=2, keepdims=True)
+    return np.maximum(np.sqrt(squares / np.where(mean > 0, mean, 1)), FLOOR)
 
 
 @dataclass(frozen=True)
@@ -100,64 +144,74 @@ class PowerSGD:
 
     Args:
         rank: of the approximation: the bytes grow with it, and so does the accuracy. A matrix that it would not make at
-            least 2 times smaller has the rank that does; if that is less than a third of it, the matrix goes as it is,
-            as vectors do.
-        factors: how the two thin matrices travel; None: in 32 bits.
+            least 2 times smaller has the rank that does; if that is less than a third of it, the matrix is summed
+            whole, as vectors are.
+        factors: how the two thin matrices travel, and what is summed whole; None: in 32 bits.
     """
 
     rank: int = RANK
     feedback: bool = True
-    factors: Compression | None = field(default_factory=Int8)
+    factors: Compression | None = field(default_factory=lambda: Int6(CHUNK))
 
     def __post_init__(self) -> None:
         if self.rank < 1:
-            raise ConfigurationError(f"PowerSGD got rank={self.rank}; it must be at least 1, for example 24.")
+            raise ConfigurationError(f"PowerSGD got rank={self.rank}; it must be at least 1, for example {RANK}.")
         if self.factors is not None and not hasattr(self.factors, "all_reduce"):
             raise ConfigurationError(
                 f"PowerSGD got factors={self.factors!r}; it must be a compression, such as Int8(), or None."
             )
 
     def takes(self, shape: tuple[int, ...], dtype: DType) -> bool:
-        """See `Compression.takes`."""
-        return self._rank_of(matrix_shape(shape)) >= LEAST * self.rank
+        """See `Compression.takes`: every array."""
+        return True
 
-    def _rank_of(self, shape: tuple[int, int]) -> int:
-        rows, columns = shape
-        return min(self.rank, rows * columns // (WORTH * (rows + columns)))
+    def rank_of(self, shape: tuple[int, ...]) -> int:
+        """For an array of this shape; 0 if it is summed whole."""
+        rows, columns = matrix_shape(shape)
+        rank = min(self.rank, rows * columns // max(1, WORTH * (rows + columns)))
+        return rank if rank >= LEAST * self.rank else 0
 
     def all_reduce(self, communicator: Communicator, arrays: Sequence[Array], state: State) -> Merged:
         """See `Compression.all_reduce`."""
-        matrices = [array.reshape(matrix_shape(array.shape)) for array in arrays]
-        memories = [_Memory.of(state, index) for index in range(len(arrays))] if state else self._first(matrices)
+        stacks = self._stacks(arrays, state)
+        whole = [index for index, array in enumerate(arrays) if not self.rank_of(array.shape)]
         with np.errstate(all="ignore"):
-            scales = [memory.scales() for memory in memories]
-            known = zip(matrices, memories, scales, strict=True)
-            sums, _ = self._summed(communicator, [m @ (memory.right / c) / r for m, memory, (r, c) in known])
-            left = [_orthogonal(p) for p in sums]
-            found = zip(matrices, left, scales, strict=True)
-            right, own = self._summed(communicator, [m.T @ (p / r) / c for m, p, (r, c) in found])
-            factors = [(p * r, q * c) for p, q, (r, c) in zip(left, right, scales, strict=True)]
-            values = [a @ b.T for a, b in factors]
-            parts = [(p * r) @ (q * c).T for p, q, (r, c) in zip(left, own, scales, strict=True)]
-            after = [memory.after(q, ab) for memory, q, ab in zip(memories, right, factors, strict=True)]
+            lefts = [_orthogonal(p) for p in self._summed(communicator, [stack.left() for stack in stacks]).values]
+            rights = [stack.right(left) for stack, left in zip(stacks, lefts, strict=True)]
+            found = self._summed(communicator, [*rights, *(arrays[i] for i in whole)])
+            values = dict(zip(whole, found.values[len(stacks) :], strict=True))
+            own = dict(zip(whole, found.own[len(stacks) :], strict=True))
+            after: dict[str, Array] = {}
+            for stack, left, right, mine in zip(stacks, lefts, found.values, found.own, strict=False):
+                values |= zip(stack.indices, stack.product(left, right), strict=True)
+                own |= zip(stack.indices, stack.product(left, mine), strict=True)
+                after |= stack.after(left, right).state(stack.shape)
         return Merged(
-            [value.reshape(array.shape) for value, array in zip(values, arrays, strict=True)],
-            [part.reshape(array.shape) for part, array in zip(parts, arrays, strict=True)],
-            {name: array for index, memory in enumerate(after) for name, array in memory.state(index).items()},
+            [values[index].reshape(array.shape) for index, array in enumerate(arrays)],
+            [own[index].reshape(array.shape) for index, array in enumerate(arrays)],
+            after,
         )
 
-    def _summed(self, communicator: Communicator, own: Sequence[Array]) -> tuple[list[Array], list[Array]]:
-        """The sums of thin matrices over all ranks, and what of this rank's own is in them."""
-        if self.factors is None:
-            return communicator.all_reduce(own), list(own)
-        columns = [np.ascontiguousarray(matrix.T) for matrix in own]
-        merged = self.factors.all_reduce(communicator, columns, {})
-        return [value.T for value in merged.values], [value.T for value in merged.own]
+    def _stacks(self, arrays: Sequence[Array], state: State) -> list[_Stack]:
+        of: dict[tuple[int, int], list[int]] = {}
+        for index, array in enumerate(arrays):
+            if self.rank_of(array.shape):
+                of.setdefault(matrix_shape(array.shape), []).append(index)
+        return [
+            _Stack(
+                shape,
+                indices,
+                [arrays[index].reshape(shape) for index in indices],
+                _Memory.of(state, shape) if state else _Memory.first(len(indices), shape, self.rank_of(shape)),
+            )
+            for shape, indices in of.items()
+        ]
 
-    def _first(self, matrices: Sequence[Array]) -> list[_Memory]:
-        random = np.random.default_rng(SEED)
-        right = [random.standard_normal((m.shape[1], self._rank_of(m.shape)), np.float32) for m in matrices]
-        return [_Memory(q, None, None) for q in right]
+    def _summed(self, communicator: Communicator, own: Sequence[Array]) -> Merged:
+        """The sums over all ranks, and what of this rank's own is in them."""
+        if self.factors is None or not own:
+            return Merged(communicator.all_reduce(own) if own else [], own, {})
+        return self.factors.all_reduce(communicator, own, {})
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -172,9 +226,22 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     return min(cuts, key=sum)
 
 
-def _orthogonal(columns: Array) -> Array:
-    """An orthonormal basis of the columns; not finite if they are not."""
-    if not np.isfinite(columns).all():
-        return np.full_like(columns, np.nan)
-    basis: Array = np.linalg.qr(columns)[0]
-    return basis
+def _orthogonal(rows: Array) -> Array:
+    """Orthonormal bases of what the rows span, for a stack of shape (k, rank, n); not finite if they are not.
+
+    By the Cholesky factor of the rows' products with each other, several times as fast as a QR decomposition. It takes
+    rows that are far from dependent, as those of a warm start are.
+    """
+    if not np.isfinite(rows).all():
+        return np.full_like(rows, np.nan)
+    units = rows / np.linalg.norm(rows, axis=2, keepdims=True)
+    try:
+        lower = np.linalg.cholesky(units @ units.swapaxes(1, 2))
+    except np.linalg.LinAlgError:
+        lower = np.zeros((1, 1, 1), np.float32)
+    bases: Array
+    if np.diagonal(lower, axis1=1, axis2=2).min() > INDEPENDENT:
+        bases = np.linalg.inv(lower) @ units
+    else:
+        bases = np.linalg.qr(rows.swapaxes(1, 2))[0].swapaxes(1, 2)
+    return bases

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ class _Quantised(Codec):
     chunk: int
 
     def __post_init__(self) -> None:
-        unit = 8 // self.bits
+        unit = 8 // math.gcd(8, self.bits)  # whole bytes
         if self.chunk < 1 or self.chunk % unit:
             raise ConfigurationError(
                 f"{type(self).__name__} got chunk={self.chunk}; it must be a number of values of at least 1"
@@ -125,6 +126,39 @@ class Int8(_Quantised):
     @classmethod
     def _unpack(cls, packed: Array) -> Array:
         return packed.view(np.int8)
+
+
+@dataclass(frozen=True)
+class Int6(_Quantised):
+    """Each value becomes round(31 x / m), where m is the largest magnitude of its chunk: 3/16 of the bytes.
+
+    Args:
+        chunk: how many values share a scale; a multiple of 4.
+    """
+
+    bits: ClassVar[int] = 6
+    chunk: int = CHUNK
+
+    @classmethod
+    def _pack(cls, numbers: Array) -> Array:
+        """Four to three bytes, the first one in the lowest bits."""
+        first, second, third, fourth = (numbers.view(np.uint8) & 0x3F).reshape(-1, 4).T
+        packed = np.empty((len(first), 3), np.uint8)
+        packed[:, 0] = first | (second << 6)
+        packed[:, 1] = (second >> 2) | (third << 4)
+        packed[:, 2] = (third >> 4) | (fourth << 2)
+        return packed.reshape(-1)
+
+    @classmethod
+    def _unpack(cls, packed: Array) -> Array:
+        low, middle, high = packed.reshape(-1, 3).T
+        numbers = np.empty((len(low), 4), np.uint8)
+        # Each in the upper bits of a byte, so that the shift back brings its sign along.
+        numbers[:, 0] = low << 2
+        numbers[:, 1] = ((low >> 6) | (middle << 2)) << 2
+        numbers[:, 2] = ((middle >> 4) | (high << 4)) << 2
+        numbers[:, 3] = high & 0xFC
+        return numbers.view(np.int8).reshape(-1) >> 2
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ def compressed_alike_on_all_ranks(setting: Setting) -> dict[str, Any]:
     """All ranks have the same bits after training with each compression, and fewer bytes were sent than without."""
     found: dict[str, Any] = {}
     sent = {}
-    for name in (None, "float16", "bfloat16", "int8", "int4", "top_k", "power_sgd"):
+    for name in (None, "float16", "bfloat16", "int8", "int6", "int4", "top_k", "power_sgd"):
         keras.utils.set_random_seed(1)
         own = _compressed(setting, name)
         model = compiled(own, _wide, optimizer=keras.optimizers.Adam(0.01))

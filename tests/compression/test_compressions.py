@@ -14,13 +14,14 @@ from phalanx.cluster.membership import Membership
 from phalanx.collectives import connect
 from phalanx.collectives.group_communicator import GroupCommunicator
 from phalanx.compression import Codec, Compression, PowerSGD, Reducer, TopK, resolve
+from phalanx.compression.power_sgd import _orthogonal, matrix_shape
 from phalanx.errors import ConfigurationError
 from tests.support.processes import run_threads
 
-NAMES = ("float16", "bfloat16", "int8", "int4", "top_k", "power_sgd")
+NAMES = ("float16", "bfloat16", "int8", "int6", "int4", "top_k", "power_sgd")
 SHAPES = ((64, 96), (3, 3, 16, 32), (5000,))
 # Of the largest value of a sum: what one step may be off. PowerSGD and top-k lose more, which feedback brings later.
-ERROR = {"float16": 1e-3, "bfloat16": 1e-2, "int8": 1e-2, "int4": 0.2}
+ERROR = {"float16": 1e-3, "bfloat16": 1e-2, "int8": 1e-2, "int6": 4e-2, "int4": 0.2}
 
 
 def on_ranks(function: Callable[[GroupCommunicator], Any], world_size: int = 3, hosts: str = "aabb") -> list[Any]:
@@ -70,7 +71,7 @@ def test_the_sum_is_near_and_the_same_on_all_ranks(name: str) -> None:
             np.testing.assert_allclose(result, exact, atol=ERROR[name] * np.abs(exact).max())
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "top_k", "power_sgd"])
+@pytest.mark.parametrize("name", ["int8", "int6", "int4", "top_k", "power_sgd"])
 def test_what_is_lost_comes_later(name: str) -> None:
     """After T steps the sums of all that was merged and of all that was brought differ by what is still waiting."""
     shapes = taken(resolve(name))
@@ -127,6 +128,38 @@ def test_power_sgd_finds_a_matrix_of_its_rank() -> None:
     np.testing.assert_allclose(on_ranks(body)[0], matrix, atol=1e-4)
 
 
+def test_power_sgd_sums_whole_what_a_product_would_not_make_smaller() -> None:
+    shapes: list[tuple[int, ...]] = [(4096,), (64, 64), (), (8, 8), (0, 3), (64, 64), (0, 0), (3, 3, 4, 16)]
+    kind = PowerSGD(8, factors=None)
+    assert [kind.rank_of(shape) for shape in shapes] == [0, 8, 0, 0, 0, 8, 0, 5]
+
+    def body(communicator: GroupCommunicator) -> list[Any]:
+        return sums(Reducer(kind), communicator, gradients(communicator.rank, shapes=shapes), [1.0] * len(shapes))
+
+    found = on_ranks(body, 2)[0]
+    exact = [sum(of) for of in zip(*(gradients(rank, shapes=shapes) for rank in range(2)), strict=True)]
+    for shape, sum_, exactly in zip(shapes, found, exact, strict=True):
+        assert sum_.shape == shape
+        if kind.rank_of(shape):  # the part of a random matrix that lies in so many directions
+            assert 0.3 < np.linalg.norm(sum_ - exactly) / np.linalg.norm(exactly) < 0.99
+            assert np.linalg.matrix_rank(sum_.reshape(matrix_shape(shape))) == kind.rank_of(shape)
+        else:
+            np.testing.assert_allclose(sum_, exactly, rtol=1e-6)
+
+
+@pytest.mark.parametrize("apart", [1.0, 1e-2, 1e-4, 1e-7, 0.0])
+def test_bases_are_orthonormal_even_of_what_is_dependent(apart: float) -> None:
+    """Rows that are all near to each other, of very different lengths, beside some that are zero."""
+    random = np.random.default_rng(2)
+    rows = random.standard_normal((3, 1, 64)) + apart * random.standard_normal((3, 8, 64))
+    rows *= 10.0 ** random.integers(-6, 6, (3, 8, 1))
+    rows[1, 2:4] = 0.0
+    for stack in (rows[::2], rows):
+        with np.errstate(invalid="ignore"):
+            bases = _orthogonal(stack.astype(np.float32))
+        np.testing.assert_allclose(bases @ bases.swapaxes(1, 2), np.tile(np.eye(8), (len(stack), 1, 1)), atol=2e-3)
+
+
 def test_top_k_takes_the_largest() -> None:
     array = np.arange(-2000, 2001, dtype=np.float32)
     for ratio in (0.001, 0.5):  # places by their numbers, and by bits
@@ -138,6 +171,20 @@ def test_top_k_takes_the_largest() -> None:
         assert np.abs(decoded[decoded != 0]).min() >= 2000 - (count - 1) // 2 - 1
         assert set(decoded.tolist()) <= {0.0, *array.tolist()}
         assert sum(part.nbytes for part in parts) == 4 * count + min(4 * count, -(-array.size // 8))
+
+
+@pytest.mark.parametrize("kind", [compression.Int8, compression.Int6, compression.Int4])
+def test_whole_numbers_travel_exactly_in_any_order(kind: Any) -> None:
+    """All numbers that there are, each beside each other one, in the bytes that so many bits need."""
+    largest = 2 ** (kind.bits - 1) - 1
+    numbers = np.arange(-largest, largest + 1)
+    pairs = np.stack(np.meshgrid(numbers, numbers), axis=-1).reshape(-1)
+    codec = kind(chunk=len(pairs) + -len(pairs) % 4)
+    for values in (pairs, np.roll(pairs, 1)):
+        packed, scales = codec.encode(values.astype(np.float32))
+        assert scales.tolist() == [1.0]
+        assert packed.nbytes == codec.chunk * kind.bits // 8
+        np.testing.assert_array_equal(codec.decode([packed, scales], len(values)), values)
 
 
 def test_eight_bits_send_no_more_from_more_ranks() -> None:
@@ -258,6 +305,7 @@ def test_bytes_are_counted() -> None:
         # Through shared memory a rank writes what it reduces once; 16 and 8 bits are scattered and gathered.
         assert sent["float16"] < 0.8 * whole
         assert sent["int8"] < 0.4 * whole
+        assert sent["int6"] < 0.3 * whole
         assert sent["int4"] < 0.2 * whole
         assert sent["top_k"] < 0.17 * whole
         assert sent["power_sgd"] < 0.05 * whole
@@ -291,6 +339,7 @@ def test_what_is_no_compression_is_refused(wrong: Any) -> None:
         lambda: compression.TopK(1.5),
         lambda: compression.TopK(values="int8"),
         lambda: compression.Int8(0),
+        lambda: compression.Int6(6),
         lambda: compression.Int4(3),
         lambda: compression.PowerSGD(factors="int8"),
         lambda: compression.PowerSGD(0),
@@ -304,6 +353,4 @@ def test_wrong_arguments_are_refused(make: Callable[[], Any]) -> None:
 def test_small_arrays_and_narrow_ones_are_left_alone() -> None:
     floats = np.dtype(np.float32)
     assert not resolve("int8").takes((100,), floats)
-    assert not resolve("power_sgd").takes((4096,), floats)
-    assert not resolve("power_sgd").takes((8, 8), floats)
     assert not resolve("float16").takes((4096,), np.dtype(np.float16))
