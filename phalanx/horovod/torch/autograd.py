@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -14,27 +15,35 @@ from phalanx.horovod.torch.tensors import from_host, tensors_of, to_host
 Tensor: TypeAlias = torch.Tensor
 
 
+def _reduced(reduce: Callable[..., Any], ctx: Any, name: Any, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    op, prescale, postscale, group = ctx.arguments
+    pending = reduce(
+        [to_host(tensor) for tensor in tensors],
+        name=name,
+        op=op,
+        prescale_factor=prescale,
+        postscale_factor=postscale,
+        process_set=group,
+        wake=False,
+    )
+    return tuple(tensors_of(pending.wait(), tensors))
+
+
+def _gradients(of: Callable[..., Any], ctx: Any, grads: Sequence[Tensor]) -> list[Tensor]:
+    return tensors_of(of([to_host(grad) for grad in grads], *ctx.arguments), grads)
+
+
 class Allreduce(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, name: Any, op: Op, prescale: float, postscale: float, group: ProcessSet, *tensors: Tensor
     ) -> Any:
         ctx.arguments = op, prescale, postscale, group
-        pending = operations.allreduce(
-            [to_host(tensor) for tensor in tensors],
-            name=name,
-            op=op,
-            prescale_factor=prescale,
-            postscale_factor=postscale,
-            process_set=group,
-            wake=False,
-        )
-        return tuple(tensors_of(pending.wait(), tensors))
+        return _reduced(operations.allreduce, ctx, name, tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        merged = gradients.of_allreduce([to_host(grad) for grad in grads], *ctx.arguments)
-        return None, None, None, None, None, *tensors_of(merged, grads)
+        return None, None, None, None, None, *_gradients(gradients.of_allreduce, ctx, grads)
 
 
 class Allgather(torch.autograd.Function):
@@ -48,8 +57,7 @@ class Allgather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        parts = gradients.of_allgather([to_host(grad) for grad in grads], *ctx.arguments)
-        return None, None, *tensors_of(parts, grads)
+        return None, None, *_gradients(gradients.of_allgather, ctx, grads)
 
 
 class Broadcast(torch.autograd.Function):
@@ -61,8 +69,7 @@ class Broadcast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        (merged,) = gradients.of_broadcast([to_host(grad)], *ctx.arguments)
-        return None, None, None, from_host(merged, grad)
+        return None, None, None, *_gradients(gradients.of_broadcast, ctx, [grad])
 
 
 class Alltoall(torch.autograd.Function):
@@ -84,18 +91,8 @@ class Reducescatter(torch.autograd.Function):
         ctx: Any, name: Any, op: Op, prescale: float, postscale: float, group: ProcessSet, *tensors: Tensor
     ) -> Any:
         ctx.arguments = op, prescale, postscale, group
-        pending = operations.reducescatter(
-            [to_host(tensor) for tensor in tensors],
-            name=name,
-            op=op,
-            prescale_factor=prescale,
-            postscale_factor=postscale,
-            process_set=group,
-            wake=False,
-        )
-        return tuple(tensors_of(pending.wait(), tensors))
+        return _reduced(operations.reducescatter, ctx, name, tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        merged = gradients.of_reducescatter([to_host(grad) for grad in grads], *ctx.arguments)
-        return None, None, None, None, None, *tensors_of(merged, grads)
+        return None, None, None, None, None, *_gradients(gradients.of_reducescatter, ctx, grads)
