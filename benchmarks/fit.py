@@ -1,12 +1,16 @@
 """Keras `fit` on the backend that KERAS_BACKEND names, without Phalanx or as a task of a Phalanx job.
 
 By itself it is one process of plain Keras. `--strategy` puts the model into the scope of that strategy; under
-`phalanx run --workers N` that makes N replicas, and with `--ps` N workers among parameter servers.
+`phalanx run --workers N` that makes N replicas, and with `--ps` N workers among parameter servers. `--apart` makes it N
+processes of plain Keras, each with its part of the batch, that exchange nothing: what this machine gives to N processes
+at once.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import time
 from contextlib import nullcontext
 from typing import Any
@@ -43,12 +47,13 @@ def main() -> None:
         parser.add_argument("--strategy", choices=names)
         parser.add_argument("--synchronous", action="store_true", help="parameter servers: merge gradients")
         parser.add_argument("--shards", type=int, help="parameter servers: pieces of each variable")
+        parser.add_argument("--apart", action="store_true", help="a model of its own in each task of the job")
         parser.add_argument("--local-batch", action="store_true", help="the work's batch is that of one replica")
 
     args = arguments(add)
     work = args.work
     scope: Any = nullcontext()
-    number, workers = 0, 1
+    number, workers, parts = 0, 1, 1
     batch, pauses = work.batch, []
     if args.strategy is not None:
         strategy = _strategy(args)
@@ -60,13 +65,17 @@ def main() -> None:
             batch *= workers
         if work.slow_ms and number == workers - 1:
             pauses = [Pause(work.slow_ms)]
+    if args.apart:
+        config = json.loads(os.environ["TF_CONFIG"])
+        number, parts = config["task"]["index"], len(config["cluster"]["worker"])
+        batch //= parts
     # Weights are not seeded: `keras.utils.set_random_seed` imports TensorFlow on every backend where it is installed,
     # which takes seconds of the start, and no time here depends on the weights.
     with scope:
         model = work.compiled_keras_model(keras)
 
     def fit(steps: int, *, callbacks: list[Any], **options: Any) -> None:
-        x, y = work.data(steps)
+        x, y = (part[: len(part) // parts] for part in work.data(steps))
         model.fit(x, y, batch_size=batch, verbose=0, callbacks=[*callbacks, *pauses], **options)
 
     stopwatch = Stopwatch(work, args.windows)

@@ -111,6 +111,12 @@ def _keras(backend: str, share: Share) -> Tool:
     return Tool(f"keras-{backend}{suffix}", title, Kind.SINGLE, share, "benchmarks.fit", backend=backend)
 
 
+def _apart(backend: str) -> Tool:
+    """What replicas could reach at most, if merging cost nothing."""
+    title = f"(two processes of Keras on {TITLES[backend]}, half a batch each, that merge nothing)"
+    return Tool(f"apart-{backend}", title, Kind.PHALANX, Share.OWN, "benchmarks.fit", ("--apart",), backend=backend)
+
+
 def _one_replica(backend: str) -> Tool:
     return Tool(
         f"one-replica-{backend}",
@@ -189,6 +195,7 @@ TOOLS = {
             "benchmarks.peers.keras_jax_dataparallel",
         ),
         *(_keras(backend, share) for share in (Share.ALL, Share.ONE) for backend in TITLES),
+        *(_apart(backend) for backend in TITLES),
         *(_one_replica(backend) for backend in TITLES),
         *(servers(backend) for backend in TITLES),
         *(_mirrored(backend) for backend in TITLES),
