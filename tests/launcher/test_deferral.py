@@ -26,7 +26,7 @@ import keras
 {after}
 import phalanx.launcher.deferral as deferral
 executed = [name for name in deferral.DEFERRED if type(sys.modules.get(name)) is types.ModuleType]
-print(json.dumps(executed + [name for name in ("sklearn", "matplotlib.pyplot") if name in sys.modules]))
+print(json.dumps(executed + [name for name in ("sklearn", "matplotlib.pyplot", "pandas") if name in sys.modules]))
 """
     )
     done = subprocess.run(
@@ -41,8 +41,32 @@ print(json.dumps(executed + [name for name in ("sklearn", "matplotlib.pyplot") i
     return found
 
 
-def test_a_worker_imports_neither_wrappers_nor_pictures_with_keras(tmp_path):
+TRAINED = """
+import numpy as np
+model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+model.fit(np.ones((8, 3)), np.ones((8, 1)), validation_split=0.5, verbose=0)
+"""
+TRAINED_ON_TABLES = """
+import pandas
+table, series = pandas.DataFrame(np.ones((8, 3))), pandas.Series(np.ones(8))
+model.fit(table, series, validation_split=0.5, verbose=0)
+assert model.predict(table, verbose=0).shape == (8, 1)
+from keras.src.trainers.data_adapters import array_slicing
+kinds = [type(made).__name__ for made in array_slicing.convert_to_sliceable((table, series))]
+assert kinds == ["PandasDataFrameSliceable", "PandasSeriesSliceable"], kinds
+assert array_slicing.can_slice_array(table) and not array_slicing.can_slice_array([1.0])
+"""
+
+
+def test_a_worker_imports_neither_wrappers_nor_pictures_nor_tables_with_keras(tmp_path):
     assert loaded(tmp_path, "") == []
+    assert loaded(tmp_path, TRAINED) == []
+
+
+def test_tables_are_known_when_the_program_has_some(tmp_path):
+    pytest.importorskip("pandas")
+    assert "pandas" in loaded(tmp_path, TRAINED + TRAINED_ON_TABLES)
 
 
 def test_they_are_there_when_they_are_used(tmp_path):
