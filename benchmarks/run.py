@@ -181,6 +181,7 @@ def main() -> None:
             comparison.failures.append(f"{title}: not installed; `make bench-peers` installs the peers.")
     prefix = shlex.split(args.prefix)
     complete = not only and not args.quick
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout`, say: what was measured is kept as well
     try:
         for measurement in measure(pairs, comparison, rounds=rounds, windows=windows, prefix=prefix, console=console):
             comparison.measurements.append(measurement)
