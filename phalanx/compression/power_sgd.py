@@ -28,6 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from functools import cache
 
 import numpy as np
 
@@ -106,14 +107,17 @@ class _Stack:
         """This rank's part of Q', of shape (k, rank, m), where P' is `left`."""
         return _products(left / self._rows, self._matrices) / self._columns
 
-    def product(self, left: Array, right: Array) -> Array:
-        """What the factors mean, of shape (k, n, m)."""
-        products: Array = (left * self._rows).swapaxes(1, 2) @ (right * self._columns)
-        return products
+    def undivided_left(self, left: Array) -> Array:
+        """P' for the matrices as they are."""
+        return left * self._rows
 
-    def after(self, left: Array, right: Array) -> _Memory:
+    def undivided_right(self, right: Array) -> Array:
+        """Q' for them."""
+        return right * self._columns
+
+    def after(self, right: Array, factors: tuple[Array, Array]) -> _Memory:
         """What is known after a step in which these were the sums' factors. Mean squares need no product."""
-        a, b = left * self._rows, right * self._columns
+        a, b = factors
         rows = DECAY * self._memory.rows + (1 - DECAY) * _mean_squares(a, b)
         return _Memory(right, rows, DECAY * self._memory.columns + (1 - DECAY) * _mean_squares(b, a))
 
@@ -183,9 +187,10 @@ class PowerSGD:
             own = dict(zip(whole, found.own[len(stacks) :], strict=True))
             after: dict[str, Array] = {}
             for stack, left, right, mine in zip(stacks, lefts, found.values, found.own, strict=False):
-                values |= zip(stack.indices, stack.product(left, right), strict=True)
-                own |= zip(stack.indices, stack.product(left, mine), strict=True)
-                after |= stack.after(left, right).state(stack.shape)
+                a, b = stack.undivided_left(left), stack.undivided_right(right)
+                values |= zip(stack.indices, a.swapaxes(1, 2) @ b, strict=True)
+                own |= zip(stack.indices, a.swapaxes(1, 2) @ stack.undivided_right(mine), strict=True)
+                after |= stack.after(right, (a, b)).state(stack.shape)
         return Merged(
             [values[index].reshape(array.shape) for index, array in enumerate(arrays)],
             [own[index].reshape(array.shape) for index, array in enumerate(arrays)],
@@ -214,6 +219,7 @@ class PowerSGD:
         return self.factors.all_reduce(communicator, own, {})
 
 
+@cache
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     """Rows and columns of an array seen as a matrix: its shape cut where they are nearest to each other.
 
