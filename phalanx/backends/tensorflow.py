@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import keras
@@ -155,7 +156,7 @@ class TensorFlowEngine:
             _assign(gradients, weights)
         elif weights:
             # What does not depend on the gradients (the step count, weight decay) must not happen if the merge fails.
-            with tf.control_dependencies(merged):
+            with tf.control_dependencies(merged), fused(model.optimizer):
                 model.optimizer.apply(gradients, weights)
         return averages, dict(model.get_metrics_result())
 
@@ -176,7 +177,9 @@ class TensorFlowEngine:
     def _train_overridden(self, data: Batch) -> tuple[dict[str, Any], dict[str, Any]]:
         before = self._start_metrics()
         assign = _assign if self._merge.updates else None
-        with model_state.merging_applies(self._model, self._merge_gradients, assign):
+        with model_state.merging_applies(self._model, self._merge_gradients, assign), ExitStack() as stack:
+            for optimizer in model_state.optimizers(self._model):
+                stack.enter_context(fused(optimizer))
             logs = self._model.train_step(data)
         _, averages = self._merge_all([], model_state.flat_logs(logs), before)
         return averages, dict(self._model.get_metrics_result())
