@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from phalanx.cluster.elastic.messages import Pulse
-from phalanx.cluster.elastic.paces import Paces
 from phalanx.launcher.messages import Paced
+from phalanx.paces import Paces, Pulse
 
 
 class Comparison:

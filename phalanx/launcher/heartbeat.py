@@ -8,8 +8,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from phalanx.cluster.elastic.messages import Pulse
 from phalanx.launcher import progress
+from phalanx.paces import Pulse
 
 BEAT_S = 0.5
 WINDOW = 10

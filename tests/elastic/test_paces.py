@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.cluster.elastic.messages import Pulse
-from phalanx.cluster.elastic.paces import Paces
+from phalanx.paces import Paces, Pulse
 
 NAMES = {"a": "worker/0 (rank 0)", "b": "worker/1 (rank 1)", "c": "worker/2 (rank 2)"}
 

@@ -40,7 +40,6 @@ from phalanx.cluster.elastic.messages import (
     Over,
     Past,
     Place,
-    Pulse,
     Ready,
     Regroup,
     Report,
@@ -49,6 +48,7 @@ from phalanx.cluster.elastic.messages import (
 )
 from phalanx.cluster.elastic.quarrels import Quarrels, leavers
 from phalanx.cluster.spec import CHIEF
+from phalanx.paces import Pulse
 
 STUCK_GRACE_S = 1.0
 """Once a member has waited in vain for the whole timeout: how long the others that also wait have to say so."""

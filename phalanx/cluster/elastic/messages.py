@@ -7,6 +7,8 @@ from typing import TypeVar
 
 import msgspec
 
+from phalanx.paces import Pulse
+
 Message = TypeVar("Message")
 
 KEEPER = "keeper"
@@ -93,27 +95,6 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
     entry: int
     result: bytes
-
-
-class Pulse(msgspec.Struct, frozen=True, tag="pulse"):
-    """The sender lives, and this is how far it has come.
-
-    Attributes:
-        phase, epoch, step: as in `launcher.progress`.
-        age_s: seconds since it came there.
-        steps_per_s: over the last seconds; 0 where not known.
-        computed_s, waited_s: seconds since the pulse before, outside of collectives and in them.
-        steps: taken since then.
-    """
-
-    phase: str = ""
-    epoch: int | None = None
-    step: int | None = None
-    age_s: float = 0.0
-    steps_per_s: float = 0.0
-    computed_s: float = 0.0
-    waited_s: float = 0.0
-    steps: int = 0
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):

@@ -29,7 +29,6 @@ from phalanx.cluster.elastic.messages import (
     Over,
     Past,
     Place,
-    Pulse,
     Ready,
     Regroup,
     Report,
@@ -50,6 +49,7 @@ from phalanx.errors import (
     LinkTimeoutError,
     RendezvousError,
 )
+from phalanx.paces import Pulse
 from phalanx.settings import Settings
 from phalanx.transport.address import Address
 from phalanx.transport.dial import RefusedError, dial, retry_delay_s

@@ -21,13 +21,12 @@ from phalanx.cluster.elastic.messages import (
     KEEPER,
     FromKeeper,
     Newcomer,
-    Pulse,
     ToKeeper,
     pack,
     unpack,
 )
-from phalanx.cluster.elastic.paces import Paces
 from phalanx.errors import ConfigurationError, FrameError, LinkClosedError, LinkTimeoutError
+from phalanx.paces import Paces, Pulse
 from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
 from phalanx.transport.listener import Listener

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from phalanx.cluster.elastic.messages import Pulse
+import msgspec
 
 WINDOW_S = 10.0
 """Over which members are compared. Long against what only one member does from time to time, such as to save."""
@@ -31,6 +31,27 @@ SILENT_S = 5.0
 
 COLLECTIVE = "all_reduce"
 """The phase of one that waits for others, who are then told of."""
+
+
+class Pulse(msgspec.Struct, frozen=True, tag="pulse"):
+    """The sender lives, and this is how far it has come.
+
+    Attributes:
+        phase, epoch, step: as in `launcher.progress`.
+        age_s: seconds since it came there.
+        steps_per_s: over the last seconds; 0 where not known.
+        computed_s, waited_s: seconds since the pulse before, outside of collectives and in them.
+        steps: taken since then.
+    """
+
+    phase: str = ""
+    epoch: int | None = None
+    step: int | None = None
+    age_s: float = 0.0
+    steps_per_s: float = 0.0
+    computed_s: float = 0.0
+    waited_s: float = 0.0
+    steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
