@@ -1,4 +1,4 @@
-"""Memory that a step frees stays with the process for the next step.
+"""Memory as training steps want it: what one frees stays with the process for the next, and blocks are aligned.
 
 The C library gives large blocks back to the system at once, and every training step takes the same ones again,
 page by page: thousands of page faults in a step of a small CNN on PyTorch, a quarter of its time. Thresholds of
@@ -8,7 +8,15 @@ mallopt(3).
 from __future__ import annotations
 
 import ctypes
+import math
 import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+ALIGNMENT_BYTES = 64
+"""XLA on CPU copies arguments that are aligned to less (a fifth of the time of a small model's step)."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 # So much may lie unused at the end of the heap before it is given back.
@@ -25,3 +33,12 @@ def keep_freed() -> None:
     if mallopt is not None:
         mallopt(_TRIM_THRESHOLD, KEPT_BYTES)
         mallopt(_MMAP_THRESHOLD, LARGEST_BLOCK_BYTES)
+
+
+def aligned(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """A new array, not initialised, at an address from which backends can compute without copying it. The dtype must be
+    of plain numbers."""
+    size = math.prod(shape) * dtype.itemsize
+    block = np.empty(size + ALIGNMENT_BYTES, np.uint8)
+    start = -block.ctypes.data % ALIGNMENT_BYTES
+    return block[start : start + size].view(dtype).reshape(shape)

@@ -17,17 +17,22 @@ from phalanx.backends.updater import Piece, Updater
 from phalanx.errors import UnsupportedError
 
 
-def prepare() -> None:
+def prepare(*, in_step: bool = False) -> None:
     """Call once in a process that takes part in a job, before anything is computed.
+
+    Args:
+        in_step: whether it waits for the other processes at each of its steps.
 
     Raises: UnsupportedError if Keras runs on a backend that Phalanx does not know.
     """
     name, _ = _backend()
     memory.keep_freed()
     if name == "jax":
-        from phalanx.backends import jax_cache
+        from phalanx.backends import jax_cache, jax_dispatch
 
         jax_cache.install()
+        if in_step:
+            jax_dispatch.compute_inline_on_one_core()
 
 
 def set_memory_growth(enable: bool = True) -> None:

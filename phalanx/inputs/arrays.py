@@ -6,11 +6,13 @@ a batch is a view of the arrays.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
+from phalanx import memory
 from phalanx.errors import ConfigurationError
 from phalanx.inputs import keras_adapters
 from phalanx.inputs.policy import AutoShardPolicy
@@ -19,6 +21,10 @@ from phalanx.inputs.split import Share, local_range
 from phalanx.inputs.structure import Array, describe, leaves, map_leaves, to_numpy
 
 Orders = Callable[[int, int, bool | str], Iterator[Array]]
+
+
+ALIGNED_FROM_BYTES = 128 * 1024
+"""Smaller batches are copied sooner than an aligned block is made."""
 
 
 class _Converted:
@@ -46,6 +52,16 @@ def _indexable(sliceable: Any) -> Any:
     if kind.startswith("Pandas"):
         return np.ascontiguousarray(sliceable.convert_to_numpy(array))
     return np.asarray(to_numpy(array))
+
+
+def _gathered(array: Any, rows: Array) -> Array:
+    """These rows of an array, which has them. A large batch lies where a backend need not copy it once more."""
+    size = len(rows) * array.dtype.itemsize * math.prod(array.shape[1:])
+    if size < ALIGNED_FROM_BYTES or array.dtype.kind not in "biuf" or isinstance(array, _Converted):
+        gathered: Array = array.take(rows, axis=0)
+        return gathered
+    # "clip" does not change any number; "raise" would gather into another buffer first.
+    return array.take(rows, axis=0, out=memory.aligned((len(rows), *array.shape[1:]), array.dtype), mode="clip")
 
 
 SAMPLED_ROWS, SAMPLED_COLUMNS = 16, 8
@@ -153,7 +169,7 @@ class ArraySource(Anywhere):
                 part = map_leaves(lambda array, rows=rows: array[rows], data)  # type: ignore[misc]
             else:
                 indices = order[rows]
-                part = map_leaves(lambda array, i=indices: array.take(i, axis=0), data)  # type: ignore[misc]
+                part = map_leaves(lambda array, i=indices: _gathered(array, i), data)  # type: ignore[misc]
             yield Share(part, size, global_size, None)
 
     def on_epoch_begin(self) -> None:

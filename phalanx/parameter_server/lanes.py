@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.backends.layout import ALIGNMENT_BYTES
 from phalanx.collectives.segment import Offer, Segment
 from phalanx.errors import FrameError
+from phalanx.memory import ALIGNMENT_BYTES
 
 logger = logging.getLogger(__name__)
 
