@@ -378,20 +378,28 @@ class TensorFlowUpdater(Updater):
     """See `phalanx.backends.updater.Updater`."""
 
     def _prepare(self) -> None:
-        self._step = tf.function(tf.autograph.experimental.do_not_convert(self._update))
+        # One signature, traced once: to find the trace for the arguments of a call takes longer than the update.
+        specs = [tf.TensorSpec(variable.shape, variable.dtype) for variable in self.variables]
+        step = tf.function(tf.autograph.experimental.do_not_convert(self._update))
+        self._step = step.get_concrete_function(*specs)
+        self._values: list[Any] | None = None
 
-    def _update(self, gradients: Sequence[Any]) -> None:
+    def _update(self, *gradients: Any) -> list[Any]:
         with fused(self.optimizer):
             self.optimizer.apply(gradients, self.variables)
+        return [variable.value.read_value() for variable in self.variables]
 
     def apply(self, gradients: Sequence[Any]) -> None:
-        self._step([tf.convert_to_tensor(gradient) for gradient in gradients])
+        self._values = self._step(*[tf.convert_to_tensor(gradient) for gradient in gradients])
 
     def values(self) -> list[Any]:
+        if self._values is None:
+            self._values = [variable.value.read_value() for variable in self.variables]
         # No copies: TensorFlow makes one when it updates a variable whose memory somebody looks at.
-        return [np.asarray(variable.value.read_value()) for variable in self.variables]
+        return [value.numpy() for value in self._values]
 
     def load(self, values: Mapping[int, Any], state: Mapping[int, Any]) -> None:
+        self._values = None
         for number, value in values.items():
             self.variables[number].assign(value)
         for number, value in state.items():
