@@ -9,6 +9,7 @@ a worker computes while a server on the same core works for it, a step took a te
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import jax
 
@@ -16,7 +17,8 @@ import jax
 def compute_inline_on_one_core() -> None:
     """Without effect once JAX has computed anything, and on other devices than CPUs."""
     if _cores() == 1:
-        jax.config.update("jax_cpu_enable_async_dispatch", False)
+        config: Any = jax.config
+        config.update("jax_cpu_enable_async_dispatch", False)
 
 
 def _cores() -> int:

@@ -60,8 +60,10 @@ def _gathered(array: Any, rows: Array) -> Array:
     if size < ALIGNED_FROM_BYTES or array.dtype.kind not in "biuf" or isinstance(array, _Converted):
         gathered: Array = array.take(rows, axis=0)
         return gathered
+    block = memory.aligned((len(rows), *array.shape[1:]), array.dtype)
     # "clip" does not change any number; "raise" would gather into another buffer first.
-    return array.take(rows, axis=0, out=memory.aligned((len(rows), *array.shape[1:]), array.dtype), mode="clip")
+    array.take(rows, axis=0, out=block, mode="clip")
+    return block
 
 
 SAMPLED_ROWS, SAMPLED_COLUMNS = 16, 8
