@@ -240,3 +240,14 @@ def test_explain_says_what_each_rank_reads():
     assert lines[0].startswith("Input sharding: DATA (arrays): each of the 3 replicas takes its part")
     assert lines[1] == "  rank 0 indexes samples 0 to 2 of each 8 of the 23, in an order shuffled alike on every rank"
     assert len(lines) == 4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "uint8", "bool", ">i4"])
+def test_large_batches_lie_where_backends_need_not_copy_them(dtype):
+    x = (np.random.default_rng(1).random((48, 128, 300)) * 100).astype(dtype)
+    source = shard_input(x, np.arange(48), batch_size=32, shuffle=True, rank=0, world_size=2, seed=SEED)
+    for batch in source.epoch(0):
+        images, numbers = batch.data[:2]
+        np.testing.assert_array_equal(images, x[numbers])
+        assert images.dtype == x.dtype
+        assert images.ctypes.data % 64 == 0

@@ -535,7 +535,9 @@ def test_the_version_is_told(launcher: Launcher) -> None:
 
 
 def test_the_launcher_imports_no_framework(launcher: Launcher) -> None:
-    code = "import sys, phalanx.cli, phalanx.launcher.command as c; print({'keras', 'numpy'} & {*sys.modules})"
+    # The comparison of the workers' paces is imported later, while they take their first steps.
+    modules = "phalanx.cli, phalanx.launcher.command, phalanx.launcher.comparison"
+    code = f"import sys, {modules}; print({{'keras', 'numpy'}} & {{*sys.modules}})"
     assert launcher.python("-c", code).out.strip() == "set()"
 
 
