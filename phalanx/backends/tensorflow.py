@@ -396,7 +396,7 @@ class TensorFlowUpdater(Updater):
         if self._values is None:
             self._values = [variable.value.read_value() for variable in self.variables]
         # No copies: TensorFlow makes one when it updates a variable whose memory somebody looks at.
-        return [value.numpy() for value in self._values]
+        return [np.asarray(value) for value in self._values]
 
     def load(self, values: Mapping[int, Any], state: Mapping[int, Any]) -> None:
         self._values = None
