@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import keras
@@ -26,17 +26,20 @@ def optimizers(model: Any) -> list[Any]:
 def merging_applies(
     model: Any,
     merge: Callable[[Sequence[Any], Sequence[Any]], list[Any]],
+    fused: Callable[[Any], AbstractContextManager[None]],
     assign: Callable[[Sequence[Any], Sequence[Any]], None] | None = None,
 ) -> Iterator[None]:
     """Let the optimizers of a model merge their gradients first; for train steps that call them themselves.
 
     Args:
         merge: gets the gradients and their weights.
+        fused: lets an optimizer use the backend's own kernels.
         assign: instead of the optimizers' own update, gets what `merge` returned and the weights.
     """
     with ExitStack() as stack:
         for optimizer in optimizers(model):
             stack.enter_context(_merging_apply(optimizer, merge, assign or optimizer.apply))
+            stack.enter_context(fused(optimizer))
         yield
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import keras
@@ -177,9 +176,7 @@ class TensorFlowEngine:
     def _train_overridden(self, data: Batch) -> tuple[dict[str, Any], dict[str, Any]]:
         before = self._start_metrics()
         assign = _assign if self._merge.updates else None
-        with model_state.merging_applies(self._model, self._merge_gradients, assign), ExitStack() as stack:
-            for optimizer in model_state.optimizers(self._model):
-                stack.enter_context(fused(optimizer))
+        with model_state.merging_applies(self._model, self._merge_gradients, fused, assign):
             logs = self._model.train_step(data)
         _, averages = self._merge_all([], model_state.flat_logs(logs), before)
         return averages, dict(self._model.get_metrics_result())

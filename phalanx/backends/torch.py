@@ -9,7 +9,6 @@ rest afterwards.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -145,11 +144,9 @@ class TorchEngine:
     def _train_overridden(self, data: Batch, share: float, metrics_before: list[Any]) -> None:
         assign = _assign if self._merge.updates else None
         merging = model_state.merging_applies(
-            self._model, lambda gradients, weights: self._merge_gradients(gradients, weights, share), assign
+            self._model, lambda gradients, weights: self._merge_gradients(gradients, weights, share), fused, assign
         )
-        with merging, ExitStack() as stack:
-            for optimizer in model_state.optimizers(self._model):
-                stack.enter_context(fused(optimizer))
+        with merging:
             logs = self._model.train_step(data)
         self._merge_all((), [], model_state.flat_logs(logs), share, metrics_before)
 

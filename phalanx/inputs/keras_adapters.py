@@ -5,6 +5,7 @@ Keras decides here what arrays it accepts, which dtypes they get and what its er
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -74,15 +75,12 @@ def shuffled_orders(
     # In one batch, unless only the rows within each are to be shuffled: the order is the same and comes at once.
     size = batch_size if shuffle == "batch" else samples
     passes = EpochIterator(np.arange(samples), batch_size=size, shuffle=shuffle)
-    adapter = passes.data_adapter
-    if keras.backend.backend() == "tensorflow":
+    passes._get_iterator = {
+        "jax": passes.data_adapter.get_jax_iterator,
         # Once for all passes, as Keras does it: making one takes some 80 ms.
-        dataset = adapter.get_tf_dataset()
-        passes._get_iterator = lambda: dataset
-    else:
-        passes._get_iterator = {"jax": adapter.get_jax_iterator, "torch": adapter.get_torch_dataloader}[
-            keras.backend.backend()
-        ]
+        "tensorflow": functools.cache(passes.data_adapter.get_tf_dataset),
+        "torch": passes.data_adapter.get_torch_dataloader,
+    }[keras.backend.backend()]
     if peeked:
         next(next(passes._enumerate_iterator())[2])
         passes.reset()
