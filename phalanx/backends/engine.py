@@ -23,6 +23,14 @@ class Merge(Protocol):
         ...
 
     @property
+    def exchange(self) -> Callable[[Sequence[Array]], list[Array | None]] | None:
+        """Where nothing but gradients is merged, and all else that a step computes stays this rank's own: gives the new
+        weights for the gradients of all trainable variables, None for those that are not known yet. They are lent: the
+        call after the next one overwrites them. It is called in the place of a call; None where there is no such way.
+        """
+        ...
+
+    @property
     def repeats(self) -> bool:
         """Whether a step whose merge fails is tried again: then it must leave nothing behind."""
         ...

@@ -12,6 +12,9 @@ changes nothing. What else it returns (metric and layer state, logs) is merged a
 Who owns the buffers: `update` of step k may still read them when it has returned (JAX works asynchronously and may
 alias them), but the merge of step k + 1 waits for the gradients of step k + 1, which need the result of `update`
 of step k. So no buffer is overwritten while it is read.
+
+Where a merge exchanges gradients for weights there is nothing else to merge and no `update`: the weights are lent by
+the merge, and `gradients` of the next step computes from them where they lie.
 """
 
 from __future__ import annotations
@@ -48,6 +51,25 @@ class _Local(NamedTuple):
 
     merged: Values
     private: dict[int, Any]  # non-trainable variables that it changed and that are not merged (random seeds), by index
+
+
+class _Own(NamedTuple):
+    """What a step returns of which only the gradients are merged."""
+
+    gradients: Values
+    changed: dict[int, Any]  # non-trainable variables that it changed, by index
+    metrics: Values
+    logs: dict[str, Any]
+
+
+class _Lent:
+    """Weights in memory that others will write again: whoever takes them one by one, as Keras does, gets copies."""
+
+    def __init__(self, values: Values) -> None:
+        self.values = values
+
+    def __iter__(self) -> Iterator[Any]:
+        return (jnp.array(value, copy=True) for value in self.values)
 
 
 @dataclass(frozen=True)
@@ -117,7 +139,8 @@ class JaxEngine:
         self._test_logs: dict[str, Any] = {}
 
     def retrace(self) -> None:
-        self._gradients = _Step(self._trace_gradients, self._jit, self._merge)
+        trace = self._trace_own_gradients if self._merge.exchange else self._trace_gradients
+        self._gradients = _Step(trace, self._jit, self._merge)
         self._test = _Step(self._trace_test, self._jit, self._merge, donate=(2,))
         self._recipe: _Recipe | None = None
         self._update: Callable[..., Any] | None = None
@@ -147,6 +170,9 @@ class JaxEngine:
     def train(self, data: Batch, share: float) -> None:
         trainable, non_trainable, optimizer, metrics = self._state(with_optimizer=True)
         local = self._gradients(share, trainable, non_trainable, optimizer, metrics, data)
+        if isinstance(local, _Own):
+            self._exchange(self._merge.exchange, local, trainable, non_trainable, optimizer)
+            return
         recipe = self._recipe
         assert recipe is not None, "tracing the gradients has written it"
         flats = self._merge(recipe.travelling, [np.asarray(array) for array in local.merged], share)
@@ -162,6 +188,16 @@ class JaxEngine:
         for index, value in [*zip(recipe.state, state, strict=True), *local.private.items()]:
             non_trainable[index] = value
         self._keep(trainable, non_trainable, optimizer, metrics)
+
+    def _exchange(
+        self, exchange: Any, local: _Own, trainable: Values, non_trainable: Values, optimizer: Values
+    ) -> None:
+        weights = exchange([np.asarray(gradient) for gradient in local.gradients])
+        lent = [old if new is None else new for old, new in zip(trainable, weights, strict=True)]
+        for index, value in local.changed.items():
+            non_trainable[index] = value
+        self._logs = local.logs
+        self._keep(lent, non_trainable, optimizer, local.metrics, lent=True)
 
     def warm(self, data: Batch, share: float) -> Callable[[], None] | None:
         trainable, non_trainable, optimizer, metrics = self._state(with_optimizer=True)
@@ -237,15 +273,7 @@ class JaxEngine:
             jnp.zeros_like(value) if weight is Weight.ONE else value
             for value, weight in zip(metrics, weights, strict=True)
         ]
-        with _probe(self._model.optimizer) as calls:
-            logs, state = self._model.train_step((trainable, non_trainable, optimizer, start), data)
-        gradients = _only_call(calls, state, trainable, optimizer)
-        _, new_non_trainable, _, new_metrics = state
-        changed = {
-            index: new
-            for index, (old, new) in enumerate(zip(non_trainable, new_non_trainable, strict=True))
-            if new is not old
-        }
+        gradients, changed, new_metrics, logs = self._trace_step(trainable, non_trainable, optimizer, start, data)
         floating = {i: v for i, v in changed.items() if jnp.issubdtype(v.dtype, jnp.floating)}
         private = {i: v for i, v in changed.items() if i not in floating}
         own_logs = _own_logs(self._model, "train_step", logs)
@@ -258,6 +286,21 @@ class JaxEngine:
         if recipe != self._recipe:
             self._recipe, self._update = recipe, None
         return _Local(recipe.join(values), private)
+
+    def _trace_own_gradients(
+        self, trainable: Values, non_trainable: Values, optimizer: Values, metrics: Values, data: Batch
+    ) -> _Own:
+        own = self._trace_step(trainable, non_trainable, optimizer, metrics, data)
+        return own._replace(logs=model_state.flat_logs(own.logs))
+
+    def _trace_step(
+        self, trainable: Values, non_trainable: Values, optimizer: Values, metrics: Values, data: Batch
+    ) -> _Own:
+        """The model's own `train_step`, without the update; the logs as it returned them."""
+        with _probe(self._model.optimizer) as calls:
+            logs, state = self._model.train_step((trainable, non_trainable, optimizer, metrics), data)
+        gradients = _only_call(calls, state, trainable, optimizer)
+        return _Own(gradients, _changed(non_trainable, state[1]), list(state[3]), logs)
 
     def _trace_update(self, recipe: _Recipe, silent: frozenset[str]) -> Callable[..., Any]:
         def update(trainable: Values, optimizer: Values, metrics: Values, flats: Values) -> Any:
@@ -278,12 +321,7 @@ class JaxEngine:
     def _trace_test(self, trainable: Values, non_trainable: Values, metrics: Values, data: Batch) -> Any:
         logs, state = self._model.test_step((trainable, non_trainable, metrics), data)
         _, new_non_trainable, new_metrics = state
-        changed = {
-            index: new
-            for index, (old, new) in enumerate(zip(non_trainable, new_non_trainable, strict=True))
-            if new is not old
-        }
-        return new_metrics, changed, _own_logs(self._model, "test_step", logs)
+        return new_metrics, _changed(non_trainable, new_non_trainable), _own_logs(self._model, "test_step", logs)
 
     def _metric_weights(self) -> tuple[Weight, ...]:
         return tuple(WEIGHT_OF_AGGREGATION[v.aggregation] for v in self._model.metrics_variables)
@@ -309,17 +347,20 @@ class JaxEngine:
             optimizer = values[2] if with_optimizer else None
             self._keep(values[0], values[1], optimizer, values[-1])
             return values[0], list(values[1]), optimizer, values[-1]
+        trainable = kept["trainable_variables"]
         return (
-            kept["trainable_variables"],
+            trainable.values if isinstance(trainable, _Lent) else trainable,
             list(kept["non_trainable_variables"]),
             kept.get("optimizer_variables"),
             kept["metrics_variables"],
         )
 
-    def _keep(self, trainable: Values, non_trainable: Values, optimizer: Any, metrics: Values) -> None:
+    def _keep(
+        self, trainable: Values, non_trainable: Values, optimizer: Any, metrics: Values, *, lent: bool = False
+    ) -> None:
         # Keras writes this back into the variables when a callback touches `self.model`.
         state = {
-            "trainable_variables": trainable,
+            "trainable_variables": _Lent(trainable) if lent else trainable,
             "non_trainable_variables": non_trainable,
             "metrics_variables": metrics,
         }
@@ -482,6 +523,11 @@ def _only_call(calls: list[_Call], state: tuple[Any, ...], trainable: Values, op
 
 def _same(left: Sequence[Any], right: Sequence[Any]) -> bool:
     return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))
+
+
+def _changed(before: Values, after: Values) -> dict[int, Any]:
+    """The values that are others now, by index."""
+    return {index: new for index, (old, new) in enumerate(zip(before, after, strict=True)) if new is not old}
 
 
 def _own_logs(model: Any, step: str, logs: Any) -> dict[str, Any]:

@@ -87,9 +87,9 @@ def cut(element: Any, rank: int, world_size: int, source: str) -> Share:
         raise ConfigurationError(
             f"{source} yielded a batch of 0 samples, which has no loss. Drop empty batches where they arise."
         )
-    fingerprint = fingerprint_of(element)
     if world_size == 1:
-        return Share(element, global_size, global_size, fingerprint)
+        return Share(element, global_size, global_size, None)
+    fingerprint = fingerprint_of(element)
     start, stop = local_range(global_size, rank, world_size)
     if start == stop:
         return Share(stand_in(element), 0, global_size, fingerprint)

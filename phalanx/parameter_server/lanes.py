@@ -78,11 +78,6 @@ class Lanes:
             logger.debug("no shared memory at %s: %s", offer.path, error)
             return None
 
-    def next_place(self) -> int:
-        """Where the next values go."""
-        self._turn = 1 - self._turn
-        return TO_WORKER + self._turn
-
     def write(self, place: int, arrays: Sequence[Array]) -> tuple[int, ...]:
         """Copy arrays into a place; returns their lengths in bytes, or none if that is too little to be worth it or too
         much to fit."""
@@ -92,6 +87,15 @@ class Lanes:
         for array, memory in zip(arrays, self.read(place, lengths), strict=True):
             np.copyto(np.frombuffer(memory, array.dtype).reshape(array.shape), array)
         return lengths
+
+    def write_values(self, arrays: Sequence[Array]) -> tuple[int, tuple[int, ...]]:
+        """Copy values into the place whose turn it is; returns it, and as `write` their lengths. Where nothing is
+        written, the turn stays: the worker may still compute from the other place."""
+        place = TO_WORKER + 1 - self._turn
+        lengths = self.write(place, arrays)
+        if lengths:
+            self._turn = 1 - self._turn
+        return place, lengths
 
     def read(self, place: int, lengths: Sequence[int]) -> list[memoryview]:
         """The buffers that were written there, in the memory itself: they change when the place is written again.

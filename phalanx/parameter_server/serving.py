@@ -131,8 +131,7 @@ class Serving:
                     buffers = lanes.read(TO_SERVER, question.lengths)
                 answer, arrays = self._reply(worker, incarnation, question, buffers)
                 if lanes is not None and isinstance(answer, Values) and isinstance(question, Push | Pull):
-                    place = lanes.next_place()
-                    lengths = lanes.write(place, arrays)
+                    place, lengths = lanes.write_values(arrays)
                     if lengths:
                         answer, arrays = msgspec.structs.replace(answer, lengths=lengths, place=place), ()
                 _answer(link, answer, arrays, max(SEND_S, self._me.settings.timeout_s))

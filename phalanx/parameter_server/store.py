@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -456,8 +457,9 @@ class Store:
         self._results[key] = result
         self._last |= dict.fromkeys(result.members, key)
         if len(self._results) > RESULTS:
-            kept = set(self._last.values())
-            for old in [key for key in self._results if key not in kept][: len(self._results) - RESULTS]:
+            kept = self._last.values()
+            outdated = (key for key in self._results if key not in kept)
+            for old in list(islice(outdated, len(self._results) - RESULTS)):
                 del self._results[old]
         if len(self._completed) > COMPLETED:
             oldest = next(iter(self._completed))

@@ -78,6 +78,7 @@ class StepMerge:
     """
 
     updates = False
+    exchange = None
 
     def __init__(self, replica: Replica, compression: Compression | None = None) -> None:
         self._replica = replica

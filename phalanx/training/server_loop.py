@@ -264,7 +264,7 @@ class ServerTrainer:
         if not self._training:
             return
         assert self._engine is not None
-        self._leave_rows()
+        self._leave_steps()
         with self._between_steps():
             until = time.monotonic() + AGREEMENT_S
             while True:
@@ -480,7 +480,7 @@ class ServerTrainer:
             if value is not None:
                 variable.assign(value)
 
-    def _leave_rows(self) -> None:
+    def _leave_steps(self) -> None:
         """The model has its whole tables again, and all variables their values."""
         assert self._engine is not None
         self._engine.end()
@@ -502,9 +502,8 @@ class ServerTrainer:
         """In the middle of `fit`, take the newest weights; after it, the model has the last ones, or other ones on
         purpose."""
         if self._training:
-            if self._rows is not None:  # perhaps between two batches
-                self._leave_rows()
-                self._stale = True
+            self._leave_steps()  # perhaps between two batches
+            self._stale = self._rows is not None
             self._assign(self._merge.pull())
             self._pull_tables()
         yield

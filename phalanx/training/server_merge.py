@@ -62,6 +62,7 @@ class ServerMerge:
         self._worker = worker
         self._client = worker.client
         self._synchronous = worker.rules.synchronous
+        self.exchange = None if self._synchronous else self._exchange
         self._trainers = trainers or worker.workers
         self._overlap = self._spare = False
         self._wire = None if worker.compression is None else worker.compression.wire
@@ -169,11 +170,8 @@ class ServerMerge:
     def __call__(self, layout: Layout, arrays: Sequence[Array], share: float) -> list[Array]:
         flats, views = self._buffers.next(layout)
         count = sum(weight is Weight.GRADIENT for weight in layout.weights)
-        if count not in (0, len(self._require_placed().variables)):
-            raise UnsupportedError(
-                f"The model has {count} trainable variables now, and had {len(self._require_placed().variables)} when "
-                f"fit() began. Create all variables before, or call fit() again."
-            )
+        if count:
+            self._check_number(count)
         progress.enter("push")
         timeline.current.enter("push and pull")
         merged = self._step(self._clip(arrays[:count]), arrays[count:], layout.weights[count:], share)
@@ -184,6 +182,22 @@ class ServerMerge:
         progress.enter("update")
         timeline.current.enter("apply")
         return flats
+
+    def _exchange(self, gradients: Sequence[Array]) -> list[Array | None]:
+        """See `Merge.exchange`: asynchronous training merges nothing but gradients."""
+        self._check_number(len(gradients))
+        progress.enter("push")
+        timeline.current.enter("push and pull")
+        return self._step(self._clip(gradients), (), (), 1.0)
+
+    def _check_number(self, gradients: int) -> None:
+        """Raises: UnsupportedError unless there is one for each variable."""
+        variables = len(self._require_placed().variables)
+        if gradients != variables:
+            raise UnsupportedError(
+                f"The model has {gradients} trainable variables now, and had {variables} when fit() began. Create all "
+                f"variables before, or call fit() again."
+            )
 
     def total(self, own: Array, share: float) -> Array:
         """See `Merge.total`."""

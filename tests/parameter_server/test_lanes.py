@@ -56,15 +56,16 @@ def test_buffers_are_aligned_as_backends_want_it(pair: tuple[Lanes, Lanes]) -> N
 def test_values_stay_until_those_after_the_next_come(pair: tuple[Lanes, Lanes]) -> None:
     worker, server = pair
     first, second = np.full(5000, 1.0, np.float32), np.full(5000, 2.0, np.float32)
-    places = [server.next_place(), server.next_place(), server.next_place()]
-    assert places[0] != places[1]
-    assert places[2] == places[0]
+    written = [server.write_values([first]), server.write_values([second])]
+    places = {place for place, _ in written}
+    assert len(places) == 2
     assert TO_SERVER not in places
-    lengths = server.write(places[0], [first])
-    (memory,) = worker.read(places[0], lengths)
-    server.write(places[1], [second])
+    assert server.write_values([])[1] == (), "nothing new"
     worker.write(TO_SERVER, [second])
-    np.testing.assert_array_equal(np.frombuffer(memory, np.float32), first)
+    for (place, lengths), sent in zip(written, (first, second), strict=True):
+        (memory,) = worker.read(place, lengths)
+        np.testing.assert_array_equal(np.frombuffer(memory, np.float32), sent)
+    assert server.write_values([first])[0] == written[0][0]
 
 
 def test_what_is_too_little_or_too_much_goes_with_the_message(pair: tuple[Lanes, Lanes]) -> None:

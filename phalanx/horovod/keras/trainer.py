@@ -174,6 +174,7 @@ class _GradientMerge:
     """
 
     updates = repeats = False
+    exchange = None
 
     def __init__(
         self, way: Any, local: Collection[int] = (), *, one_by_one: bool = False, agrees: bool = False
