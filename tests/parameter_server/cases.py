@@ -7,6 +7,7 @@ Every task runs it. The chief trains the same model once more without Phalanx, a
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import sys
 from collections.abc import Callable
@@ -26,6 +27,7 @@ class Case:
         workers: for how many it is.
         strategy: arguments of ParameterServerStrategy.
         exact: whether the numbers must be those of one process.
+        looks: whether a callback looks at the model between batches.
     """
 
     workers: int
@@ -36,6 +38,7 @@ class Case:
     model: Callable[[Any], Any] | None = None
     weighted: bool = False
     exact: bool = True
+    looks: bool = False
 
 
 def _shards(count: int) -> Any:
@@ -81,6 +84,7 @@ CASES = {
     "alone_averaging_weights": Case(1, {}, lambda keras: keras.optimizers.Adam(0.02, use_ema=True, ema_momentum=0.8)),
     "alone_with_own_train_step": Case(1, {}, model=_own_step),
     "alone_with_fewer_steps_than_data": Case(1, {}, fit={"steps_per_epoch": 4, "epochs": 3, "validation_data": None}),
+    "alone_looked_at": Case(1, {}, model=_wide, looks=True),
     "alone_wide": Case(1, {"variable_partitioner": 2}, model=_wide),
     "synchronous": Case(2, {"synchronous": True}),
     "synchronous_wide": Case(2, {"synchronous": True}, _schedule, model=_wide),
@@ -102,8 +106,39 @@ CASES = {
     "asynchronous_in_bfloat16": Case(2, {"compression": "bfloat16"}, fit={"epochs": 12}, exact=False),
     "asynchronous_with_a_schedule": Case(2, {}, _schedule, fit={"epochs": 12}, exact=False),
     "asynchronous_with_fewer_steps_than_data": Case(2, {}, fit={"steps_per_epoch": 3, "epochs": 12}, exact=False),
+    "asynchronous_looked_at": Case(
+        2, {}, lambda keras: keras.optimizers.Adam(0.0003), fit={"epochs": 12}, model=_wide, exact=False, looks=True
+    ),
     "bounded_staleness": Case(2, {"staleness": 1}, fit={"epochs": 12}, exact=False),
 }
+
+
+class _Looks:
+    """A callback that keeps what it sees of the model between batches, and predicts there."""
+
+    def __init__(self, keras: Any, x: Any) -> None:
+        self._kept: list[Any] = []
+        self._copies: list[Any] = []
+
+        def look(batch: int, logs: Any) -> None:
+            model = self.callback.model
+            # On JAX the arrays themselves, which never change; elsewhere a variable's value does.
+            immutable = keras.backend.backend() == "jax"
+            self._kept += [weight.value for weight in model.weights] if immutable else model.get_weights()
+            self._copies += [array.copy() for array in model.get_weights()]
+            if batch == 1:
+                model.predict(x[:7], verbose=0)
+            if batch == 3:
+                model.predict_on_batch(x[:7])
+
+        self.callback = keras.callbacks.LambdaCallback(on_train_batch_end=look)
+
+    def check(self) -> None:
+        import numpy as np
+
+        assert self._kept, "no batch was seen"
+        for kept, copy in zip(self._kept, self._copies, strict=True):
+            np.testing.assert_array_equal(kept, copy, "what a callback keeps stays as it was")
 
 
 def train(case: Case, scope: Any) -> dict[str, Any]:
@@ -130,14 +165,18 @@ def train(case: Case, scope: Any) -> dict[str, Any]:
             )
         )
         model.compile(case.optimizer(keras), case.loss(keras), weighted_metrics=["accuracy"])
+    looks = _Looks(keras, x) if case.looks else None
     history = model.fit(
         x,
         y,
+        callbacks=[looks.callback] if looks else [],
         **{"batch_size": BATCH, "epochs": 2, "verbose": 0, "sample_weight": weights, "validation_data": (x, y)}
         | case.fit,
     )
     # First of all: Keras itself evaluates on JAX with buffers that an optimizer which averages weights shares.
     state = [np.array(keras.ops.convert_to_numpy(variable)) for variable in model.optimizer.variables]
+    if looks and not isinstance(scope, contextlib.nullcontext):  # Keras itself gives away what a callback keeps
+        looks.check()
     return {
         "history": history.history,
         "evaluated": model.evaluate(x, y, verbose=0),
@@ -148,8 +187,6 @@ def train(case: Case, scope: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    import contextlib
-
     import phalanx
 
     folder = Path(sys.argv[1])
