@@ -62,14 +62,15 @@ class _Own(NamedTuple):
     logs: dict[str, Any]
 
 
-class _Lent:
-    """Weights in memory that others will write again: whoever takes them one by one, as Keras does, gets copies."""
+class _Weights:
+    """The newest weights, where a merge lends them. Those that are arrays of NumPy lie in memory that others will write
+    again: whoever takes the weights one by one, as Keras does, gets copies of them."""
 
     def __init__(self, values: Values) -> None:
         self.values = values
 
     def __iter__(self) -> Iterator[Any]:
-        return (jnp.array(value, copy=True) for value in self.values)
+        return (jnp.array(value) if isinstance(value, np.ndarray) else value for value in self.values)
 
 
 @dataclass(frozen=True)
@@ -193,11 +194,11 @@ class JaxEngine:
         self, exchange: Any, local: _Own, trainable: Values, non_trainable: Values, optimizer: Values
     ) -> None:
         weights = exchange([np.asarray(gradient) for gradient in local.gradients])
-        lent = [old if new is None else new for old, new in zip(trainable, weights, strict=True)]
+        trainable = [old if new is None else new for old, new in zip(trainable, weights, strict=True)]
         for index, value in local.changed.items():
             non_trainable[index] = value
         self._logs = local.logs
-        self._keep(lent, non_trainable, optimizer, local.metrics, lent=True)
+        self._keep(trainable, non_trainable, optimizer, local.metrics)
 
     def warm(self, data: Batch, share: float) -> Callable[[], None] | None:
         trainable, non_trainable, optimizer, metrics = self._state(with_optimizer=True)
@@ -349,18 +350,16 @@ class JaxEngine:
             return values[0], list(values[1]), optimizer, values[-1]
         trainable = kept["trainable_variables"]
         return (
-            trainable.values if isinstance(trainable, _Lent) else trainable,
+            trainable.values if isinstance(trainable, _Weights) else trainable,
             list(kept["non_trainable_variables"]),
             kept.get("optimizer_variables"),
             kept["metrics_variables"],
         )
 
-    def _keep(
-        self, trainable: Values, non_trainable: Values, optimizer: Any, metrics: Values, *, lent: bool = False
-    ) -> None:
+    def _keep(self, trainable: Values, non_trainable: Values, optimizer: Any, metrics: Values) -> None:
         # Keras writes this back into the variables when a callback touches `self.model`.
         state = {
-            "trainable_variables": _Lent(trainable) if lent else trainable,
+            "trainable_variables": _Weights(trainable) if self._merge.exchange else trainable,
             "non_trainable_variables": non_trainable,
             "metrics_variables": metrics,
         }
