@@ -1,0 +1,90 @@
+"""On TensorFlow batches of several kinds in turn, each like the last one or not, are trained on as without Phalanx."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.tensorflow
+
+PROGRAM = """
+import keras
+import numpy as np
+from phalanx.backends import make_engine
+
+traced = []
+
+
+class Counted(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(3)
+
+    def call(self, inputs):
+        traced.append(inputs["x"].shape)
+        return self.dense(inputs["x"]) + self.dense(inputs["x"][:, ::-1])
+
+
+class Alone:
+    updates = separate = repeats = False
+    exchange = None
+
+    def total(self, own, share):
+        return own
+
+    def __call__(self, layout, arrays, share):
+        flats = layout.allocate()
+        for view, array in zip(layout.cut(flats), arrays, strict=True):
+            view[...] = array
+        return flats
+
+
+def model():
+    keras.utils.set_random_seed(1)
+    made = Counted()
+    made.compile("adam", "mse", metrics=["mae"])
+    return made
+
+
+def batches():
+    random = np.random.default_rng(0)
+    for size, weighted in [(8, False), (8, False), (5, False), (8, False), (8, True), (8, True), (1, True), (8, False)]:
+        x, y = random.normal(size=(size, 4)).astype("float32"), random.normal(size=(size, 3)).astype("float32")
+        yield {"x": x}, y, np.linspace(0, 2, size).astype("float32") if weighted else None
+
+
+plain, own = model(), model()
+engine = make_engine(own, Alone())
+first = next(batches())
+engine.build(first)
+plain(first[0])
+plain.set_weights(own.get_weights())
+traced.clear()
+engine.begin()
+for x, y, weight in batches():
+    engine.train((x, y, weight), 1.0)
+engine.end()
+print("traces", len(traced))
+for x, y, weight in batches():
+    plain.train_on_batch(x, y, weight)
+for mine, keras_own in zip(own.get_weights(), plain.get_weights(), strict=True):
+    np.testing.assert_allclose(mine, keras_own, rtol=1e-5, atol=1e-6)
+"""
+
+
+def test_batches_of_several_kinds() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={**os.environ, "KERAS_BACKEND": "tensorflow", "CUDA_VISIBLE_DEVICES": "-1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    name, count = done.stdout.split()
+    assert name == "traces"
+    # One for each structure, and one more where the size is found to vary.
+    assert 2 <= int(count) <= 4
