@@ -169,9 +169,9 @@ def train(case: Case, scope: Any) -> dict[str, Any]:
     history = model.fit(
         x,
         y,
-        callbacks=[looks.callback] if looks else [],
         **{"batch_size": BATCH, "epochs": 2, "verbose": 0, "sample_weight": weights, "validation_data": (x, y)}
-        | case.fit,
+        | case.fit
+        | ({"callbacks": [looks.callback]} if looks else {}),
     )
     # First of all: Keras itself evaluates on JAX with buffers that an optimizer which averages weights shares.
     state = [np.array(keras.ops.convert_to_numpy(variable)) for variable in model.optimizer.variables]
