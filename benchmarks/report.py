@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ Row = tuple[str, ...]
 START_WORKS = ("mlp64", "servers64")
 # Blue, orange and grey differ in lightness as well, for prints and colour-blind readers.
 COLOURS = {Kind.PHALANX: "#1f6feb", Kind.PEER: "#c2611f", Kind.SINGLE: "#8b949e"}
+TITLE_WIDTH = 70  # letters of a plot's title in a line
 KINDS = {Kind.PHALANX: "Phalanx", Kind.PEER: "peers", Kind.SINGLE: "one process, not distributed"}
 
 
@@ -100,7 +102,8 @@ def write_plot(comparison: Comparison, path: Path) -> None:
             axis.text(spread.greatest + 0.01 * longest, index, f"{spread.median:.2f}", va="center", fontsize=8)
         axis.set_xlim(0, 1.08 * longest)
         axis.invert_yaxis()
-        axis.set_title(_work_title(work), loc="left", fontsize=10, fontweight="bold")
+        title = textwrap.fill(_work_title(work), TITLE_WIDTH)
+        axis.set_title(title, loc="left", fontsize=10, fontweight="bold")
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(labelsize=8)
     axes[-1, 0].set_xlabel("ms per step (shorter is faster)")
