@@ -11,6 +11,8 @@ from phalanx.backends.layout import Layout
 
 Array = np.ndarray[Any, Any]
 Batch = tuple[Any, Any, Any]
+Exchange = Callable[[Sequence[Array]], list[Array | None]]
+"""See `Merge.exchange`."""
 
 
 class Merge(Protocol):
@@ -23,7 +25,7 @@ class Merge(Protocol):
         ...
 
     @property
-    def exchange(self) -> Callable[[Sequence[Array]], list[Array | None]] | None:
+    def exchange(self) -> Exchange | None:
         """Where nothing but gradients is merged, and all else that a step computes stays this rank's own: gives the new
         weights for the gradients of all trainable variables, None for those that are not known yet. They are lent: the
         call after the next one overwrites them. It is called in the place of a call; None where there is no such way.

@@ -34,7 +34,7 @@ from keras.src import tree
 from keras.src.backend.jax.trainer import JAXTrainer
 
 from phalanx.backends import model_state
-from phalanx.backends.engine import Batch, Merge
+from phalanx.backends.engine import Batch, Exchange, Merge
 from phalanx.backends.global_losses import ScaledLosses, check_losses, scales
 from phalanx.backends.layout import WEIGHT_OF_AGGREGATION, Layout, Weight, bundles
 from phalanx.backends.step_means import StepMeans
@@ -171,8 +171,8 @@ class JaxEngine:
     def train(self, data: Batch, share: float) -> None:
         trainable, non_trainable, optimizer, metrics = self._state(with_optimizer=True)
         local = self._gradients(share, trainable, non_trainable, optimizer, metrics, data)
-        if isinstance(local, _Own):
-            self._exchange(self._merge.exchange, local, trainable, non_trainable, optimizer)
+        if self._merge.exchange:
+            self._finish_own(self._merge.exchange, local, trainable, non_trainable, optimizer)
             return
         recipe = self._recipe
         assert recipe is not None, "tracing the gradients has written it"
@@ -190,15 +190,16 @@ class JaxEngine:
             non_trainable[index] = value
         self._keep(trainable, non_trainable, optimizer, metrics)
 
-    def _exchange(
-        self, exchange: Any, local: _Own, trainable: Values, non_trainable: Values, optimizer: Values
+    def _finish_own(
+        self, exchange: Exchange, own: _Own, trainable: Values, non_trainable: Values, optimizer: Values
     ) -> None:
-        weights = exchange([np.asarray(gradient) for gradient in local.gradients])
+        """The rest of a step of which only the gradients are merged."""
+        weights = exchange([np.asarray(gradient) for gradient in own.gradients])
         trainable = [old if new is None else new for old, new in zip(trainable, weights, strict=True)]
-        for index, value in local.changed.items():
+        for index, value in own.changed.items():
             non_trainable[index] = value
-        self._logs = local.logs
-        self._keep(trainable, non_trainable, optimizer, local.metrics)
+        self._logs = own.logs
+        self._keep(trainable, non_trainable, optimizer, own.metrics)
 
     def warm(self, data: Batch, share: float) -> Callable[[], None] | None:
         trainable, non_trainable, optimizer, metrics = self._state(with_optimizer=True)

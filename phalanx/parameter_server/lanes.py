@@ -91,11 +91,11 @@ class Lanes:
     def write_values(self, arrays: Sequence[Array]) -> tuple[int, tuple[int, ...]]:
         """Copy values into the place whose turn it is; returns it, and as `write` their lengths. Where nothing is
         written, the turn stays: the worker may still compute from the other place."""
-        place = TO_WORKER + 1 - self._turn
-        lengths = self.write(place, arrays)
+        turn = 1 - self._turn
+        lengths = self.write(TO_WORKER + turn, arrays)
         if lengths:
-            self._turn = 1 - self._turn
-        return place, lengths
+            self._turn = turn
+        return TO_WORKER + turn, lengths
 
     def read(self, place: int, lengths: Sequence[int]) -> list[memoryview]:
         """The buffers that were written there, in the memory itself: they change when the place is written again.
