@@ -114,13 +114,20 @@ CASES = {
 
 
 class _Looks:
-    """A callback that keeps what it sees of the model between batches, and predicts there."""
+    """A callback that keeps what it sees of the model between batches, and predicts there.
 
-    def __init__(self, keras: Any, x: Any) -> None:
+    Args:
+        predicting: the model by another name than Keras gives it to callbacks, which Keras itself cannot do on JAX.
+    """
+
+    def __init__(self, keras: Any, x: Any, predicting: Any) -> None:
         self._kept: list[Any] = []
         self._copies: list[Any] = []
 
         def look(batch: int, logs: Any) -> None:
+            if batch == 2 and predicting:
+                predicting.predict_on_batch(x[:7])
+                return
             model = self.callback.model
             # On JAX the arrays themselves, which never change; elsewhere a variable's value does.
             immutable = keras.backend.backend() == "jax"
@@ -165,7 +172,8 @@ def train(case: Case, scope: Any) -> dict[str, Any]:
             )
         )
         model.compile(case.optimizer(keras), case.loss(keras), weighted_metrics=["accuracy"])
-    looks = _Looks(keras, x) if case.looks else None
+    plain = isinstance(scope, contextlib.nullcontext)
+    looks = _Looks(keras, x, None if plain else model) if case.looks else None
     history = model.fit(
         x,
         y,
@@ -175,7 +183,7 @@ def train(case: Case, scope: Any) -> dict[str, Any]:
     )
     # First of all: Keras itself evaluates on JAX with buffers that an optimizer which averages weights shares.
     state = [np.array(keras.ops.convert_to_numpy(variable)) for variable in model.optimizer.variables]
-    if looks and not isinstance(scope, contextlib.nullcontext):  # Keras itself gives away what a callback keeps
+    if looks and not plain:  # Keras itself gives away what a callback keeps
         looks.check()
     return {
         "history": history.history,
