@@ -19,11 +19,7 @@ the merge, and `gradients` of the next step computes from them where they lie.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -35,9 +31,11 @@ from keras.src.backend.jax.trainer import JAXTrainer
 
 from phalanx.backends import model_state
 from phalanx.backends.engine import Batch, Exchange, Merge
-from phalanx.backends.global_losses import ScaledLosses, check_losses, scales
+from phalanx.backends.global_losses import check_losses
+from phalanx.backends.jax_probe import only_call, probe
+from phalanx.backends.jax_recipe import Recipe
+from phalanx.backends.jax_step import Step
 from phalanx.backends.layout import WEIGHT_OF_AGGREGATION, Layout, Weight, bundles
-from phalanx.backends.step_means import StepMeans
 from phalanx.backends.tensors import HostFunction
 from phalanx.backends.updater import Updater
 from phalanx.errors import UnsupportedError
@@ -73,60 +71,6 @@ class _Weights:
         return (jnp.array(value) if isinstance(value, np.ndarray) else value for value in self.values)
 
 
-@dataclass(frozen=True)
-class _Recipe:
-    """How to join what a step merges and to read the merged buffers; the same for all batches of a model.
-
-    Attributes:
-        layout: of all that is merged: gradients, state, metrics, logs.
-        bundles: their indices, in the order in which they travel (`layout.bundles`).
-        gradients: how many.
-        state: indices of the floating non-trainable variables that the step changed.
-        metrics: how each metric variable counts.
-        logs: names of the logs that are not metric results.
-    """
-
-    layout: Layout
-    bundles: tuple[tuple[int, ...], ...]
-    gradients: int
-    state: tuple[int, ...]
-    metrics: tuple[Weight, ...]
-    logs: tuple[str, ...]
-
-    @cached_property
-    def _order(self) -> tuple[int, ...]:
-        return tuple(index for bundle in self.bundles for index in bundle)
-
-    @cached_property
-    def _contents(self) -> Layout:
-        return self.layout.chosen(self._order)
-
-    def join(self, values: Values) -> Values:
-        """The few arrays that travel, from all that is merged."""
-        return [
-            values[bundle[0]] if len(bundle) == 1 else jnp.concatenate([jnp.ravel(values[index]) for index in bundle])
-            for bundle in self.bundles
-        ]
-
-    @cached_property
-    def travelling(self) -> Layout:
-        """The layout of what `join` returns."""
-        layout = self.layout
-        parts = [layout.chosen(bundle) for bundle in self.bundles]
-        return Layout(
-            tuple(part.shapes[0] if len(part.shapes) == 1 else (sum(map(math.prod, part.shapes)),) for part in parts),
-            tuple(part.dtypes[0] for part in parts),
-            tuple(part.weights[0] for part in parts),
-        )
-
-    def read(self, flats: Sequence[Any]) -> tuple[Values, Values, Values, dict[str, Any]]:
-        by_index = dict(zip(self._order, self._contents.cut(flats), strict=True))
-        values = [by_index[index] for index in range(len(by_index))]
-        ends = np.cumsum([self.gradients, len(self.state), len(self.metrics)])
-        gradients, state, metrics, logs = (values[a:b] for a, b in zip([0, *ends], [*ends, None], strict=True))
-        return gradients, state, metrics, dict(zip(self.logs, logs, strict=True))
-
-
 class JaxEngine:
     """Steps of one Keras model on the JAX backend; see `phalanx.backends.engine.Engine`."""
 
@@ -141,9 +85,9 @@ class JaxEngine:
 
     def retrace(self) -> None:
         trace = self._trace_own_gradients if self._merge.exchange else self._trace_gradients
-        self._gradients = _Step(trace, self._jit, self._merge)
-        self._test = _Step(self._trace_test, self._jit, self._merge, donate=(2,))
-        self._recipe: _Recipe | None = None
+        self._gradients = Step(trace, self._jit, self._merge)
+        self._test = Step(self._trace_test, self._jit, self._merge, donate=(2,))
+        self._recipe: Recipe | None = None
         self._update: Callable[..., Any] | None = None
         self._silent: frozenset[str] | None = None
 
@@ -284,7 +228,7 @@ class JaxEngine:
         layout = Layout.of(values, [*counted, *weights, *[Weight.SHARE] * len(own_logs)])
         separate = self._merge.separate
         groups = tuple((i,) for i in range(len(values))) if separate else tuple(map(tuple, bundles(layout)))
-        recipe = _Recipe(layout, groups, len(gradients), tuple(floating), weights, tuple(own_logs))
+        recipe = Recipe(layout, groups, len(gradients), tuple(floating), weights, tuple(own_logs))
         if recipe != self._recipe:
             self._recipe, self._update = recipe, None
         return _Local(recipe.join(values), private)
@@ -299,12 +243,12 @@ class JaxEngine:
         self, trainable: Values, non_trainable: Values, optimizer: Values, metrics: Values, data: Batch
     ) -> _Own:
         """The model's own `train_step`, without the update; the logs as it returned them."""
-        with _probe(self._model.optimizer) as calls:
+        with probe(self._model.optimizer) as calls:
             logs, state = self._model.train_step((trainable, non_trainable, optimizer, metrics), data)
-        gradients = _only_call(calls, state, trainable, optimizer)
+        gradients = only_call(calls, state, trainable, optimizer)
         return _Own(gradients, _changed(non_trainable, state[1]), list(state[3]), logs)
 
-    def _trace_update(self, recipe: _Recipe, silent: frozenset[str]) -> Callable[..., Any]:
+    def _trace_update(self, recipe: Recipe, silent: frozenset[str]) -> Callable[..., Any]:
         def update(trainable: Values, optimizer: Values, metrics: Values, flats: Values) -> Any:
             gradients, state, merged, averages = recipe.read(flats)
             if self._merge.updates:
@@ -368,161 +312,6 @@ class JaxEngine:
             state["optimizer_variables"] = optimizer
         # Past Keras's attribute tracking, which would copy every list.
         vars(self._model).update(_jax_state=state, _jax_state_synced=False)
-
-
-class _DenominatorsNeeded(Exception):
-    """A step met a loss whose scale was not given."""
-
-
-class _Step:
-    """A compiled step whose losses and means of steps are made global (`global_losses`, `step_means`).
-
-    A compiled function cannot wait for other processes, so where a loss needs it, the denominators come from a function
-    of their own, which runs before: the same step, of which XLA leaves only what the denominators need.
-    """
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        jit: Callable[..., Callable[..., Any]],
-        merge: Merge,
-        donate: tuple[int, ...] = (),
-    ) -> None:
-        self._function = function
-        self._jit = jit
-        self._merge = merge
-        self._run = jit(self._trace, tuple(1 + number for number in donate))
-        self._denominators: Callable[..., Any] | None = None
-        self._prepared: dict[tuple[Any, ...], Callable[..., Any]] = {}
-
-    def prepare(self, share: float, *arguments: Any) -> Callable[[], None] | None:
-        """Trace the step for arguments like these; the compilation is returned, to be done in any thread.
-
-        None where there is nothing to compile, or other ranks would have to be asked.
-        """
-        if self._denominators is not None or not hasattr(self._run, "lower"):
-            return None
-        lowered = self._run.lower(np.float32(share), *arguments, ())
-        key = _sizes(arguments[-1])
-
-        def compile_it() -> None:
-            self._prepared[key] = lowered.compile()
-
-        return compile_it
-
-    def __call__(self, share: float, *arguments: Any) -> Any:
-        share_of_step = np.float32(share)
-        if self._prepared and (prepared := self._prepared.get(_sizes(arguments[-1]))):
-            return prepared(share_of_step, *arguments, ())
-        if self._denominators is None:
-            try:
-                return self._run(share_of_step, *arguments, ())
-            except _DenominatorsNeeded:
-                self._denominators = self._jit(self._trace_denominators)
-        try:
-            denominators = self._denominators(*arguments)
-        except jax.errors.UnexpectedTracerError as error:
-            raise UnsupportedError(
-                "A loss's mask or sample weights are computed inside a transformation of JAX (scan, remat, ...) or "
-                "from weights of the model; what the loss divides by cannot be known over all replicas before the "
-                "step. Reduce the loss with reduction='sum' and divide by a constant instead."
-            ) from error
-        own = [None if denominator is None else np.asarray(denominator) for denominator in denominators]
-        return self._run(share_of_step, *arguments, scales(own, self._merge, share))
-
-    def _trace(self, share: Any, *arguments: Any) -> Any:
-        *arguments_of_step, given = arguments
-        left = iter(given)
-
-        def scale_of(denominator: Any) -> Any:
-            if not len(given):
-                raise _DenominatorsNeeded
-            return next(left)
-
-        with ScaledLosses(scale_of), StepMeans(lambda: share):
-            return self._function(*arguments_of_step)
-
-    def _trace_denominators(self, *arguments: Any) -> list[Any]:
-        found: list[Any] = []
-
-        def note(denominator: Any) -> float:
-            found.append(denominator)
-            return 1.0
-
-        with ScaledLosses(note):
-            self._function(*arguments)
-        return found
-
-
-def _sizes(data: Batch) -> tuple[Any, ...]:
-    return tuple(None if leaf is None else leaf.shape for leaf in tree.flatten(data))
-
-
-class _Later:
-    """A value after the update, which is not known yet while the gradients are computed: whoever uses it is told."""
-
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise UnsupportedError(
-            "`train_step` computes with the weights or optimizer variables that `optimizer.stateless_apply` returned "
-            "(a moving average of the weights, a log). Under a strategy on the JAX backend the update comes after the "
-            "step, when the gradients of all replicas are merged: do it in a callback, or write a custom training "
-            "loop with `strategy.run` and `strategy.reduce` (docs/custom_loops.md)."
-        )
-
-    __jax_array__ = __array__ = __getitem__ = __iter__ = __len__ = __float__ = __int__ = __bool__ = __neg__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = _refuse
-    __matmul__ = __rmatmul__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
-    shape = dtype = ndim = property(_refuse)
-
-
-class _Call(NamedTuple):
-    """One call of `stateless_apply`: what it was given, and what it promised."""
-
-    optimizer: Values
-    gradients: Values
-    trainable: Values
-    new_trainable: list[_Later]
-    new_optimizer: list[_Later]
-
-
-@contextmanager
-def _probe(optimizer: Any) -> Iterator[list[_Call]]:
-    """Replace `optimizer.stateless_apply`, while tracing, by one that notes its arguments and promises the results."""
-    calls: list[_Call] = []
-
-    def note(optimizer_variables: Any, grads: Any, trainable_variables: Any) -> tuple[Any, Any]:
-        later = [_Later() for _ in trainable_variables], [_Later() for _ in optimizer_variables]
-        calls.append(_Call(optimizer_variables, list(grads), trainable_variables, *later))
-        return later
-
-    vars(optimizer)["stateless_apply"] = note
-    try:
-        yield calls
-    finally:
-        del vars(optimizer)["stateless_apply"]
-
-
-def _only_call(calls: list[_Call], state: tuple[Any, ...], trainable: Values, optimizer: Values) -> Values:
-    """The gradients of the one `stateless_apply` of a train step, or an error that says what is not supported."""
-    if len(calls) != 1:
-        raise UnsupportedError(
-            f"`train_step` calls `optimizer.stateless_apply` {len(calls)} times; under a strategy on the JAX backend "
-            f"it must be exactly once, because the gradients are merged there. Write a custom training loop with "
-            f"`strategy.run` and `strategy.reduce` instead (docs/custom_loops.md)."
-        )
-    (call,) = calls
-    given = _same(call.trainable, trainable) and _same(call.optimizer, optimizer)
-    if not given or not _same(state[0], call.new_trainable) or not _same(state[2], call.new_optimizer):
-        raise UnsupportedError(
-            "`train_step` changes the weights or the optimizer's variables outside `optimizer.stateless_apply`; "
-            "under a strategy on the JAX backend all changes must come from that one call. Write a custom training "
-            "loop with `strategy.run` and `strategy.reduce` instead (docs/custom_loops.md)."
-        )
-    return call.gradients
-
-
-def _same(left: Sequence[Any], right: Sequence[Any]) -> bool:
-    return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))
 
 
 def _changed(before: Values, after: Values) -> dict[int, Any]:
