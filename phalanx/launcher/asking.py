@@ -8,6 +8,7 @@ the kernel's doing, whatever ends that.
 from __future__ import annotations
 
 import os
+import selectors
 import subprocess
 import sys
 import time
@@ -16,8 +17,8 @@ import msgspec
 
 from phalanx.launcher.lifeline import adopt_orphans, end_orphans, hold
 
-MAX_CHARACTERS = 100_000
-"""Of a script's output; a host is a line."""
+MAX_BYTES = 100_000
+"""Of what a script prints; a host is a line."""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -33,18 +34,50 @@ def ask(command: str, timeout_s: float) -> Answer:
         ["/bin/sh", "-c", command], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as script:
         try:
-            out, err = script.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
+            out, err = _printed(script, time.monotonic() + timeout_s)
+        except (TimeoutError, OverflowError) as error:
             script.kill()
             script.wait()
             end_orphans(set())  # what it has started, which is ours only now
-            return Answer(problem=f"it has not ended within {timeout_s:g} s")
+            late = f"it has not ended within {timeout_s:g} s"
+            return Answer(problem=late if isinstance(error, TimeoutError) else str(error))
     end_orphans(set())
     if script.returncode:
         words = err.decode(errors="replace").strip().splitlines()
         last = f": {words[-1][:200]}" if words else ""
         return Answer(problem=f"it ended with exit code {script.returncode}{last}")
-    return Answer(out.decode(errors="replace")[:MAX_CHARACTERS])
+    return Answer(out.decode(errors="replace"))
+
+
+def _printed(script: subprocess.Popen[bytes], deadline: float) -> tuple[bytes, bytes]:
+    """What the script prints until it ends: stdout, and the end of stderr.
+
+    Raises: TimeoutError; OverflowError if it prints more than a list of hosts can be.
+    """
+    assert script.stdout is not None
+    assert script.stderr is not None
+    texts = {script.stdout.fileno(): b"", script.stderr.fileno(): b""}
+    out, err = texts
+    with selectors.DefaultSelector() as selector:
+        for stream in texts:
+            selector.register(stream, selectors.EVENT_READ)
+        while selector.get_map():
+            left = deadline - time.monotonic()
+            ready = selector.select(left) if left > 0 else []
+            if not ready:
+                raise TimeoutError
+            for key, _ in ready:
+                read = os.read(key.fd, MAX_BYTES)
+                texts[key.fd] = (texts[key.fd] + read)[-MAX_BYTES - 1 :]
+                if not read:
+                    selector.unregister(key.fd)
+            if len(texts[out]) > MAX_BYTES:
+                raise OverflowError(f"it prints more than {MAX_BYTES} bytes")
+    try:
+        script.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired as error:
+        raise TimeoutError from error
+    return texts[out], texts[err]
 
 
 def main() -> None:

@@ -116,6 +116,20 @@ def test_a_script_is_asked_again_and_again(ask: Callable[..., object], tmp_path:
     process.communicate("")  # type: ignore[attr-defined]
 
 
+def test_a_script_that_prints_without_end_is_ended(ask: Callable[..., object], launcher: Launcher) -> None:
+    process = ask("yes")
+    assert "it prints more than 100000 bytes; no hosts are known yet" in process.stdout.readline()  # type: ignore[attr-defined]
+    process.communicate("")  # type: ignore[attr-defined]
+    launcher.assert_all_gone()
+
+
+def test_complaints_without_end_take_no_longer_than_allowed(ask: Callable[..., object], launcher: Launcher) -> None:
+    process = ask("yes >&2", 0.2)
+    assert "it has not ended within 0.2 s" in process.stdout.readline()  # type: ignore[attr-defined]
+    process.communicate("")  # type: ignore[attr-defined]
+    launcher.assert_all_gone()
+
+
 @pytest.mark.parametrize("end", ["told", "killed"])
 def test_a_script_that_hangs_is_ended_with_all_it_has_started(
     end: str, ask: Callable[..., object], launcher: Launcher
