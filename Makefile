@@ -1,6 +1,8 @@
 # Two commands for a new reader: `make demo` and `make test`.
 PYTHON ?= python3.11
 BACKENDS ?= jax tensorflow torch
+# Tests at a time; those of a module come one after another, as some share their jobs.
+AT_ONCE ?= 2
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
@@ -41,7 +43,7 @@ demo: $(VENV)/.demo
 	KERAS_BACKEND=jax $(VENV)/bin/phalanx run --workers 2 examples/digits.py
 
 test: $(addprefix $(VENV)/.backend-,$(BACKENDS)) $(VENV)/.test
-	BACKENDS="$(BACKENDS)" $(PY) -m pytest -m "not slow" $(ARGS)
+	BACKENDS="$(BACKENDS)" $(PY) -m pytest -m "not slow" -n $(AT_ONCE) --dist loadfile $(ARGS)
 
 test-slow: $(addprefix $(VENV)/.backend-,$(BACKENDS)) $(VENV)/.test
 	BACKENDS="$(BACKENDS)" $(PY) -m pytest -m slow $(ARGS)

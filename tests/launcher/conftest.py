@@ -41,7 +41,8 @@ class Launcher:
         self.folder = folder
         self.mark = uuid.uuid4().hex
         self.environment = {**os.environ, MARK: self.mark, "PYTHONPATH": str(ROOT), "PHALANX_GRACE": "1"}
-        for name in ("TF_CONFIG", "PHALANX_SECRET", "PHALANX_JOB_ID", "OMP_NUM_THREADS"):
+        # Of a terminal that tests run in, not of the one they make: COLUMNS and LINES.
+        for name in ("TF_CONFIG", "PHALANX_SECRET", "PHALANX_JOB_ID", "OMP_NUM_THREADS", "COLUMNS", "LINES"):
             self.environment.pop(name, None)
 
     def script(self, code: str, name: str = "program.py") -> str:
