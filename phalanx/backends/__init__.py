@@ -57,6 +57,15 @@ def make_updater(optimizer: str, pieces: Sequence[Piece]) -> Updater:
     return updater
 
 
+def buffers(model: Any) -> list[Any]:
+    """What layers keep beside Keras's variables, in the like of these: buffers of PyTorch's modules."""
+    if keras.backend.backend() != "torch":
+        return []
+    from phalanx.backends import torch_buffers
+
+    return list(torch_buffers.buffers(model))
+
+
 def make_tensors() -> Tensors:
     """How tensors of the backend that Keras runs on come to the host and back."""
     tensors: Tensors = _of_backend("Tensors")()

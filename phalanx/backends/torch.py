@@ -9,7 +9,7 @@ rest afterwards.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -19,12 +19,13 @@ from keras.src.backend.torch.core import convert_to_tensor
 from keras.src.backend.torch.trainer import TorchTrainer
 
 from phalanx.backends import model_state
-from phalanx.backends.engine import Batch, Merge
+from phalanx.backends.engine import Batch, Exchange, Merge
 from phalanx.backends.global_losses import ScaledLosses, check_losses, scales
 from phalanx.backends.layout import Layout, Weight
 from phalanx.backends.step_means import StepMeans
 from phalanx.backends.tensors import HostFunction
 from phalanx.backends.torch_adam import fused
+from phalanx.backends.torch_buffers import buffers
 from phalanx.backends.updater import Updater
 
 Array = np.ndarray[Any, Any]
@@ -62,7 +63,8 @@ class TorchEngine:
     def build(self, data: Batch) -> None:
         self._model._symbolic_build(data_batch=data)
         check_losses(self._model)
-        self._state = [*model_state.layer_state(self._model), *_module_buffers(self._model)]
+        floating = [buffer for buffer in buffers(self._model) if buffer.value.is_floating_point()]
+        self._state = [*model_state.layer_state(self._model), *floating]
         self._metrics = list(self._model.metrics_variables)
         self._weights = model_state.metric_weights(self._model)
 
@@ -80,10 +82,11 @@ class TorchEngine:
             changed += [v for optimizer in model_state.optimizers(self._model) for v in optimizer.variables]
         state_before = [variable.value.clone() for variable in changed]
         metrics_before = [variable.value.clone() for variable in self._metrics]
-        with torch.no_grad():
-            for variable, weight in zip(self._metrics, self._weights, strict=True):
-                if weight is Weight.ONE:
-                    variable.value.zero_()
+        if not self._merge.exchange:
+            with torch.no_grad():
+                for variable, weight in zip(self._metrics, self._weights, strict=True):
+                    if weight is Weight.ONE:
+                        variable.value.zero_()
         try:
             run = self._train_own if self._own_train_step else self._train_overridden
             self._share = share
@@ -109,6 +112,10 @@ class TorchEngine:
         gradients = [w.value.grad for w in weights]
         if self._merge.updates:
             gradients = _complete(gradients, weights)
+        if self._merge.exchange:
+            _assign(self._exchange(self._merge.exchange, gradients), weights)
+            self._log_own(logs)
+            return
         present = tuple(i for i, gradient in enumerate(gradients) if gradient is not None)
         merged = self._merge_all(present, [gradients[i] for i in present], logs, share, metrics_before)
         for i, gradient in zip(present, merged, strict=True):
@@ -147,12 +154,27 @@ class TorchEngine:
             self._model, lambda gradients, weights: self._merge_gradients(gradients, weights, share), fused, assign
         )
         with merging:
-            logs = self._model.train_step(data)
-        self._merge_all((), [], model_state.flat_logs(logs), share, metrics_before)
+            logs = model_state.flat_logs(self._model.train_step(data))
+        if self._merge.exchange:
+            self._log_own(logs)
+            return
+        self._merge_all((), [], logs, share, metrics_before)
+
+    def _exchange(self, exchange: Exchange, gradients: Sequence[Any]) -> list[Any]:
+        """New weights for the gradients of all of them; None for those that are not known yet."""
+        values = exchange([_to_host(gradient) for gradient in gradients])
+        return [None if value is None else _from_host(value) for value in values]
+
+    def _log_own(self, logs: dict[str, Any]) -> None:
+        """The logs of a step of which only the gradients are merged: as the model returned them."""
+        self._averages = {name: np.asarray(_scalar(value), np.float32) for name, value in logs.items()}
+        self._silent = frozenset(logs)
 
     def _merge_gradients(self, gradients: Sequence[Any], weights: Sequence[Any], share: float) -> list[Any]:
         if self._merge.updates:
             gradients = _complete(gradients, weights)
+        if self._merge.exchange:
+            return self._exchange(self._merge.exchange, gradients)
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
         arrays = [_to_host(gradients[i]) for i in present]
         layout = Layout.of(arrays, [Weight.GRADIENT] * len(arrays))
@@ -253,18 +275,6 @@ class TorchEngine:
         return tree.map_structure(_to_host, outputs)
 
 
-class _Buffer(NamedTuple):
-    """A buffer of a PyTorch module among the layers, in the place of a Keras variable."""
-
-    value: Any
-
-
-def _module_buffers(model: Any) -> list[_Buffer]:
-    """What PyTorch modules change while they compute (batch-norm statistics)."""
-    found = {id(buffer): buffer for layer in model._flatten_layers() for buffer in layer.buffers()}
-    return [_Buffer(buffer) for buffer in found.values() if buffer.is_floating_point()]
-
-
 def _to_device(data: Batch) -> Batch:
     converted: Batch = tree.map_structure(lambda a: None if a is None else convert_to_tensor(a), data)
     return converted
@@ -279,9 +289,11 @@ def _complete(gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
 
 
 def _assign(values: Sequence[Any], weights: Sequence[Any]) -> None:
+    """Give the weights new values; those for which there is None keep their own."""
     with torch.no_grad():
         for weight, value in zip(weights, values, strict=True):
-            weight.value.copy_(value)
+            if value is not None:
+                weight.value.copy_(value)
 
 
 def _batch_size(x: Any) -> int:

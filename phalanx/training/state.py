@@ -10,6 +10,7 @@ import keras
 import msgspec
 import numpy as np
 
+from phalanx.backends import buffers
 from phalanx.backends.model_state import optimizers
 from phalanx.cluster.agreement import first_difference
 from phalanx.errors import DisagreementError
@@ -66,7 +67,7 @@ def average_optimizers(model: Any, replica: Replica, share: float) -> None:
 
 def variables_of(model: Any) -> list[Any]:
     """Weights, layer state and optimizer state of a model, each once."""
-    found = {id(v): v for v in [*model.trainable_variables, *model.non_trainable_variables]}
+    found = {id(v): v for v in [*model.trainable_variables, *model.non_trainable_variables, *buffers(model)]}
     for optimizer in optimizers(model):
         found |= {id(v): v for v in optimizer.variables}
     return list(found.values())

@@ -218,10 +218,13 @@ def predictions_of_random_layers_differ(setting: Setting) -> dict[str, Any]:
 
 @scenario(backends=("torch",), plain=False)
 def modules_of_pytorch_among_the_layers(setting: Setting) -> dict[str, Any]:
-    """The statistics of PyTorch's own batch normalisation are merged."""
+    """The statistics of PyTorch's own batch normalisation are the chief's at first, and then merged."""
     import torch
 
     norm = torch.nn.BatchNorm1d(FEATURES)
+    norm.running_mean.fill_(5.0 * setting.rank)
+    norm.num_batches_tracked.fill_(setting.rank)
+    norm.register_buffer("phases", torch.full((2,), 1j * setting.rank))
 
     def build() -> Any:
         wrapped = layers.TorchModuleWrapper(norm)
@@ -229,5 +232,6 @@ def modules_of_pytorch_among_the_layers(setting: Setting) -> dict[str, Any]:
 
     model = compiled(setting, build)
     found = fitted(model, batch_size=11)
-    buffers = {"mean": norm.running_mean.numpy().copy(), "variance": norm.running_var.numpy().copy()}
+    buffers = {name: buffer.numpy().copy() for name, buffer in norm.named_buffers()}
+    buffers["phases"] = buffers["phases"].imag
     return {**found, "predict": model.predict(features(), verbose=0), "buffers": buffers}
