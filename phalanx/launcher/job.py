@@ -290,7 +290,7 @@ class Job:
     @property
     def takes_workers(self) -> bool:
         """Whether a worker that is started now could take part still."""
-        return not self._is_ending and not self._is_finished and self._ends_before_giving_up is None
+        return not self.is_ending and not self._is_finished and self._ends_before_giving_up is None
 
     def seat(self, placement: Placement) -> None:
         """Start a worker of an elastic job, on a vacant seat. From the thread that runs the job."""
@@ -474,7 +474,7 @@ class Job:
         seating, rank = self._seating, end.rank
         if seating is None or not placement.order.trains:
             return False
-        released = rank in self._released and not self._is_ending
+        released = rank in self._released and not self.is_ending
         if released or (end.returncode is None and self._may_return(placement, end)):
             seating.left(rank, failed=not released)
             return True
@@ -512,7 +512,7 @@ class Job:
     def _may_return(self, placement: Placement, end: End) -> bool:
         """Whether a task that has ended could do something still. Nobody returns to a job that ends, or whose chief has
         finished."""
-        if not placement.order.returns or self._is_ending or self._is_finished:
+        if not placement.order.returns or self.is_ending or self._is_finished:
             return False
         # Else nobody is left whom it could join.
         return not self._elastic or not placement.order.trains or end.outlived
@@ -527,13 +527,14 @@ class Job:
         return 0 in self._ends
 
     @property
-    def _is_ending(self) -> bool:
+    def is_ending(self) -> bool:
+        """Whether the launcher ends it, for whatever reason."""
         return bool(self._schedule or self._stop_requests or self._ending)
 
     def _restart(self) -> None:
         """Start those again whose time has come; if the job is ending, they have ended."""
         for rank, (due, end) in list(self._returning.items()):
-            if self._is_ending:
+            if self.is_ending:
                 del self._returning[rank]
                 self._ends[rank] = replace(end, order=len(self._ends))
             elif due <= self._clock():

@@ -90,6 +90,11 @@ class Keeping:
             start_s=self._start_timeout_s or settings.rendezvous_timeout_s,
             timeout_s=settings.timeout_s,
         )
+
+        def note(text: str) -> None:
+            if not job.is_ending:  # members that the launcher ends are no news
+                say(text)
+
         self._server = KeeperServer(
             [self._listener],
             bounds,
@@ -100,7 +105,7 @@ class Keeping:
             failed=lambda: job.run_soon(job.give_up),
             released=lambda task: job.run_soon(lambda: job.release(task)),
             resized=lambda workers: job.run_soon(lambda: job.recall(workers)),
-            note=lambda text: job.run_soon(lambda: say(text)),
+            note=lambda text: job.run_soon(lambda: note(text)),
             tls=load_tls(settings.tls),
         )
         # Its connections tell it as well, but not where the network is cut, or the host's power.

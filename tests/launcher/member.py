@@ -3,8 +3,9 @@
     member.py FOLDER
 
 Each process writes a line for each of its steps to `FOLDER/worker-N.jsonl`. Files in FOLDER say what it does: `stop`
-ends the job; `slow-N` makes the steps of worker N slow; `hang-N` makes it hang between two steps; `bad-HOST` makes
-workers on that host fail when they come.
+ends the job; `slow-N` makes the steps of worker N slow; `hang-N` makes it hang between two steps; `mute-N` makes it
+end without a word when it is interrupted, and `linger-N` end late; `bad-HOST` makes workers on that host fail when they
+come.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from phalanx.training.replica import EntryOverError, Replica
 
 PACE_S = 0.02
 SLOW_S = 0.1
+LINGER_S = 1.0
 
 
 class Member:
@@ -105,6 +107,12 @@ def main(folder: Path) -> None:
                 entry.result = b"over"
         except EntryOverError:
             pass
+        except KeyboardInterrupt:
+            if (folder / f"mute-{index}").exists():
+                os._exit(1)
+            if (folder / f"linger-{index}").exists():
+                time.sleep(LINGER_S)
+            raise
         communicator.close()
 
 

@@ -56,6 +56,11 @@ class Running:
     def status(self) -> str:
         return self._launcher.python("-m", "phalanx", "status").out
 
+    def interrupted(self) -> int:
+        """As by Ctrl-C; its exit code."""
+        self._process.send_signal(signal.SIGINT)
+        return self.wait()
+
     def ends(self) -> int:
         """Tell it to stop; its exit code."""
         (self.folder / "stop").touch()
@@ -168,6 +173,17 @@ def test_a_chief_that_hangs_between_two_steps_is_evicted(run: Callable[..., Runn
     job.takes_steps(1, rank=0)
     job.takes_steps(0, members=2)
     assert job.ends() == 0, job.output
+
+
+def test_members_that_the_launcher_ends_are_not_told_as_lost(run: Callable[..., Running], launcher: Launcher) -> None:
+    (launcher.folder / "mute-0").touch()
+    (launcher.folder / "linger-1").touch()
+    job = run("--workers", "1:2")
+    job.takes_steps(1, members=2)
+    assert job.interrupted() == 130
+    assert "somebody pressed Ctrl-C" in job.output
+    assert "is lost" not in job.output
+    assert "cannot go on" not in job.output
 
 
 @pytest.mark.slow
