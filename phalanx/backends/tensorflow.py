@@ -29,6 +29,7 @@ from phalanx.backends.step_means import StepMeans
 from phalanx.backends.tensorflow_adam import fused
 from phalanx.backends.tensors import HostFunction
 from phalanx.backends.updater import Updater
+from phalanx.nested import leaves, map_leaves
 
 Array = np.ndarray[Any, Any]
 
@@ -344,7 +345,7 @@ def _of_any_size(tensor: Any) -> Any:
 
 
 def _tensors(data: Batch) -> Batch:
-    converted: Batch = tree.map_structure(lambda a: None if a is None else tf.convert_to_tensor(a), data)
+    converted: Batch = map_leaves(tf.convert_to_tensor, data)
     return converted
 
 
@@ -380,7 +381,7 @@ def _assign(values: Sequence[Any], weights: Sequence[Any]) -> None:
 
 
 def _batch_size(x: Any) -> Any:
-    return tf.shape(next(leaf for leaf in tree.flatten(x) if leaf is not None))[0]
+    return tf.shape(leaves(x)[0])[0]
 
 
 def _cut(like: Sequence[Any], flats: Sequence[Any]) -> list[Any]:

@@ -27,6 +27,7 @@ from phalanx.backends.tensors import HostFunction
 from phalanx.backends.torch_adam import fused
 from phalanx.backends.torch_buffers import buffers
 from phalanx.backends.updater import Updater
+from phalanx.nested import leaves, map_leaves
 
 Array = np.ndarray[Any, Any]
 
@@ -276,7 +277,7 @@ class TorchEngine:
 
 
 def _to_device(data: Batch) -> Batch:
-    converted: Batch = tree.map_structure(lambda a: None if a is None else convert_to_tensor(a), data)
+    converted: Batch = map_leaves(convert_to_tensor, data)
     return converted
 
 
@@ -297,7 +298,7 @@ def _assign(values: Sequence[Any], weights: Sequence[Any]) -> None:
 
 
 def _batch_size(x: Any) -> int:
-    return int(next(leaf for leaf in tree.flatten(x) if leaf is not None).shape[0])
+    return int(leaves(x)[0].shape[0])
 
 
 def _scalar(value: Any) -> Any:

@@ -15,10 +15,11 @@ import numpy as np
 from phalanx import memory
 from phalanx.errors import ConfigurationError
 from phalanx.inputs import keras_adapters
+from phalanx.inputs.elements import Array, describe, to_numpy
 from phalanx.inputs.policy import AutoShardPolicy
 from phalanx.inputs.source import Anywhere
 from phalanx.inputs.split import Share, local_range
-from phalanx.inputs.structure import Array, describe, leaves, map_leaves, to_numpy
+from phalanx.nested import leaves, map_leaves
 
 Orders = Callable[[int, int, bool | str], Iterator[Array]]
 

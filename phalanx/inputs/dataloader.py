@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from phalanx.errors import ConfigurationError
+from phalanx.inputs.elements import to_numpy
 from phalanx.inputs.policy import AutoShardPolicy
 from phalanx.inputs.source import Anywhere, StreamSource, same_stream
 from phalanx.inputs.split import Share, batch_size_of, cut, local_range
-from phalanx.inputs.structure import map_leaves, to_numpy
+from phalanx.nested import map_leaves
 from phalanx.plain import decode, encode
 
 _KIND = "torch DataLoader"

@@ -10,7 +10,7 @@ from phalanx.inputs.shard import make_source
 from phalanx.inputs.sharded import ShardedInput
 from phalanx.inputs.source import Source
 from phalanx.inputs.split import Share, stand_in
-from phalanx.inputs.structure import map_leaves
+from phalanx.nested import map_leaves
 
 INFINITE_CARDINALITY = -1
 UNKNOWN_CARDINALITY = -2

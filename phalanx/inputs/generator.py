@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from phalanx.errors import ConfigurationError
+from phalanx.inputs.elements import to_numpy
 from phalanx.inputs.source import StreamSource
-from phalanx.inputs.structure import map_leaves, to_numpy
+from phalanx.nested import map_leaves
 
 _KIND = "Python generator"
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from phalanx.inputs.elements import to_numpy
 from phalanx.inputs.source import StreamSource
-from phalanx.inputs.structure import map_leaves, to_numpy
+from phalanx.nested import map_leaves
 
 
 def grain_source(dataset: Any, *, rank: int, world_size: int) -> StreamSource:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.errors import ConfigurationError
-from phalanx.inputs.structure import leaves
+from phalanx.nested import leaves
 
 
 def is_arrays(x: Any, y: Any, sample_weight: Any) -> bool:

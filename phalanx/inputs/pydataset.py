@@ -13,10 +13,11 @@ import numpy as np
 
 from phalanx.errors import ConfigurationError
 from phalanx.inputs import keras_adapters
+from phalanx.inputs.elements import Array, to_numpy
 from phalanx.inputs.policy import AutoShardPolicy
 from phalanx.inputs.source import Anywhere, same_stream
 from phalanx.inputs.split import Share, cut
-from phalanx.inputs.structure import Array, map_leaves, to_numpy
+from phalanx.nested import map_leaves
 
 _KIND = "PyDataset"
 

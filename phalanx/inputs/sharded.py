@@ -12,11 +12,11 @@ import numpy as np
 
 from phalanx.errors import ConfigurationError
 from phalanx.inputs.batch import LocalBatch
+from phalanx.inputs.elements import Array, unpack
 from phalanx.inputs.policy import AutoShardPolicy
 from phalanx.inputs.prefetch import DEPTH, Prefetch
 from phalanx.inputs.source import Source
 from phalanx.inputs.split import Share, stand_in
-from phalanx.inputs.structure import Array, unpack
 
 
 def epoch_end(start: int, num_batches: int | None, steps_per_epoch: int | None) -> int | None:

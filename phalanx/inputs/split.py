@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from phalanx.errors import ConfigurationError
-from phalanx.inputs.structure import Array, leaves, map_leaves, unpack
+from phalanx.inputs.elements import Array, unpack
+from phalanx.nested import leaves, map_leaves
 
 FINGERPRINT_BYTES = 4096
 """How much of an array a fingerprint reads: enough to tell two orders of the same data apart, and one

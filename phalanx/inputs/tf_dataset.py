@@ -22,9 +22,10 @@ from tensorflow.python.data.ops.options import ExternalStatePolicy
 
 from phalanx.errors import ConfigurationError
 from phalanx.inputs import keras_adapters
+from phalanx.inputs.elements import to_numpy
 from phalanx.inputs.policy import AutoShardPolicy
 from phalanx.inputs.source import StreamSource
-from phalanx.inputs.structure import leaves, map_leaves, to_numpy
+from phalanx.nested import leaves, map_leaves
 
 _log = logging.getLogger(__name__)
 

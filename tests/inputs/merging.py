@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from phalanx.inputs import LocalBatch, ShardedInput, shard_input
-from phalanx.inputs.structure import leaves
+from phalanx.nested import leaves
 
 WORLD_SIZES = (1, 2, 3, 5)
 SEED = 11

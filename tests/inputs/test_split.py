@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from phalanx.errors import ConfigurationError
 from phalanx.inputs import local_range
+from phalanx.inputs.elements import unpack
 from phalanx.inputs.sharded import epoch_end
 from phalanx.inputs.split import checksum, cut, fingerprint_of
-from phalanx.inputs.structure import unpack
 
 
 @given(st.integers(0, 10_000), st.integers(1, 70))

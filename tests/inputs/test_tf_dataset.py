@@ -5,7 +5,7 @@ import pytest
 
 from phalanx.errors import ConfigurationError
 from phalanx.inputs import AutoShardPolicy, shard_input
-from phalanx.inputs.structure import leaves
+from phalanx.nested import leaves
 from tests.inputs.merging import WORLD_SIZES, assert_same_batches, keras_batches, merged_epoch, ranks_of
 
 tf = pytest.importorskip("tensorflow")
