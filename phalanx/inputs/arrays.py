@@ -156,6 +156,10 @@ class ArraySource(Anywhere):
         assert stop is not None, "the length of arrays is known"
         return self._slices(self._permutation(key) if self._shuffle else None, start, stop)
 
+    def forget_order(self) -> None:
+        """Make that of the running pass anew when it is wanted."""
+        self._order = None
+
     def peek(self, *, restart: bool = False) -> Share:
         return next(self._slices(None, 0, 1))
 

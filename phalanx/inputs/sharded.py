@@ -176,6 +176,13 @@ class ShardedInput:
         self._reset_done = True
         self._source.on_epoch_end()
 
+    def start_over(self) -> None:
+        """Another process has begun anew: as `reset`, and the orders that it had told count no more."""
+        self.reset()
+        source: Any = self._source
+        if hasattr(source, "forget_order"):
+            source.forget_order()
+
     def epoch(self, index: int) -> Generator[LocalBatch, None, None]:
         """The local batches of epoch `index`.
 

@@ -243,10 +243,12 @@ class NoBatch(msgspec.Struct, frozen=True, tag="no-batch"):
 
 
 class Order(msgspec.Struct, frozen=True, tag="order"):
-    """Ask for the order of the samples in the pass that began with this epoch."""
+    """Ask for the order of the samples in the pass that began with this epoch. Where the chief has gone back, or has
+    ended the `fit`, the answer is what `Take` would get."""
 
     fit: int
     epoch: int
+    era: int
 
 
 class Report(msgspec.Struct, frozen=True, tag="report"):

@@ -350,13 +350,26 @@ class Schedule:
             self._held.clear()
             self._changed.notify_all()
 
-    def order(self, fit: int, number: int, timeout_s: float) -> Array:
-        """The order of the samples in the pass that began with this epoch; waits until the chief has told it."""
+    def order(self, fit: int, number: int, era: int, timeout_s: float) -> Array | EpochOver | FitOver:
+        """The order of the samples in the pass that began with this epoch; waits until the chief has told it, or will
+        not any more."""
         with self._changed:
             until = time.monotonic() + (timeout_s if self._began else self._start_s)
-            while self._order[:2] < (fit, number):
+            while True:
+                self.check()
+                if (over := self._is_over(fit, era)) is not None:
+                    return over
+                if self._order[:2] >= (fit, number):
+                    return self._order[2]
                 self._wait(until, lambda: f"{self._names[CHIEF]} did not begin epoch {number + 1} of `fit`")
-            return self._order[2]
+
+    def _is_over(self, fit: int, era: int) -> EpochOver | FitOver | None:
+        """What a worker is told that asks for something of a `fit` that the chief has ended, or has begun anew."""
+        if self._ended_fit >= fit:
+            return FitOver()
+        if self._epoch is not None and self._epoch.fit == fit and era != self.era:
+            return EpochOver(back_to=self._epoch.number, era=self.era)
+        return None
 
     def has_ended(self, fit: int) -> bool:
         """Whether the chief has ended this `fit`."""
@@ -397,10 +410,8 @@ class Schedule:
                 epoch = self._epoch
                 if self._present.get(worker) != incarnation:
                     raise EvictedError(f"{self._names[worker]} was left out, or started again in another process.")
-                if self._ended_fit >= fit:
-                    return FitOver()
-                if epoch is not None and epoch.fit == fit and era != self.era:
-                    return EpochOver(back_to=epoch.number, era=self.era)
+                if (over := self._is_over(fit, era)) is not None:
+                    return over
                 if epoch is not None and (epoch.fit, epoch.number) > (fit, number):
                     return EpochOver(self._made.get(number, 0))
                 if epoch is not None and (epoch.fit, epoch.number) == (fit, number):

@@ -214,8 +214,9 @@ class Serving:
             case OpenEpoch(fit, epoch, steps):
                 order = np.frombuffer(buffers[0], np.int64) if buffers else None
                 schedule.open_epoch(fit, epoch, None if steps < 0 else steps, order)
-            case Order(fit, epoch):
-                return Values(0), [schedule.order(fit, epoch, timeout_s)]
+            case Order(fit, epoch, era):
+                found = schedule.order(fit, epoch, era, timeout_s)
+                return (Values(0), [found]) if isinstance(found, np.ndarray) else (found, ())
             case NoBatch(ticket, ends):
                 schedule.no_batch(ticket, ends=ends)
             case Report():

@@ -11,6 +11,7 @@ own part of it.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 import zlib
@@ -42,7 +43,6 @@ from phalanx.parameter_server.messages import (
     Hold,
     NoBatch,
     OpenEpoch,
-    Order,
     Report,
     Ticket,
     Values,
@@ -62,6 +62,14 @@ Array = np.ndarray[Any, Any]
 AGREEMENT_S = 2.0
 """How long the servers may take to apply what is still on its way. One that a lost worker's last update did not reach
 never has as many as the others."""
+
+
+class _NoOrder(Exception):
+    """The chief has gone back, or has ended the `fit`: it shuffles for no such epoch."""
+
+    def __init__(self, answer: EpochOver | FitOver) -> None:
+        super().__init__()
+        self.answer = answer
 
 
 class ServerTrainer:
@@ -145,7 +153,7 @@ class ServerTrainer:
             samples, answer = self._train_epoch(fit, epoch, source, engine, callbacks)
             if isinstance(answer, EpochOver) and answer.back_to >= 0:
                 logger.warning("The chief was started again; going on with epoch %d.", answer.back_to + 1)
-                source.reset()
+                source.start_over()
                 epoch = answer.back_to
                 continue
             validates = call.validation_data is not None and model._should_eval(epoch, call.validation_freq)
@@ -313,7 +321,10 @@ class ServerTrainer:
     ) -> tuple[int, EpochOver | FitOver]:
         """Take tickets until there are no more. Returns the samples trained on, and the last answer."""
         self._epoch, self._opened = epoch, True
-        self._steps = steps = source.begin(epoch)
+        try:
+            self._steps = steps = source.begin(epoch)
+        except _NoOrder as reason:
+            return 0, reason.answer
         if self._worker.is_chief:
             order = [] if self._new_order is None else [self._new_order]
             if self._new_order is not None:
@@ -464,14 +475,19 @@ class ServerTrainer:
     def _orders(self, fit: int, samples: int, batch_size: int, shuffle: bool | str) -> Iterator[Array]:
         """The orders of the samples, pass after pass: the chief shuffles, as Keras does it, and tells the others."""
         own = shuffled_orders(samples, batch_size, shuffle, peeked=self._peeked) if self._worker.is_chief else None
-        while True:
-            assert self._source is not None, "orders are asked for when an epoch begins"
-            if own is not None:
-                self._new_order = next(own).astype(np.int64)
-                yield self._new_order
-            else:
-                _, buffers = self._client.ask(HEAD, Order(fit, self._source.pass_began))
-                yield np.frombuffer(buffers[0], np.int64)
+        # Not a generator, which would be over for good when there is no order now.
+        return map(self._next_order, itertools.repeat(fit), itertools.repeat(own))
+
+    def _next_order(self, fit: int, own: Iterator[Array] | None) -> Array:
+        """Of the pass that begins: this process's own if it is the chief, which tells it to the others then."""
+        if own is not None:
+            self._new_order = next(own).astype(np.int64)
+            return self._new_order
+        assert self._source is not None, "orders are asked for when an epoch begins"
+        answer = self._merge.order(fit, self._source.pass_began)
+        if isinstance(answer, EpochOver | FitOver):
+            raise _NoOrder(answer)
+        return answer
 
     # State.
 

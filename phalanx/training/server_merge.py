@@ -19,6 +19,7 @@ from phalanx.parameter_server.messages import (
     Answer,
     EpochOver,
     FitOver,
+    Order,
     Pull,
     Push,
     Rejoin,
@@ -139,10 +140,7 @@ class ServerMerge:
             answer, _ = self._client.ask(HEAD, Take(fit, epoch, self.era))
             assert isinstance(answer, Ticket | EpochOver | FitOver)
             if not isinstance(answer, Ticket):
-                if isinstance(answer, EpochOver) and answer.back_to >= 0:
-                    self.era = answer.era
-                    self._held.clear()
-                    self._handed_out = self._made = (-1, 0)
+                self._follow(answer)
                 return answer
             self._hold(answer)
             if self._spare:
@@ -154,6 +152,21 @@ class ServerMerge:
         self._ticket = self._tickets.popleft()
         self._phase = 0
         return self._ticket
+
+    def order(self, fit: int, epoch: int) -> Array | EpochOver | FitOver:
+        """The chief's order of the samples in the pass that began with this epoch; else why there is none."""
+        answer, buffers = self._client.ask(HEAD, Order(fit, epoch, self.era))
+        if isinstance(answer, EpochOver | FitOver):
+            self._follow(answer)
+            return answer
+        return np.frombuffer(buffers[0], np.int64)
+
+    def _follow(self, answer: EpochOver | FitOver) -> None:
+        """Into the chief's new era, if it has begun anew."""
+        if isinstance(answer, EpochOver) and answer.back_to >= 0:
+            self.era = answer.era
+            self._held.clear()
+            self._handed_out = self._made = (-1, 0)
 
     def update(self, gradients: Sequence[Array]) -> list[Array]:
         """An update outside of epochs, without a ticket of the schedule: in asynchronous training, where nobody waits
