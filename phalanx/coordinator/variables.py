@@ -12,7 +12,7 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 
 from phalanx.backends.tensors import Tensors
 from phalanx.coordinator.messages import Begin
-from phalanx.errors import DisagreementError, PhalanxError, UnsupportedError
+from phalanx.errors import DisagreementError, EvictedError, PhalanxError, UnsupportedError
 from phalanx.training import hook
 from phalanx.training.made import Made, Name
 from phalanx.training.served import Served, to_host
@@ -158,7 +158,8 @@ class WorkerVariables:
         self._served = _served(self._worker, self._merge, optimizer)
         self._numbers = {id(v): number for number, v in enumerate(self._served.variables)}
         self._assigned = None
-        self._served.begin(begin.fit)
+        if self._served.begin(begin.fit) is None:
+            raise EvictedError("The coordinator has begun to train other variables since this function was scheduled.")
         if optimizer is not None:
             hook.redirect(optimizer, self._apply)
 

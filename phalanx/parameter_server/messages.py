@@ -119,7 +119,7 @@ class Declare(msgspec.Struct, frozen=True, tag="declare"):
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
     """From any worker: wait until the chief has declared this `fit`, and compare. The answer's step is the epoch with
-    which it begins, the version is the era."""
+    which it begins, the version is the era; FitOver, if the chief has declared a later one."""
 
     fit: int
     variables: tuple[Variable, ...]

@@ -490,12 +490,12 @@ class Schedule:
         ahead = begun - self._steps_of[slowest]
         return slowest if ahead > self._rules.staleness else None
 
-    def done(self, ticket: Ticket) -> None:
-        """The step of this ticket has been applied."""
+    def done(self, ticket: Ticket, *, applied: bool = True) -> None:
+        """The step of this ticket is over; `applied`, or refused as it was not finite."""
         with self._changed:
             # Those of updates outside of epochs are negative.
             is_repeated = 0 <= ticket.serial <= self._proved
-            self.global_step += not is_repeated
+            self.global_step += applied and not is_repeated
             self._last_progress = time.monotonic()
             if ticket.member in self._steps_of:
                 self._steps_of[ticket.member] += 1

@@ -207,7 +207,10 @@ class Serving:
             case Declare():
                 self._recovery.declare(question, buffers)
             case Attach(fit, variables):
-                first_epoch, table_numbers = store.attach(fit, variables, self._me.settings.rendezvous_timeout_s)
+                attached = store.attach(fit, variables, self._me.settings.rendezvous_timeout_s)
+                if attached is None:
+                    return FitOver(), ()
+                first_epoch, table_numbers = attached
                 return Values(schedule.era, first_epoch, tables=table_numbers), ()
             case SetRate(rate):
                 store.set_learning_rate(rate)

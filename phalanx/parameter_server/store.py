@@ -161,8 +161,9 @@ class Store:
         self._newest.clear()
         self._forgotten = (-1, -1)
 
-    def attach(self, fit: int, variables: tuple[Variable, ...], timeout_s: float) -> tuple[int, tuple[int, ...]]:
-        """Wait until the chief has declared this `fit`; compare the models. Returns the first epoch, and the tables.
+    def attach(self, fit: int, variables: tuple[Variable, ...], timeout_s: float) -> tuple[int, tuple[int, ...]] | None:
+        """Wait until the chief has declared this `fit`; compare the models. Returns the first epoch, and the tables;
+        None if the chief has declared another one since.
 
         Raises: DisagreementError naming the first variable that differs.
         """
@@ -172,6 +173,8 @@ class Store:
                 if time.monotonic() > until:
                     raise CollectiveTimeoutError(f"{self._names[CHIEF]} did not begin `fit` within {timeout_s:g} s.")
                 self._changed.wait(POLL_S)
+            if fit < self._fit:
+                return None
             chiefs = self._declared.model.variables
             if difference := first_difference(chiefs, variables, "the chief", "this task"):
                 raise DisagreementError(
@@ -305,8 +308,8 @@ class Store:
     def pull(self, fit: int, version: int) -> tuple[int, list[Array]]:
         """The version and the values of this `fit`, or none if they are of this version already."""
         with self._changed:
-            if fit < self._fit and fit == self._before[0]:  # a worker that is late to end it
-                return version, self._before[1]
+            if fit < self._fit:  # a worker that is late to end it
+                return version, self._before[1] if fit == self._before[0] else []
             return self.version, [] if version == self.version else self._values
 
     def pull_rows(self, fit: int, wanted: Sequence[Array]) -> list[Array]:
@@ -407,13 +410,14 @@ class Store:
             gradients = ()
         # The copy works while this one does.
         travelling = [array for gradient in gradients for array in _arrays_of(gradient)]
-        arrays, step = [*travelling, *result.extras], self._schedule.global_step + message.gradients
+        applied = message.gradients and not note
+        arrays, step = [*travelling, *result.extras], self._schedule.global_step + applied
         self._send_copy(Applied(*key, result.members, len(travelling), dtypes_of(arrays), step), arrays)
         self._update(gradients)
         self._remember(key, result)
         self._await_copy()
         if self._is_head and message.gradients:
-            self._schedule.done(message.ticket)
+            self._schedule.done(message.ticket, applied=applied)
         return note
 
     def _update(self, gradients: Sequence[Gradient]) -> None:
@@ -434,7 +438,7 @@ class Store:
             return extras, f"it came too late and was left out, as {self.late} of the workers' have been so far"
         joint = self._joints.setdefault(key, _Joint())
         joint.contributions[ticket.member] = (message.share, gradients, extras)
-        joint.finite &= message.finite
+        joint.finite &= message.finite or not message.share
         until = time.monotonic() + rules.timeout_s
         while joint.extras is None:
             self._schedule.check()
@@ -513,9 +517,13 @@ def _gather(tables: Sequence[Array], wanted: Sequence[Array]) -> list[Array]:
 
 
 def _weighted_sum(arrays: Sequence[Array], weights: Sequence[float]) -> Array:
-    """The sum in the order given, in the arrays' own dtype."""
-    result: Array = arrays[0] * arrays[0].dtype.type(weights[0])
-    for array, weight in zip(arrays[1:], weights[1:], strict=True):
+    """The sum in the order given, in the arrays' own dtype. Arrays of weight 0 do not count, whatever is in them."""
+    counted = [(array, weight) for array, weight in zip(arrays, weights, strict=True) if weight]
+    if not counted:
+        return np.zeros_like(arrays[0])
+    first, weight = counted[0]
+    result: Array = first * first.dtype.type(weight)
+    for array, weight in counted[1:]:
         result += array * array.dtype.type(weight)
     return result
 

@@ -75,7 +75,7 @@ class CentralTrainer(ServerTrainer):
 
     # What all replicas do alike.
 
-    def _attach(self, fit: int, first_epoch: int, callbacks: Any) -> int:
+    def _attach(self, fit: int, first_epoch: int, callbacks: Any) -> int | None:
         state.synchronise(self._model, self._replica)
         return super()._attach(fit, first_epoch, callbacks)
 

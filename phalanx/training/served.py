@@ -14,7 +14,16 @@ from phalanx.backends.updater import Slot, check_optimizer, clipped, description
 from phalanx.errors import UnsupportedError
 from phalanx.launcher import progress
 from phalanx.parameter_server.client import HEAD, Placed
-from phalanx.parameter_server.messages import Attach, Declare, Model, PullOptimizer, SetRate, Values, arrays_of
+from phalanx.parameter_server.messages import (
+    Attach,
+    Declare,
+    FitOver,
+    Model,
+    PullOptimizer,
+    SetRate,
+    Values,
+    arrays_of,
+)
 from phalanx.parameter_server.placement import Variable, place
 from phalanx.training.server_merge import ServerMerge
 from phalanx.training.server_worker import ServerWorker
@@ -54,8 +63,9 @@ class Served:
         # Where no server sees all gradients, the worker clips them.
         self._clip = (lambda gradients: gradients) if whole else partial(clipped, optimizer)
 
-    def begin(self, fit: int, first_epoch: int = 0, tables: tuple[int, ...] = ()) -> int:
-        """Agree with the servers on what is trained; returns the first epoch, which the chief knows.
+    def begin(self, fit: int, first_epoch: int = 0, tables: tuple[int, ...] = ()) -> int | None:
+        """Agree with the servers on what is trained; returns the first epoch, which the chief knows, or None if the
+        chief is in a later `fit` by now.
 
         Args:
             tables: on the chief: numbers of the variables of which single rows travel.
@@ -65,6 +75,8 @@ class Served:
         self._client.starting = True
         progress.report("initial values")
         answers = self._client.ask_all([(Attach(fit, self._placed.variables), ())] * self._client.servers)
+        if any(isinstance(answer, FitOver) for answer, _ in answers):
+            return None
         answer = answers[HEAD][0]
         assert isinstance(answer, Values)
         self._merge.era, self.tables = answer.version, answer.tables

@@ -140,6 +140,11 @@ class ServerTrainer:
         model.stop_training = False
         callbacks.on_train_begin()
         first_epoch = self._attach(fit, model._initial_epoch or call.initial_epoch, callbacks)
+        if first_epoch is None:
+            logger.warning("The others have finished this fit() already, and are in a later one: going on there.")
+            self._training = False
+            callbacks.on_train_end()
+            return model.history
         logs: dict[str, Any] = {}
         epoch = first_epoch
         while epoch < call.epochs:
@@ -226,15 +231,19 @@ class ServerTrainer:
             self._announced = True
             io_utils.print_msg(self._worker.describe())
 
-    def _attach(self, fit: int, first_epoch: int, callbacks: Any) -> int:
-        """Agree with the servers on what is trained; returns the first epoch, which the chief knows."""
+    def _attach(self, fit: int, first_epoch: int, callbacks: Any) -> int | None:
+        """Agree with the servers on what is trained; returns the first epoch, which the chief knows. None: the chief is
+        in a later `fit`."""
         model, worker = self._model, self._worker
         self._served = served = Served(worker, self._merge, model.optimizer, model.trainable_variables)
         found = find_tables(model, served.slots)
         chosen = tuple(table.number for table in self._choose(found, callbacks)) if worker.is_chief else ()
         self._training = True
         self._steps, self._order, self._reported, self._opened = None, (-1, None), None, False
-        self._epoch = epoch = served.begin(fit, first_epoch, chosen)
+        epoch = served.begin(fit, first_epoch, chosen)
+        if epoch is None:
+            return None
+        self._epoch = epoch
         self._prepare_rows(found, served.tables)
         self._client.whereabouts = partial(self._whereabouts, fit)
         return epoch
