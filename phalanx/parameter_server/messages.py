@@ -287,6 +287,27 @@ class BeginSession(msgspec.Struct, frozen=True, tag="begin-session"):
     session: int
 
 
+class Tell(msgspec.Struct, frozen=True, tag="tell"):
+    """From the chief: what the other workers are to have from it. Buffers: that; and of the answer, what holds now.
+
+    Attributes:
+        fit: with which it begins to hold; -1: with the program.
+        once: what the chief has told of the `subject` before, in a former life perhaps, goes on to hold.
+    """
+
+    subject: str
+    fit: int = -1
+    once: bool = False
+
+
+class Hear(msgspec.Struct, frozen=True, tag="hear"):
+    """Ask for what the chief tells of a subject, for this `fit` or a later one; wait until it has. FitOver, if it has
+    left without."""
+
+    subject: str
+    fit: int = -1
+
+
 class Share(msgspec.Struct, frozen=True, tag="share"):
     """From a worker on the server's host: let us use this memory, see `lanes`. The answer is Sharing."""
 
@@ -394,6 +415,8 @@ Question = (
     | Collect
     | Hold
     | BeginSession
+    | Tell
+    | Hear
     | Share
     | EndFit
     | IsOver

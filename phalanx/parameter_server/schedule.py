@@ -98,6 +98,7 @@ class Schedule:
         self._steps_of: dict[Worker, int] = {}
         self._reports: dict[tuple[int, int], dict[Worker, tuple[Report, list[Array]]]] = {}
         self._order: tuple[int, int, Array] = (-1, -1, np.zeros(0, np.int64))
+        self._told: dict[str, tuple[int, list[Array]]] = {}
         self.global_step = 0
         self.lost_batches = 0
         """Of this `fit`: handed out, and trained by nobody as far as is known."""
@@ -553,6 +554,26 @@ class Schedule:
             until = time.monotonic() + self._start_s
             while self._session < session:
                 self._wait(until, lambda: f"{self._names[CHIEF]} did not begin its managed session")
+
+    # What the chief tells.
+
+    def tell(self, subject: str, fit: int, arrays: list[Array], *, once: bool) -> list[Array]:
+        """Keep it for those who ask, and return what holds now: with `once` what was told first."""
+        with self._changed:
+            if not (once and subject in self._told):
+                self._told[subject] = (fit, arrays)
+                self._changed.notify_all()
+            return self._told[subject][1]
+
+    def hear(self, subject: str, fit: int) -> list[Array] | None:
+        """What the chief has told of this for `fit` or a later one; waits until it has. None if it left without."""
+        with self._changed:
+            until = time.monotonic() + self._start_s
+            while subject not in self._told or self._told[subject][0] < fit:
+                if self._chief_left:
+                    return None
+                self._wait(until, lambda: f"{self._names[CHIEF]} did not tell of its {subject}")
+            return self._told[subject][1]
 
     # What the workers counted.
 

@@ -23,6 +23,7 @@ from phalanx.parameter_server.messages import (
     Done,
     EndFit,
     FitOver,
+    Hear,
     Hold,
     IsOver,
     NoBatch,
@@ -41,6 +42,7 @@ from phalanx.parameter_server.messages import (
     Share,
     Sharing,
     Take,
+    Tell,
     Values,
     arrays_of,
     dtypes_of,
@@ -167,7 +169,7 @@ class Serving:
     ) -> tuple[Answer, Sequence[Array]]:
         store, schedule = self._store, self._schedule
         timeout_s = self._me.settings.timeout_s
-        if not isinstance(question, Rejoin | Declare | SetRate | BeginSession):
+        if not isinstance(question, Rejoin | Declare | SetRate | BeginSession | Tell | Hear):
             schedule.wait_until_rebuilt(worker, timeout_s)
         match question:
             case Rejoin():
@@ -238,6 +240,13 @@ class Serving:
                 return FitOver() if schedule.has_chief_left else Done(), ()
             case BeginSession(session):
                 schedule.begin_session(worker, session)
+            case Tell(subject, fit, once):
+                arrays = [np.frombuffer(bytes(buffer), np.uint8) for buffer in buffers]
+                holds = schedule.tell(subject, fit, arrays, once=once)
+                return (Values(0), holds) if once else (Done(), ())
+            case Hear(subject, fit):
+                told = schedule.hear(subject, fit)
+                return (FitOver(), ()) if told is None else (Values(0), told)
             case EndFit(fit):
                 schedule.end_fit(fit)
                 store.tell_copy(question)

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import atexit
-import random
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import keras
-import msgspec
-import numpy as np
 
 from phalanx.backends import prepare
 from phalanx.cluster import Node, join, tracing
@@ -28,6 +24,7 @@ from phalanx.errors import ConfigurationError
 from phalanx.launcher import exit_codes, progress
 from phalanx.launcher.heartbeat import Announcer, Heartbeat
 from phalanx.settings import Settings
+from phalanx.strategies.random_state import random_state, set_random_state
 from phalanx.training.replica import Replica
 
 
@@ -152,7 +149,7 @@ def _join(resolver: ClusterResolver, options: CommunicationOptions) -> Job:
             autotune=settings.autotune,
             autotune_log=settings.autotune_log,
         )
-        _set_random_state(communicator.broadcast_bytes(_random_state()))
+        set_random_state(communicator.broadcast_bytes(random_state()))
     except BaseException:
         tracing.end()
         node.close()
@@ -173,22 +170,8 @@ def _join_elastic(
         communicator = ElasticCommunicator(node, with_timeout)
         node.pulse = Heartbeat(lambda: communicator.waited_s)
         job = Job(node, communicator, resolver, options)
-        _set_random_state(job.replica.recorded(lambda: communicator.broadcast_bytes(_random_state())))
+        set_random_state(job.replica.recorded(lambda: communicator.broadcast_bytes(random_state())))
     except BaseException:
         node.close(well=False)
         raise
     return job
-
-
-def _random_state() -> bytes:
-    """Of Python's `random`, from which Keras draws the seeds of initializers, and of NumPy's, from which programs make
-    and split data: with the chief's, these are the same on all ranks, also where a program sets no seed."""
-    numpys: Any = np.random.get_state(legacy=True)
-    state = (random.getstate(), [part.tolist() if isinstance(part, np.ndarray) else part for part in numpys])
-    return msgspec.msgpack.encode(state)
-
-
-def _set_random_state(state: bytes) -> None:
-    (version, numbers, gauss), numpys = msgspec.msgpack.decode(state)
-    random.setstate((version, tuple(numbers), gauss))
-    np.random.set_state(tuple(numpys))

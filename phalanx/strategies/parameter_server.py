@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 
 from phalanx.backends import prepare
 from phalanx.cluster import tracing
@@ -30,6 +31,7 @@ from phalanx.parameter_server.messages import Rules
 from phalanx.parameter_server.partition import Partitioner
 from phalanx.parameter_server.server import ParameterServer, snapshots_of
 from phalanx.settings import Settings
+from phalanx.strategies.random_state import random_state, set_random_state
 from phalanx.strategies.strategy import Strategy
 from phalanx.training import hook
 from phalanx.training.replica import alone
@@ -252,6 +254,8 @@ def _check_replication(me: Identity, replication: int) -> None:
         )
 
 
+RANDOM_STATE = "random state"
+
 _member: tuple[ClusterSpec, ServerWorker] | None = None
 
 
@@ -284,6 +288,7 @@ def _join(
         if me.settings.timeline is not None and me.rank >= 0:
             tracing.begin_among_servers(me, me.settings.timeline)
         atexit.register(worker.client.close)
+        _share_random_state(worker)
         return worker
     spec, worker = _member
     if spec != me.spec:
@@ -295,6 +300,19 @@ def _join(
     worker.client.return_s = return_s
     worker.embedding_rows = embedding_rows
     return worker
+
+
+def _share_random_state(worker: ServerWorker) -> None:
+    """Unseeded splits and data that are made from now on are the same on all workers, as they are on replicas."""
+    if worker.workers == 1:
+        return
+    if worker.is_chief:
+        state: memoryview | None = worker.tell_once(RANDOM_STATE, np.frombuffer(random_state(), np.uint8))
+    else:
+        told = worker.hear(RANDOM_STATE)
+        state = told[0] if told else None
+    if state is not None:
+        set_random_state(bytes(state))
 
 
 def _identify(resolver: ClusterResolver) -> Identity:

@@ -326,4 +326,4 @@ def has_checkpoint(callbacks: Any) -> bool:
 
 def _more_variables(model: Any) -> list[Any]:
     """Variables that a file of weights does not have: of random layers and of metrics."""
-    return [*[generator.state for generator in state._seed_generators(model)], *model.metrics_variables]
+    return [*[generator.state for generator in state.seed_generators(model)], *model.metrics_variables]

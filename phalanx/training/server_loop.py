@@ -49,6 +49,7 @@ from phalanx.parameter_server.messages import (
     arrays_of,
 )
 from phalanx.training import callbacks as callback_lists
+from phalanx.training import chiefs_state
 from phalanx.training.embedding_rows import EmbeddingRows, Table, choose, find_tables
 from phalanx.training.fit_arguments import FitArguments
 from phalanx.training.served import Served, to_host
@@ -96,6 +97,7 @@ class ServerTrainer:
         self._peeked = False
         self._new_order: Array | None = None
         self._announced = False
+        self._tells_state = False  # whether layers may have changed something since the chief last told of it
         # What a head that comes back must hear once more.
         self._epoch = 0
         self._opened = False
@@ -158,6 +160,7 @@ class ServerTrainer:
             samples, answer = self._train_epoch(fit, epoch, source, engine, callbacks)
             if isinstance(answer, EpochOver) and answer.back_to >= 0:
                 logger.warning("The chief was started again; going on with epoch %d.", answer.back_to + 1)
+                self._share_state(fit)
                 source.start_over()
                 epoch = answer.back_to
                 continue
@@ -245,8 +248,16 @@ class ServerTrainer:
             return None
         self._epoch = epoch
         self._prepare_rows(found, served.tables)
+        self._share_state(fit)
         self._client.whereabouts = partial(self._whereabouts, fit)
         return epoch
+
+    def _share_state(self, fit: int) -> None:
+        """What servers do not train is the chief's on all tasks."""
+        assert self._engine is not None
+        share = chiefs_state.tell_all if self._worker.is_chief else chiefs_state.take_all
+        share(self._worker, self._model, fit, self._engine.layer_state())
+        self._tells_state = False
 
     def _choose(self, found: Sequence[Table], callbacks: Any) -> list[Table]:
         """On the chief: the tables of which single rows are to travel."""
@@ -318,7 +329,7 @@ class ServerTrainer:
         told: list[tuple[Any, Sequence[Array]]] = [(rejoin, [] if order_of < 0 or order is None else [order])]
         told += self._require_served().told()
         if server == HEAD and self._worker.is_chief:
-            told += self._worker.sessions()
+            told += self._worker.said()
         if server == HEAD and self._reported is not None:
             told.append(self._reported)
         return told
@@ -339,6 +350,9 @@ class ServerTrainer:
             if self._new_order is not None:
                 self._order = (epoch, self._new_order)
             self._new_order = None
+            if self._tells_state:
+                chiefs_state.tell_changing(self._worker, fit, engine.layer_state())
+            self._tells_state = bool(engine.layer_state())
             self._client.ask(HEAD, OpenEpoch(fit, epoch, -1 if steps is None else steps), order)
         samples = step = 0
         self._ahead.clear()

@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from phalanx.compression import BFloat16, Float16
 from phalanx.parameter_server.client import HEAD, Client
-from phalanx.parameter_server.messages import BeginSession, Rules
+from phalanx.parameter_server.messages import BeginSession, FitOver, Hear, Rules, Tell
 from phalanx.parameter_server.partition import Partitioner
 from phalanx.training.made import Made
+
+Array = np.ndarray[Any, Any]
 
 
 @dataclass
@@ -45,6 +49,7 @@ class ServerWorker:
     in_function: bool = False
     _fits: int = field(default=-1)
     _sessions: int = field(default=-1)
+    _told: dict[str, tuple[Tell, list[Array]]] = field(default_factory=dict)
 
     @property
     def is_chief(self) -> bool:
@@ -55,9 +60,30 @@ class ServerWorker:
         self._fits += 1
         return self._fits
 
-    def sessions(self) -> list[tuple[BeginSession, list[Any]]]:
-        """What the chief has said of managed sessions, for a head that comes back."""
-        return [] if self._sessions < 0 else [(BeginSession(self._sessions), [])]
+    def said(self) -> list[tuple[BeginSession | Tell, list[Array]]]:
+        """What the chief has said of managed sessions, and told the others, for a head that comes back."""
+        said: list[tuple[BeginSession | Tell, list[Array]]] = [*self._told.values()]
+        return said if self._sessions < 0 else [(BeginSession(self._sessions), []), *said]
+
+    def tell(self, subject: str, arrays: list[Array], fit: int = -1) -> None:
+        """On the chief: what the others hear of this from now on."""
+        self._told[subject] = (Tell(subject, fit), arrays)
+        self.client.ask(HEAD, *self._told[subject])
+
+    def tell_once(self, subject: str, array: Array) -> memoryview:
+        """On the chief: what the others hear of this for good; returns it: what the chief told in a former life, if it
+        did."""
+        _, buffers = self.client.ask(HEAD, Tell(subject, once=True), [array])
+        self._told[subject] = (Tell(subject), [np.frombuffer(bytes(buffers[0]), np.uint8)])
+        return buffers[0]
+
+    def hear(self, subject: str, fit: int = -1) -> list[memoryview] | None:
+        """On the others: what the chief tells of this, for this `fit` or a later one; None if it left without.
+
+        Raises: CollectiveTimeoutError or PeerLostError naming the chief.
+        """
+        answer, buffers = self.client.ask(HEAD, Hear(subject, fit))
+        return None if isinstance(answer, FitOver) else list(buffers)
 
     def begin_session(self) -> None:
         """On the chief: what this managed session starts from is restored. On others: wait until it is.

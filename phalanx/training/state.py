@@ -12,6 +12,7 @@ import numpy as np
 
 from phalanx.backends import buffers
 from phalanx.backends.model_state import optimizers
+from phalanx.backends.random_state import random_state, set_random_state
 from phalanx.cluster.agreement import first_difference
 from phalanx.errors import DisagreementError
 from phalanx.training.replica import Replica
@@ -24,8 +25,8 @@ SEED_STRIDE = 0x9E3779B9
 def synchronise(model: Any, replica: Replica, *, metrics: bool = False, take: bool = True) -> None:
     """Give every rank the chief's weights, optimizer state and layer state; call on all ranks.
 
-    Random seeds of layers (dropout) come from the chief too, then each rank shifts them by its rank, so
-    that the replicas draw different masks.
+    Random seeds of layers (dropout), and the random state that a backend keeps for the whole process, come from the
+    chief too, and each rank goes on from there with numbers of its own, so that the replicas draw different masks.
 
     Args:
         metrics: what the metrics have counted as well, for those who join in the middle of an epoch.
@@ -37,15 +38,19 @@ def synchronise(model: Any, replica: Replica, *, metrics: bool = False, take: bo
     variables = variables_of(model) + (list(model.metrics_variables) if metrics else [])
     _compare(_structure(variables), replica)
     arrays = [np.asarray(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
-    values = replica.communicator.broadcast(arrays, root=0)
+    own = random_state()[:1]
+    told = replica.communicator.broadcast([*arrays, *own], root=0)
+    values, chiefs = told[: len(arrays)], told[len(arrays) :]
     if not take:
         return
-    seeds = {id(generator.state) for generator in _seed_generators(model)}
+    seeds = {id(generator.state) for generator in seed_generators(model)}
     for variable, old, new in zip(variables, arrays, values, strict=True):
         if id(variable) in seeds:
-            new = _shifted_seed(new, replica.rank)
+            new = shifted_seed(new, replica.rank)
         if not np.array_equal(old, new):
             variable.assign(new)
+    if replica.rank:
+        set_random_state([chiefs], replica.rank)
 
 
 def average_optimizers(model: Any, replica: Replica, share: float) -> None:
@@ -73,11 +78,13 @@ def variables_of(model: Any) -> list[Any]:
     return list(found.values())
 
 
-def _seed_generators(model: Any) -> list[Any]:
+def seed_generators(model: Any) -> list[Any]:
+    """Those of all layers."""
     return [generator for layer in model._flatten_layers() for generator in layer._seed_generators]
 
 
-def _shifted_seed(state: np.ndarray[Any, Any], rank: int) -> np.ndarray[Any, Any]:
+def shifted_seed(state: np.ndarray[Any, Any], rank: int) -> np.ndarray[Any, Any]:
+    """The state of a seed generator, for a rank of its own."""
     shifted = state.copy()
     modulus = 1 << (8 * state.dtype.itemsize - (state.dtype.kind == "i"))
     shifted[0] = (int(state[0]) + rank * SEED_STRIDE) % modulus

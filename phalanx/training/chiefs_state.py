@@ -1,0 +1,108 @@
+"""Among parameter servers: what layers keep and servers do not train comes from the chief, through the first server.
+
+Frozen weights and random seeds are told when a `fit` begins; what layers change while they compute (batch-norm
+statistics) at each epoch as well, for a worker that comes back in the middle. Seeds are shifted by the worker's number,
+so that workers draw different masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import msgspec
+import numpy as np
+
+from phalanx.backends import buffers
+from phalanx.backends.random_state import random_state, set_random_state
+from phalanx.cluster.agreement import first_difference
+from phalanx.errors import DisagreementError
+from phalanx.training.served import to_host
+from phalanx.training.server_worker import ServerWorker
+from phalanx.training.state import seed_generators, shifted_seed
+
+Array = np.ndarray[Any, Any]
+
+FROZEN, CHANGING = "frozen weights", "layer state"
+
+
+class _Described(msgspec.Struct, array_like=True, frozen=True):
+    """A variable and its value: its dtype on the chief, and that of the array that travels."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    sent_as: str
+
+    def __str__(self) -> str:
+        # Integers are seeds and counters, whose dtypes differ between backends: a job may mix these.
+        return f"`{self.path}` {self.dtype if 'float' in self.dtype else 'integer'}{list(self.shape)}"
+
+
+def tell_all(worker: ServerWorker, model: Any, fit: int, changing: Sequence[Any]) -> None:
+    """On the chief, when a `fit` begins.
+
+    Args:
+        changing: the variables that layers change while they compute.
+    """
+    worker.tell(FROZEN, _packed(_frozen(model, changing)), fit)
+    tell_changing(worker, fit, changing)
+
+
+def tell_changing(worker: ServerWorker, fit: int, changing: Sequence[Any]) -> None:
+    """On the chief, when another epoch begins."""
+    worker.tell(CHANGING, _packed(changing), fit)
+
+
+def take_all(worker: ServerWorker, model: Any, fit: int, changing: Sequence[Any]) -> None:
+    """On the others: take what the chief has told of this `fit`.
+
+    Raises: DisagreementError naming the first variable that differs.
+    """
+    seeds = {id(generator.state) for generator in seed_generators(model)}
+    for subject, variables in ((FROZEN, _frozen(model, changing)), (CHANGING, changing)):
+        told = worker.hear(subject, fit)
+        if told is None:
+            return
+        chiefs = msgspec.msgpack.decode(told[0], type=list[_Described])
+        own = [_described(variable, to_host(variable)) for variable in variables]
+        if difference := first_difference([*map(str, chiefs)], [*map(str, own)], "the chief", "this task"):
+            raise DisagreementError(
+                f"The model is not the same on all tasks, in what is not trained: {difference} Every task must build "
+                f"the same model, in the same order."
+            )
+        for variable, described, buffer in zip(variables, chiefs, told[1:], strict=True):
+            value = np.frombuffer(buffer, described.sent_as).reshape(described.shape)
+            if id(variable) in seeds:
+                value = shifted_seed(value, worker.number)
+            if not np.array_equal(value, to_host(variable)):
+                variable.assign(value)
+    draw_own_numbers(worker.number)
+
+
+def draw_own_numbers(number: int) -> None:
+    """Where a backend has a random state for the whole process, go on with one that is this worker's alone."""
+    if number:
+        set_random_state([random_state()], number)
+
+
+def _frozen(model: Any, changing: Sequence[Any]) -> list[Any]:
+    taken = {_key(variable) for variable in changing}
+    found = {_key(v): v for v in [*model.non_trainable_variables, *buffers(model)]}
+    return [variable for key, variable in found.items() if key not in taken]
+
+
+def _key(variable: Any) -> Any:
+    return id(variable) if isinstance(variable, keras.Variable) else variable.path
+
+
+def _packed(variables: Sequence[Any]) -> list[Array]:
+    values = [to_host(variable) for variable in variables]
+    described = [_described(variable, value) for variable, value in zip(variables, values, strict=True)]
+    return [np.frombuffer(msgspec.msgpack.encode(described), np.uint8), *values]
+
+
+def _described(variable: Any, value: Array) -> _Described:
+    dtype = keras.backend.standardize_dtype(variable.dtype)
+    return _Described(variable.path, tuple(variable.shape), dtype, value.dtype.name)
