@@ -497,9 +497,12 @@ class ServerTrainer:
 
     def _orders(self, fit: int, samples: int, batch_size: int, shuffle: bool | str) -> Iterator[Array]:
         """The orders of the samples, pass after pass: the chief shuffles, as Keras does it, and tells the others."""
-        own = shuffled_orders(samples, batch_size, shuffle, peeked=self._peeked) if self._worker.is_chief else None
+        own = self._shuffled(samples, batch_size, shuffle) if self._worker.is_chief else None
         # Not a generator, which would be over for good when there is no order now.
         return map(self._next_order, itertools.repeat(fit), itertools.repeat(own))
+
+    def _shuffled(self, samples: int, batch_size: int, shuffle: bool | str) -> Iterator[Array]:
+        yield from shuffled_orders(samples, batch_size, shuffle, peeked=self._peeked)  # which is known only then
 
     def _next_order(self, fit: int, own: Iterator[Array] | None) -> Array:
         """Of the pass that begins: this process's own if it is the chief, which tells it to the others then."""

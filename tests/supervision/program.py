@@ -50,7 +50,7 @@ def main() -> None:
         append(f"{strategy.rank}.epochs", [epoch, os.getpid()])
 
     noted = [keras.callbacks.LambdaCallback(on_epoch_end=end_of_epoch)]
-    options = {"batch_size": BATCH, "epochs": epochs, "shuffle": False, "verbose": 0}
+    options = {"batch_size": BATCH, "epochs": epochs, "verbose": 0}
     if saves == "supervisor":
         seconds = float(os.environ.get("SAVE_SECS", "1e-6"))
         supervisor = phalanx.Supervisor(run, save_model_secs=seconds, saver=phalanx.Saver(None))
