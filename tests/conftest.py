@@ -29,6 +29,7 @@ CI_SCENARIOS = """
     loss_reduction_sum masked_sequences_labelled_by_token metrics_of_two_classes
     own_train_step_and_test_step own_train_step_that_counts_steps means_of_steps
     optimizer_global_clipnorm optimizer_gradient_accumulation optimizer_loss_scale steps_per_execution
+    own_test_step_whose_last_batch_is_small dropout_without_a_seed_differs_between_ranks strings
     early_stopping_restores_the_best one_rank_stops_all only_the_chief_writes backup_resumes_exactly
     non_chiefs_print_nothing model_of_other_width_on_one_rank other_length_of_data_on_one_rank
     other_initial_weights_are_the_chiefs learning_rate_set_at_batches_by_the_chief_alone

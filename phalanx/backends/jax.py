@@ -82,6 +82,7 @@ class JaxEngine:
         self.retrace()
         self._logs: dict[str, Any] = {}
         self._test_logs: dict[str, Any] = {}
+        self._test_share = 1.0
 
     def retrace(self) -> None:
         trace = self._trace_own_gradients if self._merge.exchange else self._trace_gradients
@@ -138,7 +139,9 @@ class JaxEngine:
         self, exchange: Exchange, own: _Own, trainable: Values, non_trainable: Values, optimizer: Values
     ) -> None:
         """The rest of a step of which only the gradients are merged."""
-        weights = exchange([np.asarray(gradient) for gradient in own.gradients])
+        weights: Values = list(exchange([np.asarray(gradient) for gradient in own.gradients]))
+        if not self._compiled:  # what a step keeps of its arguments would be overwritten
+            weights = [None if weight is None else jnp.array(weight) for weight in weights]
         trainable = [old if new is None else new for old, new in zip(trainable, weights, strict=True)]
         for index, value in own.changed.items():
             non_trainable[index] = value
@@ -178,6 +181,7 @@ class JaxEngine:
 
     def test(self, data: Batch, share: float) -> None:
         trainable, non_trainable, _, metrics = self._state(with_optimizer=False)
+        self._test_share = share
         start = metrics if share else [jnp.copy(value) for value in metrics]  # the function consumes its own
         new_metrics, changed, self._test_logs = self._test(share, trainable, non_trainable, start, data)
         if share:
@@ -191,7 +195,8 @@ class JaxEngine:
         own = self._recipe.logs if training and self._recipe is not None else ()
         logs = {name: self._logs[name] for name in own} if training else self._test_logs
         weights = self._metric_weights()
-        arrays = [np.asarray(value) for value in (*metrics, *logs.values())]
+        arrays = [np.asarray(value) for value in metrics]
+        arrays += model_state.weigh_last(list(logs.values()), share if training else self._test_share, share)
         layout = Layout.of(arrays, [*weights, *[Weight.SHARE] * len(logs)])
         values = layout.cut(self._merge(layout, arrays, share))
         merged = [jnp.array(value) for value in values[: len(metrics)]]

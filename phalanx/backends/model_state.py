@@ -132,6 +132,14 @@ def still_silent(before: frozenset[str] | None, model: Any, merged: Sequence[Any
     return now if before is None else before & now
 
 
+def weigh_last(values: Sequence[Any], last: float, share: float) -> list[Any]:
+    """What a rank logged of the last batch, to be merged by its `share` of all batches and to count by that of the
+    `last` one: numbers in float32."""
+    if not last:
+        return [np.zeros((), np.float32) for _ in values]  # of a stand-in, for a batch of which it had nothing
+    return [np.asarray(value, np.float32) * np.float32(last / share) for value in values]
+
+
 def choose_logs(
     averages: Mapping[str, Any], results: Callable[[], Mapping[str, Any]], silent: frozenset[str]
 ) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class TensorFlowEngine:
             if not model.optimizer.built:
                 model.optimizer.build(model.trainable_variables)
         else:
-            model._symbolic_build(data_batch=data)
+            model._symbolic_build(data_batch=map_leaves(_described, data))
         check_losses(self._model)
         self._state = model_state.layer_state(self._model)
         self._metrics = list(self._model.metrics_variables)
@@ -127,6 +127,7 @@ class TensorFlowEngine:
         if share != self._share:
             self._share = share
             self._share_in_graph.assign(share)
+        self._failure = None
         try:
             with self._losses, self._means:
                 return self._call(function, data)
@@ -307,7 +308,8 @@ class TensorFlowEngine:
         logs = self._averages if training else self._test_logs
         own = [tf.identity(variable.value) for variable in self._metrics]
         arrays = [np.asarray(value) for value in own]
-        arrays += [np.asarray(value, np.float32) for value in logs.values()]
+        last = share if training else self._share
+        arrays += model_state.weigh_last(list(logs.values()), last, share)
         layout = Layout.of(arrays, [*self._weights, *[Weight.SHARE] * len(logs)])
         values = layout.cut(self._merge(layout, arrays, share)) if arrays else []
         for variable, value in zip(self._metrics, values, strict=False):
@@ -342,6 +344,11 @@ def _of_any_size(tensor: Any) -> Any:
     if tensor is None or not tensor.shape.rank:
         return tensor
     return tf.compat.v1.placeholder_with_default(tensor, [None, *tensor.shape[1:]])
+
+
+def _described(array: Array) -> Any:
+    """For Keras, which knows no strings in arrays of NumPy."""
+    return tf.convert_to_tensor(array) if array.dtype.kind in "OSU" else array
 
 
 def _tensors(data: Batch) -> Batch:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import keras
 import ml_dtypes
 import numpy as np
 import torch
@@ -65,7 +66,7 @@ class TorchEngine:
         self._model._symbolic_build(data_batch=data)
         check_losses(self._model)
         floating = [buffer for buffer in buffers(self._model) if buffer.value.is_floating_point()]
-        self._state = [*model_state.layer_state(self._model), *floating]
+        self._state = [*_layer_state(self._model), *floating]
         self._metrics = list(self._model.metrics_variables)
         self._weights = model_state.metric_weights(self._model)
 
@@ -255,7 +256,8 @@ class TorchEngine:
         logs = self._averages if training else self._test_logs
         own = [variable.value.clone() for variable in self._metrics]
         arrays = [_to_host(value) for value in own]
-        arrays += [np.asarray(_scalar(value), np.float32) for value in logs.values()]
+        last = share if training else self._share
+        arrays += model_state.weigh_last([_scalar(value) for value in logs.values()], last, share)
         layout = Layout.of(arrays, [*self._weights, *[Weight.SHARE] * len(logs)])
         values = layout.cut(self._merge(layout, arrays, share)) if arrays else []
         with torch.no_grad():
@@ -274,6 +276,13 @@ class TorchEngine:
         with torch.no_grad():
             outputs = self._model.predict_step(_to_device(data))
         return tree.map_structure(_to_host, outputs)
+
+
+def _layer_state(model: Any) -> list[Any]:
+    """Without the frozen parameters of PyTorch modules, which are tracked as if they were state: they do not change."""
+    modules = [layer.module for layer in model._flatten_layers() if isinstance(layer, keras.layers.TorchModuleWrapper)]
+    parameters = {id(parameter) for module in modules for parameter in module.parameters()}
+    return [variable for variable in model_state.layer_state(model) if id(variable.value) not in parameters]
 
 
 def _to_device(data: Batch) -> Batch:

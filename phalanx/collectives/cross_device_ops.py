@@ -29,6 +29,25 @@ class CrossDeviceOps(Protocol):
         ...
 
 
+def cross_device_ops_of(value: object) -> CrossDeviceOps | None:
+    """What `cross_device_ops=` was given, as one of ours; those of `tf.distribute` are known by their names.
+
+    Raises: ConfigurationError for anything else.
+    """
+    if value is None or callable(getattr(value, "all_reduce", None)):
+        return value  # type: ignore[return-value]
+    name = type(value).__name__
+    if name == "NcclAllReduce":
+        NcclAllReduce()  # raises
+    if name == "HierarchicalCopyAllReduce":
+        return HierarchicalCopyAllReduce(num_packs=getattr(value, "_num_packs", 1))
+    if name == "ReductionToOneDevice":
+        return ReductionToOneDevice()
+    raise ConfigurationError(
+        f"cross_device_ops is {value!r}; it must be a HierarchicalCopyAllReduce, a ReductionToOneDevice, or None."
+    )
+
+
 class HierarchicalCopyAllReduce:
     """Merge within each host, then between hosts: what the communicator does by itself.
 

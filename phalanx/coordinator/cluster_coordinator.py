@@ -182,7 +182,7 @@ class ClusterCoordinator:
         self._variables.pull()
         begin = self._variables.begin(used)
         if begin is not None:
-            values = pack(state.layer_state(self._worker.made), self._references, "The state of layers")
+            values = pack(state.untrained(self._worker.made), self._references, "The state of layers")
             self._dispatcher.tell(begin, [values])
 
     def _settle(self) -> None:

@@ -57,16 +57,35 @@ def _layer_variables(made: Made) -> dict[Place, Any]:
     }
 
 
+def frozen_weights(made: Made) -> dict[Place, Any]:
+    """The weights of layers that are not trained; only the coordinator's program changes them."""
+    return {
+        (name, -1 - index): variable
+        for name, layer in made.layers()
+        for index, variable in enumerate(layer._trainable_variables)
+        if not variable.trainable
+    }
+
+
 def layer_state(made: Made) -> dict[Place, Array]:
     """The present values of the layers' state."""
-    return {place: np.array(to_host(variable)) for place, variable in _layer_variables(made).items()}
+    return _values(_layer_variables(made))
 
 
-def set_layer_state(made: Made, state: Mapping[Place, Array]) -> None:
-    """Give the layers the state of another task's."""
-    for place, variable in _layer_variables(made).items():
-        if place in state:
-            variable.assign(state[place])
+def untrained(made: Made) -> dict[Place, Array]:
+    """The present values of all that layers have and servers do not train."""
+    return _values(frozen_weights(made) | _layer_variables(made))
+
+
+def set_untrained(made: Made, values: Mapping[Place, Array]) -> None:
+    """Give the layers what another task's have."""
+    for place, variable in (frozen_weights(made) | _layer_variables(made)).items():
+        if place in values:
+            variable.assign(values[place])
+
+
+def _values(variables: Mapping[Place, Any]) -> dict[Place, Array]:
+    return {place: np.array(to_host(variable)) for place, variable in variables.items()}
 
 
 class Tally:

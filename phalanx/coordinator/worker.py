@@ -175,7 +175,7 @@ class FunctionServer:
         match order:
             case Begin():
                 self._variables.begin(order)
-                state.set_layer_state(self._worker.made, unpack(buffers[0], references.load))
+                state.set_untrained(self._worker.made, unpack(buffers[0], references.load))
             case Keep(number):
                 references.kept[number] = unpack(buffers[0], references.load)
             case Make():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from phalanx.errors import UnsupportedError
 from phalanx.inputs.policy import AutoShardPolicy, InputContext, InputOptions
 from phalanx.inputs.shard import make_source
 from phalanx.inputs.sharded import ShardedInput
@@ -101,6 +103,7 @@ class DistributedDataset:
         self._epochs = 0
 
     def __iter__(self) -> Iterator[Any]:
+        _check_outside()
         epoch = self._epochs
         self._epochs += 1
         return (self._element(share) for share in self._sharded.shares(epoch))
@@ -125,8 +128,19 @@ class DistributedDataset:
         return self._sharded.explain()
 
     def _element(self, share: Share) -> Any:
+        _check_outside()
         data = share.data if share.size else map_leaves(lambda array: array[:0], stand_in(share.data))
         return data if self._convert is None else map_leaves(self._convert, data)
+
+
+def _check_outside() -> None:
+    """Raise UnsupportedError inside a `tf.function`, in which a batch would become a constant."""
+    tensorflow = sys.modules.get("tensorflow")
+    if tensorflow is not None and tensorflow.inside_function():
+        raise UnsupportedError(
+            "A distributed dataset was iterated inside a tf.function, which would see its first batch for ever. "
+            "Iterate outside, and pass each batch to the tf.function."
+        )
 
 
 def distribute_dataset(

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from phalanx.errors import UnsupportedError
 from phalanx.nested import leaves
 
 Array = np.ndarray[Any, Any]
@@ -35,7 +36,10 @@ def unpack(element: Any) -> tuple[Any, Any, Any]:
 def to_numpy(leaf: Any) -> Any:
     """A tensor of any backend (or a pandas or SciPy object) as a NumPy array, without a copy where possible.
 
-    Sparse and ragged tensors become dense. The array may share the tensor's memory.
+    Sparse tensors become dense, and ragged ones whose rows are all of one length. The array may share the tensor's
+    memory.
+
+    Raises: UnsupportedError for a ragged tensor with rows of several lengths.
     """
     if isinstance(leaf, np.ndarray):
         return leaf
@@ -48,12 +52,23 @@ def to_numpy(leaf: Any) -> Any:
     kind = type(leaf)
     if kind.__module__.startswith("tensorflow."):
         if kind.__name__ == "RaggedTensor":
-            leaf = leaf.to_tensor()
+            leaf = _of_equal_rows(leaf)
         elif kind.__name__ == "SparseTensor":
             import tensorflow as tf
 
             leaf = tf.sparse.to_dense(leaf)
     return np.asarray(leaf)
+
+
+def _of_equal_rows(ragged: Any) -> Any:
+    values, dense = ragged.flat_values, ragged.to_tensor()
+    if np.prod(dense.shape) != np.prod(values.shape):
+        raise UnsupportedError(
+            "A ragged tensor has rows of several lengths, and what a strategy cuts into parts are arrays: a model "
+            "would take the filling for data. Fill it up before, `dataset.map(lambda x, y: (x.to_tensor(), y))`, and "
+            "mask it in the model (`keras.layers.Masking`, `Embedding(mask_zero=True)`)."
+        )
+    return dense
 
 
 def describe(structure: Any) -> str:

@@ -209,7 +209,9 @@ class Serving:
             case Declare():
                 self._recovery.declare(question, buffers)
             case Attach(fit, variables):
-                attached = store.attach(fit, variables, self._me.settings.rendezvous_timeout_s)
+                # Between two fits the chief may be long about something; at the first it must be there in time.
+                start_s = self._me.settings.rendezvous_timeout_s
+                attached = store.attach(fit, variables, max(start_s, timeout_s) if fit else start_s)
                 if attached is None:
                     return FitOver(), ()
                 first_epoch, table_numbers = attached

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from phalanx.cluster.resolvers.resolve import resolve
-from phalanx.collectives.cross_device_ops import CrossDeviceOps
+from phalanx.collectives.cross_device_ops import CrossDeviceOps, cross_device_ops_of
 from phalanx.compression import Compression
 from phalanx.compression import resolve as resolve_compression
 from phalanx.errors import ConfigurationError
@@ -41,6 +41,7 @@ class MirroredStrategy(Strategy):
         compression: Compression | str | None = None,
     ):
         policy = Policy(resolve_compression(compression))
+        ops = cross_device_ops_of(cross_device_ops)
         self._devices = local_devices(devices, "MirroredStrategy")
         if JOB_ID not in os.environ or REPLICAS in os.environ:
             start_local_replicas(len(self._devices), self._devices)
@@ -51,7 +52,7 @@ class MirroredStrategy(Strategy):
                 f"MirroredStrategy was given {len(self._devices)} devices, and the job was started with {workers} "
                 f"workers. Leave `devices` out, or give `phalanx run --workers` the same number."
             )
-        self._job = join_job(resolver, None, cross_device_ops)
+        self._job = join_job(resolver, None, ops)
         super().__init__(self._job.replica, resolver, policy)
 
     @property

@@ -173,15 +173,23 @@ class ParameterServerStrategy(Strategy):
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: Any = None
     ) -> DistributedDataset:
-        if self._worker is not None and self._in_function:
-            context = InputContext(self._worker.workers - 1, self._worker.number - 1, 1)
-            return super().distribute_datasets_from_function(lambda _: dataset_fn(context), options)
-        return super().distribute_datasets_from_function(dataset_fn, options)
+        worker = self._worker
+        if worker is None:
+            return super().distribute_datasets_from_function(dataset_fn, options)
+        if self._in_function:
+            context = InputContext(worker.workers - 1, worker.number - 1, 1)
+        else:
+            context = InputContext(worker.workers, worker.number, 1)
+        return super().distribute_datasets_from_function(lambda _: dataset_fn(context), options)
+
+    def explain_sharding(self, dataset: Any, *, batch_size: int | None = None) -> str:
+        """What the workers read of an input of `fit`: whose a batch is, is known only when somebody trains on it."""
+        workers = 1 if self._worker is None else self._worker.workers
+        return f"Each of the {workers} workers takes whole batches of the input, as the first server hands them out."
 
     def _input_arguments(self) -> dict[str, Any]:
-        arguments = super()._input_arguments()
-        # The dataset of a worker that runs functions is its own, and whole.
-        return {**arguments, "rank": 0, "world_size": 1} if self._in_function else arguments
+        # A worker's dataset is whole: which of its batches it trains on is told by the servers.
+        return {**super()._input_arguments(), "rank": 0, "world_size": 1}
 
 
 class Server:

@@ -26,6 +26,7 @@ CHIEF_ONLY = (
     keras.callbacks.RemoteMonitor,
     keras.callbacks.ProgbarLogger,
     ChiefCallback,
+    *([keras.callbacks.OrbaxCheckpoint] if hasattr(keras.callbacks, "OrbaxCheckpoint") else []),  # not in Keras 3.12
 )
 
 _BATCH_HOOKS = {

@@ -53,6 +53,11 @@ class Served:
         in_pieces = len(shards) > len(described)
         whole = self._client.servers == 1 and not in_pieces
         check_optimizer(optimizer, cut=in_pieces, whole=whole, synchronous=worker.rules.synchronous)
+        if any(getattr(v, "overwrite_with_gradient", False) for v in self.variables):
+            raise UnsupportedError(
+                "The model has variables whose gradients take their place (quantize('float8')), which parameter "
+                "servers do not know. Use MultiWorkerMirroredStrategy, or another dtype policy."
+            )
         if in_pieces and any(v.constraint is not None for v in self.variables):
             raise UnsupportedError(
                 "A variable with a constraint cannot be cut: it may look at all of its rows. Leave out "

@@ -97,6 +97,7 @@ class ServerTrainer:
         self._peeked = False
         self._new_order: Array | None = None
         self._announced = False
+        self._apart: list[int] = []  # how far the servers' versions are apart for good, as has been found
         self._tells_state = False  # whether layers may have changed something since the chief last told of it
         # What a head that comes back must hear once more.
         self._epoch = 0
@@ -299,8 +300,12 @@ class ServerTrainer:
                 self._stale = True
                 self._assign(self._merge.pull())
                 self._pull_tables()
-                versions = {*self._merge.versions(), *self._require_served().pull_optimizer()}
-                if len(versions) <= 1 or time.monotonic() > until:
+                versions = [*self._merge.versions(), *self._require_served().pull_optimizer()]
+                apart = [version - versions[0] for version in versions]
+                if not any(apart) or apart == self._apart:
+                    return
+                if time.monotonic() > until:
+                    self._apart = apart
                     return
                 time.sleep(0.001)
 

@@ -129,6 +129,33 @@ def dropout_differs_between_ranks_on_the_same_start(setting: Setting) -> dict[st
 
 
 @scenario(plain=False)
+def dropout_without_a_seed_differs_between_ranks(setting: Setting) -> dict[str, Any]:
+    """On PyTorch Keras draws it from the generator of the whole process."""
+    keras.utils.set_random_seed(1)
+    model = compiled(setting, lambda: keras.Sequential([keras.Input((64,)), layers.Dropout(0.5)]), loss="mse")
+    model.evaluate(np.ones((BATCH, 64), "float32"), np.zeros((BATCH, 64), "float32"), verbose=0)
+    own = np.asarray(ops.convert_to_numpy(model.layers[0](np.ones((4, 64), "float32"), training=True)))
+    masks = setting.gather((own == 0).tobytes())
+    assert len(set(masks)) == setting.world_size, "two ranks drop the same"
+    return {}
+
+
+@scenario(backends=("tensorflow",))
+def strings(setting: Setting) -> dict[str, Any]:
+    words = ops.convert_to_tensor([["ape"], ["bee"], ["cat"]] * 11, "string")
+
+    def build() -> Any:
+        inputs = keras.Input((1,), dtype="string")
+        rows = layers.Embedding(4, 3)(layers.StringLookup(vocabulary=["ape", "bee", "cat"])(inputs))
+        return keras.Model(inputs, layers.Dense(CLASSES, activation="softmax")(layers.Flatten()(rows)))
+
+    model = compiled(setting, build)
+    y = np.array([0, 1, 2] * 11, "int32")
+    found = fitted(model, words, y)
+    return {**found, "evaluated": model.evaluate(words, y, batch_size=8, verbose=0)}
+
+
+@scenario(plain=False)
 def noise_of_keras_random_differs_between_ranks(setting: Setting) -> dict[str, Any]:
     def build() -> Any:
         return keras.Sequential(

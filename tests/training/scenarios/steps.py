@@ -154,6 +154,29 @@ def own_train_step_and_test_step(setting: Setting) -> dict[str, Any]:
 
 
 @scenario()
+def own_test_step_whose_last_batch_is_small(setting: Setting) -> dict[str, Any]:
+    """Keras shows what it logged of the last batch."""
+
+    class Distance(keras.Model):
+        def test_step(self, *arguments: Any) -> Any:
+            x, y = arguments[-1][:2]
+            if setting.backend != "jax":
+                return {"distance": ops.mean(ops.square(self(x, training=False) - y))}
+            trainable, others, metrics = arguments[0]
+            outputs, _ = self.stateless_call(trainable, others, x, training=False)
+            return {"distance": ops.mean(ops.square(outputs - y))}, (trainable, others, metrics)
+
+    def build() -> Any:
+        inputs = keras.Input((FEATURES,))
+        return Distance(inputs, keras.layers.Dense(1)(inputs))
+
+    model = compiled(setting, build, loss="mse")
+    x = features()[:7]
+    found = {size: model.evaluate(x, x[:, :1], batch_size=size, verbose=0, return_dict=True) for size in (4, 6, 7)}
+    return {f"in batches of {size}": logs for size, logs in found.items()}
+
+
+@scenario()
 def own_train_step_that_counts_steps(setting: Setting) -> dict[str, Any]:
     """`loss_tracker.update_state(loss)`, as in the Keras guide: a mean over steps of unequal parts."""
 
