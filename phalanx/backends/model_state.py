@@ -14,11 +14,15 @@ from phalanx.backends.layout import WEIGHT_OF_AGGREGATION, Weight
 
 
 def optimizers(model: Any) -> list[Any]:
-    """The optimizer that the model was compiled with, and those that it keeps for a `train_step` of its own."""
+    """The optimizer that the model was compiled with, and those that it, or models inside it, keep for a `train_step`
+    of its own."""
     found = {id(model.optimizer): model.optimizer} if getattr(model, "optimizer", None) is not None else {}
     for value in vars(model).values():
         parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [value]
         found |= {id(part): part for part in parts if isinstance(part, keras.optimizers.Optimizer)}
+    if type(model).train_step is not keras.Model.train_step:
+        inside = [getattr(layer, "optimizer", None) for layer in model._flatten_layers(include_self=False)]
+        found |= {id(part): part for part in inside if isinstance(part, keras.optimizers.Optimizer)}
     return list(found.values())
 
 

@@ -404,6 +404,27 @@ def two_optimizers(setting: Setting) -> dict[str, Any]:
     return _two_optimizers(setting, TwoOptimizersCalled)
 
 
+class OptimizerInside(TwoOptimizersCalled):
+    """The optimizer of a part is the one that the part was compiled with."""
+
+    def compile(self, *arguments: Any, **named: Any) -> None:
+        super().compile(*arguments, **named)
+        self.head.compile(self.head_optimizer)
+        del self.head_optimizer
+
+    def train_step(self, data: Any) -> Any:
+        self.head_optimizer = self.head.optimizer
+        try:
+            return super().train_step(data)
+        finally:
+            del self.head_optimizer
+
+
+@scenario(backends=("tensorflow", "torch"))
+def optimizer_of_a_model_inside(setting: Setting) -> dict[str, Any]:
+    return _two_optimizers(setting, OptimizerInside)
+
+
 class AveragedStep(JaxStep):
     """Computes with the weights after the update, as a target network does."""
 
