@@ -11,9 +11,13 @@ from phalanx import timeline
 from phalanx.errors import DisagreementError
 from phalanx.inputs import ShardedInput, local_range
 from phalanx.training.replica import Replica
+from phalanx.training.server_worker import ServerWorker
 
 # Batches at the start of an epoch whose content is compared between the ranks, where each reads a stream of its own.
 COMPARED_BATCHES = 3
+
+INPUT = "input"
+"""The subject of which the chief tells the other workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +150,7 @@ def compare_inputs(source: ShardedInput, replica: Replica) -> None:
 def compare_samples(source: ShardedInput, replica: Replica) -> None:
     """Raise on every rank if the ranks hold different values, or the same ones in another order."""
     samples = replica.communicator.all_gather(source.sample)
-    # Not to the bit: hosts of different kinds round differently.
-    same = [np.allclose(sample, samples[0], rtol=1e-3, atol=1e-3, equal_nan=True) for sample in samples]
+    same = [_same(sample, samples[0]) for sample in samples]
     if not all(same):
         raise DisagreementError(
             f"The ranks were given different data: the values of rank {same.index(False)} are not those of rank 0, or "
@@ -155,3 +158,32 @@ def compare_samples(source: ShardedInput, replica: Replica) -> None:
             f"split at random, give a seed (`random_state=0`, `np.random.default_rng(0)`). To give each rank its own "
             f"data, use `strategy.distribute_datasets_from_function`."
         )
+
+
+def tell_of_input(source: ShardedInput, worker: ServerWorker, fit: int) -> None:
+    """On the chief among parameter servers: what the others compare their data with."""
+    worker.tell(INPUT, [np.frombuffer(source.signature.encode(), np.uint8), source.sample], fit)
+
+
+def compare_input_with_chief(source: ShardedInput, worker: ServerWorker, fit: int) -> None:
+    """On another worker: raise DisagreementError if it was given other data than the chief."""
+    told = worker.hear(INPUT, fit)
+    if told is None:
+        return
+    chiefs, own = bytes(told[0]).decode(), source.signature
+    why = f"the chief has {chiefs}; this worker has {own}." if chiefs != own else ""
+    if not why and not _same(source.sample, np.frombuffer(told[1], np.float64)):
+        why = (
+            "the values of this worker are not those of the chief, or stand in another order. If they are made or "
+            "split at random, give a seed (`random_state=0`, `np.random.default_rng(0)`)."
+        )
+    if why:
+        raise DisagreementError(
+            f"The workers were given different data: {why} Every worker must pass the same data, of which the first "
+            f"server hands out the batches."
+        )
+
+
+def _same(sample: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
+    # Not to the bit: hosts of different kinds round differently.
+    return sample.shape == other.shape and np.allclose(sample, other, rtol=1e-3, atol=1e-3, equal_nan=True)

@@ -48,8 +48,8 @@ from phalanx.parameter_server.messages import (
     Values,
     arrays_of,
 )
+from phalanx.training import agreement, chiefs_state
 from phalanx.training import callbacks as callback_lists
-from phalanx.training import chiefs_state
 from phalanx.training.embedding_rows import EmbeddingRows, Table, choose, find_tables
 from phalanx.training.fit_arguments import FitArguments
 from phalanx.training.served import Served, to_host
@@ -254,8 +254,11 @@ class ServerTrainer:
         return epoch
 
     def _share_state(self, fit: int) -> None:
-        """What servers do not train is the chief's on all tasks."""
+        """The data are the same on all tasks, and what servers do not train is the chief's."""
         assert self._engine is not None
+        assert self._source is not None
+        compare = agreement.tell_of_input if self._worker.is_chief else agreement.compare_input_with_chief
+        compare(self._source, self._worker, fit)
         share = chiefs_state.tell_all if self._worker.is_chief else chiefs_state.take_all
         share(self._worker, self._model, fit, self._engine.layer_state())
         self._tells_state = False

@@ -134,6 +134,12 @@ def test_another_model_on_one_worker_is_named(start: Start) -> None:
     assert "[8, 9] on this task" in tasks.said("worker/1")
 
 
+def test_other_data_on_one_worker_are_named(start: Start) -> None:
+    tasks = start("other data")
+    assert tasks.ends("worker/1") == {"worker/1": DisagreementError.exit_code}
+    assert "the values of this worker are not those of the chief" in tasks.said("worker/1")
+
+
 def test_updates_that_are_not_finite_are_left_out_and_counted(start: Start) -> None:
     tasks = start("not finite", epochs=3)
     assert set(tasks.ends().values()) == {0}
