@@ -58,7 +58,7 @@ CI_SCENARIOS_OF_ONE_BACKEND = """
 """Of those above: what they are about lies in code that is the same for all backends."""
 
 
-CI_SERVER_CASES = "alone_in_pieces_clipped alone_with_own_train_step synchronous_in_pieces asynchronous"
+CI_SERVER_CASES = "alone_in_pieces_clipped alone_with_own_train_step synchronous_in_pieces_clipped asynchronous"
 
 
 CI_EXAMPLES = (

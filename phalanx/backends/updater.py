@@ -147,12 +147,18 @@ def slots_of_model(optimizer: Any, variables: Sequence[Any]) -> tuple[Slot, ...]
     return build_noting_slots(twin, variables)
 
 
-def check_optimizer(optimizer: Any, *, cut: bool, whole: bool, synchronous: bool) -> None:
+def clips_by_norm(optimizer: Any) -> bool:
+    """Whether an update depends on the norm of gradients."""
+    return optimizer.clipnorm is not None or optimizer.global_clipnorm is not None
+
+
+def check_optimizer(optimizer: Any, *, cut: bool, whole: bool, late: bool = False) -> None:
     """Raise UnsupportedError for an optimizer that cannot run on servers, or not on so many.
 
     Args:
         cut: whether a variable has more than one shard.
         whole: whether one server has all variables, uncut: it sees every norm itself.
+        late: whether an update may lack some workers' gradients.
     """
     name = type(optimizer).__name__
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.loss_scale_factor:
@@ -160,12 +166,11 @@ def check_optimizer(optimizer: Any, *, cut: bool, whole: bool, synchronous: bool
             f"{name} scales the loss, and on parameter servers nobody sees all gradients in time to say by how much. "
             f"Use the policy 'mixed_bfloat16', which needs no loss scaling, or float32."
         )
-    clips = optimizer.clipnorm is not None or optimizer.global_clipnorm is not None
-    if clips and not whole and (synchronous or optimizer.gradient_accumulation_steps):
+    if clips_by_norm(optimizer) and not whole and (late or optimizer.gradient_accumulation_steps):
         raise UnsupportedError(
-            f"{name} clips merged gradients by their norm, of which each of several servers sees a part only. Use one "
-            f"server and no variable_partitioner, clipvalue, or asynchronous training without accumulation, where each "
-            f"worker clips its own."
+            f"{name} clips by the norm of {'the first' if late else 'accumulated'} gradients, of which each of several "
+            f"servers sees a part only. Use one server and no variable_partitioner, clipvalue, or leave out "
+            f"{'replicas_to_aggregate' if late else 'gradient_accumulation_steps'}."
         )
     if cut and any(kind.__name__ in _OF_WHOLE_VARIABLES for kind in type(optimizer).__mro__):
         raise UnsupportedError(

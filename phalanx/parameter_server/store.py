@@ -57,7 +57,7 @@ _Key = tuple[int, int]
 
 COMPLETED = 1000
 """Merges of which it is remembered that they are over: more than any worker can be behind."""
-RESULTS = 32
+RESULTS = 8
 """Merges whose results are kept for workers that ask again after their link broke; each one's newest always is."""
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from phalanx.backends.updater import Slot, check_optimizer, clipped, description_of, slots_of_model
+from phalanx.backends.updater import Slot, check_optimizer, clipped, clips_by_norm, description_of, slots_of_model
 from phalanx.errors import UnsupportedError
 from phalanx.launcher import progress
 from phalanx.parameter_server.client import HEAD, Placed
@@ -52,7 +52,7 @@ class Served:
         self._shards = shards = place(described, self._client.servers, worker.partitioner)
         in_pieces = len(shards) > len(described)
         whole = self._client.servers == 1 and not in_pieces
-        check_optimizer(optimizer, cut=in_pieces, whole=whole, synchronous=worker.rules.synchronous)
+        check_optimizer(optimizer, cut=in_pieces, whole=whole, late=bool(worker.rules.at_least))
         if any(getattr(v, "overwrite_with_gradient", False) for v in self.variables):
             raise UnsupportedError(
                 "The model has variables whose gradients take their place (quantize('float8')), which parameter "
@@ -65,8 +65,8 @@ class Served:
             )
         self.slots = slots_of_model(optimizer, self.variables)
         self._placed = Placed(described, shards, self._client.servers)
-        # Where no server sees all gradients, the worker clips them.
-        self._clip = (lambda gradients: gradients) if whole else partial(clipped, optimizer)
+        # Where no server sees all gradients, workers clip them.
+        self._clip = None if whole or not clips_by_norm(optimizer) else partial(clipped, optimizer)
 
     def begin(self, fit: int, first_epoch: int = 0, tables: tuple[int, ...] = ()) -> int | None:
         """Agree with the servers on what is trained; returns the first epoch, which the chief knows, or None if the
@@ -86,6 +86,11 @@ class Served:
         assert isinstance(answer, Values)
         self._merge.era, self.tables = answer.version, answer.tables
         self._placed = Placed(self._described, self._shards, self._client.servers, self.tables)
+        if self._clip is not None and self.tables and self._worker.rules.synchronous:
+            raise UnsupportedError(
+                "The optimizer clips by the norm of merged gradients, of which each of several servers sees a part "
+                "only, and single rows of embeddings travel. Pass embedding_rows=False, use one server, or clipvalue."
+            )
         self._merge.place(fit, self._placed, self._clip)
         self._client.whereabouts = lambda server: [(self._merge.rejoin(server), []), *self.told()]
         return answer.step

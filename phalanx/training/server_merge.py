@@ -70,7 +70,7 @@ class ServerMerge:
         self._buffers = Buffers()
         self._placed: Placed | None = None
         self._rows: RowExchange | None = None
-        self._clip: Callable[[Sequence[Array]], Sequence[Array]] = list
+        self._clip: Callable[[Sequence[Array]], Sequence[Array]] | None = None
         self._values: list[Array | None] = []
         self._versions: list[int] = []
         self._outstanding = False
@@ -85,8 +85,9 @@ class ServerMerge:
         self._handed_out = (-1, 0)  # the epoch, and how many of its batches are known to be handed out
         self._made = (-1, 0)  # the epoch, and how many of its steps this worker has made
 
-    def place(self, fit: int, placed: Placed, clip: Callable[[Sequence[Array]], Sequence[Array]]) -> None:
-        """The variables of the `fit` that begins, and what to do with gradients before they are sent."""
+    def place(self, fit: int, placed: Placed, clip: Callable[[Sequence[Array]], Sequence[Array]] | None) -> None:
+        """The variables of the `fit` that begins, and how gradients are clipped where no server sees all of them: each
+        worker's own, or, in synchronous training, the merged ones."""
         self._fit = fit
         self._placed = placed
         self._rows = RowExchange(self._client, fit, placed) if placed.tables else None
@@ -177,7 +178,7 @@ class ServerMerge:
             serial = -1 - secrets.randbits(SERIAL_BITS)
             self._ticket = Ticket(self._fit, NO_EPOCH, NO_EPOCH, (number,), number, serial, self.era)
         progress.enter("push")
-        values = self._step(self._clip(gradients), (), (), 1.0)
+        values = self._step(gradients, (), (), 1.0)
         return [value for value in values if value is not None]
 
     def __call__(self, layout: Layout, arrays: Sequence[Array], share: float) -> list[Array]:
@@ -187,7 +188,7 @@ class ServerMerge:
             self._check_number(count)
         progress.enter("push")
         timeline.current.enter("push and pull")
-        merged = self._step(self._clip(arrays[:count]), arrays[count:], layout.weights[count:], share)
+        merged = self._step(arrays[:count], arrays[count:], layout.weights[count:], share)
         for view, value in zip(views, merged, strict=True):
             if value is None:
                 continue  # a table: the rows of the next step are written before it begins
@@ -201,7 +202,7 @@ class ServerMerge:
         self._check_number(len(gradients))
         progress.enter("push")
         timeline.current.enter("push and pull")
-        return self._step(self._clip(gradients), (), (), 1.0)
+        return self._step(gradients, (), (), 1.0)
 
     def _check_number(self, gradients: int) -> None:
         """Raises: UnsupportedError unless there is one for each variable."""
@@ -263,6 +264,8 @@ class ServerMerge:
         self, gradients: Sequence[Array], extras: Sequence[Array], weights: Sequence[Weight], share: float
     ) -> list[Array | None]:
         assert self._ticket is not None, "a step begins with a ticket"
+        if gradients and self._clip is not None:
+            gradients = self._clip(self._merged(gradients, share) if self._synchronous else gradients)
         if not self._synchronous:
             if gradients:
                 self.flush()
@@ -274,6 +277,12 @@ class ServerMerge:
         self._send(gradients, extras, weights, share)
         merged = self._receive()
         return [*(self._values if gradients else ()), *merged]
+
+    def _merged(self, gradients: Sequence[Array], share: float) -> list[Array]:
+        """The mean over the workers, which the first server forms: pushed by all of them, it is its own mean."""
+        self._send((), gradients, [Weight.SHARE] * len(gradients), share)
+        merged = self._receive()
+        return [mean.reshape(own.shape) for mean, own in zip(merged, gradients, strict=True)]
 
     def _receive(self) -> list[Array]:
         """The servers' answers to the step that was sent first; returns the merged extras."""

@@ -89,6 +89,14 @@ CASES = {
     "synchronous": Case(2, {"synchronous": True}),
     "synchronous_wide": Case(2, {"synchronous": True}, _schedule, model=_wide),
     "synchronous_in_pieces": Case(2, {"synchronous": True, "variable_partitioner": 3}, _schedule, weighted=True),
+    "synchronous_in_pieces_clipped": Case(
+        2,
+        {"synchronous": True, "variable_partitioner": 2},
+        lambda keras: keras.optimizers.AdamW(0.02, global_clipnorm=0.1),
+    ),
+    "synchronous_clipped_one_by_one": Case(
+        2, {"synchronous": True}, lambda keras: keras.optimizers.SGD(1.0, clipnorm=0.05)
+    ),
     "synchronous_class_weights": Case(2, {"synchronous": True}, fit={"class_weight": {0: 0.5, 1: 1.0, 2: 2.0}}),
     "synchronous_with_own_train_step": Case(2, {"synchronous": True}, model=_own_step),
     "synchronous_with_a_loss_divided_by_weights": Case(

@@ -252,7 +252,12 @@ def test_a_server_of_workers_is_refused() -> None:
         (lambda k: k.LossScaleOptimizer(k.SGD()), {}, "scales the loss"),
         (lambda k: k.Adafactor(), {}, "Adafactor does not say"),
         (lambda k: k.Lamb(), {"cut": True, "whole": False}, "looks at each variable as a whole"),
-        (lambda k: k.SGD(global_clipnorm=1.0), {"whole": False, "synchronous": True}, "clips merged gradients"),
+        (lambda k: k.SGD(global_clipnorm=1.0), {"whole": False, "late": True}, "the norm of the first gradients"),
+        (
+            lambda k: k.SGD(clipnorm=1.0, gradient_accumulation_steps=2),
+            {"whole": False},
+            "the norm of accumulated gradients",
+        ),
     ],
 )
 def test_optimizers_that_servers_cannot_run_are_refused(
@@ -263,4 +268,4 @@ def test_optimizers_that_servers_cannot_run_are_refused(
     from phalanx.backends.updater import check_optimizer
 
     with pytest.raises(UnsupportedError, match=message):
-        check_optimizer(make(keras.optimizers), **{"cut": False, "whole": True, "synchronous": False} | options)
+        check_optimizer(make(keras.optimizers), **{"cut": False, "whole": True} | options)
