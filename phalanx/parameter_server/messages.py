@@ -320,6 +320,10 @@ class EndFit(msgspec.Struct, frozen=True, tag="end-fit"):
     fit: int
 
 
+class Alive(msgspec.Struct, frozen=True, tag="alive"):
+    """From the chief, while the others wait for it: it is at work."""
+
+
 class IsOver(msgspec.Struct, frozen=True, tag="is-over"):
     """Has the chief said goodbye? FitOver: yes; Done: no."""
 
@@ -419,6 +423,7 @@ Question = (
     | Hear
     | Share
     | EndFit
+    | Alive
     | IsOver
     | Bye
 )

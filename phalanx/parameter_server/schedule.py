@@ -86,6 +86,7 @@ class Schedule:
         self._session = -1
         self._began = False  # whether an epoch of this `fit` was opened
         self._last_progress = 0.0
+        self._chief_heard_at = 0.0
         self._ended_fit = -1
         self._serial = 0
         self.era = 0
@@ -117,6 +118,10 @@ class Schedule:
         with self._changed:
             self._chief_left = True
             self._changed.notify_all()
+
+    def heard_of_chief(self) -> None:
+        """It lives, and is about something: who waits for it does not wait in vain."""
+        self._chief_heard_at = time.monotonic()
 
     @property
     def has_chief_left(self) -> bool:
@@ -355,13 +360,14 @@ class Schedule:
         """The order of the samples in the pass that began with this epoch; waits until the chief has told it, or will
         not any more."""
         with self._changed:
-            until = time.monotonic() + (timeout_s if self._began else self._start_s)
+            asked, patience_s = time.monotonic(), timeout_s if self._began else self._start_s
             while True:
                 self.check()
                 if (over := self._is_over(fit, era)) is not None:
                     return over
                 if self._order[:2] >= (fit, number):
                     return self._order[2]
+                until = max(asked, self._chief_heard_at) + patience_s
                 self._wait(until, lambda: f"{self._names[CHIEF]} did not begin epoch {number + 1} of `fit`")
 
     def _is_over(self, fit: int, era: int) -> EpochOver | FitOver | None:
@@ -432,7 +438,7 @@ class Schedule:
                         self.evict(slowest)
                         continue
                 patience_s = timeout_s if self._began else self._start_s
-                until = max(asked, self._last_progress) + patience_s
+                until = max(asked, self._last_progress, self._chief_heard_at) + patience_s
                 self._wait(until, lambda: f"{self._names[CHIEF]} did not begin epoch {number + 1} of `fit`")
 
     def try_take(self, worker: Worker, incarnation: str, fit: int, number: int, era: int) -> Ticket | None:

@@ -14,6 +14,7 @@ from phalanx.cluster.roll_call import Identity
 from phalanx.errors import EvictedError, FrameError, LinkClosedError, LinkTimeoutError, PhalanxError
 from phalanx.parameter_server.lanes import TO_SERVER, Lanes
 from phalanx.parameter_server.messages import (
+    Alive,
     Answer,
     Attach,
     BeginSession,
@@ -238,6 +239,8 @@ class Serving:
                 else:
                     schedule.go_on()
                 return Values(0, schedule.global_step), ()
+            case Alive():
+                schedule.heard_of_chief()
             case IsOver():
                 return FitOver() if schedule.has_chief_left else Done(), ()
             case BeginSession(session):

@@ -75,12 +75,13 @@ def make_list(
     epochs: int,
     steps: int | None,
     history: bool,
+    more: Sequence[Any] = (),
 ) -> CallbackList:
-    """The callbacks that this rank runs, as Keras's `CallbackList`."""
+    """The callbacks that this rank runs, as Keras's `CallbackList`; `more` are our own."""
     if isinstance(callbacks, CallbackList):  # evaluation inside `fit`: the list is made already
         return callbacks
     verbose = 1 if verbose == "auto" else verbose
-    own = [callback for callback in flat(callbacks) if chief or not isinstance(callback, CHIEF_ONLY)]
+    own = [callback for callback in [*flat(callbacks), *more] if chief or not isinstance(callback, CHIEF_ONLY)]
     if not chief:
         for callback in own:
             if getattr(callback, "verbose", 0):

@@ -34,8 +34,9 @@ from phalanx.inputs.keras_adapters import shuffled_orders
 from phalanx.inputs.sharded import BatchGoneError
 from phalanx.inputs.split import cut
 from phalanx.launcher import progress
-from phalanx.parameter_server.client import HEAD
+from phalanx.parameter_server.client import HEAD, Client
 from phalanx.parameter_server.messages import (
+    Alive,
     Collect,
     EndFit,
     EpochOver,
@@ -63,6 +64,22 @@ Array = np.ndarray[Any, Any]
 AGREEMENT_S = 2.0
 """How long the servers may take to apply what is still on its way. One that a lost worker's last update did not reach
 never has as many as the others."""
+SIGN_S = 1.0
+"""Between two signs of life of a chief that validates."""
+
+
+class _SignsOfLife(callback_lists.ChiefCallback):
+    """While the chief validates, the others wait for the next epoch: however long it takes, as long as it goes on."""
+
+    def __init__(self, client: Client) -> None:
+        super().__init__()
+        self._client = client
+        self._told_at = 0.0
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        if time.monotonic() > self._told_at + SIGN_S:
+            self._client.ask(HEAD, Alive())
+            self._told_at = time.monotonic()
 
 
 class _NoOrder(Exception):
@@ -129,8 +146,10 @@ class ServerTrainer:
         )
         self._source = source
         engine = self._prepare(source)
+        signs = [_SignsOfLife(self._client)] if worker.workers > 1 and call.validation_data is not None else []
         callbacks = callback_lists.make_list(
             call.callbacks,
+            more=signs,
             model=model,
             chief=worker.is_chief,
             replicas=worker.workers,

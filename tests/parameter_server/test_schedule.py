@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -327,3 +328,51 @@ def test_a_needed_worker_that_does_not_come_ends_the_training_for_all() -> None:
     schedule.evict(1)
     with pytest.raises(CollectiveTimeoutError, match=r"worker/1 did not make its part of a step within the time set"):
         ask(schedule, 0)
+
+
+WAIT_S = 0.5
+
+
+def test_a_chief_that_gives_signs_of_life_is_waited_for() -> None:
+    schedule = begun(0)
+    with ThreadPoolExecutor() as pool:
+        waiting = [
+            pool.submit(schedule.order, 0, 1, 1, WAIT_S),
+            pool.submit(ask, schedule, 1, epoch=1, within_s=WAIT_S),
+        ]
+        until = time.monotonic() + 3 * WAIT_S
+        while time.monotonic() < until:
+            schedule.heard_of_chief()
+            time.sleep(WAIT_S / 20)
+        schedule.open_epoch(0, 1, 1, np.arange(3))
+        order, ticket = (each.result(BOUND_S) for each in waiting)
+    np.testing.assert_array_equal(order, np.arange(3))
+    assert isinstance(ticket, Ticket)
+
+
+def test_one_that_gives_none_is_not() -> None:
+    with pytest.raises(CollectiveTimeoutError, match="did not begin epoch 2"):
+        begun(0).order(0, 1, 1, WAIT_S)
+
+
+def test_who_asks_for_an_order_hears_of_the_end_and_of_a_new_beginning() -> None:
+    schedule = begun(2)
+    schedule.begin(rules(), 0)
+    schedule.open_epoch(0, 0, 2, np.arange(5))
+    answer = schedule.order(0, 1, 1, BOUND_S)
+    assert isinstance(answer, EpochOver)
+    assert (answer.back_to, answer.era) == (0, 2)
+    schedule.end_fit(0)
+    assert isinstance(schedule.order(0, 1, 2, BOUND_S), FitOver)
+
+
+def test_what_the_chief_tells_once_holds_and_what_it_tells_anew_replaces() -> None:
+    schedule = begun(1)
+    first, second = [np.zeros(1, np.uint8)], [np.ones(1, np.uint8)]
+    assert schedule.tell("state", -1, first, once=True) is first
+    assert schedule.tell("state", -1, second, once=True) is first
+    assert schedule.hear("state", -1) is first
+    schedule.tell("weights", 1, second, once=False)
+    assert schedule.hear("weights", 0) is second
+    schedule.chief_left()
+    assert schedule.hear("weights", 2) is None
