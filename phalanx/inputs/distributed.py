@@ -72,9 +72,11 @@ class DistributedDataset:
 
     Each iteration is an epoch. Elements have the dataset's own structure; a rank for which a batch has no
     sample gets arrays of length 0, as in `tf.distribute`, so a loss must be a sum over samples divided by
-    the global batch size, not a local mean.
+    the global batch size, not a local mean. So does a rank whose own data (files, a pipeline of its own) have ended
+    before the others': all ranks must iterate such a dataset, and make as many steps.
 
     Args:
+        any_rank: tells whether something is true on at least one rank; every rank calls it.
         source: the dataset seen from this rank.
         convert: makes a tensor of the backend from each NumPy array.
         element_spec: of a tf.data.Dataset, with the batch dimension open; None for other datasets.
@@ -89,8 +91,11 @@ class DistributedDataset:
         convert: Callable[[Any], Any] | None = None,
         options: InputOptions | None = None,
         element_spec: Any = None,
+        any_rank: Callable[[bool], bool] | None = None,
     ):
         self.source = source
+        alike = world_size == 1 or source.policy is AutoShardPolicy.DATA
+        self._any_rank = None if alike else any_rank
         self.element_spec = element_spec
         self._convert = convert
         options = options or InputOptions()
@@ -106,7 +111,19 @@ class DistributedDataset:
         _check_outside()
         epoch = self._epochs
         self._epochs += 1
-        return (self._element(share) for share in self._sharded.shares(epoch))
+        shares = self._sharded.shares(epoch)
+        return (self._element(share) for share in (shares if self._any_rank is None else self._jointly(shares)))
+
+    def _jointly(self, shares: Iterator[Share]) -> Iterator[Share]:
+        """As many on every rank: those whose data have ended get shares of size 0 until all have."""
+        assert self._any_rank is not None
+        last: Share | None = None
+        while True:
+            share = next(shares, None)
+            if not self._any_rank(share is not None):
+                return
+            last = share or (last or self.source.peek())._replace(size=0)
+            yield last
 
     def __len__(self) -> int:
         """Batches per epoch. Raises: TypeError where that is unknown."""
@@ -151,6 +168,7 @@ def distribute_dataset(
     world_size: int,
     seed: int,
     convert: Callable[[Any], Any] | None = None,
+    any_rank: Callable[[bool], bool] | None = None,
 ) -> DistributedDataset:
     """`strategy.experimental_distribute_dataset`: the dataset's batch is the global batch, each rank gets
     its part. Takes any dataset that `fit` takes."""
@@ -161,6 +179,7 @@ def distribute_dataset(
         rank=rank,
         world_size=world_size,
         convert=convert,
+        any_rank=any_rank,
         options=options,
         element_spec=_element_spec(dataset),
     )
@@ -174,6 +193,7 @@ def distribute_from_function(
     world_size: int,
     seed: int,
     convert: Callable[[Any], Any] | None = None,
+    any_rank: Callable[[bool], bool] | None = None,
 ) -> DistributedDataset:
     """`strategy.distribute_datasets_from_function`: `function(InputContext)` returns this rank's own dataset,
     batched with the local batch size; it is neither cut nor compared with those of other ranks."""
@@ -184,6 +204,7 @@ def distribute_from_function(
         rank=rank,
         world_size=world_size,
         convert=convert,
+        any_rank=any_rank,
         options=options,
         element_spec=_element_spec(dataset),
     )

@@ -209,6 +209,7 @@ class Strategy:
             "world_size": self._replica.world_size,
             "seed": int.from_bytes(chiefs),
             "convert": self._tensors.from_host,
+            "any_rank": self._replica.any,
         }
 
 

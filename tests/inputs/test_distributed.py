@@ -1,3 +1,7 @@
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import keras
 import numpy as np
 import pytest
 
@@ -109,3 +113,30 @@ def test_the_context_is_that_of_tf_distribute():
     with pytest.raises(ConfigurationError, match="`global_batch_size` 7 is not divisible by `num_replicas_in_sync`"):
         context.get_per_replica_batch_size(7)
     assert str(context) == "InputContext(input pipeline id 1, total: 3)"
+
+
+def test_ranks_whose_data_end_early_get_batches_without_samples():
+    meeting, flags = threading.Barrier(2, timeout=30), [False, False]
+
+    def iterated(rank: int) -> list[tuple[int, ...]]:
+        def any_rank(flag: bool) -> bool:
+            flags[rank] = flag
+            meeting.wait()
+            found = any(flags)
+            meeting.wait()
+            return found
+
+        class Own(keras.utils.PyDataset):
+            def __len__(self) -> int:
+                return 1 + 2 * rank
+
+            def __getitem__(self, index: int):
+                return X[4 * index : 4 * index + 4], Y[4 * index : 4 * index + 4]
+
+        data = distribute_from_function(lambda _: Own(), rank=rank, world_size=2, seed=0, any_rank=any_rank)
+        return [x.shape for _ in range(2) for x, _ in data]
+
+    with ThreadPoolExecutor() as pool:
+        first, second = pool.map(iterated, range(2))
+    assert second == [(4, 2), (4, 2), (3, 2)] * 2
+    assert first == [(4, 2), (0, 2), (0, 2)] * 2
