@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from phalanx.cluster.roll_call import Identity
 from phalanx.cluster.spec import EVALUATOR, PS, ClusterSpec
 from phalanx.compression import BFloat16, Compression, Float16
 from phalanx.compression import resolve as resolve_compression
-from phalanx.errors import ConfigurationError, UnsupportedError
+from phalanx.errors import CollectiveTimeoutError, ConfigurationError, UnsupportedError
 from phalanx.inputs import DistributedDataset, InputContext
 from phalanx.launcher import exit_codes
 from phalanx.parameter_server.client import Client
@@ -36,6 +37,8 @@ from phalanx.strategies.strategy import Strategy
 from phalanx.training import hook
 from phalanx.training.replica import alone
 from phalanx.training.server_worker import ServerWorker
+
+logger = logging.getLogger(__name__)
 
 
 class ParameterServerStrategy(Strategy):
@@ -317,7 +320,11 @@ def _share_random_state(worker: ServerWorker) -> None:
     if worker.is_chief:
         state: memoryview | None = worker.tell_once(RANDOM_STATE, np.frombuffer(random_state(), np.uint8))
     else:
-        told = worker.hear(RANDOM_STATE)
+        try:
+            told = worker.hear(RANDOM_STATE)
+        except CollectiveTimeoutError:  # the first server is another process than the one that the chief has told
+            logger.warning("The chief's random state is not known any more: random data and splits may differ.")
+            return
         state = told[0] if told else None
     if state is not None:
         set_random_state(bytes(state))

@@ -76,6 +76,7 @@ class Served:
             tables: on the chief: numbers of the variables of which single rows travel.
         """
         if self._worker.is_chief:
+            self._worker.tell_again()
             self._declare(fit, first_epoch, tables)
         self._client.starting = True
         progress.report("initial values")
@@ -92,8 +93,13 @@ class Served:
                 "only, and single rows of embeddings travel. Pass embedding_rows=False, use one server, or clipvalue."
             )
         self._merge.place(fit, self._placed, self._clip)
-        self._client.whereabouts = lambda server: [(self._merge.rejoin(server), []), *self.told()]
+        self._client.whereabouts = self._whereabouts
         return answer.step
+
+    def _whereabouts(self, server: int) -> list[tuple[Any, Sequence[Array]]]:
+        """What to tell a server that comes back, where no schedule hands out steps."""
+        said = self._worker.said() if server == HEAD else []
+        return [(self._merge.rejoin(server), []), *self.told(), *said]
 
     def assign(self, values: Sequence[Array | None]) -> None:
         """Give this task's variables these values; where there is None, they keep theirs."""

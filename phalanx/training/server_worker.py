@@ -77,6 +77,12 @@ class ServerWorker:
         self._told[subject] = (Tell(subject), [np.frombuffer(bytes(buffers[0]), np.uint8)])
         return buffers[0]
 
+    def tell_again(self) -> None:
+        """On the chief: what holds for the whole program, to a first server that may be another process by now."""
+        for told, arrays in [*self._told.values()]:
+            if told.fit < 0:
+                self.client.ask(HEAD, told, arrays)
+
     def hear(self, subject: str, fit: int = -1) -> list[memoryview] | None:
         """On the others: what the chief tells of this, for this `fit` or a later one; None if it left without.
 
