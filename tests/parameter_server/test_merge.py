@@ -51,7 +51,7 @@ def test_what_the_head_has_answered_is_told_its_successor_though_another_server_
     client.rejoin = lambda: merge.rejoin(HEAD, 0)
     variables = [Variable(name, (2,), "float32") for name in "ab"]
     shards = [Shard(index, 0, 2, index) for index in range(2)]
-    merge.place(0, Placed(variables, shards, 2), list)
+    merge.place(0, Placed(variables, shards, 2), None)
     assert merge.next_ticket(0, 0) == FIRST
     merge._step([np.zeros(2, np.float32)] * 2, (), (), 1.0)
     (rejoin,) = client.told
