@@ -43,6 +43,15 @@ def set_random_state(of_ranks: Sequence[Sequence[Array]], rank: int) -> None:
         if len(states) > 1 and torch.cuda.is_available():
             torch.cuda.set_rng_state(torch.from_numpy(states[1]))
         return
-    chiefs = of_ranks[0][0]
-    seed = np.random.SeedSequence([rank, *chiefs.view(np.uint32).tolist()[-16:], *chiefs[:64].tolist()])
+    draw_own_numbers(of_ranks[0], rank)
+
+
+def draw_own_numbers(chiefs: Sequence[Array], rank: int) -> None:
+    """Go on with numbers that follow from the chief's `random_state` and the rank; the chief draws on as it is."""
+    if not chiefs or not rank:
+        return
+    import torch  # nowhere else is there such a state
+
+    chiefs_own = chiefs[0]
+    seed = np.random.SeedSequence([rank, *chiefs_own.view(np.uint32).tolist()[-16:], *chiefs_own[:64].tolist()])
     torch.manual_seed(int(seed.generate_state(1, np.uint64)[0] >> 1))

@@ -76,10 +76,10 @@ class DistributedDataset:
     before the others': all ranks must iterate such a dataset, and make as many steps.
 
     Args:
-        any_rank: tells whether something is true on at least one rank; every rank calls it.
         source: the dataset seen from this rank.
         convert: makes a tensor of the backend from each NumPy array.
         element_spec: of a tf.data.Dataset, with the batch dimension open; None for other datasets.
+        any_rank: tells whether something is true on at least one rank; every rank calls it.
     """
 
     def __init__(

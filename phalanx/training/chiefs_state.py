@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from phalanx.backends import buffers
-from phalanx.backends.random_state import random_state, set_random_state
+from phalanx.backends.random_state import draw_own_numbers, random_state
 from phalanx.cluster.agreement import first_difference
 from phalanx.errors import DisagreementError
 from phalanx.training.served import to_host
@@ -66,25 +66,20 @@ def take_all(worker: ServerWorker, model: Any, fit: int, changing: Sequence[Any]
         if told is None:
             return
         chiefs = msgspec.msgpack.decode(told[0], type=list[_Described])
-        own = [_described(variable, to_host(variable)) for variable in variables]
+        values = [to_host(variable) for variable in variables]
+        own = [_described(variable, value) for variable, value in zip(variables, values, strict=True)]
         if difference := first_difference([*map(str, chiefs)], [*map(str, own)], "the chief", "this task"):
             raise DisagreementError(
                 f"The model is not the same on all tasks, in what is not trained: {difference} Every task must build "
                 f"the same model, in the same order."
             )
-        for variable, described, buffer in zip(variables, chiefs, told[1:], strict=True):
+        for variable, before, described, buffer in zip(variables, values, chiefs, told[1:], strict=True):
             value = np.frombuffer(buffer, described.sent_as).reshape(described.shape)
             if id(variable) in seeds:
                 value = shifted_seed(value, worker.number)
-            if not np.array_equal(value, to_host(variable)):
+            if not np.array_equal(value, before):
                 variable.assign(value)
-    draw_own_numbers(worker.number)
-
-
-def draw_own_numbers(number: int) -> None:
-    """Where a backend has a random state for the whole process, go on with one that is this worker's alone."""
-    if number:
-        set_random_state([random_state()], number)
+    draw_own_numbers(random_state(), worker.number)
 
 
 def _frozen(model: Any, changing: Sequence[Any]) -> list[Any]:

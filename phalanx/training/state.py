@@ -12,7 +12,7 @@ import numpy as np
 
 from phalanx.backends import buffers
 from phalanx.backends.model_state import optimizers
-from phalanx.backends.random_state import random_state, set_random_state
+from phalanx.backends.random_state import draw_own_numbers, random_state
 from phalanx.cluster.agreement import first_difference
 from phalanx.errors import DisagreementError
 from phalanx.training.replica import Replica
@@ -49,8 +49,7 @@ def synchronise(model: Any, replica: Replica, *, metrics: bool = False, take: bo
             new = shifted_seed(new, replica.rank)
         if not np.array_equal(old, new):
             variable.assign(new)
-    if replica.rank:
-        set_random_state([chiefs], replica.rank)
+    draw_own_numbers(chiefs, replica.rank)
 
 
 def average_optimizers(model: Any, replica: Replica, share: float) -> None:
