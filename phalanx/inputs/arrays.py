@@ -7,7 +7,7 @@ a batch is a view of the arrays.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,10 @@ from phalanx.errors import ConfigurationError
 from phalanx.inputs import keras_adapters
 from phalanx.inputs.elements import Array, describe, to_numpy
 from phalanx.inputs.policy import AutoShardPolicy
+from phalanx.inputs.shuffling import Shuffling
 from phalanx.inputs.source import Anywhere
 from phalanx.inputs.split import Share, local_range
 from phalanx.nested import leaves, map_leaves
-
-Orders = Callable[[int, int, bool | str], Iterator[Array]]
-
 
 ALIGNED_FROM_BYTES = 128 * 1024
 """Smaller batches are copied sooner than an aligned block is made."""
@@ -75,8 +73,7 @@ class ArraySource(Anywhere):
 
     Args:
         shuffle: True: all rows, in an order of its own for each pass. "batch": rows within each batch only.
-        orders: called with the number of samples, the batch size and `shuffle`; the orders of the passes,
-            equal on all ranks. None: they follow from `seed` and the pass.
+        shuffling: how the orders of the passes are agreed on. None: they follow from `seed` and the pass.
     """
 
     kind = "arrays"
@@ -101,7 +98,7 @@ class ArraySource(Anywhere):
         rank: int,
         world_size: int,
         seed: int,
-        orders: Orders | None = None,
+        shuffling: Shuffling | None = None,
     ):
         if batch_size is not None and batch_size < 1:
             raise ConfigurationError(f"batch_size must be at least 1; got {batch_size}.")
@@ -120,7 +117,9 @@ class ArraySource(Anywhere):
         self._rank = rank
         self._world_size = world_size
         self._seed = seed
-        self._orders = orders(self._samples, self._batch_size, shuffle) if orders and shuffle else None
+        self._shuffling = shuffling
+        self.draws = bool(shuffle) and shuffling is not None  # the orders come from an iterator of Keras's own
+        self._own_orders: Iterator[Array] | None = None  # of the chief
         self._order: tuple[int, Array] | None = None
         self.num_batches: int | None = -(-self._samples // self._batch_size)
         self.signature = (
@@ -201,8 +200,8 @@ class ArraySource(Anywhere):
     def _permutation(self, key: int) -> Array:
         """The order of a pass; kept, because a pass may last for several epochs."""
         if self._order is None or self._order[0] != key:
-            if self._orders is not None:
-                self._order = (key, next(self._orders))
+            if self._shuffling is not None:
+                self._order = (key, self._agreed(self._shuffling))
                 return self._order[1]
             random = np.random.default_rng([self._seed, key])
             if self._shuffle == "batch":
@@ -214,3 +213,13 @@ class ArraySource(Anywhere):
                 order = random.permutation(self._samples)
             self._order = (key, order)
         return self._order[1]
+
+    def _agreed(self, shuffling: Shuffling) -> Array:
+        own = np.empty(self._samples, np.int64)
+        if shuffling.is_chief:
+            if self._own_orders is None:
+                self._own_orders = keras_adapters.shuffled_orders(
+                    self._samples, self._batch_size, self._shuffle, peeked=shuffling.peeked()
+                )
+            own[:] = next(self._own_orders)
+        return shuffling.told(own)

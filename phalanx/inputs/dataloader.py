@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import zlib
 from collections.abc import Iterator
@@ -10,8 +11,10 @@ from typing import Any
 import numpy as np
 
 from phalanx.errors import ConfigurationError
+from phalanx.inputs import keras_adapters
 from phalanx.inputs.elements import to_numpy
 from phalanx.inputs.policy import AutoShardPolicy
+from phalanx.inputs.shuffling import Shuffling
 from phalanx.inputs.source import Anywhere, StreamSource, same_stream
 from phalanx.inputs.split import Share, batch_size_of, cut, local_range
 from phalanx.nested import map_leaves
@@ -20,7 +23,9 @@ from phalanx.plain import decode, encode
 _KIND = "torch DataLoader"
 
 
-def dataloader_source(loader: Any, *, rank: int, world_size: int, seed: int) -> MapStyleSource | StreamSource:
+def dataloader_source(
+    loader: Any, *, whole_passes: bool, rank: int, world_size: int, seed: int, shuffling: Shuffling | None = None
+) -> MapStyleSource | StreamSource:
     """A source over a DataLoader whose batches are the global batches.
 
     A loader with a `DistributedSampler` of this job's size reads this rank's data already; it is taken as
@@ -47,6 +52,7 @@ def dataloader_source(loader: Any, *, rank: int, world_size: int, seed: int) -> 
             num_batches=len(loader),
             per_rank=True,
             reads_ahead=loader.num_workers > 0,
+            draws=True,
             policy=AutoShardPolicy.OFF,
             reason="its sampler has divided the samples already, and its batch size is that of one replica",
             signature=f"{_KIND} of {len(loader)} batches of one rank",
@@ -60,18 +66,22 @@ def dataloader_source(loader: Any, *, rank: int, world_size: int, seed: int) -> 
             rank=rank,
             world_size=world_size,
             reads_ahead=loader.num_workers > 0,
+            draws=True,
             reason="its dataset can only be read in order, so every replica reads it and keeps its part",
         )
-    return MapStyleSource(loader, rank=rank, world_size=world_size, seed=seed)
+    return MapStyleSource(
+        loader, whole_passes=whole_passes, rank=rank, world_size=world_size, seed=seed, shuffling=shuffling
+    )
 
 
 class MapStyleSource(Anywhere):
     """A DataLoader over a dataset with `__getitem__`.
 
     The batch sampler says which samples form each global batch; this rank's loader gets only its own part
-    of their indices. Samplers draw from torch's generator, which is seeded for this from `seed` and the pass,
-    so that all ranks get the same order; a sampler with a generator of its own uses that, and gives the
-    order that the plain DataLoader gives. Ranks that come later are given that generator's state (`randomness`).
+    of their indices. Samplers draw from torch's generator: on the chief as in plain Keras, on the others from
+    the state that it had there; without a `shuffling` it is seeded for this from `seed` and the pass. A sampler
+    with a generator of its own uses that, and gives the order that the plain DataLoader gives. Ranks that come
+    later are given that generator's state (`randomness`).
 
     `collate_fn` sees the local batch only: one that pads to the longest sample pads to the longest local one.
     """
@@ -81,9 +91,24 @@ class MapStyleSource(Anywhere):
     uniform = True
     endless = False
     by_number = False
+    draws = True
 
-    def __init__(self, loader: Any, *, rank: int, world_size: int, seed: int):
+    def __init__(
+        self,
+        loader: Any,
+        *,
+        whole_passes: bool,
+        rank: int,
+        world_size: int,
+        seed: int,
+        shuffling: Shuffling | None = None,
+    ):
         self._loader = loader
+        self._whole_passes = whole_passes  # each epoch is one
+        self._shuffling = shuffling
+        self._passes = 0
+        self._opened = False  # the next pass, by Keras as the last one ended
+        self._ends = False  # the running pass, with the running epoch
         self._rank = rank
         self._world_size = world_size
         self._seed = seed
@@ -117,7 +142,13 @@ class MapStyleSource(Anywhere):
         return self._pass(key)[batch]
 
     def read(self, key: int, start: int, stop: int | None) -> Iterator[Share]:
+        if start == 0 and self._shuffling is not None:
+            self._order = None  # each evaluation begins pass 0 anew
         chosen = self._pass(key)[start:stop]
+        self._ends = stop is None or stop >= len(self._batches)
+        return self._loaded(chosen)
+
+    def _loaded(self, chosen: list[Any]) -> Iterator[Share]:
         rank, world_size = self._rank, self._world_size
         if not self._by_sample:
             for element in _elements(self._rebuilt(chosen)):
@@ -141,14 +172,15 @@ class MapStyleSource(Anywhere):
             yield Share(element, high - low, len(indices), _checksum(indices))
 
     def peek(self, *, restart: bool = False) -> Share:
-        generator = self._loader.generator
-        state = None if generator is None else generator.get_state()
-        if generator is not None:
-            _draw(generator)
-        with _seeded(self._seed, 0):
-            first = next(iter(self._batches))
-        if state is not None and not restart:
-            generator.set_state(state)
+        generators = self._generators()
+        states = [generator.get_state() for generator in generators]
+        with _torch_state_restored(unless=restart and self._shuffling is not None):
+            if self._shuffling is None:
+                _seed(self._seed, 0)
+            first = self._glance()
+        if not restart:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
         if not self._by_sample:
             return cut(next(_elements(self._rebuilt([first], 0))), self._rank, self._world_size, _KIND)
         low, high = local_range(len(first), self._rank, self._world_size)
@@ -160,7 +192,12 @@ class MapStyleSource(Anywhere):
         pass
 
     def on_epoch_end(self) -> None:
-        pass
+        if self._ends and self._shuffling is not None and keras_adapters.opens_one_more_pass("torch"):
+            self._open()
+            self._opened = not self._whole_passes
+            if self._loader.num_workers and self._whole_passes:
+                next(iter(self._batches))  # its workers ask for batches at once
+        self._ends = False
 
     def shares(self, world_size: int) -> list[str]:
         if not self._by_sample:
@@ -198,14 +235,52 @@ class MapStyleSource(Anywhere):
         """The indices of each global batch of a pass; kept, because a pass may last for several epochs."""
         if self._order is None or self._order[0] != key:
             self._began = [each.get_state() for each in self._generators()]
-            generator = self._loader.generator
-            if generator is not None:
-                # Each pass over a plain DataLoader draws its workers' seed first, then the sampler's order.
-                self._worker_seed = _draw(generator)
-            with _seeded(self._seed, key):
-                batches = list(self._batches)
+            if self._passes == 0 and self._shuffling is not None and keras_adapters.loaders_are_read_by_tf_data():
+                self._glance()
+            if not self._opened:
+                self._open()
+            self._passes, self._opened = self._passes + 1, False
+            batches = self._seeded_batches(key) if self._shuffling is None else self._agreed_batches(self._shuffling)
             self._order = (key, [list(batch) for batch in batches] if self._by_sample else batches)
         return self._order[1]
+
+    def _open(self) -> None:
+        """Each pass over a plain DataLoader draws its workers' seed first, then the sampler's order."""
+        if self._draws:
+            self._worker_seed = _draw(self._loader.generator)
+
+    @property
+    def _draws(self) -> bool:
+        """Whether passes draw from a generator of the program's: the loader's own, else torch's."""
+        return self._loader.generator is not None or self._shuffling is not None
+
+    def _glance(self) -> Any:
+        """The indices of the first batch of a pass that nobody goes on with."""
+        self._open()
+        return next(iter(self._batches))
+
+    def _seeded_batches(self, key: int) -> list[Any]:
+        with _torch_state_restored():
+            _seed(self._seed, key)
+            return self._all_batches()
+
+    def _agreed_batches(self, shuffling: Shuffling) -> list[Any]:
+        import torch
+
+        state = shuffling.told(torch.get_rng_state().numpy().view(np.int64))
+        if shuffling.is_chief:
+            return self._all_batches()
+        with _torch_state_restored():
+            torch.set_rng_state(torch.from_numpy(np.array(state).view(np.uint8)))
+            return self._all_batches()
+
+    def _all_batches(self) -> list[Any]:
+        batches = iter(self._batches)
+        taken = list(itertools.islice(batches, len(self._batches)))
+        if self._loader.num_workers or keras_adapters.loaders_are_read_by_tf_data():
+            # These find out that there is no batch more, as Keras, which counts, does not: samplers may draw then.
+            next(batches, None)
+        return taken
 
     def _worker_generator(self) -> Any:
         """Seeds this rank's workers, otherwise than those of other ranks; the program's generator, which the
@@ -226,7 +301,7 @@ class MapStyleSource(Anywhere):
             "pin_memory": loader.pin_memory,
             "timeout": loader.timeout if workers else 0,
             "worker_init_fn": loader.worker_init_fn,
-            "generator": None if loader.generator is None else self._worker_generator(),
+            "generator": self._worker_generator() if self._draws else None,
         }
         if workers:
             # Not persistent_workers: this loader lives for one epoch.
@@ -243,22 +318,24 @@ def _draw(generator: Any) -> int:
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
 
-class _seeded:
-    """A context in which torch's global generator starts from `(seed, key)`; its state is restored after."""
+def _seed(seed: int, key: int) -> None:
+    """Let torch's global generator start from these."""
+    import torch
 
-    def __init__(self, seed: int, key: int):
-        self._seed = int(np.random.SeedSequence([seed, key]).generate_state(1)[0])
+    torch.default_generator.manual_seed(int(np.random.SeedSequence([seed, key]).generate_state(1)[0]))
 
-    def __enter__(self) -> None:
-        import torch
 
-        self._state = torch.get_rng_state()
-        torch.default_generator.manual_seed(self._seed)
+@contextlib.contextmanager
+def _torch_state_restored(*, unless: bool = False) -> Iterator[None]:
+    """A context after which torch's global generator has the state that it had before, unless told otherwise."""
+    import torch
 
-    def __exit__(self, *exception: object) -> None:
-        import torch
-
-        torch.set_rng_state(self._state)
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        if not unless:
+            torch.set_rng_state(state)
 
 
 def _elements(loader: Any) -> Iterator[Any]:

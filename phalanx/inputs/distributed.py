@@ -25,6 +25,7 @@ class PerRankSource:
     reason = "distribute_datasets_from_function: each replica reads what its function returned"
     uniform = False
     checked = False
+    draws = False
 
     def __init__(self, source: Source):
         self._source = source

@@ -136,12 +136,35 @@ def ordered_enqueuer(dataset: Any, workers: int, use_multiprocessing: bool, max_
     )
 
 
-def opens_one_more_pass() -> bool:
-    """Whether Keras makes another iterator of a tf.data.Dataset of known length at the end of a pass, and drops it.
+def opens_one_more_pass(kind: str) -> bool:
+    """Whether Keras makes another iterator of a dataset of known length at the end of a pass, and drops it.
 
-    It does (`EpochIterator`) where a tf.data.Dataset is its own iterable: elsewhere a generator stands before it, which
+    It does (`EpochIterator`) where the dataset is its own iterable: elsewhere a generator stands before it, which
     nobody starts.
+
+    Args:
+        kind: `tensorflow` for a tf.data.Dataset, `torch` for a DataLoader.
     """
+    import keras
+
+    return bool(keras.backend.backend() == kind)
+
+
+def draw_as_a_loader() -> None:
+    """Draw what opening a pass over data of any kind draws: Keras's PyTorch trainer reads all through DataLoaders,
+    whose iterators begin with a number of PyTorch's generator, a seed for workers. The order of the next shuffled pass
+    follows from what comes after it."""
+    import keras
+
+    if keras.backend.backend() == "torch":
+        import torch
+
+        torch.empty((), dtype=torch.int64).random_()
+
+
+def loaders_are_read_by_tf_data() -> bool:
+    """Whether Keras makes a tf.data.Dataset of a DataLoader: it begins a pass before each `fit`, `evaluate` and
+    `predict`, to see what the batches are made of, and reads ahead until there is none more."""
     import keras
 
     return bool(keras.backend.backend() == "tensorflow")

@@ -4,6 +4,7 @@ its part. Workers cut the batch before they hand it over, so only the part trave
 from __future__ import annotations
 
 import itertools
+import random
 import sys
 from collections.abc import Iterator, Sequence
 from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]
@@ -15,6 +16,7 @@ from phalanx.errors import ConfigurationError
 from phalanx.inputs import keras_adapters
 from phalanx.inputs.elements import Array, to_numpy
 from phalanx.inputs.policy import AutoShardPolicy
+from phalanx.inputs.shuffling import Shuffling
 from phalanx.inputs.source import Anywhere, same_stream
 from phalanx.inputs.split import Share, cut
 from phalanx.nested import map_leaves
@@ -96,7 +98,8 @@ class PyDatasetSource(Anywhere):
     """A PyDataset of known or unknown length.
 
     `workers`, `use_multiprocessing` and `max_queue_size` mean what they mean in Keras. With `shuffle` the
-    batches of each pass come in an order that depends on `seed` and the pass alone, hence equal on all ranks.
+    batches of each pass come in the chief's order, which draws it as Keras does; without a `shuffling` in one that
+    follows from `seed` and the pass.
     """
 
     kind = _KIND
@@ -112,6 +115,7 @@ class PyDatasetSource(Anywhere):
         rank: int,
         world_size: int,
         seed: int,
+        shuffling: Shuffling | None = None,
     ):
         self._dataset = dataset
         self._shuffle = shuffle
@@ -119,6 +123,9 @@ class PyDatasetSource(Anywhere):
         self._rank = rank
         self._world_size = world_size
         self._seed = seed
+        self._shuffling = shuffling
+        self._passes = 0
+        self._order: tuple[int, Array] | None = None
         self._pooled = dataset.workers > 1 or (dataset.workers > 0 and dataset.use_multiprocessing)
         if self.num_batches == 0:
             raise ConfigurationError("The PyDataset has length 0. Expected at least one batch.")
@@ -140,7 +147,7 @@ class PyDatasetSource(Anywhere):
         if self.num_batches is None:
             positions = range(start, sys.maxsize if stop is None else stop)
         elif self._shuffle:
-            positions = np.random.default_rng([self._seed, key]).permutation(self.num_batches)[start:stop]
+            positions = self._permutation(key)[start:stop]
         else:
             positions = range(self.num_batches)[start:stop]
         across_processes = self._pooled and self._dataset.use_multiprocessing
@@ -165,6 +172,27 @@ class PyDatasetSource(Anywhere):
             # Draining waits; when everything has been taken the pool ends by itself.
             enqueuer.stop(drain_queue_and_join=done < count)
             thread.join()
+
+    def forget_order(self) -> None:
+        """Make that of the running pass anew when it is wanted."""
+        self._order = None
+
+    def _permutation(self, key: int) -> Array:
+        """The order of a pass; kept, because a pass may last for several epochs."""
+        if self._order is None or self._order[0] != key:
+            count = self.num_batches
+            assert count is not None
+            if self._shuffling is None:
+                order = np.random.default_rng([self._seed, key]).permutation(count)
+            else:
+                # Every process draws, so that what a seeded program draws after it is the same everywhere.
+                for _ in range(2 if self._passes == 0 and self._shuffling.peeked() else 1):
+                    drawn = list(range(count))
+                    random.shuffle(drawn)
+                order = self._shuffling.told(np.array(drawn, np.int64))
+            self._passes += 1
+            self._order = (key, order)
+        return self._order[1]
 
     def peek(self, *, restart: bool = False) -> Share:
         return _Reader(self._dataset, [0], self._rank, self._world_size, self._class_weight, False).share(0)

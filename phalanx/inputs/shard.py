@@ -6,9 +6,10 @@ import types
 from typing import Any
 
 from phalanx.errors import ConfigurationError
-from phalanx.inputs.arrays import ArraySource, Orders
+from phalanx.inputs.arrays import ArraySource
 from phalanx.inputs.policy import AutoShardPolicy
 from phalanx.inputs.sharded import ShardedInput
+from phalanx.inputs.shuffling import Shuffling
 from phalanx.inputs.source import Source
 
 ACCEPTED = (
@@ -31,7 +32,7 @@ def shard_input(
     rank: int,
     world_size: int,
     seed: int,
-    orders: Orders | None = None,
+    shuffling: Shuffling | None = None,
     policy: AutoShardPolicy | None = None,
 ) -> ShardedInput:
     """What one rank reads of an input of `fit`, `evaluate` or `predict`; arguments mean what they do there.
@@ -39,10 +40,10 @@ def shard_input(
     `batch_size`, or the dataset's own batch, is the global batch: over all ranks together.
 
     Args:
-        shuffle: for arrays and PyDatasets, as in Keras; the order depends on `seed` and the epoch alone, so
-            it is the same on all ranks. Ignored for datasets that shuffle themselves.
+        shuffle: for arrays and PyDatasets, as in Keras. Ignored for datasets that shuffle themselves.
         seed: equal on all ranks.
-        orders: for arrays: makes the orders of the passes instead, equal on all ranks (see `ArraySource`).
+        shuffling: for arrays, PyDatasets and map-style DataLoaders: how the orders of the passes are agreed on. None:
+            they depend on `seed` and the epoch alone, and so are the same on all ranks.
         policy: for tf.data.Dataset; None: the one in the dataset's options, AUTO if there is none.
 
     Raises: TypeError for an input that is not accepted; ConfigurationError (a ValueError) for arguments that
@@ -63,7 +64,7 @@ def shard_input(
         rank=rank,
         world_size=world_size,
         seed=seed,
-        orders=orders,
+        shuffling=shuffling,
         policy=None if policy is None else AutoShardPolicy.of(policy),
     )
     if source.endless and steps_per_epoch is None:
@@ -71,7 +72,13 @@ def shard_input(
             f"The {source.kind} never ends. When passing an infinitely repeating dataset, you must specify "
             "the `steps_per_epoch` argument (`steps` in evaluate and predict)."
         )
-    return ShardedInput(source, rank=rank, world_size=world_size, steps_per_epoch=steps_per_epoch)
+    return ShardedInput(
+        source,
+        rank=rank,
+        world_size=world_size,
+        steps_per_epoch=steps_per_epoch,
+        as_keras=shuffling is not None,
+    )
 
 
 def accepts_batch_size(x: Any) -> bool:
@@ -113,7 +120,7 @@ def make_source(
     rank: int,
     world_size: int,
     seed: int,
-    orders: Orders | None = None,
+    shuffling: Shuffling | None = None,
     policy: AutoShardPolicy | None = None,
 ) -> Source:
     """The source for one rank of an input; arguments and errors as for `shard_input`."""
@@ -140,7 +147,7 @@ def make_source(
             rank=rank,
             world_size=world_size,
             seed=seed,
-            orders=orders,
+            shuffling=shuffling,
         )
     _check_dataset_arguments(kind, y=y, sample_weight=sample_weight, batch_size=batch_size)
     if kind == "PyDataset":
@@ -153,6 +160,7 @@ def make_source(
             rank=rank,
             world_size=world_size,
             seed=seed,
+            shuffling=shuffling,
         )
     if kind == "tf.data.Dataset":
         from phalanx.inputs.tf_dataset import tf_source
@@ -178,7 +186,14 @@ def make_source(
     if kind == "torch DataLoader":
         from phalanx.inputs.dataloader import dataloader_source
 
-        return dataloader_source(x, rank=rank, world_size=world_size, seed=seed)
+        return dataloader_source(
+            x,
+            whole_passes=steps_per_epoch is None,
+            rank=rank,
+            world_size=world_size,
+            seed=seed,
+            shuffling=shuffling,
+        )
     if kind == "DistributedDataset":
         return x.source  # type: ignore[no-any-return]
     from phalanx.inputs.grain_dataset import grain_source

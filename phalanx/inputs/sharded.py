@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.errors import ConfigurationError
+from phalanx.inputs import keras_adapters
 from phalanx.inputs.batch import LocalBatch
 from phalanx.inputs.elements import Array, unpack
 from phalanx.inputs.policy import AutoShardPolicy
@@ -40,6 +41,9 @@ class ShardedInput:
 
     Used from one thread. Epochs are read one after the other: an epoch's iterator is exhausted or closed
     before the next is begun.
+
+    Args:
+        as_keras: whether to draw the random numbers of the program that Keras itself would draw to open a pass.
     """
 
     def __init__(
@@ -50,10 +54,13 @@ class ShardedInput:
         world_size: int,
         steps_per_epoch: int | None = None,
         prefetch: int = DEPTH,
+        as_keras: bool = False,
     ):
         if steps_per_epoch is not None and steps_per_epoch < 1:
             raise ConfigurationError(f"steps_per_epoch must be at least 1; got {steps_per_epoch}.")
         self._source = source
+        self._draws = as_keras and not source.draws
+        self._opened = False  # the next pass, by Keras as the last one ended
         self._rank = rank
         self._world_size = world_size
         self._steps_per_epoch = steps_per_epoch
@@ -159,6 +166,8 @@ class ShardedInput:
 
         Raises: ConfigurationError if there is no data.
         """
+        if restart:
+            self._open()
         try:
             return _local(self._source.peek(restart=restart))
         except StopIteration:
@@ -173,8 +182,13 @@ class ShardedInput:
         """Forget the position: the next epoch begins a new pass. Keras does so at the start of each `fit`
         and `evaluate`, and calls the PyDataset's `on_epoch_end` there, which may reshuffle it."""
         self._position = 0
+        self._opened = False
         self._reset_done = True
         self._source.on_epoch_end()
+
+    def take_as_it_is(self) -> None:
+        """Do not `reset` before the first epoch; as Keras's `predict`, lest a PyDataset be reshuffled."""
+        self._reset_done = True
 
     def start_over(self) -> None:
         """Another process has begun anew: as `reset`, and the orders that it had told count no more."""
@@ -283,7 +297,7 @@ class ShardedInput:
 
     def shares(self, index: int, done: int | None = None) -> Iterator[Share]:
         """As `epoch`, with the elements in the source's own structure; with `done`, as `going_on`."""
-        source, steps = self._source, self._steps_per_epoch
+        steps = self._steps_per_epoch
         if done is None:
             self._enter(index)
             self._start = self._position
@@ -296,6 +310,7 @@ class ShardedInput:
             if seen == 0 and start > 0:
                 # The last epoch took the last batch of data of unknown length: this one begins anew.
                 start, self._start, self._pass = 0, 0, index
+                self._open()
                 for share in self._reading(start):
                     seen += 1
                     self._last = share
@@ -304,7 +319,7 @@ class ShardedInput:
         finally:
             # An epoch that was broken off goes on at the same place, as Keras's iterators do.
             self._position = self._next_position(start + seen, short=complete and seen != steps)
-        source.on_epoch_end()
+        self._leave(start + seen)
         self._check_end(index, seen, start)
 
     # Epochs whose batches several processes take by number, each some of them (parameter servers). Between `begin` and
@@ -340,8 +355,9 @@ class ShardedInput:
 
     def finish(self, steps: int) -> None:
         """End the epoch, which had so many batches."""
-        self._position = self._next_position(self._position + steps, short=steps != self._steps_per_epoch)
-        self._source.on_epoch_end()
+        stop = self._position + steps
+        self._position = self._next_position(stop, short=steps != self._steps_per_epoch)
+        self._leave(stop)
 
     @property
     def pass_began(self) -> int:
@@ -354,7 +370,23 @@ class ShardedInput:
             self.reset()
         if self._position == 0:
             self._pass = index
+            if not self._opened:
+                self._open()
+            self._opened = False
         self._source.on_epoch_begin()
+
+    def _leave(self, stop: int) -> None:
+        """An epoch has come to its end, at this place of the pass."""
+        batches = self._source.num_batches or self._counted
+        if batches is not None and stop >= batches:
+            # Keras opens the next pass now; where each epoch is one, it opens another when that begins.
+            self._open()
+            self._opened = self._steps_per_epoch is not None
+        self._source.on_epoch_end()
+
+    def _open(self) -> None:
+        if self._draws:
+            keras_adapters.draw_as_a_loader()
 
     def _reading(self, start: int, done: int = 0) -> Iterator[Share]:
         stop = epoch_end(start, self._source.num_batches, self._steps_per_epoch)

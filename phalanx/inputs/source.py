@@ -23,6 +23,7 @@ class Source(Protocol):
         endless: whether it is known never to end.
         reads_ahead: whether it makes its next batch while it is not asked, so that a thread would not pay.
         by_number: whether `read` may begin anywhere in a pass, and any number of times.
+        draws: whether it draws all random numbers itself that Keras would draw to open a pass.
         signature: a line that is the same on every rank if the ranks were given the same data.
     """
 
@@ -52,6 +53,9 @@ class Source(Protocol):
 
     @property
     def by_number(self) -> bool: ...
+
+    @property
+    def draws(self) -> bool: ...
 
     @property
     def signature(self) -> str: ...
@@ -99,6 +103,8 @@ class Source(Protocol):
 
 class Anywhere:
     """What sources have in common whose `read` may begin anywhere in a pass."""
+
+    draws = False
 
     _rank: int
     _world_size: int
@@ -149,6 +155,7 @@ class StreamSource:
         reads_ahead: bool = False,
         policy: AutoShardPolicy = AutoShardPolicy.DATA,
         reason: str = "",
+        draws: bool = False,
         signature: str | None = None,
         shares: list[str] | None = None,
     ):
@@ -160,6 +167,7 @@ class StreamSource:
         self.endless = endless
         self.checked = not per_rank and world_size > 1
         self.reads_ahead = reads_ahead
+        self.draws = draws
         self.signature = kind if signature is None else signature
         self._open_pass = open_pass
         self._once = once

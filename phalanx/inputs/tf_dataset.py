@@ -95,7 +95,7 @@ def tf_source(
         ]
 
     # Seeded shuffles count the iterators that were made of them.
-    skips = whole_passes and keras_adapters.opens_one_more_pass()
+    skips = whole_passes and keras_adapters.opens_one_more_pass("tensorflow")
 
     # `dataset` is kept: the functions that a serialized graph calls live as long as it does.
     def open_pass(key: int, original: Any = dataset) -> Iterator[Any]:
@@ -203,8 +203,14 @@ def _same_everywhere(dataset: Any, world_size: int, seed: int) -> Any:
 def _elements(dataset: Any) -> Iterator[Any]:
     with tf.device("CPU:0"):  # host memory, whatever accelerators TensorFlow sees
         iterator = iter(dataset)
-    for element in iterator:
-        yield map_leaves(to_numpy, element)
+    try:
+        for element in iterator:
+            yield map_leaves(to_numpy, element)
+    except tf.errors.AlreadyExistsError as error:
+        raise ConfigurationError(
+            f"Two replicas on one host write the same file of Dataset.cache(filename): {error.message} Put the rank "
+            f"into the name, cache(f'{{path}}-{{strategy.rank}}'), or cache in memory, cache(). Remove the lockfile."
+        ) from error
 
 
 def _tree(dataset: Any) -> Iterator[Any]:

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from phalanx import timeline
-from phalanx.errors import DisagreementError
-from phalanx.inputs import ShardedInput, local_range
+from phalanx.errors import ConfigurationError, DisagreementError
+from phalanx.inputs import LocalBatch, ShardedInput, local_range
+from phalanx.nested import leaves
 from phalanx.training.replica import Replica
 from phalanx.training.server_worker import ServerWorker
 
@@ -135,15 +136,49 @@ class JointBatches:
         return JointBatch(data, tuple(int(size) for size in notes[:, 1]), self._replica.rank)
 
 
-def compare_inputs(source: ShardedInput, replica: Replica) -> None:
-    """Raise on every rank if the ranks were given different data (by lengths, shapes and dtypes)."""
-    signatures = replica.communicator.all_gather_bytes(source.signature.encode())
-    different = next((rank for rank, other in enumerate(signatures) if other != signatures[0]), None)
+def compare_inputs(source: ShardedInput, replica: Replica, method: str) -> None:
+    """Raise on every rank if the ranks were given different data (by lengths, shapes and dtypes).
+
+    Args:
+        method: of the model, that was called.
+    """
+    told = [
+        one.decode().partition("\n")
+        for one in replica.communicator.all_gather_bytes(f"{method}\n{source.signature}".encode())
+    ]
+    methods, signatures = [name for name, _, _ in told], [signature for _, _, signature in told]
+    other = next((rank for rank, name in enumerate(methods) if name != methods[0]), None)
+    if other is not None:
+        raise DisagreementError(
+            f"Rank 0 called {methods[0]}() where rank {other} called {methods[other]}(). Every rank must call the same "
+            f"methods of the model: do not put them under `if strategy.is_chief`."
+        )
+    different = next((rank for rank, signature in enumerate(signatures) if signature != signatures[0]), None)
     if different is not None:
         raise DisagreementError(
-            f"The ranks were given different data: rank 0 has {signatures[0].decode()}; rank {different} has "
-            f"{signatures[different].decode()}. Every rank must pass the same data; Phalanx divides it. To give each "
+            f"The ranks were given different data: rank 0 has {signatures[0]}; rank {different} has "
+            f"{signatures[different]}. Every rank must pass the same data; Phalanx divides it. To give each "
             f"rank its own, use `strategy.distribute_datasets_from_function`."
+        )
+
+
+def check_batch_size(model: Any, batch: LocalBatch, replicas: int) -> None:
+    """Raise ConfigurationError if layers with a state for each sample of a batch are built for other batches than a
+    replica gets."""
+    stateful = next((layer for layer in model._flatten_layers() if getattr(layer, "stateful", False)), None)
+    if stateful is None or replicas == 1 or not batch.size:
+        return
+    try:
+        inputs = leaves(model.inputs)
+    except (AttributeError, ValueError):  # of a subclassed model
+        return
+    fixed = {one.shape[0] for one in inputs if one is not None and one.shape[0] not in (None, batch.size)}
+    if fixed:
+        raise ConfigurationError(
+            f"{stateful.name} is stateful, with a state for each of the {max(fixed)} samples of the Input's "
+            f"batch_shape; but each of the {replicas} replicas gets its part of a global batch, {batch.size} samples "
+            f"here. Give Input the part of one replica, batch_shape=({batch.size}, ...), and global batches that have "
+            f"equal parts."
         )
 
 

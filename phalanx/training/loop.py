@@ -24,12 +24,12 @@ from phalanx.backends import make_engine
 from phalanx.backends.engine import Engine
 from phalanx.errors import UnsupportedError
 from phalanx.inputs import ShardedInput, shard_input
-from phalanx.inputs.keras_adapters import shuffled_orders
+from phalanx.inputs.shuffling import Shuffling
 from phalanx.launcher import progress
 from phalanx.plain import decode, encode
 from phalanx.training import callbacks as callback_lists
 from phalanx.training import state
-from phalanx.training.agreement import JointBatch, JointBatches, compare_inputs
+from phalanx.training.agreement import JointBatch, JointBatches, check_batch_size, compare_inputs
 from phalanx.training.fit_arguments import FitArguments, capped
 from phalanx.training.fitting import Fitting
 from phalanx.training.merge import StepMerge
@@ -98,7 +98,7 @@ class ReplicaTrainer:
             with self.replica.entry() as entry:
                 source = self.shard(x, y, sample_weight, batch_size, steps)
                 self._wait_for_the_result()
-                self.prepare(source)
+                self.prepare(source, "evaluate")
                 self._synchronise_anew()
                 # A rank may be told to show less than the chief.
                 own = _shows_batches(verbose) or callback_lists.watches_batches(callbacks, "test")
@@ -123,8 +123,9 @@ class ReplicaTrainer:
         try:
             with self.replica.entry() as entry:
                 source = self.shard(x, None, None, batch_size, steps)
+                source.take_as_it_is()
                 self._wait_for_the_result()
-                self._prepare_to_predict(source)
+                self._prepare_to_predict(source, "predict")
                 self._synchronise_anew()
                 watches = callback_lists.watches_batches(callbacks, "predict")
                 watched = self.replica.steadily(lambda: self.replica.any(watches))
@@ -180,7 +181,7 @@ class ReplicaTrainer:
             if sample_weight is not None:
                 raise ValueError("Arguments `sample_weight` and `class_weight` cannot be specified at the same time.")
             sample_weight = data_adapter_utils.class_weight_to_sample_weights(y, class_weight)
-        batch, engine = self._single(x, y, sample_weight)
+        batch, engine = self._single("train_on_batch", x, y, sample_weight)
         self.model.reset_metrics()
         stepper = EveryStep(self.model, engine, self.merge, self.replica)
         engine.begin()
@@ -195,7 +196,7 @@ class ReplicaTrainer:
 
     def test_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False) -> Any:
         self.model._assert_compile_called("test_on_batch")
-        batch, engine = self._single(x, y, sample_weight)
+        batch, engine = self._single("test_on_batch", x, y, sample_weight)
         self.model.reset_metrics()
         engine.begin()
         try:
@@ -208,7 +209,7 @@ class ReplicaTrainer:
         return self._batch_result(logs, return_dict)
 
     def predict_on_batch(self, x: Any) -> Any:
-        batch, engine = self._single(x, None, None, predicts=True)
+        batch, engine = self._single("predict_on_batch", x)
         engine.begin()
         try:
             outputs = _rows(engine.predict(batch.data), batch.size)
@@ -245,7 +246,7 @@ class ReplicaTrainer:
             rank=self.replica.rank,
             # A candidate's input is cut anew when it is let in; until then it is one of several.
             world_size=self.replica.world_size if not self.replica.is_candidate else 2,
-            orders=None if self.replica.elastic or seed is not None else self._orders,
+            shuffling=None if self.replica.elastic or seed is not None else self._shuffling(),
             seed=self._new_seed() if seed is None else seed,
         )
 
@@ -257,29 +258,29 @@ class ReplicaTrainer:
         seed: Any = self.replica.from_chief(own_seed() ^ self._seeds_given)
         return int(seed)
 
-    def _orders(self, samples: int, batch_size: int, shuffle: bool | str) -> Iterator[np.ndarray[Any, Any]]:
-        """The orders of the samples, pass after pass: the chief shuffles, as Keras does it, and tells the others."""
-        own = None
-        if self.replica.is_chief:
-            own = shuffled_orders(samples, batch_size, shuffle, peeked=self._peeked)
-        while True:
-            order = np.empty(samples, np.int64) if own is None else next(own).astype(np.int64)
-            yield self.replica.communicator.broadcast([order])[0]
+    def _shuffling(self) -> Shuffling:
+        return Shuffling(
+            is_chief=self.replica.is_chief,
+            peeked=lambda: self._peeked,
+            told=lambda own: self.replica.communicator.broadcast([own])[0],
+        )
 
-    def prepare(self, source: ShardedInput) -> Engine:
-        """The engine, with all variables created for the source's batches."""
+    def prepare(self, source: ShardedInput, method: str) -> Engine:
+        """The engine, with all variables created for the batches of the source, which was passed to this method."""
         if self._engine is None:
             self._engine = make_engine(self.model, self.merge)
-        self.replica.steadily(lambda: compare_inputs(source, self.replica))
+        self.replica.steadily(lambda: compare_inputs(source, self.replica, method))
         self._peeked = self._engine.builds_from_a_batch
-        self._engine.build(source.peek(restart=self._peeked).data)
+        first = source.peek(restart=self._peeked)
+        check_batch_size(self.model, first, self.replica.world_size)
+        self._engine.build(first.data)
         return self._engine
 
-    def _prepare_to_predict(self, source: ShardedInput) -> Engine:
+    def _prepare_to_predict(self, source: ShardedInput, method: str) -> Engine:
         """The engine, with the layers' variables created: a model need not be compiled to predict."""
         if self._engine is None:
             self._engine = make_engine(self.model, self.merge)
-        self.replica.steadily(lambda: compare_inputs(source, self.replica))
+        self.replica.steadily(lambda: compare_inputs(source, self.replica, method))
         if not all(layer.built for layer in self.model._flatten_layers()):
             keras_backend.compute_output_spec(self.model, _keras_tensors(source.peek().data[0]), training=False)
         return self._engine
@@ -412,16 +413,17 @@ class ReplicaTrainer:
     def _synchronise_anew(self) -> None:
         self.replica.steadily(lambda: state.synchronise(self.model, self.replica))
 
-    def _single(self, x: Any, y: Any, sample_weight: Any, *, predicts: bool = False) -> tuple[JointBatch, Engine]:
-        """This rank's part of the one batch given."""
+    def _single(self, method: str, x: Any, y: Any = None, sample_weight: Any = None) -> tuple[JointBatch, Engine]:
+        """This rank's part of the one batch that this method was given."""
         if self.replica.is_candidate:
             raise UnsupportedError(
                 "This worker came to the job when it ran already, and single batches (`train_on_batch`) are not kept "
                 "for those who come later. Use `fit`, or a loop under `phalanx.elastic.run`."
             )
         size = len(next(leaf for leaf in tree.flatten(x) if leaf is not None))
-        source = self.shard(x, y, sample_weight, size, None)
-        engine = self._prepare_to_predict(source) if predicts else self.prepare(source)
+        source = self.shard(x, y, sample_weight, size, None, seed=0)
+        predicts = method == "predict_on_batch"
+        engine = self._prepare_to_predict(source, method) if predicts else self.prepare(source, method)
         self._synchronise()
         return self._first(source), engine
 
@@ -458,7 +460,7 @@ class ReplicaTrainer:
 
     def count(self, callbacks: Any, batch: JointBatch) -> None:
         if (bar := callback_lists.progress_bar(callbacks)) is not None:
-            bar.count(batch.global_size)
+            bar.count(batch.global_size, self.replica.world_size)
 
 
 def _keras_tensors(arrays: Any) -> Any:

@@ -87,3 +87,21 @@ def only_the_chief_shows_the_evaluation(setting: Setting) -> dict[str, Any]:
     model = compiled(setting, metrics=["accuracy"])
     shows = 1 if setting.alone or setting.rank == 0 else 0
     return {"evaluate": model.evaluate(features(), labels(), batch_size=10, verbose=shows)}
+
+
+@scenario(error=_on_all("DisagreementError", "Rank 0 called evaluate() where rank 1 called fit()"))
+def evaluation_by_the_chief_alone(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting)
+    if setting.rank == 0:
+        model.evaluate(features(), labels(), verbose=0)
+    return fitted(model)
+
+
+@scenario(error=_on_all("ConfigurationError", "lstm is stateful, with a state for each of the 11 samples"))
+def stateful_layer_for_the_global_batch(setting: Setting) -> dict[str, Any]:
+    def build() -> Any:
+        inputs = keras.Input(batch_shape=(11, FEATURES, 1))
+        return keras.Sequential([inputs, keras.layers.LSTM(3, stateful=True, name="lstm"), keras.layers.Dense(3)])
+
+    x = features()[..., None]
+    return fitted(compiled(setting, build), x, labels(), batch_size=11)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,8 +11,10 @@ import numpy as np
 
 from tests.training.scenarios.common import (
     BATCH,
+    CLASSES,
     FEATURES,
     SAMPLES,
+    classifier,
     compiled,
     features,
     labels,
@@ -21,7 +24,7 @@ from tests.training.scenarios.registry import Setting, scenario
 
 
 def _fit(model: Any, data: Any, **arguments: Any) -> dict[str, Any]:
-    history = model.fit(data, epochs=2, verbose=0, **{"shuffle": False, **arguments})
+    history = model.fit(data, **{"shuffle": False, "epochs": 2, "verbose": 0, **arguments})
     return {"history": history.history, "weights": model.get_weights()}
 
 
@@ -79,6 +82,87 @@ def py_dataset(setting: Setting) -> dict[str, Any]:
         "evaluate": model.evaluate(Pages(workers=1), verbose=0, return_dict=True),
         "predict": model.predict(Pages(workers=1), verbose=0),
     }
+
+
+class ShortPages(Pages):
+    """Nine batches, the last of one sample."""
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, index: int) -> Any:
+        rows = slice(index * 4, (index + 1) * 4)
+        return features()[rows], labels()[rows]
+
+
+def _fitted_twice(setting: Setting, build: Any, data: Any, **arguments: Any) -> dict[str, Any]:
+    """What `fit` says of a model that it builds itself, and of one built already."""
+    random.seed(5 if setting.rank == 0 else None)  # the chief's counts
+    model = compiled(setting, build)
+    first = _fit(model, data, shuffle=True, **arguments)
+    second = _fit(model, data, shuffle=True, **arguments)
+    return {"first": first, "second": second}
+
+
+def _unbuilt() -> Any:
+    return keras.Sequential([keras.layers.Dense(CLASSES, activation="softmax", kernel_initializer="ones")])
+
+
+@scenario()
+def py_dataset_shuffled(setting: Setting) -> dict[str, Any]:
+    return _fitted_twice(setting, classifier, ShortPages())
+
+
+@scenario()
+def py_dataset_shuffled_for_a_model_without_shapes(setting: Setting) -> dict[str, Any]:
+    return _fitted_twice(setting, _unbuilt, ShortPages(), steps_per_epoch=6)
+
+
+# Keras's pool carries batches of the pass that it began to see a model's shapes into the first epoch, elsewhere.
+@scenario(backends=("tensorflow",))
+def py_dataset_shuffled_in_a_pool(setting: Setting) -> dict[str, Any]:
+    return _fitted_twice(setting, classifier, ShortPages(workers=2))
+
+
+def _shuffled_loader(setting: Setting, **options: Any) -> Any:
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    if setting.rank == 0:
+        torch.manual_seed(5)
+    else:
+        torch.seed()
+    samples = TensorDataset(torch.from_numpy(features()), torch.from_numpy(labels()))
+    return DataLoader(samples, **{"batch_size": 5, "shuffle": True, **options})
+
+
+@scenario(needs=("torch",))
+def data_loader_shuffled(setting: Setting) -> dict[str, Any]:
+    data = _shuffled_loader(setting)
+    return _fitted_twice(setting, classifier, data, validation_data=_shuffled_loader(setting, shuffle=False))
+
+
+@scenario(needs=("torch",))
+def data_loader_shuffled_for_a_model_without_shapes(setting: Setting) -> dict[str, Any]:
+    return _fitted_twice(setting, _unbuilt, _shuffled_loader(setting, drop_last=True))
+
+
+@scenario(needs=("torch",))
+def data_loader_shuffled_with_steps(setting: Setting) -> dict[str, Any]:
+    return _fitted_twice(setting, classifier, _shuffled_loader(setting), steps_per_epoch=4)
+
+
+@scenario(needs=("torch",))
+def data_loader_shuffled_by_a_generator_of_its_own(setting: Setting) -> dict[str, Any]:
+    import torch
+
+    own = torch.Generator().manual_seed(2)
+    return _fitted_twice(setting, classifier, _shuffled_loader(setting, generator=own, batch_size=11))
+
+
+@scenario(needs=("torch",), worlds=(2,))
+def data_loader_shuffled_with_workers(setting: Setting) -> dict[str, Any]:
+    return _fitted_twice(setting, classifier, _shuffled_loader(setting, num_workers=1, batch_size=11))
 
 
 @scenario(needs=("torch",))
@@ -188,3 +272,43 @@ def pipelines_of_two_ranks_merge_as_one_batch(setting: Setting) -> dict[str, Any
 @scenario(worlds=(3,))
 def pipelines_of_three_ranks_merge_as_one_batch(setting: Setting) -> dict[str, Any]:
     return _merged_pipelines(setting, [5, 3, 4])
+
+
+@scenario()
+def shuffled_between_other_passes(setting: Setting) -> dict[str, Any]:
+    """On PyTorch each pass over data of any kind draws from the generator that shuffles."""
+    keras.utils.set_random_seed(3)
+    model = compiled(setting)
+    shuffled = {"batch_size": 8, "shuffle": True, "epochs": 3}
+    found = [_fit(model, features(), y=labels(), validation_split=0.3, **shuffled)]
+    model.evaluate(features(), labels(), batch_size=7, verbose=0)
+    found.append(_fit(model, features(), y=labels(), validation_data=(features(), labels()), **shuffled))
+    model.evaluate(ShortPages(), verbose=0)
+    model.predict(features(), batch_size=7, verbose=0)
+    model.predict(((x,) for x, _, _ in _generate()), verbose=0)
+    found.append(_fit(model, features(), y=labels(), **shuffled))
+    model.train_on_batch(features(), labels())
+    _fit(model, features(), y=labels())
+    found.append(_fit(model, features(), y=labels(), **shuffled))
+    return {str(number): one for number, one in enumerate(found)}
+
+
+class Reshuffled(ShortPages):
+    """As in many tutorials."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._order = np.arange(9)
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(int(self._order[index]))
+
+    def on_epoch_end(self) -> None:
+        np.random.default_rng(1).shuffle(self._order)
+
+
+@scenario()
+def py_dataset_that_reshuffles_itself_is_predicted_as_it_is(setting: Setting) -> dict[str, Any]:
+    model, data = compiled(setting), Reshuffled()
+    first = model.predict(data, verbose=0)
+    return {"predict": first, "again": model.predict(data, verbose=0), "fit": _fit(model, data)}
