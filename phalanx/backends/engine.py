@@ -8,11 +8,16 @@ from typing import Any, Protocol
 import numpy as np
 
 from phalanx.backends.layout import Layout
+from phalanx.backends.log_origins import LogOrigins
 
 Array = np.ndarray[Any, Any]
 Batch = tuple[Any, Any, Any]
 Exchange = Callable[[Sequence[Array]], list[Array | None]]
 """See `Merge.exchange`."""
+
+
+GradientRows = tuple[Array, Array]
+"""Numbers of rows of a variable, some perhaps several times, and a gradient for each."""
 
 
 class Merge(Protocol):
@@ -30,6 +35,16 @@ class Merge(Protocol):
         weights for the gradients of all trainable variables, None for those that are not known yet. They are lent: the
         call after the next one overwrites them. It is called in the place of a call; None where there is no such way.
         """
+        ...
+
+    @property
+    def gathers(self) -> bool:
+        """Whether gradients that are single rows of a variable (`tf.IndexedSlices`) may be merged by `gather`; else
+        they must be made whole first."""
+        ...
+
+    def gather(self, rows: Sequence[GradientRows], share: float) -> list[GradientRows]:
+        """For each variable the gradients of single rows of all ranks, one rank's after the other's, weighted."""
         ...
 
     @property
@@ -61,6 +76,11 @@ class Engine(Protocol):
     each training step weights, optimizer state, floating non-trainable state and metrics are the same on every
     rank; if a step raises (a lost peer), they are as before it, apart from random seeds.
     """
+
+    @property
+    def origins(self) -> LogOrigins:
+        """What the logs of training steps are made of."""
+        ...
 
     @property
     def builds_from_a_batch(self) -> bool:

@@ -20,6 +20,7 @@ the merge, and `gradients` of the next step computes from them where they lie.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -36,6 +37,7 @@ from phalanx.backends.jax_probe import only_call, probe
 from phalanx.backends.jax_recipe import Recipe
 from phalanx.backends.jax_step import Step
 from phalanx.backends.layout import WEIGHT_OF_AGGREGATION, Layout, Weight, bundles
+from phalanx.backends.log_origins import LogOrigins
 from phalanx.backends.tensors import HostFunction
 from phalanx.backends.updater import Updater
 from phalanx.errors import UnsupportedError
@@ -80,6 +82,8 @@ class JaxEngine:
         self._compiled = bool(model.jit_compile) and not model.run_eagerly
         self._predict = self._jit(model.predict_step)
         self.retrace()
+        self.origins = LogOrigins(model)
+        self._test_origins = LogOrigins(model)
         self._logs: dict[str, Any] = {}
         self._test_logs: dict[str, Any] = {}
         self._test_share = 1.0
@@ -203,7 +207,8 @@ class JaxEngine:
         averages = dict(zip(logs, values[len(metrics) :], strict=True))
         self._keep(trainable, non_trainable, optimizer, merged if final else metrics)
         silent = model_state.silent_metrics(self._model, merged)
-        return model_state.choose_logs(averages, lambda: self._metric_results(merged), silent)
+        origins = self.origins if training else self._test_origins
+        return self._chosen(averages, merged, silent, origins)
 
     def predict(self, data: Batch) -> Any:
         trainable, non_trainable, _, metrics = self._state(with_optimizer=False)
@@ -248,8 +253,9 @@ class JaxEngine:
         self, trainable: Values, non_trainable: Values, optimizer: Values, metrics: Values, data: Batch
     ) -> _Own:
         """The model's own `train_step`, without the update; the logs as it returned them."""
-        with probe(self._model.optimizer) as calls:
+        with probe(self._model.optimizer) as calls, self._watched("train_step", self.origins) as find:
             logs, state = self._model.train_step((trainable, non_trainable, optimizer, metrics), data)
+            find(model_state.flat_logs(logs))
         gradients = only_call(calls, state, trainable, optimizer)
         return _Own(gradients, _changed(non_trainable, state[1]), list(state[3]), logs)
 
@@ -264,23 +270,31 @@ class JaxEngine:
                 old + new if weight is Weight.ONE else new
                 for old, new, weight in zip(metrics, merged, recipe.metrics, strict=True)
             ]
-            logs = model_state.choose_logs(averages, lambda: self._metric_results(metrics), silent)
+            logs = self._chosen(averages, metrics, silent, self.origins)
             return trainable, optimizer, metrics, state, logs
 
         return update
 
     def _trace_test(self, trainable: Values, non_trainable: Values, metrics: Values, data: Batch) -> Any:
-        logs, state = self._model.test_step((trainable, non_trainable, metrics), data)
+        with self._watched("test_step", self._test_origins) as find:
+            logs, state = self._model.test_step((trainable, non_trainable, metrics), data)
+            find(model_state.flat_logs(logs))
         _, new_non_trainable, new_metrics = state
         return new_metrics, _changed(non_trainable, new_non_trainable), _own_logs(self._model, "test_step", logs)
 
     def _metric_weights(self) -> tuple[Weight, ...]:
         return tuple(WEIGHT_OF_AGGREGATION[v.aggregation] for v in self._model.metrics_variables)
 
-    def _metric_results(self, metrics: Values) -> dict[str, Any]:
+    def _watched(self, step: str, origins: LogOrigins) -> AbstractContextManager[Callable[[Mapping[str, Any]], None]]:
+        return origins.watched(of_interest=model_state.logs_differ_from_metrics(self._model, JAXTrainer, step))
+
+    def _chosen(
+        self, averages: Mapping[str, Any], metrics: Values, silent: frozenset[str], origins: LogOrigins
+    ) -> dict[str, Any]:
+        """The logs of a step, of these values of the metrics."""
         mapping = list(zip(self._model.metrics_variables, metrics, strict=True))
         with keras_backend.StatelessScope(state_mapping=mapping):
-            return dict(self._model.get_metrics_result())
+            return model_state.choose_logs(averages, self._model.get_metrics_result, silent, origins.results)
 
     # State between steps. It travels as arguments; the model's variables are empty meanwhile, as in Keras's own loop.
 

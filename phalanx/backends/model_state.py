@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -11,6 +12,12 @@ import numpy as np
 from keras.src.trainers.trainer import Trainer
 
 from phalanx.backends.layout import WEIGHT_OF_AGGREGATION, Weight
+from phalanx.errors import UnsupportedError
+
+_GradientMerge = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+"""Gets gradients and their weights."""
+
+_strays = threading.local()
 
 
 def optimizers(model: Any) -> list[Any]:
@@ -29,11 +36,13 @@ def optimizers(model: Any) -> list[Any]:
 @contextmanager
 def merging_applies(
     model: Any,
-    merge: Callable[[Sequence[Any], Sequence[Any]], list[Any]],
+    merge: _GradientMerge,
     fused: Callable[[Any], AbstractContextManager[None]],
     assign: Callable[[Sequence[Any], Sequence[Any]], None] | None = None,
 ) -> Iterator[None]:
-    """Let the optimizers of a model merge their gradients first; for train steps that call them themselves.
+    """Let optimizers merge their gradients first; for train steps that call them themselves.
+
+    Those of the model are known; others, such as one in a global variable, ask `stray_merge` as they are applied.
 
     Args:
         merge: gets the gradients and their weights.
@@ -44,20 +53,41 @@ def merging_applies(
         for optimizer in optimizers(model):
             stack.enter_context(_merging_apply(optimizer, merge, assign or optimizer.apply))
             stack.enter_context(fused(optimizer))
+        stack.enter_context(_strays_merging(_refuse_stray if assign else merge))
         yield
 
 
+def stray_merge() -> _GradientMerge | None:
+    """What an optimizer that is applied now, and is none of the model's, is to merge its gradients with."""
+    return getattr(_strays, "merge", None)
+
+
 @contextmanager
-def _merging_apply(
-    optimizer: Any,
-    merge: Callable[[Sequence[Any], Sequence[Any]], list[Any]],
-    apply: Callable[..., Any],
-) -> Iterator[None]:
+def _strays_merging(merge: _GradientMerge | None) -> Iterator[None]:
+    before = stray_merge()
+    _strays.merge = merge
+    try:
+        yield
+    finally:
+        _strays.merge = before
+
+
+def _refuse_stray(gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
+    raise UnsupportedError(
+        "train_step applies an optimizer that is not the model's. With parameter servers the servers update, so pass "
+        "it to compile()."
+    )
+
+
+@contextmanager
+def _merging_apply(optimizer: Any, merge: _GradientMerge, apply: Callable[..., Any]) -> Iterator[None]:
     def merged_apply(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         if trainable_variables is None:
             trainable_variables = optimizer._trainable_variables
         weights = list(trainable_variables)
-        return apply(merge(list(grads), weights), weights)
+        merged = merge(list(grads), weights)
+        with _strays_merging(None):
+            return apply(merged, weights)
 
     vars(optimizer)["apply"] = merged_apply
     try:
@@ -145,10 +175,20 @@ def weigh_last(values: Sequence[Any], last: float, share: float) -> list[Any]:
 
 
 def choose_logs(
-    averages: Mapping[str, Any], results: Callable[[], Mapping[str, Any]], silent: frozenset[str]
+    averages: Mapping[str, Any],
+    results: Callable[[], Mapping[str, Any]],
+    silent: frozenset[str],
+    derived: Callable[[], Mapping[str, Any]] = dict,
 ) -> dict[str, Any]:
-    """Metric results where there are any, else the mean of what the ranks logged."""
+    """Metric results where there are any, else the mean of what the ranks logged.
+
+    Args:
+        averages: that mean, of all that the step logged itself; empty where it only logs metric results.
+        results: of the metrics, by their names.
+        derived: what else follows from the metrics; see `LogOrigins.results`.
+    """
     merged = dict(results())
     if not averages:
         return merged
-    return {name: merged[name] if name in merged and name not in silent else value for name, value in averages.items()}
+    chosen = {name: merged[name] if name in merged and name not in silent else v for name, v in averages.items()}
+    return {**chosen, **derived()}

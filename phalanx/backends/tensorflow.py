@@ -25,6 +25,7 @@ from phalanx.backends import model_state
 from phalanx.backends.engine import Batch, Merge
 from phalanx.backends.global_losses import ScaledLosses, check_losses, scales
 from phalanx.backends.layout import Layout, Weight
+from phalanx.backends.log_origins import LogOrigins
 from phalanx.backends.step_means import StepMeans
 from phalanx.backends.tensorflow_adam import fused
 from phalanx.backends.tensors import HostFunction
@@ -35,6 +36,10 @@ Array = np.ndarray[Any, Any]
 
 
 logger = logging.getLogger(__name__)
+
+
+_Logs = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
+"""Of a step: the mean of what the ranks logged themselves, results of the metrics, and what else follows from these."""
 
 
 class _HostCallNeeded(Exception):
@@ -52,7 +57,10 @@ class TensorFlowEngine:
         self._silent: frozenset[str] | None = None
         self._averages: dict[str, Any] = {}
         self._results: dict[str, Any] = {}
+        self._derived: dict[str, Any] = {}
         self._test_logs: dict[str, Any] = {}
+        self.origins = LogOrigins(model)
+        self._test_origins = LogOrigins(model)
         self._losses = ScaledLosses(self._scale_of)
         self._share_in_graph = tf.Variable(self._share)
         self._means = StepMeans(lambda: self._share_in_graph)
@@ -65,7 +73,7 @@ class TensorFlowEngine:
         own = not model_state.overrides(self._model, TensorFlowTrainer, "train_step")
         self._train = self._function(self._train_own if own else self._train_overridden)
         self._compiled_part = self._function(self._gradients, jit_compile=xla)
-        self._test = self._function(self._model.test_step, jit_compile=xla)
+        self._test = self._function(self._test_step, jit_compile=xla)
 
     @property
     def builds_from_a_batch(self) -> bool:
@@ -96,12 +104,12 @@ class TensorFlowEngine:
 
     def train(self, data: Batch, share: float) -> None:
         if not self._merge.repeats:
-            self._averages, self._results = self._run("_train", data, share)
+            self._averages, self._results, self._derived = self._run("_train", data, share)
             return
         # References: TensorFlow writes a variable's new value elsewhere as long as somebody has the old one.
         before = [(variable, tf.identity(variable.value)) for variable in self._changed_before_a_merge()]
         try:
-            self._averages, self._results = self._run("_train", data, share)
+            self._averages, self._results, self._derived = self._run("_train", data, share)
         except BaseException:
             for variable, value in before:
                 variable.assign(value)
@@ -121,7 +129,7 @@ class TensorFlowEngine:
 
     def logs(self) -> Mapping[str, Any]:
         silent = self._silent or frozenset()
-        return model_state.choose_logs(self._averages, lambda: self._results, silent)
+        return model_state.choose_logs(self._averages, lambda: self._results, silent, lambda: self._derived)
 
     def _run(self, function: str, data: Batch, share: float) -> Any:
         if share != self._share:
@@ -156,24 +164,26 @@ class TensorFlowEngine:
 
     # Parts of a step, traced into one function.
 
-    def _train_own(self, data: Batch) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _train_own(self, data: Batch) -> _Logs:
         model = self._model
         before = self._start_metrics()
         gradients, logs = self._compiled_part(data)
         weights = model.trainable_weights
         if self._merge.updates:
             gradients = _complete(gradients, weights)
-        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        sparse = self._gather_slices(gradients)
+        present = [i for i, gradient in enumerate(gradients) if gradient is not None and i not in sparse]
         merged, averages = self._merge_all([gradients[i] for i in present], logs, before)
-        for i, gradient in zip(present, merged, strict=True):
+        for i, gradient in [*zip(present, merged, strict=True), *sparse.items()]:
             gradients[i] = gradient
         if self._merge.updates:
             _assign(gradients, weights)
         elif weights:
             # What does not depend on the gradients (the step count, weight decay) must not happen if the merge fails.
-            with tf.control_dependencies(merged), fused(model.optimizer):
+            others = [slices.values for slices in sparse.values()]
+            with tf.control_dependencies([*merged, *others]), fused(model.optimizer):
                 model.optimizer.apply(gradients, weights)
-        return averages, dict(model.get_metrics_result())
+        return averages, dict(model.get_metrics_result()), self.origins.results()
 
     def _gradients(self, data: Batch) -> tuple[list[Any], dict[str, Any]]:
         # As TensorFlowTrainer.train_step, up to the optimizer; with the metrics before it, so that they travel along.
@@ -185,17 +195,29 @@ class TensorFlowEngine:
             model._loss_tracker.update_state(loss, sample_weight=_batch_size(x))
             scaled = model.optimizer.scale_loss(loss)
         gradients = tape.gradient(scaled, model.trainable_weights)
-        logs = model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
         differ = model_state.logs_differ_from_metrics(model, TensorFlowTrainer, "train_step")
-        return _dense(gradients, model.trainable_weights), model_state.flat_logs(logs) if differ else {}
+        with self.origins.watched(of_interest=differ) as find:
+            logs = model_state.flat_logs(model.compute_metrics(x, y, y_pred, sample_weight=sample_weight))
+            find(logs)
+        return self._shaped(gradients, model.trainable_weights), logs if differ else {}
 
-    def _train_overridden(self, data: Batch) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _train_overridden(self, data: Batch) -> _Logs:
         before = self._start_metrics()
         assign = _assign if self._merge.updates else None
-        with model_state.merging_applies(self._model, self._merge_gradients, fused, assign):
-            logs = self._model.train_step(data)
-        _, averages = self._merge_all([], model_state.flat_logs(logs), before)
-        return averages, dict(self._model.get_metrics_result())
+        merging = model_state.merging_applies(self._model, self._merge_gradients, fused, assign)
+        with merging, self.origins.watched() as find:
+            logs = model_state.flat_logs(self._model.train_step(data))
+            find(logs)
+        _, averages = self._merge_all([], logs, before)
+        return averages, dict(self._model.get_metrics_result()), self.origins.results()
+
+    def _test_step(self, data: Batch) -> dict[str, Any]:
+        """What it logs itself."""
+        differ = model_state.logs_differ_from_metrics(self._model, TensorFlowTrainer, "test_step")
+        with self._test_origins.watched(of_interest=differ) as find:
+            logs = model_state.flat_logs(self._model.test_step(data))
+            find(logs)
+        return logs if differ else {}
 
     def _scale_of(self, denominator: Any) -> Any:
         """The scale of one loss, by a host call inside the graph."""
@@ -227,11 +249,48 @@ class TensorFlowEngine:
     def _merge_gradients(self, gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
         if self._merge.updates:
             gradients = _complete(gradients, weights)
-        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        merged = _dense(gradients, weights)
+        merged = self._shaped(gradients, weights)
+        sparse = self._gather_slices(merged)
+        present = [i for i, gradient in enumerate(gradients) if gradient is not None and i not in sparse]
         tensors = [merged[i] for i in present]
-        for i, value in zip(present, self._host_merge(tensors, [Weight.GRADIENT] * len(present)), strict=True):
+        values = self._host_merge(tensors, [Weight.GRADIENT] * len(present))
+        for i, value in [*zip(present, values, strict=True), *sparse.items()]:
             merged[i] = value
+        return merged
+
+    def _shaped(self, gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
+        """The gradients as tensors of the weights' shapes; those of single rows as they are, where these are merged."""
+        if not self._merge.gathers:
+            return _dense(gradients, weights)
+        slices = {i: g for i, g in enumerate(gradients) if isinstance(g, tf.IndexedSlices)}
+        rest = _dense([None if i in slices else g for i, g in enumerate(gradients)], weights)
+        return [slices.get(i, gradient) for i, gradient in enumerate(rest)]
+
+    def _gather_slices(self, gradients: Sequence[Any]) -> dict[int, Any]:
+        """The gradients of single rows, by number: those of all ranks one after the other. Keras's optimizers treat a
+        row that occurs twice otherwise than one that occurs once with the sum: what plain Keras has must stay apart."""
+        slices = {i: g for i, g in enumerate(gradients) if isinstance(g, tf.IndexedSlices)}
+        if not slices:
+            return {}
+        tensors = [part for one in slices.values() for part in (one.indices, one.values)]
+
+        def gather(*arrays: Array) -> list[Array]:
+            try:
+                merged = self._merge.gather(list(zip(arrays[::2], arrays[1::2], strict=True)), self._share)
+                return [part for pair in merged for part in pair]
+            except BaseException as error:
+                self._failure = error
+                raise
+
+        if tf.inside_function():
+            gathered = tf.numpy_function(gather, tensors, [tensor.dtype for tensor in tensors])
+        else:
+            gathered = [tf.convert_to_tensor(array) for array in gather(*[tensor.numpy() for tensor in tensors])]
+        merged = {}
+        for (i, own), indices, values in zip(slices.items(), gathered[::2], gathered[1::2], strict=True):
+            indices.set_shape([None])
+            values.set_shape([None, *own.values.shape[1:]])
+            merged[i] = tf.IndexedSlices(values, indices, own.dense_shape)
         return merged
 
     def _merge_all(
@@ -297,12 +356,10 @@ class TensorFlowEngine:
 
     def test(self, data: Batch, share: float) -> None:
         before = None if share else [tf.identity(variable.value) for variable in self._metrics]
-        logs = self._run("_test", data, share)
+        self._test_logs = self._run("_test", data, share)
         if before is not None:
             for variable, value in zip(self._metrics, before, strict=True):
                 variable.assign(value)
-        differ = model_state.logs_differ_from_metrics(self._model, TensorFlowTrainer, "test_step")
-        self._test_logs = model_state.flat_logs(logs) if differ else {}
 
     def merged_metrics(self, share: float, *, final: bool, training: bool = False) -> Mapping[str, Any]:
         logs = self._averages if training else self._test_logs
@@ -316,7 +373,8 @@ class TensorFlowEngine:
             variable.assign(value)
         silent = model_state.silent_metrics(self._model, values[: len(own)])
         averages = dict(zip(logs, values[len(own) :], strict=True))
-        results = model_state.choose_logs(averages, self._model.get_metrics_result, silent)
+        origins = self.origins if training else self._test_origins
+        results = model_state.choose_logs(averages, self._model.get_metrics_result, silent, origins.results)
         if not final:
             for variable, value in zip(self._metrics, own, strict=True):
                 variable.assign(value)

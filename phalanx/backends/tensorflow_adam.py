@@ -29,7 +29,7 @@ def fused(optimizer: Any) -> Iterator[None]:
         return
 
     def update(gradient: Any, variable: Any, learning_rate: Any) -> None:
-        if variable.dtype not in _DTYPES:
+        if variable.dtype not in _DTYPES or isinstance(gradient, tf.IndexedSlices):
             update_step(gradient, variable, learning_rate)
             return
         place = optimizer._get_variable_index(variable)

@@ -18,11 +18,13 @@ import torch
 from keras.src import tree
 from keras.src.backend.torch.core import convert_to_tensor
 from keras.src.backend.torch.trainer import TorchTrainer
+from keras.src.trainers.trainer import Trainer
 
 from phalanx.backends import model_state
 from phalanx.backends.engine import Batch, Exchange, Merge
 from phalanx.backends.global_losses import ScaledLosses, check_losses, scales
 from phalanx.backends.layout import Layout, Weight
+from phalanx.backends.log_origins import LogOrigins
 from phalanx.backends.step_means import StepMeans
 from phalanx.backends.tensors import HostFunction
 from phalanx.backends.torch_adam import fused
@@ -50,6 +52,8 @@ class TorchEngine:
         self._silent: frozenset[str] | None = None
         self._averages: dict[str, Any] = {}
         self._test_logs: dict[str, Any] = {}
+        self.origins = LogOrigins(model)
+        self._test_origins = LogOrigins(model)
         self._share = 1.0
         self._losses = ScaledLosses(self._scale_of)
         self._means = StepMeans(lambda: self._share)
@@ -107,7 +111,7 @@ class TorchEngine:
 
     def logs(self) -> Mapping[str, Any]:
         silent = self._silent or frozenset()
-        return model_state.choose_logs(self._averages, self._model.get_metrics_result, silent)
+        return model_state.choose_logs(self._averages, self._model.get_metrics_result, silent, self.origins.results)
 
     def _train_own(self, data: Batch, share: float, metrics_before: list[Any]) -> None:
         weights, logs = self._backward(data)
@@ -147,16 +151,26 @@ class TorchEngine:
         if weights:
             model.optimizer.scale_loss(loss).backward()
         with torch.no_grad():
-            logs = model_state.update_metrics(model, x, y, y_pred, sample_weight)
+            logs = self._count(model, x, y, y_pred, sample_weight)
         return weights, logs
+
+    def _count(self, model: Any, *batch: Any) -> dict[str, Any]:
+        """Add a batch to the metrics; returns what the model itself logs about it."""
+        if not model_state.overrides(model, Trainer, "compute_metrics"):
+            return model_state.update_metrics(model, *batch)
+        with self.origins.watched() as find:
+            logs = model_state.update_metrics(model, *batch)
+            find(logs)
+        return logs
 
     def _train_overridden(self, data: Batch, share: float, metrics_before: list[Any]) -> None:
         assign = _assign if self._merge.updates else None
         merging = model_state.merging_applies(
             self._model, lambda gradients, weights: self._merge_gradients(gradients, weights, share), fused, assign
         )
-        with merging:
+        with merging, self.origins.watched() as find:
             logs = model_state.flat_logs(self._model.train_step(data))
+            find(logs)
         if self._merge.exchange:
             self._log_own(logs)
             return
@@ -244,13 +258,15 @@ class TorchEngine:
     def test(self, data: Batch, share: float) -> None:
         before = None if share else [variable.value.clone() for variable in self._metrics]
         self._share = share
-        with torch.no_grad(), self._losses, self._means:
-            logs = self._model.test_step(_to_device(data))
+        differ = model_state.logs_differ_from_metrics(self._model, TorchTrainer, "test_step")
+        watched = self._test_origins.watched(of_interest=differ)
+        with torch.no_grad(), self._losses, self._means, watched as find:
+            logs = model_state.flat_logs(self._model.test_step(_to_device(data)))
+            find(logs)
             if before is not None:
                 for variable, value in zip(self._metrics, before, strict=True):
                     variable.value.copy_(value)
-        differ = model_state.logs_differ_from_metrics(self._model, TorchTrainer, "test_step")
-        self._test_logs = model_state.flat_logs(logs) if differ else {}
+        self._test_logs = logs if differ else {}
 
     def merged_metrics(self, share: float, *, final: bool, training: bool = False) -> Mapping[str, Any]:
         logs = self._averages if training else self._test_logs
@@ -265,7 +281,8 @@ class TorchEngine:
                 variable.value.copy_(_from_host(value))
             silent = model_state.silent_metrics(self._model, values[: len(own)])
             averages = dict(zip(logs, values[len(own) :], strict=True))
-            results = model_state.choose_logs(averages, self._model.get_metrics_result, silent)
+            origins = self.origins if training else self._test_origins
+            results = model_state.choose_logs(averages, self._model.get_metrics_result, silent, origins.results)
             results = {name: float(_scalar(value)) for name, value in results.items()} if not final else results
             if not final:
                 for variable, value in zip(self._metrics, own, strict=True):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from phalanx import timeline
+from phalanx.backends.engine import GradientRows
 from phalanx.backends.layout import Layout, Weight
 from phalanx.compression import Compression, Reducer
 from phalanx.compression.protocol import State, below
@@ -97,6 +98,25 @@ class StepMerge:
     def separate(self) -> bool:
         """See `Merge.separate`."""
         return self.holds or self._reducer is not None
+
+    @property
+    def gathers(self) -> bool:
+        """See `Merge.gathers`. Not where gradients are compressed or held, nor where a step may have to be repeated."""
+        return not (self.separate or self.repeats)
+
+    def gather(self, rows: Sequence[GradientRows], share: float) -> list[GradientRows]:
+        """See `Merge.gather`."""
+        if self._mode is Mode.ALONE:
+            return list(rows)
+        progress.enter("all_reduce")
+        timeline.current.enter("merge")
+        all_gather = self._replica.communicator.all_gather
+        found = []
+        for numbers, gradients in rows:
+            own = len(numbers) if share else 0  # a stand-in batch counts nowhere
+            weighted = gradients[:own] * gradients.dtype.type(share)
+            found.append((np.concatenate(all_gather(numbers[:own])), np.concatenate(all_gather(weighted))))
+        return found
 
     @contextmanager
     def doing(self, mode: Mode) -> Iterator[None]:

@@ -29,7 +29,7 @@ class Counted(keras.Model):
 
 
 class Alone:
-    updates = separate = repeats = False
+    updates = separate = repeats = gathers = False
     exchange = None
 
     def total(self, own, share):

@@ -139,6 +139,30 @@ def layer_used_twice_and_embedding(setting: Setting) -> dict[str, Any]:
     return fitted(model, tokens) | observed(model, tokens)
 
 
+def _of_words(setting: Setting, **arguments: Any) -> dict[str, Any]:
+    """Words that occur several times in a batch, and embeddings of two inputs in one table."""
+
+    def build() -> Any:
+        first, second = (keras.Input((4,), dtype="int32", name=name) for name in ("first", "second"))
+        table, other = layers.Embedding(5, 3), layers.Embedding(7, 2)
+        pooled = [layers.GlobalAveragePooling1D()(rows) for rows in (table(first), table(second), other(first))]
+        return keras.Model([first, second], layers.Dense(CLASSES, activation="softmax")(layers.Concatenate()(pooled)))
+
+    words = [np.random.default_rng(seed).integers(0, 5, (33, 4)).astype("int32") for seed in (5, 6)]
+    return fitted(compiled(setting, build, **arguments), words, epochs=3)
+
+
+@scenario()
+def embeddings_with_adam(setting: Setting) -> dict[str, Any]:
+    """On TensorFlow, Keras squares the gradient of each occurrence by itself."""
+    return _of_words(setting, optimizer=keras.optimizers.Adam(0.05))
+
+
+@scenario()
+def embeddings_run_eagerly_with_clipped_gradients(setting: Setting) -> dict[str, Any]:
+    return _of_words(setting, optimizer=keras.optimizers.RMSprop(0.02, clipnorm=0.05), run_eagerly=True)
+
+
 @scenario()
 def convolution(setting: Setting) -> dict[str, Any]:
     def build() -> Any:

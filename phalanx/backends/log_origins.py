@@ -1,0 +1,127 @@
+"""Which numbers of a step's logs follow from metrics, so that they can be had of what all ranks have counted together.
+
+A step logs what it saw: one rank's part of a batch. Of metrics that is put right by their names. But a step may log a
+result by another name (`{"loss": self.total.result()}`), or `compute_metrics` what it computes from results (F1 of
+precision and recall). So it is watched what the step's logs are made of: by identity, since a step hands results on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+
+class _Origin(NamedTuple):
+    """A metric, or None for `compute_metrics`; and which of several numbers it is."""
+
+    metric: Any
+    key: str | None
+
+
+class LogOrigins:
+    """What the logs of a model's step are made of."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._seen: list[tuple[Any, _Origin]] = []
+        self._found: dict[str, _Origin] = {}
+        self._looks_at_batch = False  # as `compute_metrics` does
+
+    @contextmanager
+    def watched(self, *, of_interest: bool = True) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+        """While a step runs, or is traced; yields what is to be told the logs that it returned, flat.
+
+        Args:
+            of_interest: whether they may hold more than results by the names of their metrics.
+        """
+        if not of_interest:
+            yield _nothing
+            return
+        model = self._model
+        metrics = _metrics(model)
+        compute = model.compute_metrics
+        self._seen = []
+
+        def computed(*args: Any, **kwargs: Any) -> Any:
+            return self._note(None, compute(*args, **kwargs))
+
+        for metric in metrics:
+            vars(metric)["result"] = _noting(self._note, metric, metric.result)
+        vars(model)["compute_metrics"] = computed
+        try:
+            yield self._find
+        finally:
+            self._seen = []
+            del vars(model)["compute_metrics"]
+            for metric in metrics:
+                del vars(metric)["result"]
+
+    def results(self) -> dict[str, Any]:
+        """The logs that follow from metrics of other names, of the state that the metrics have now."""
+        if not self._found:
+            return {}
+        known: dict[int, Any] = {}
+        computed = self._compute() if any(origin.metric is None for origin in self._found.values()) else {}
+        logs = {}
+        for name, (metric, key) in self._found.items():
+            if metric is None:
+                if key is not None and key in computed:
+                    logs[name] = computed[key]
+                continue
+            if id(metric) not in known:
+                known[id(metric)] = metric.result()
+            logs[name] = known[id(metric)] if key is None else known[id(metric)][key]
+        return logs
+
+    def _note(self, metric: Any, result: Any) -> Any:
+        parts = result.items() if isinstance(result, Mapping) else [(None, result)]
+        # The values are kept meanwhile: an identity may be given again.
+        self._seen += [(value, _Origin(metric, key)) for key, value in parts]
+        return result
+
+    def _find(self, logs: Mapping[str, Any]) -> None:
+        # What was noted first is nearest to the metric: `compute_metrics` returns results of metrics.
+        origins = {id(value): origin for value, origin in reversed(self._seen)}
+        found = {name: origins[id(value)] for name, value in logs.items() if id(value) in origins}
+        self._found = {name: origin for name, origin in found.items() if not _is_named_so(origin, name)}
+
+    def _compute(self) -> Mapping[str, Any]:
+        """What the model's `compute_metrics` makes of results alone; nothing where it looks at the batch."""
+        if self._looks_at_batch:
+            return {}
+        metrics, absent = _metrics(self._model), _Absent()
+        for metric in metrics:
+            vars(metric)["update_state"] = _nothing
+        try:
+            logs: Mapping[str, Any] = self._model.compute_metrics(absent, absent, absent, absent)
+            return logs
+        except Exception:  # whatever comes of a batch that is not there
+            self._looks_at_batch = True
+            return {}
+        finally:
+            for metric in metrics:
+                del vars(metric)["update_state"]
+
+
+class _Absent:
+    """Stands for a batch that must not be looked at."""
+
+
+def _metrics(model: Any) -> list[Any]:
+    """All that count, that of compiled metrics included, which is none of `model.metrics` by itself."""
+    found = {id(metric): metric for metric in [*model.metrics, *model._metrics, model._compile_metrics] if metric}
+    return list(found.values())
+
+
+def _is_named_so(origin: _Origin, name: str) -> bool:
+    """Whether Keras itself shows that result of that metric by that name."""
+    return origin.metric is not None and name == (origin.metric.name if origin.key is None else origin.key)
+
+
+def _noting(note: Callable[[Any, Any], Any], metric: Any, result: Callable[[], Any]) -> Callable[[], Any]:
+    return lambda: note(metric, result())
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
