@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -50,12 +51,18 @@ class ReplicaProgbar(ProgbarLogger):  # type: ignore[misc]
         self._samples = 0
         self._start = time.perf_counter()
 
-    def count(self, samples: int) -> None:
-        """Note that the replicas have together finished so many more samples."""
+    def count(self, samples: int, replicas: int | None = None) -> None:
+        """Note that the replicas have together finished so many more samples.
+
+        Args:
+            replicas: how many they are now; None: as before.
+        """
         self._samples += samples
+        self._replicas = replicas or self._replicas
         if self.progbar is not None:
             rate = self._samples / max(time.perf_counter() - self._start, 1e-9)
-            self.progbar.unit_name = f"step - {self._replicas} replicas - {_short(rate)} samples/s"
+            workers = "1 replica" if self._replicas == 1 else f"{self._replicas} replicas"
+            self.progbar.unit_name = f"step - {workers} - {_short(rate)} samples/s"
 
 
 def _short(number: float) -> str:
@@ -86,12 +93,45 @@ def make_list(
         for callback in own:
             if getattr(callback, "verbose", 0):
                 callback.verbose = 0
+    if chief:
+        for callback in own:
+            _mark(callback)
     shows = chief and verbose != 0
     if shows and not any(isinstance(callback, ProgbarLogger) for callback in own):
         own.append(ReplicaProgbar(replicas))
     return CallbackList(
         own, add_history=history, add_progbar=shows, verbose=verbose, epochs=epochs, steps=steps, model=model
     )
+
+
+_running = threading.local()
+
+
+def runs_alone() -> bool:
+    """Whether this thread is inside a callback that only the chief runs."""
+    return getattr(_running, "alone", False)
+
+
+def _mark(callback: Any) -> None:
+    """Let `runs_alone` know of the hooks of a callback that is the program's own, derived from one of the chief's: it
+    may evaluate or predict, where the other ranks do not come to it."""
+    kind = type(callback)
+    if not isinstance(callback, CHIEF_ONLY) or kind in CHIEF_ONLY or issubclass(kind, ChiefCallback):
+        return
+    for name in vars(keras.callbacks.Callback):
+        if name.startswith("on_") and name not in vars(callback) and _overrides(callback, name):
+            vars(callback)[name] = _alone(getattr(callback, name))
+
+
+def _alone(hook: Callable[..., Any]) -> Callable[..., Any]:
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        _running.alone = True
+        try:
+            return hook(*args, **kwargs)
+        finally:
+            _running.alone = False
+
+    return marked
 
 
 def flat(callbacks: Any) -> list[Any]:

@@ -8,6 +8,7 @@ and who becomes rank 0 takes over what a chief does.
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,6 +31,7 @@ from phalanx.training.fit_arguments import FitArguments
 from phalanx.training.ledger import Ledger
 from phalanx.training.replica import own_seed
 from phalanx.training.resuming import Noted, Resumption
+from phalanx.training.step_check import StepCheck
 
 if TYPE_CHECKING:
     from phalanx.training.loop import ReplicaTrainer
@@ -100,8 +102,11 @@ class Fitting:
         """
         call, model, replica = self._call, self._model, self._replica
         self._source, self._validation = self._inputs()
-        self._engine = self._trainer.prepare(self._source)
+        self._engine = self._trainer.prepare(self._source, "fit")
         self._stepper = self._trainer.make_stepper(self._engine, repeats=self._resumption is not None)
+        # A step of the model's own may update weights otherwise than through the engine, unseen.
+        overridden = type(model).train_step is not keras.Model.train_step
+        self._unchecked = overridden and self._stepper.every_step and not replica.is_alone
         self._keep_up()
         self._steadily(lambda: compare_samples(self._source, replica))
         self._trainer.announce(self._source, call.verbose)
@@ -156,7 +161,7 @@ class Fitting:
         if batch_size is None and accepts_batch_size(x):
             batch_size = call.batch_size
         validation = self._validation = trainer.shard(x, y, weight, batch_size, call.validation_steps)
-        self._steadily(lambda: compare_inputs(validation, self._replica))
+        self._steadily(lambda: compare_inputs(validation, self._replica, "fit"))
         self._steadily(lambda: compare_samples(validation, self._replica))
         return source, validation
 
@@ -331,7 +336,10 @@ class Fitting:
                     self._resumption.wish(steps=1)
                 timeline.current.enter("forward/backward", epoch=epoch, step=step)
                 if self._elastic is None:
+                    check = StepCheck(model) if self._unchecked else None
                     self._stepper.train(batch, last=self._is_last(step))
+                    if check is not None:
+                        self._unchecked = self._engine.in_variables and not check.compare(self._replica)
                 else:
                     batch = self._train_repeatedly(batch, boundary=step % size == 0)
                     self._prepare_for_a_loss(batch)
@@ -458,7 +466,7 @@ class Fitting:
         sizes = {stop - start for start, stop in ranges} - {0, batch.size}
         work = [self._engine.warm(_resized(batch.data, size), size / batch.global_size) for size in sorted(sizes)]
         if any(work):
-            threading.Thread(target=_do_all, args=(work,), name="phalanx-compilation", daemon=True).start()
+            _compile_beside([part for part in work if part is not None])
 
     def _keep_up(self) -> None:
         """A callback may have met the change of members, in an evaluation of its own."""
@@ -602,10 +610,24 @@ def _resized(data: Any, size: int) -> Any:
     return keras.tree.map_structure(resize, data)
 
 
-def _do_all(work: Sequence[Callable[[], None] | None]) -> None:
-    for part in work:
-        if part is not None:
-            part()
+def _compile_beside(work: Sequence[Callable[[], None]]) -> None:
+    """Do this work in a thread, which ends with the part that it is at when the program ends: the interpreter would
+    take it down in the middle of native code, which aborts the process."""
+    over = threading.Event()
+
+    def compile_all() -> None:
+        for part in work:
+            if not over.is_set():
+                part()
+        atexit.unregister(end)
+
+    def end() -> None:
+        over.set()
+        thread.join()
+
+    thread = threading.Thread(target=compile_all, name="phalanx-compilation", daemon=True)
+    atexit.register(end)
+    thread.start()
 
 
 def _plain(value: Any) -> Any:

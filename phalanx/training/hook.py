@@ -15,13 +15,18 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import keras
 
+from phalanx.backends import model_state
+from phalanx.errors import UnsupportedError
+from phalanx.training import callbacks
 from phalanx.training.central import CentralTrainer, CentralWorker
 from phalanx.training.loop import ReplicaTrainer
 from phalanx.training.made import KINDS
@@ -74,6 +79,8 @@ def install(
     for name in _DISPATCHED:
         _plain[name] = getattr(trainer, name)
         _replace(trainer, name, _dispatching(_plain[name]))
+    for name in ("save", "save_weights"):
+        _replace(keras.Model, name, _writing_whole(getattr(keras.Model, name)))
     for optimizer in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
         owner = next(base for base in optimizer.__mro__ if "apply" in vars(base))
         _replace(owner, "apply", _merging(owner.apply))
@@ -212,6 +219,13 @@ def _dispatching(original: Callable[..., Any]) -> Callable[..., Any]:
         is_alone = member is None or (isinstance(member, Replica) and _trains_alone(self, member))
         if is_alone and original.__name__ != "fit":
             return original(self, *args, **kwargs)
+        if isinstance(member, Replica) and callbacks.runs_alone():
+            if original.__name__ in ("fit", "train_on_batch"):
+                raise UnsupportedError(
+                    f"{original.__name__}() was called in a callback that only the chief runs, as it derives from one "
+                    f"of Keras's that write files. Derive it from keras.callbacks.Callback, which runs on every rank."
+                )
+            return original(self, *args, **kwargs)
         arguments = signature.bind(self, *args, **kwargs).arguments
         if is_alone and not has_checkpoint(arguments.get("callbacks")):
             return original(self, *args, **kwargs)
@@ -221,6 +235,34 @@ def _dispatching(original: Callable[..., Any]) -> Callable[..., Any]:
         return getattr(_trainer_of(self, member), original.__name__)(**arguments)
 
     return method
+
+
+def _writing_whole(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Around `save` and `save_weights`: all tasks of a job may write the same file at once, and read it again."""
+
+    @functools.wraps(original)
+    def method(self: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        place = None if args or member_of(self) is None else _single_file(filepath, **kwargs)
+        if place is None:
+            return original(self, filepath, *args, **kwargs)
+        temporary = place.with_name(f".{os.getpid()}.{place.name}")
+        try:
+            result = original(self, temporary, **kwargs)
+            os.replace(temporary, place)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return result
+
+    return method
+
+
+def _single_file(filepath: Any, overwrite: bool = True, **others: Any) -> Path | None:
+    """The file that is written whole with these arguments of `save`; None where somebody is asked first, or more than
+    one file is written, or none of this file system."""
+    if not overwrite or others or not isinstance(filepath, str | os.PathLike) or "://" in str(filepath):
+        return None
+    place = Path(filepath)
+    return place if place.suffix in (".keras", ".h5") and place.parent.is_dir() else None
 
 
 def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -248,6 +290,10 @@ def _merging(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, grads, trainable_variables)
         _applying.now = True
         try:
+            merge = model_state.stray_merge()
+            if merge is not None:
+                weights = list(self._trainable_variables if trainable_variables is None else trainable_variables)
+                return original(self, merge(list(grads), weights), weights)
             return original(self, _merge_gradients(list(grads)), trainable_variables)
         finally:
             _applying.now = False

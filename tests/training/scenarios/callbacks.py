@@ -297,3 +297,39 @@ def lambda_callback(setting: Setting) -> dict[str, Any]:
     seen: list[Any] = []
     hook = callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append((batch, float(logs["loss"]))))
     return fitted(compiled(setting), callbacks=hook) | {"seen": seen}
+
+
+@scenario(plain=False)
+def a_checkpoint_of_ones_own_may_predict(setting: Setting) -> dict[str, Any]:
+    """Only the chief runs it, as it writes files; so what it predicts is predicted by the chief alone."""
+    x, y = features(), labels()
+
+    class Judged(callbacks.ModelCheckpoint):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            right = self.model.predict(x, verbose=0).argmax(1) == y
+            self.model.evaluate(x, y, verbose=0)
+            super().on_epoch_end(epoch, {**(logs or {}), "right": float(right.mean())})
+
+    saved = Judged(
+        setting.shared / "best.weights.h5", monitor="right", mode="max", save_weights_only=True, save_best_only=True
+    )
+    fitted(compiled(setting), callbacks=[saved])
+    setting.gather(b"")
+    assert (setting.shared / "best.weights.h5").exists()
+    return {}
+
+
+@scenario(plain=False)
+def all_ranks_may_save_the_same_file_and_read_it(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting)
+    fitted(model)
+    found = []
+    for number in range(10):
+        model.save(setting.shared / "model.keras")
+        model.save_weights(setting.shared / "model.weights.h5")
+        found += keras.saving.load_model(setting.shared / "model.keras").get_weights()
+        model.load_weights(setting.shared / "model.weights.h5")
+        assert number < 10
+    setting.gather(b"")
+    assert sorted(path.name for path in setting.shared.glob("*model*")) == ["model.keras", "model.weights.h5"]
+    return {"weights": found}

@@ -436,3 +436,93 @@ class AveragedStep(JaxStep):
 @scenario(error={"jax": ("UnsupportedError", "moving average")}, backends=("jax",))
 def weights_after_the_update_inside_the_step(setting: Setting) -> dict[str, Any]:
     return fitted(compiled(setting, lambda: _body(AveragedStep)))
+
+
+_GLOBAL_OPTIMIZERS: list[Any] = []
+
+
+def _own_backend_step(model: Any, data: Any, update: Any) -> dict[str, Any]:
+    x, y = data[:2]
+    if keras.backend.backend() == "torch":
+        import torch
+
+        model.zero_grad()
+        loss = ops.mean(ops.square(model(x, training=True) - y))
+        loss.backward()
+        with torch.no_grad():
+            update([weight.value.grad for weight in model.trainable_weights])
+        return {"loss": loss}
+    import tensorflow as tf
+
+    with tf.GradientTape() as tape:
+        loss = ops.mean(ops.square(model(x, training=True) - y))
+    update(tape.gradient(loss, model.trainable_weights))
+    return {"loss": loss}
+
+
+@scenario(backends=("tensorflow", "torch"))
+def own_train_step_with_an_optimizer_that_is_nobodys(setting: Setting) -> dict[str, Any]:
+    """As in the tutorials whose optimizers are global variables."""
+    _GLOBAL_OPTIMIZERS[:] = [keras.optimizers.Adam(0.05)]
+
+    class Trained(keras.Model):
+        def train_step(self, data: Any) -> Any:
+            return _own_backend_step(self, data, lambda g: _GLOBAL_OPTIMIZERS[0].apply(g, self.trainable_weights))
+
+    def build() -> Any:
+        inputs = keras.Input((FEATURES,))
+        model = Trained(inputs, layers.Dense(1)(inputs))
+        _GLOBAL_OPTIMIZERS[0].build(model.trainable_weights)
+        return model
+
+    return {"weights": fitted(compiled(setting, build, loss=None), features(), numbers())["weights"]}
+
+
+@scenario(
+    backends=("tensorflow", "torch"),
+    error=dict.fromkeys(("tensorflow", "torch"), ("UnsupportedError", "with gradients that are not merged")),
+)
+def own_train_step_that_updates_by_itself(setting: Setting) -> dict[str, Any]:
+    class Trained(keras.Model):
+        def train_step(self, data: Any) -> Any:
+            def update(gradients: Any) -> None:
+                for weight, gradient in zip(self.trainable_weights, gradients, strict=True):
+                    weight.assign(weight - 0.05 * gradient)
+
+            return _own_backend_step(self, data, update)
+
+    def build() -> Any:
+        inputs = keras.Input((FEATURES,))
+        return Trained(inputs, layers.Dense(1)(inputs))
+
+    return fitted(compiled(setting, build, loss=None), features(), numbers())
+
+
+@scenario(backends=("tensorflow", "torch"))
+def own_train_step_that_trains_nothing(setting: Setting) -> dict[str, Any]:
+    class Counted(keras.Model):
+        def train_step(self, data: Any) -> Any:
+            x, y = data[:2]
+            return self.compute_metrics(x, y, self(x, training=True))
+
+    def build() -> Any:
+        inputs = keras.Input((FEATURES,))
+        return Counted(inputs, layers.Dense(1, trainable=False)(inputs))
+
+    return fitted(compiled(setting, build, loss="mse", metrics=["mae"]), features(), numbers())
+
+
+@scenario(backends=("tensorflow", "torch"), plain=False)
+def own_train_step_that_builds_its_parts(setting: Setting) -> dict[str, Any]:
+    class Parts(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = keras.Sequential([layers.Dense(4), layers.Dense(1)])
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            return self.part(x, training=training)
+
+        def train_step(self, data: Any) -> Any:
+            return _own_backend_step(self, data, lambda g: self.optimizer.apply(g, self.trainable_weights))
+
+    return {"weights": fitted(compiled(setting, Parts, loss=None), features(), numbers())["weights"]}
