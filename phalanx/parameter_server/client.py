@@ -117,6 +117,11 @@ class Client:
         return self._me
 
     @property
+    def timeout_s(self) -> float:
+        """After which servers leave a worker out that makes no progress."""
+        return self._me.settings.timeout_s
+
+    @property
     def is_copied(self) -> bool:
         """Whether each server's shards have a copy on the next one."""
         return self._copied

@@ -217,6 +217,14 @@ class SetRate(msgspec.Struct, frozen=True, tag="rate"):
     learning_rate: float
 
 
+class Assign(msgspec.Struct, frozen=True, tag="assign"):
+    """From the chief between two epochs: a callback has changed these variables. Buffers: the values of the server's
+    shards of them, in its order."""
+
+    fit: int
+    variables: tuple[int, ...]
+
+
 class OpenEpoch(msgspec.Struct, frozen=True, tag="open-epoch"):
     """From the chief: these many steps may be taken; -1: until the data end. Buffer: the order of the samples, if this
     is the first epoch of a pass over shuffled data."""
@@ -411,6 +419,7 @@ Question = (
     | PullOptimizer
     | Push
     | SetRate
+    | Assign
     | OpenEpoch
     | Take
     | NoBatch

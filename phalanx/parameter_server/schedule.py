@@ -98,6 +98,7 @@ class Schedule:
         self._joint_given: set[Worker] = set()
         self._steps_of: dict[Worker, int] = {}
         self._reports: dict[tuple[int, int], dict[Worker, tuple[Report, list[Array]]]] = {}
+        self._begun_by: str | None = None  # the incarnation of the chief that has declared the `fit`
         self._order: tuple[int, int, Array] = (-1, -1, np.zeros(0, np.int64))
         self._told: dict[str, tuple[int, list[Array]]] = {}
         self.global_step = 0
@@ -133,7 +134,11 @@ class Schedule:
         with self._changed:
             self._rules = rules
             self._rebuilt = True
-            self.global_step = max(self.global_step, step)
+            chief = self._present.get(CHIEF)
+            # A chief that was started again goes on from what it has restored, and so does the count.
+            went_back = self._begun_by is not None and chief is not None and chief != self._begun_by
+            self.global_step = step if went_back else max(self.global_step, step)
+            self._begun_by = chief
             self._on_hold = False
             self.era = self.era + 1 if era is None else era
             self._ended_fit = fit - 1

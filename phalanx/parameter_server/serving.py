@@ -16,6 +16,7 @@ from phalanx.parameter_server.lanes import TO_SERVER, Lanes
 from phalanx.parameter_server.messages import (
     Alive,
     Answer,
+    Assign,
     Attach,
     BeginSession,
     Bye,
@@ -219,6 +220,8 @@ class Serving:
                 return Values(schedule.era, first_epoch, tables=table_numbers), ()
             case SetRate(rate):
                 store.set_learning_rate(rate)
+            case Assign():
+                store.assign(question, buffers)
             case OpenEpoch(fit, epoch, steps):
                 order = np.frombuffer(buffers[0], np.int64) if buffers else None
                 schedule.open_epoch(fit, epoch, None if steps < 0 else steps, order)

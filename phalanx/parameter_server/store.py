@@ -20,6 +20,7 @@ from phalanx.errors import CollectiveTimeoutError, DisagreementError
 from phalanx.parameter_server.copying import LOST, Copy, Record
 from phalanx.parameter_server.messages import (
     Applied,
+    Assign,
     Declare,
     Over,
     Push,
@@ -34,6 +35,7 @@ from phalanx.parameter_server.placement import Shard, Variable, shard_shape
 from phalanx.parameter_server.rows import Rows, weighted_sum
 from phalanx.parameter_server.schedule import CHIEF, POLL_S, Schedule, Worker
 from phalanx.parameter_server.tables import TableUpdater
+from phalanx.transport.frames import byte_view
 
 logger = logging.getLogger(__name__)
 
@@ -143,12 +145,31 @@ class Store:
             state = dict(zip(slots, buffers[len(pieces) :], strict=True))
             self._updater.load_optimizer(
                 [
-                    np.frombuffer(state[slot], value.dtype).reshape(value.shape)
+                    _like(state[slot], value)
                     for slot, value in zip(self._updater.slots, self._updater.optimizer_values(), strict=True)
                 ]
             )
             self._values = self._updater.values()
         self._fit, self._declared = message.fit, message
+
+    def assign(self, message: Assign, buffers: Sequence[memoryview]) -> None:
+        """New values of some variables, between two epochs; the optimizer keeps its state."""
+        with self._changed:
+            declared = self._declared
+            if declared is None or message.fit != self._fit:
+                return
+            slots, optimizer = self.optimizer_values()
+            new = iter(buffers)
+            values = [
+                next(new) if shard.variable in message.variables else byte_view(np.ascontiguousarray(value))
+                for shard, value in zip(self._shards, self._whole(), strict=True)
+            ]
+            self._build(declared, slots, [*values, *(byte_view(np.ascontiguousarray(each)) for each in optimizer)])
+            self.version += 1
+            if (state := self.state()) is not None:
+                self._send_copy(*state)
+                self._await_copy()
+            self._changed.notify_all()
 
     def _forget(self) -> None:
         """No push until now counts any more."""
@@ -502,6 +523,16 @@ class Store:
         """Somebody came or left: those who wait look again."""
         with self._changed:
             self._changed.notify_all()
+
+
+def _like(buffer: memoryview, value: Array) -> Array:
+    """What a buffer holds, as an array like `value`. A count of steps has as many bytes as the sender's backend gives
+    it."""
+    dtype = value.dtype
+    sent = len(memoryview(buffer).cast("B")) // max(value.size, 1)
+    if dtype.kind == "i" and sent != dtype.itemsize:
+        return np.frombuffer(buffer, f"i{sent}").reshape(value.shape).astype(dtype)
+    return np.frombuffer(buffer, dtype).reshape(value.shape)
 
 
 def _mean(gradients: Sequence[Gradient], weights: Sequence[float]) -> Gradient:

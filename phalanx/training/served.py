@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from phalanx.errors import UnsupportedError
 from phalanx.launcher import progress
 from phalanx.parameter_server.client import HEAD, Placed
 from phalanx.parameter_server.messages import (
+    Assign,
     Attach,
     Declare,
     FitOver,
@@ -27,6 +29,7 @@ from phalanx.parameter_server.messages import (
 from phalanx.parameter_server.placement import Variable, place
 from phalanx.training.server_merge import ServerMerge
 from phalanx.training.server_worker import ServerWorker
+from phalanx.transport.frames import byte_view
 
 Array = np.ndarray[Any, Any]
 
@@ -47,6 +50,8 @@ class Served:
         self._client = worker.client
         self._merge = merge
         self._rate: float | None = None
+        self._fit = -1
+        self._known: dict[int, int] = {}
         self.tables: tuple[int, ...] = ()
         self._described = described = [Variable(v.path, tuple(v.shape), str(v.dtype)) for v in self.variables]
         self._shards = shards = place(described, self._client.servers, worker.partitioner)
@@ -75,6 +80,7 @@ class Served:
         Args:
             tables: on the chief: numbers of the variables of which single rows travel.
         """
+        self._fit = fit
         if self._worker.is_chief:
             self._worker.tell_again()
             self._declare(fit, first_epoch, tables)
@@ -133,6 +139,34 @@ class Served:
     def told(self) -> list[tuple[Any, Sequence[Array]]]:
         """What the servers were told since the beginning, which one that comes back may not have heard."""
         return [] if self._rate is None else [(SetRate(self._rate), [])]
+
+    def remember(self, *, tables: bool) -> None:
+        """What the variables hold now is what the servers have.
+
+        Args:
+            tables: also of those of which single rows travel.
+        """
+        self._known = self._checksums(tables)
+
+    def tell_changes(self) -> bool:
+        """Give the servers the variables that were changed here since `remember`; whether there were any."""
+        known = self._known
+        now = self._checksums(any(table in known for table in self.tables))
+        changed = tuple(number for number, checksum in now.items() if checksum != known[number])
+        if not changed:
+            return False
+        values = [to_host(v) if number in changed else None for number, v in enumerate(self.variables)]
+        message = Assign(self._fit, changed)
+        servers = range(self._client.servers)
+        self._client.ask_all([(message, self._placed.cut(values, server)) for server in servers])
+        return True
+
+    def _checksums(self, tables: bool) -> dict[int, int]:
+        return {
+            number: zlib.crc32(byte_view(np.ascontiguousarray(to_host(variable))))
+            for number, variable in enumerate(self.variables)
+            if tables or number not in self.tables
+        }
 
     def tell_learning_rate(self) -> None:
         """Tell the servers the optimizer's learning rate, if it was set since."""

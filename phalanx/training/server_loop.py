@@ -11,7 +11,6 @@ own part of it.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 import zlib
@@ -30,8 +29,8 @@ from phalanx.backends import make_engine, model_state
 from phalanx.backends.engine import Batch, Engine
 from phalanx.errors import DisagreementError, UnsupportedError
 from phalanx.inputs import LocalBatch, ShardedInput, shard_input
-from phalanx.inputs.keras_adapters import shuffled_orders
 from phalanx.inputs.sharded import BatchGoneError
+from phalanx.inputs.shuffling import Shuffling
 from phalanx.inputs.split import cut
 from phalanx.launcher import progress
 from phalanx.parameter_server.client import HEAD, Client
@@ -141,7 +140,7 @@ class ServerTrainer:
             class_weight=call.class_weight,
             rank=0,
             world_size=1,
-            orders=partial(self._orders, fit),
+            shuffling=Shuffling(worker.is_chief, peeked=lambda: self._peeked, told=partial(self._chiefs_order, fit)),
             seed=zlib.crc32(f"{worker.seed} {fit}".encode()),
         )
         self._source = source
@@ -169,20 +168,28 @@ class ServerTrainer:
             return model.history
         logs: dict[str, Any] = {}
         epoch = first_epoch
-        while epoch < call.epochs:
+        while True:
+            if epoch >= call.epochs:
+                answer = self._await_end(fit, epoch)
+                if (back_to := self._goes_back(fit, source, answer)) is not None:
+                    epoch = back_to
+                    continue
+                if not isinstance(answer, Ticket):
+                    break
             progress.report("pull", epoch=epoch)
             timeline.current.enter("pull", epoch=epoch)
-            self._assign(self._merge.pull())
+            if not worker.is_chief:
+                self._assign(self._merge.pull())
+            elif epoch == first_epoch:  # else it has pulled when the last one ended
+                self._assign(self._merge.pull())
+                self._require_served().remember(tables=False)
             timeline.current.leave()
             model.reset_metrics()
             callbacks.on_epoch_begin(epoch)
-            self._tell_learning_rate()
+            self._tell_changes()
             samples, answer = self._train_epoch(fit, epoch, source, engine, callbacks)
-            if isinstance(answer, EpochOver) and answer.back_to >= 0:
-                logger.warning("The chief was started again; going on with epoch %d.", answer.back_to + 1)
-                self._share_state(fit)
-                source.start_over()
-                epoch = answer.back_to
+            if (back_to := self._goes_back(fit, source, answer)) is not None:
+                epoch = back_to
                 continue
             validates = call.validation_data is not None and model._should_eval(epoch, call.validation_freq)
             self._stale = self._stale_slots = self._rows is not None
@@ -196,6 +203,7 @@ class ServerTrainer:
             epoch += 1
             if self._stops_after(answer):
                 break
+        self._tell_changes()
         if worker.is_chief:
             self._client.ask(HEAD, EndFit(fit))
         self._assign(self._merge.pull())
@@ -361,6 +369,25 @@ class ServerTrainer:
             told.append(self._reported)
         return told
 
+    def _await_end(self, fit: int, epoch: int) -> Ticket | EpochOver | FitOver:
+        """The chief ends a `fit` when its callbacks have had the last word on the weights; what it does instead: one
+        more epoch, or again one that it had begun before it was started again."""
+        if self._worker.is_chief:
+            return FitOver()
+        answer = self._merge.next_ticket(fit, epoch)
+        if isinstance(answer, Ticket):
+            self._merge.put_back(answer)
+        return answer
+
+    def _goes_back(self, fit: int, source: ShardedInput, answer: Any) -> int | None:
+        """The epoch with which a chief that was started again goes on, if that is the answer."""
+        if not isinstance(answer, EpochOver) or answer.back_to < 0:
+            return None
+        logger.warning("The chief was started again; going on with epoch %d.", answer.back_to + 1)
+        self._share_state(fit)
+        source.start_over()
+        return answer.back_to
+
     # An epoch.
 
     def _train_epoch(
@@ -394,6 +421,8 @@ class ServerTrainer:
                 if not isinstance(ticket, Ticket):
                     made = ticket.steps if isinstance(ticket, EpochOver) and ticket.steps else made
                     return samples, ticket
+                if step == 0 and not self._worker.is_chief:
+                    self._take_changes(engine)
                 self._reported = None  # the chief has it, since it has opened this epoch
                 batch = self._ahead.pop(ticket.serial, None) or self._batch(source, ticket)
                 timeline.current.leave()
@@ -431,6 +460,13 @@ class ServerTrainer:
                 if self._rows is not None:
                     self._rows.leave()
             source.finish(made or step)
+
+    def _take_changes(self, engine: Engine) -> None:
+        """The chief has opened the epoch, and told the servers what its callbacks have changed."""
+        values = self._merge.pull()
+        engine.end()
+        self._assign(values)
+        engine.begin()
 
     def _load_rows(
         self, rows: EmbeddingRows, source: ShardedInput, ticket: Ticket, batch: LocalBatch, engine: Engine
@@ -490,9 +526,11 @@ class ServerTrainer:
             self._pull_optimizer(tables=looks)
             if looks:
                 self._pull_tables()
+            self._require_served().remember(tables=looks)
         silent = model_state.silent_metrics(model, [to_host(variable) for variable in metrics])
         own = engine.logs() if samples else {}
-        return dict(pythonify_logs({**own, **model_state.choose_logs(own, model.get_metrics_result, silent)}))
+        chosen = model_state.choose_logs(own, model.get_metrics_result, silent, engine.origins.results)
+        return dict(pythonify_logs({**own, **chosen}))
 
     def _logs_of_all(self, logs: dict[str, Any]) -> dict[str, Any]:
         """An epoch's logs for callbacks and history; each worker has its own."""
@@ -522,20 +560,11 @@ class ServerTrainer:
         )
         return logs
 
-    def _orders(self, fit: int, samples: int, batch_size: int, shuffle: bool | str) -> Iterator[Array]:
-        """The orders of the samples, pass after pass: the chief shuffles, as Keras does it, and tells the others."""
-        own = self._shuffled(samples, batch_size, shuffle) if self._worker.is_chief else None
-        # Not a generator, which would be over for good when there is no order now.
-        return map(self._next_order, itertools.repeat(fit), itertools.repeat(own))
-
-    def _shuffled(self, samples: int, batch_size: int, shuffle: bool | str) -> Iterator[Array]:
-        yield from shuffled_orders(samples, batch_size, shuffle, peeked=self._peeked)  # which is known only then
-
-    def _next_order(self, fit: int, own: Iterator[Array] | None) -> Array:
+    def _chiefs_order(self, fit: int, own: Array) -> Array:
         """Of the pass that begins: this process's own if it is the chief, which tells it to the others then."""
-        if own is not None:
-            self._new_order = next(own).astype(np.int64)
-            return self._new_order
+        if self._worker.is_chief:
+            self._new_order = own
+            return own
         assert self._source is not None, "orders are asked for when an epoch begins"
         answer = self._merge.order(fit, self._source.pass_began)
         if isinstance(answer, EpochOver | FitOver):
@@ -576,6 +605,12 @@ class ServerTrainer:
             self._assign(self._merge.pull())
             self._pull_tables()
         yield
+
+    def _tell_changes(self) -> None:
+        """The chief's learning rate and weights, which a callback may have set between two epochs."""
+        self._tell_learning_rate()
+        if self._worker.is_chief and self._require_served().tell_changes():
+            self._merge.pull()  # else it would have those of before when its first step is not answered yet
 
     def _tell_learning_rate(self) -> None:
         """The chief's learning rate, which a callback may have set."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from phalanx import timeline
+from phalanx.backends.engine import GradientRows
 from phalanx.backends.layout import Layout, Weight
 from phalanx.errors import UnsupportedError
 from phalanx.launcher import progress
@@ -19,6 +21,7 @@ from phalanx.parameter_server.messages import (
     Answer,
     EpochOver,
     FitOver,
+    IsOver,
     Order,
     Pull,
     Push,
@@ -57,7 +60,10 @@ class ServerMerge:
     """
 
     updates = separate = True
-    repeats = False
+    repeats = gathers = False
+
+    def gather(self, rows: Sequence[GradientRows], share: float) -> list[GradientRows]:
+        raise NotImplementedError("servers merge whole gradients, or the rows of tables")
 
     def __init__(self, worker: ServerWorker, trainers: int | None = None) -> None:
         self._worker = worker
@@ -84,6 +90,7 @@ class ServerMerge:
         self._finished = -1
         self._handed_out = (-1, 0)  # the epoch, and how many of its batches are known to be handed out
         self._made = (-1, 0)  # the epoch, and how many of its steps this worker has made
+        self._heard_at = 0.0  # when the head was heard of last, by the monotonic clock
 
     def place(self, fit: int, placed: Placed, clip: Callable[[Sequence[Array]], Sequence[Array]] | None) -> None:
         """The variables of the `fit` that begins, and how gradients are clipped where no server sees all of them: each
@@ -152,7 +159,12 @@ class ServerMerge:
                     self._hold(spare)
         self._ticket = self._tickets.popleft()
         self._phase = 0
+        self._heard_at = time.monotonic()
         return self._ticket
+
+    def put_back(self, ticket: Ticket) -> None:
+        """The next step begins with this ticket, which was taken."""
+        self._tickets.appendleft(ticket)
 
     def order(self, fit: int, epoch: int) -> Array | EpochOver | FitOver:
         """The chief's order of the samples in the pass that began with this epoch; else why there is none."""
@@ -293,6 +305,7 @@ class ServerMerge:
         server has answered, its successor must hear of both."""
         if server != HEAD or not isinstance(answer, Values):
             return
+        self._heard_at = time.monotonic()
         if self._pushed:
             self._finished = self._pushed.popleft()
             self._is_over(self._held.pop(self._finished, None))
@@ -310,6 +323,10 @@ class ServerMerge:
         self, gradients: Sequence[Array], extras: Sequence[Array], weights: Sequence[Weight], share: float
     ) -> None:
         """To each server its shards' gradients; the rest to the head."""
+        if self._client.servers > 1 and time.monotonic() - self._heard_at > self._client.timeout_s / 2:
+            # This process was stopped, or very slow: the head alone knows whether it was left out, and the others would
+            # apply its old gradients.
+            self._client.ask(HEAD, IsOver())
         placed = self._require_placed()
         assert self._ticket is not None
         if gradients:
@@ -346,7 +363,7 @@ class ServerMerge:
             if answer.note:
                 logger.warning("An update of this worker: %s.", answer.note)
             arrays = arrays_of(buffers, answer.dtypes)
-            if answer.shards:
+            if answer.shards or not placed.dense_of_server[server]:  # else newer ones are still to come
                 self._versions[server] = answer.version
             parts.append(placed.shaped(server, arrays[: answer.shards]))
             rows.append(arrays[answer.shards : answer.shards + answer.rows])

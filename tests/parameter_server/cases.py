@@ -28,6 +28,7 @@ class Case:
         strategy: arguments of ParameterServerStrategy.
         exact: whether the numbers must be those of one process.
         looks: whether a callback looks at the model between batches.
+        sets: whether a callback sets weights between epochs.
     """
 
     workers: int
@@ -39,6 +40,7 @@ class Case:
     weighted: bool = False
     exact: bool = True
     looks: bool = False
+    sets: bool = False
 
 
 def _shards(count: int) -> Any:
@@ -85,8 +87,12 @@ CASES = {
     "alone_with_own_train_step": Case(1, {}, model=_own_step),
     "alone_with_fewer_steps_than_data": Case(1, {}, fit={"steps_per_epoch": 4, "epochs": 3, "validation_data": None}),
     "alone_looked_at": Case(1, {}, model=_wide, looks=True),
+    "alone_set_by_a_callback": Case(1, {}, fit={"epochs": 4}, sets=True),
     "alone_wide": Case(1, {"variable_partitioner": 2}, model=_wide),
     "synchronous": Case(2, {"synchronous": True}),
+    "synchronous_set_by_a_callback": Case(
+        2, {"synchronous": True, "variable_partitioner": 2}, _schedule, fit={"epochs": 4}, sets=True
+    ),
     "synchronous_wide": Case(2, {"synchronous": True}, _schedule, model=_wide),
     "synchronous_in_pieces": Case(2, {"synchronous": True, "variable_partitioner": 3}, _schedule, weighted=True),
     "synchronous_in_pieces_clipped": Case(
@@ -156,6 +162,25 @@ class _Looks:
             np.testing.assert_array_equal(kept, copy, "what a callback keeps stays as it was")
 
 
+def _setter(keras: Any) -> Any:
+    """Halves one variable when the first epoch has ended, another before the third begins, and all at the very end."""
+
+    class Sets(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if epoch in (0, 3):
+                self._halve(self.model.weights[:1] if epoch == 0 else self.model.weights)
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 2:
+                self._halve(self.model.weights[2:3])
+
+        def _halve(self, weights: Any) -> None:
+            for weight in weights:
+                weight.assign(weight * 0.5)
+
+    return Sets()
+
+
 def train(case: Case, scope: Any) -> dict[str, Any]:
     """What a case comes to, in the scope of a strategy or in none."""
     import keras
@@ -187,7 +212,8 @@ def train(case: Case, scope: Any) -> dict[str, Any]:
         y,
         **{"batch_size": BATCH, "epochs": 2, "verbose": 0, "sample_weight": weights, "validation_data": (x, y)}
         | case.fit
-        | ({"callbacks": [looks.callback]} if looks else {}),
+        | ({"callbacks": [looks.callback]} if looks else {})
+        | ({"callbacks": [_setter(keras)]} if case.sets else {}),
     )
     # First of all: Keras itself evaluates on JAX with buffers that an optimizer which averages weights shares.
     state = [np.array(keras.ops.convert_to_numpy(variable)) for variable in model.optimizer.variables]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
+from phalanx.errors import EvictedError
 from phalanx.parameter_server.client import HEAD, Placed
-from phalanx.parameter_server.messages import Answer, Ticket, Values
+from phalanx.parameter_server.messages import Answer, IsOver, Ticket, Values
 from phalanx.parameter_server.placement import Shard, Variable
 from phalanx.training.server_merge import ServerMerge
 
@@ -20,20 +23,24 @@ class Servers:
     """Two of them: the head has answered, and the other one is lost before it has."""
 
     servers = 2
+    timeout_s = 600.0
     told: list[Any]
 
     def __init__(self) -> None:
         self.told = []
+        self.sent: list[Any] = []
         self.rejoin: Callable[[], Any] = lambda: None
 
     def share_memory(self, server: int, lengths: Any) -> None:
         pass
 
     def ask(self, server: int, question: Any) -> Any:
+        if isinstance(question, IsOver):
+            raise EvictedError("left out")
         return FIRST, []
 
     def send(self, server: int, question: Any, buffers: Any, *, reused: bool) -> None:
-        pass
+        self.sent.append(question)
 
     def receive_all(self, came: Callable[[int, Answer], None]) -> Any:
         answer = Values(1, step=1, ticket=SECOND)
@@ -43,15 +50,31 @@ class Servers:
         return [(answer, []), (Values(1), [])]
 
 
-def test_what_the_head_has_answered_is_told_its_successor_though_another_server_has_not_answered_yet():
-    client = Servers()
+def placed(client: Servers) -> ServerMerge:
     rules = SimpleNamespace(synchronous=True, refuse_nan=False)
     worker: Any = SimpleNamespace(client=client, rules=rules, compression=None, workers=1, number=0, global_step=0)
     merge = ServerMerge(worker)
-    client.rejoin = lambda: merge.rejoin(HEAD, 0)
     variables = [Variable(name, (2,), "float32") for name in "ab"]
     shards = [Shard(index, 0, 2, index) for index in range(2)]
     merge.place(0, Placed(variables, shards, 2), None)
+    return merge
+
+
+def test_one_that_was_stopped_asks_the_head_before_others_apply_what_it_has(monkeypatch: pytest.MonkeyPatch):
+    client = Servers()
+    merge = placed(client)
+    merge.next_ticket(0, 0)
+    later = time.monotonic() + client.timeout_s
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    with pytest.raises(EvictedError):
+        merge._step([np.zeros(2, np.float32)] * 2, (), (), 1.0)
+    assert client.sent == []
+
+
+def test_what_the_head_has_answered_is_told_its_successor_though_another_server_has_not_answered_yet():
+    client = Servers()
+    merge = placed(client)
+    client.rejoin = lambda: merge.rejoin(HEAD, 0)
     assert merge.next_ticket(0, 0) == FIRST
     merge._step([np.zeros(2, np.float32)] * 2, (), (), 1.0)
     (rejoin,) = client.told

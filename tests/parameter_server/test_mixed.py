@@ -16,11 +16,23 @@ EPOCHS = 4
 
 
 class Mixed(Tasks):
-    """The last worker runs on another backend than all else."""
+    """Some tasks run on another backend than all else: the last worker."""
+
+    others = ("worker/1",)
 
     def start(self, name: str) -> subprocess.Popen[bytes]:
-        self._backend = BACKENDS[-1] if name == "worker/1" else FIRST
+        self._backend = BACKENDS[-1] if name in self.others else FIRST
         return super().start(name)
+
+
+class OnOtherServers(Mixed):
+    """The servers; a backend has its own idea of how many bytes a count of steps takes."""
+
+    others = ("ps/0", "ps/1")
+
+    def start(self, name: str) -> subprocess.Popen[bytes]:
+        self._backend = BACKENDS[1] if name in self.others else FIRST
+        return super(Mixed, self).start(name)
 
 
 @pytest.mark.slow
@@ -28,7 +40,7 @@ class Mixed(Tasks):
 @pytest.mark.skipif(len(BACKENDS) < 2, reason="BACKENDS names one only")
 def test_workers_on_two_backends_train_as_those_on_one(tmp_path: Path) -> None:
     weights = []
-    for kind in (Tasks, Mixed):
+    for kind in (Tasks, Mixed, OnOtherServers):
         folder = tmp_path / kind.__name__
         folder.mkdir()
         program = ["-m", "tests.parameter_server.program", str(folder), "synchronous", str(EPOCHS)]
@@ -37,5 +49,6 @@ def test_workers_on_two_backends_train_as_those_on_one(tmp_path: Path) -> None:
         assert (folder / "0.end").read_text() == f"{EPOCHS * BATCHES} True"
         with np.load(folder / "1.weights.npz") as archive:
             weights.append([archive[name] for name in archive.files])
-    for one, other in zip(*weights, strict=True):
-        np.testing.assert_allclose(other, one, atol=1e-4)
+    for one, *others in zip(*weights, strict=True):
+        for other in others:
+            np.testing.assert_allclose(other, one, atol=1e-4)

@@ -376,3 +376,15 @@ def test_what_the_chief_tells_once_holds_and_what_it_tells_anew_replaces() -> No
     assert schedule.hear("weights", 0) is second
     schedule.chief_left()
     assert schedule.hear("weights", 2) is None
+
+
+def test_a_chief_that_was_started_again_counts_from_what_it_has_restored() -> None:
+    schedule = Schedule(["chief", "worker"], start_s=BOUND_S)
+    schedule.attach(0, "first life")
+    schedule.begin(rules(), 0, 0)
+    schedule.global_step = 70
+    schedule.begin(rules(), 1, 60)  # another fit: the others have made more steps than the chief knows of
+    assert schedule.global_step == 70
+    schedule.attach(0, "second life")
+    schedule.begin(rules(), 0, 34)
+    assert schedule.global_step == 34
