@@ -179,7 +179,7 @@ class ClusterCoordinator:
         if self._variables.is_ready(used):
             return
         self._dispatcher.join()  # who runs must not see them change
-        self._variables.pull()
+        self._take_changes()
         begin = self._variables.begin(used)
         if begin is not None:
             values = pack(state.untrained(self._worker.made), self._references, "The state of layers")
@@ -188,9 +188,13 @@ class ClusterCoordinator:
     def _settle(self) -> None:
         with self._lock:
             self._drop_forgotten()
-            self._variables.pull()
-            with self._account_lock:
-                self._account.settle()
+            self._take_changes()
+
+    def _take_changes(self) -> None:
+        """What functions have changed, on the servers and in the state of layers and metrics, is in the variables."""
+        with self._account_lock:
+            self._account.settle()
+        self._variables.pull()
 
     def _iterate(self, dataset: PerWorkerDataset) -> PerWorkerIterator:
         with self._lock:

@@ -2,15 +2,23 @@
 
 Pickling a function of the main program takes milliseconds, and a program schedules the same one again and again. What
 is compared: its code, the values of its closure, of its defaults and of the globals that it names, and so on for the
-functions among these. What can change inside is compared by its pickle, which is small as a rule; what travels as a
-reference, or is taken to be constant, by its identity.
+functions and classes among these. What can change inside is compared by its pickle, which is small as a rule; what
+travels as a reference, or is taken to be constant, by its identity.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 _BY_VALUE = (str, bytes, int, float, complex, bool, type(None))
@@ -39,8 +47,13 @@ def trace(function: Any, is_constant: Callable[[Any], bool], pickled: Callable[[
             found.append((True, thing))
             continue
         seen.add(id(thing))
-        if isinstance(thing, _BY_IDENTITY) or is_constant(thing):
+        if isinstance(thing, type) and _travels_along(thing):
             found.append((True, thing))
+            left += [*thing.__bases__, *_members(thing)]
+        elif isinstance(thing, _BY_IDENTITY) or is_constant(thing):
+            found.append((True, thing))
+        elif isinstance(thing, property):
+            left += [thing.fget, thing.fset, thing.fdel]
         elif isinstance(thing, FunctionType):
             found.append((True, thing))
             found.append((True, thing.__code__))
@@ -69,8 +82,8 @@ def same(one: Trace, other: Trace) -> bool:
 
 
 def _parts(function: FunctionType) -> Iterator[Any]:
-    if function.__module__ != "__main__" and "<locals>" not in function.__qualname__:
-        return  # it travels by its name
+    if not _travels_along(function):
+        return  # but by its name
     yield function.__defaults__
     yield from (function.__kwdefaults__ or {}).values()
     for cell in function.__closure__ or ():
@@ -81,6 +94,18 @@ def _parts(function: FunctionType) -> Iterator[Any]:
     for name in sorted(_names(function.__code__)):
         if name in function.__globals__:
             yield function.__globals__[name]
+
+
+def _travels_along(thing: Any) -> bool:
+    return thing.__module__ == "__main__" or "<locals>" in thing.__qualname__
+
+
+def _members(cls: type) -> Iterator[Any]:
+    """What a class holds, less what Python itself puts there."""
+    for name, member in vars(cls).items():
+        if not isinstance(member, GetSetDescriptorType | MemberDescriptorType) and not name.startswith("_abc_"):
+            yield name
+            yield member
 
 
 def _names(code: CodeType) -> set[str]:

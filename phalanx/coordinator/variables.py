@@ -12,7 +12,7 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 
 from phalanx.backends.tensors import Tensors
 from phalanx.coordinator.messages import Begin
-from phalanx.coordinator.state import frozen_weights
+from phalanx.coordinator.state import untrained
 from phalanx.errors import DisagreementError, EvictedError, PhalanxError, UnsupportedError
 from phalanx.training import hook
 from phalanx.training.made import Made, Name
@@ -104,8 +104,8 @@ class ChiefVariables:
     def _fingerprints(self) -> list[int]:
         """By these it is noticed that the program has changed a variable."""
         assert self._served is not None
-        frozen = frozen_weights(self._worker.made).values()
-        values = [to_host(v) for v in (*self._served.variables, *self._served.optimizer.variables, *frozen)]
+        values = [to_host(v) for v in (*self._served.variables, *self._served.optimizer.variables)]
+        values += untrained(self._worker.made).values()
         return [zlib.crc32(byte_view(np.ascontiguousarray(value))) for value in values]
 
     def _choose(self, used: Collection[Name]) -> Name | None:

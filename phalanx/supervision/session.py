@@ -210,6 +210,7 @@ class ManagedSession:
             callbacks = arguments.get("callbacks") or []
             callbacks = getattr(callbacks, "callbacks", callbacks)  # a CallbackList
             arguments["callbacks"] = [
+                _Epochs(self),
                 *(callbacks if isinstance(callbacks, Sequence) else [callbacks]),
                 _Boundaries(self),
                 _Stop(self._loops),
@@ -300,8 +301,8 @@ class ManagedSession:
             return future.result()  # it is being done
 
 
-class _Boundaries(ChiefCallback):
-    """Tells the session of the chief about steps and epochs."""
+class _Epochs(ChiefCallback):
+    """Tells the session of the chief which epoch is to be made next; before the program's callbacks, which may save."""
 
     def __init__(self, session: ManagedSession) -> None:
         super().__init__()
@@ -310,13 +311,23 @@ class _Boundaries(ChiefCallback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._session.enter_epoch(epoch)
 
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._session.enter_epoch(epoch + 1)
+
+
+class _Boundaries(ChiefCallback):
+    """Tells the session of the chief that a step or an epoch has ended."""
+
+    def __init__(self, session: ManagedSession) -> None:
+        super().__init__()
+        self._session = session
+
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._session.trained(int(self._session.model.steps_per_execution))
         if self._session.should_stop():
             self.model.stop_training = True  # of `self.model` JAX makes copies: only when it must be
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._session.enter_epoch(epoch + 1)
         self._session.note_epoch(logs or {})
 
 

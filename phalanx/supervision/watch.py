@@ -18,6 +18,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 import time
 import zipfile
 from collections.abc import Callable
@@ -137,6 +138,8 @@ class Watch:
             try:
                 status = entry.stat()
             except FileNotFoundError:  # deleted since, as one of the oldest
+                continue
+            if not stat.S_ISREG(status.st_mode):
                 continue
             identity = (status.st_ino, status.st_size, status.st_mtime_ns)
             known = self._files.get(entry.name)

@@ -44,6 +44,8 @@ CONTENT = "content"
 """In the state: the sum of Keras's part. The same step may be saved again, when only the state has changed."""
 DAMAGED = ".damaged"
 """Appended to the name of a checkpoint that cannot be read, when an older one has taken its place."""
+ABANDONED = ".abandoned"
+"""Appended to the name of a checkpoint when one of an earlier step has been written after it."""
 
 _SEAL = b"PHALANX\x01"
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -136,6 +138,7 @@ class Checkpoints:
                 f"and the permissions of its directory",
                 str(self.directory),
             ) from error
+        self._set_aside(place)
         self._forget_old()
         return place
 
@@ -183,10 +186,18 @@ class Checkpoints:
         for path in self.directory.glob(f".{self._basename}-*"):
             path.unlink(missing_ok=True)
 
+    def _set_aside(self, place: Path) -> None:
+        """Rename those of later steps than the one that was just written: the training has gone back, and does not go
+        on from them."""
+        paths = self.paths()
+        for path in paths[paths.index(place) + 1 :] if place in paths else ():
+            os.replace(path, path.with_name(path.name + ABANDONED))
+
     def _forget_old(self) -> None:
         if self._keep is None:
             return
-        for path in self.paths()[: -self._keep]:
+        abandoned = sorted(self.directory.glob(f"{self._basename}-*{SUFFIX}{ABANDONED}"), key=os.path.getmtime)
+        for path in [*self.paths()[: -self._keep], *abandoned[: -self._keep]]:
             path.unlink(missing_ok=True)
 
 

@@ -79,3 +79,32 @@ def test_functions_that_refer_to_themselves_end() -> None:
         return n == 0 or odd(n - 1)
 
     assert same(traced(odd), traced(odd))
+
+
+class Config:
+    rate = 1
+
+    def scaled(self) -> int:
+        return self.rate * FACTOR
+
+
+FACTOR = 2
+
+
+def test_a_class_of_the_main_program_is_compared_with_all_that_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    def function() -> int:
+        return Config().scaled()
+
+    before = traced(function)
+    assert same(traced(function), before)  # a class of a module travels by its name
+    monkeypatch.setattr(Config, "rate", 2)
+    assert same(traced(function), before)
+    monkeypatch.setattr(Config, "__module__", "__main__")
+    monkeypatch.setattr(Config.scaled, "__module__", "__main__")
+    before = traced(function)
+    assert same(traced(function), before)
+    monkeypatch.setattr(Config, "rate", 3)
+    assert not same(traced(function), before)
+    before = traced(function)
+    monkeypatch.setitem(globals(), "FACTOR", 3)
+    assert not same(traced(function), before)

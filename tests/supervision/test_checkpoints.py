@@ -234,3 +234,19 @@ def test_a_sum_of_a_file_that_is_not_ours_is_not_asked_for(tmp_path: Path, train
     trained.save_weights(path)
     assert not checkpoints.is_sealed(path)
     assert checkpoints.is_sealed(Checkpoints(tmp_path).save(trained, 1))
+
+
+def test_after_going_back_the_newest_is_what_was_written_last(tmp_path: Path, trained: Any) -> None:
+    directory = Checkpoints(tmp_path, keep=2)
+    for step in (10, 20, 30, 5, 6):
+        assert directory.save(trained, step).exists()
+    newest = directory.newest()
+    assert newest is not None
+    assert newest.step == 6
+    assert [path.name for path in directory.paths()] == [directory.path_of(step).name for step in (5, 6)]
+    abandoned = sorted(path.name for path in tmp_path.glob(f"*{checkpoints.ABANDONED}"))
+    assert abandoned == [directory.path_of(step).name + checkpoints.ABANDONED for step in (20, 30)]
+    for _ in range(3):
+        for step in (40, 7):
+            directory.save(trained, step)
+    assert len(list(tmp_path.glob(f"*{checkpoints.ABANDONED}"))) == 2, "of these, too, the newest are kept"

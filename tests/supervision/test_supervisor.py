@@ -405,3 +405,20 @@ def test_one_session_at_a_time(tmp_path: Path) -> None:
         supervisor.managed_session(make_model()),
     ):
         pass
+
+
+def test_what_a_callback_saves_at_the_end_of_an_epoch_has_that_epoch(tmp_path: Path) -> None:
+    model, again = make_model(), make_model(seed=2)
+    supervisor = phalanx.Supervisor(tmp_path / "run", save_model_secs=3600)
+
+    class Save(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            supervisor.saver.save(session)
+            if epoch == 1:
+                raise Interrupted
+
+    with pytest.raises(Interrupted), supervisor.managed_session(model) as session:
+        fit(model, 4, callbacks=[Save()])
+    with phalanx.Supervisor(tmp_path / "run").managed_session(again) as session:
+        assert fit(again, 4).epoch == [2, 3]
+        assert session.global_step == 4 * STEPS
