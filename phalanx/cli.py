@@ -97,7 +97,7 @@ def cli() -> None:
     """Distributed training for Keras 3 on any backend."""
 
 
-@cli.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@cli.command(context_settings={"allow_interspersed_args": False})
 @click.option(
     "-n",
     "-np",
@@ -187,7 +187,7 @@ def cli() -> None:
     help="A signal, such as USR1, that like TERM tells a job with a Checkpoint to save and end with exit code 75.",
 )
 @_options_of_horovodrun
-@click.option("-m", "module", metavar="MODULE", help="Run a module, as `python -m` does, instead of a script.")
+@click.option("-m", "module", is_flag=True, help="SCRIPT is the name of a module, as with `python -m`.")
 @click.option("-v", "--verbose", is_flag=True, help="Say when which task starts and ends.")
 @click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
 def run(
@@ -209,7 +209,7 @@ def run(
     restarts: int,
     max_restarts: int,
     preemption_signal: str | None,
-    module: str | None,
+    module: bool,
     verbose: bool,
     program: tuple[str, ...],
     **horovodrun: Any,
@@ -236,6 +236,11 @@ def run(
     from phalanx.launcher.program import check_script
 
     if workers is None and hosts is None and hostfile is None and min_np is None and max_np is None:
+        late = [word for word in program[1:] if word.partition("=")[0] in ("--workers", "-n", "-np", "--hosts", "-H")]
+        if late:
+            raise click.UsageError(
+                f"{late[0]} stands behind {program[0]}, which gets it: options of phalanx run stand before the script."
+            )
         raise click.UsageError("Say how many: either --workers N, or --hosts a:2,b:2.")
     minimum, number = workers or (None, 1)
     begin: int | None = None
@@ -270,13 +275,13 @@ def run(
     else:
         tasks = task_names(sum(share.workers for share in shares), chief=chief, servers=ps, evaluator=evaluator)
         shares = add_tasks(shares, chief + ps + evaluator)
-    if module is not None:
-        arguments = ("-m", module, *program)
-    elif program:
+    if not program:
+        raise click.UsageError("Name the script to run, or a module with -m.")
+    if module:
+        arguments = ("-m", *program)
+    else:
         check_script(program[0])
         arguments = program
-    else:
-        raise click.UsageError("Name the script to run, or a module with -m.")
     os.environ.update(horovod_options.variables(**horovodrun))  # workers inherit them, on other hosts too
     try:
         code = command.run(
@@ -341,8 +346,19 @@ def doctor() -> None:
     sys.exit(cluster_doctor.run())
 
 
+def _open_closed_streams() -> None:
+    """Where the caller has closed stdin, stdout or stderr, as daemons do: let no other file get its number."""
+    for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free: this one
+            setattr(sys, name, os.fdopen(opened, mode, encoding="utf-8", closefd=False))
+
+
 def main() -> None:
     """The `phalanx` command. An error of Phalanx is shown without traceback and ends with its exit code."""
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         # What workers print must not fail on a launcher whose locale knows fewer characters.
         if hasattr(stream, "reconfigure"):

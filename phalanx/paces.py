@@ -123,18 +123,19 @@ class Paces:
             if not others or min(other.known_s for other in others) < LEAST_S:
                 continue
             own, silent_s = sums[member], self._silent_s(member, now)
+            computed = statistics.median(other.computed_s / other.known_s for other in others)
             computed_s = statistics.median(other.computed_s for other in others)
-            waited_s = statistics.median(other.waited_s for other in others)
-            known_s = computed_s + waited_s
             if member not in self._slow:
-                waited_for = waited_s >= WAITING * known_s
+                waited_for = 1 - computed >= WAITING
                 if waited_for and silent_s >= SILENT_S:
                     self._slow.add(member)
                     said.append(f"{name} has not been heard of for {silent_s:.0f} s, and the others wait for it")
-                elif waited_for and own.known_s >= LEAST_S and own.computed_s >= SLOW * computed_s:
+                elif waited_for and own.known_s >= LEAST_S and _is_more(own, SLOW * computed, SLOW * computed_s):
                     self._slow.add(member)
                     said.append(f"{name} is slow, and the others wait for it: {_compared(own, others)}")
-            elif silent_s < SILENT_S and own.known_s >= LEAST_S and own.computed_s < WELL * computed_s:
+            elif (
+                silent_s < SILENT_S and own.known_s >= LEAST_S and not _is_more(own, WELL * computed, WELL * computed_s)
+            ):
                 self._slow.discard(member)
                 said.append(f"{name} keeps pace again")
         return said
@@ -163,6 +164,12 @@ class Paces:
             sum(pulse.waited_s for pulse in pulses),
             sum(pulse.steps for pulse in pulses),
         )
+
+
+def _is_more(own: _Sums, part: float, seconds: float) -> bool:
+    """Whether a member has computed more than that: of its time, as it may be known for longer than others, and in
+    seconds, as it may have fallen silent."""
+    return own.computed_s >= part * own.known_s and own.computed_s >= seconds
 
 
 def _compared(own: _Sums, others: list[_Sums]) -> str:

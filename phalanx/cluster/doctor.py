@@ -282,7 +282,8 @@ def show(report: Report, console: Console) -> None:
         f"[bold]Security[/] secret {'set' if report.secret else 'not set'}, TLS {'on' if report.tls else 'off'}"
     )
     if report.tasks:
-        console.print(_table(report))
+        for table in _tables(report, console.width):
+            console.print(table)
     for remark in report.remarks:
         console.print(f"[yellow]note[/]  {escape(remark)}", highlight=False)
     for problem in report.problems:
@@ -291,18 +292,35 @@ def show(report: Report, console: Console) -> None:
         console.print("[green]No problem found.[/]")
 
 
-def _table(report: Report) -> Table:
-    table = Table("task", "address", "resolves to", "state", "round trip", "clock", "bandwidth", "software")
-    for entry in report.tasks:
-        line = entry.line
-        table.add_row(
-            str(entry.task),
-            escape(entry.address),
-            "\n".join(entry.addresses) or "-",
-            escape(entry.state) or "not asked (listens nowhere)",
-            f"{line.round_trip_s * 1e3:.2f} ms" if line else "-",
-            f"{line.clock_offset_s * 1e3:+.1f} ms" if line else "-",
-            f"{line.bytes_per_s / 1e6:.0f} MB/s" if line else "-",
-            str(entry.software or "-"),
-        )
-    return table
+WIDE = 130
+"""Columns of a terminal on which a table of all tasks can be read."""
+
+
+def _tables(report: Report, columns: int) -> list[Table]:
+    """One of all tasks; or, on a narrow terminal, one for each."""
+    rows = [_row(entry) for entry in report.tasks]
+    if columns >= WIDE:
+        table = Table(*rows[0])
+        for row in rows:
+            table.add_row(*row.values())
+        return [table]
+    tables = []
+    for row in rows:
+        tables.append(Table.grid(padding=(0, 2)))
+        for name, value in row.items():
+            tables[-1].add_row(f"[bold]{value}[/]" if name == "task" else f"  {name}", "" if name == "task" else value)
+    return tables
+
+
+def _row(entry: TaskReport) -> dict[str, str]:
+    line = entry.line
+    return {
+        "task": str(entry.task),
+        "address": escape(entry.address),
+        "resolves to": "\n".join(entry.addresses) or "-",
+        "state": escape(entry.state) or "not asked (listens nowhere)",
+        "round trip": f"{line.round_trip_s * 1e3:.2f} ms" if line else "-",
+        "clock": f"{line.clock_offset_s * 1e3:+.1f} ms" if line else "-",
+        "bandwidth": f"{line.bytes_per_s / 1e6:.0f} MB/s" if line else "-",
+        "software": str(entry.software or "-"),
+    }

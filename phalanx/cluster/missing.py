@@ -7,11 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
+from phalanx.cluster.admission import PROBE
 from phalanx.cluster.agreement import Statement
 from phalanx.cluster.dialling import CHIEF_RANK, PROBE_TIMEOUT_S, who_is_at
 from phalanx.cluster.membership import Rank
 from phalanx.cluster.roll_call import Identity, RollCall
-from phalanx.errors import ConfigurationError, RendezvousError
+from phalanx.errors import ConfigurationError, PeerLostError, PhalanxError, RendezvousError
 from phalanx.settings import RENDEZVOUS_TIMEOUT
 from phalanx.transport.listener import Listener
 
@@ -19,6 +20,9 @@ logger = logging.getLogger(__name__)
 
 NOTICE_AFTER_S = 2.0
 """When a task says who is missing: not sooner, since tasks that are started together import for seconds."""
+ENDED_POLL_S = 1.0
+ENDED_AFTER_S = 4.0
+"""For so long nobody has listened at the port of a task that has ended: a program may start itself again."""
 
 
 def notice_missing(me: Identity, roll_call: RollCall, listener: Listener, timeout_s: float) -> None:
@@ -36,6 +40,42 @@ def notice_missing(me: Identity, roll_call: RollCall, listener: Listener, timeou
         "\n".join(f"  {line}" for line in lines),
         _refused(listener),
     )
+
+
+def watch_for_ended(me: Identity, roll_call: RollCall) -> None:
+    """End the rendezvous if a task that is missing has ended. The body of a thread.
+
+    Only a launcher's tasks can tell: it has opened all ports before it started any task, so a port at which nobody
+    listens was its task's. (An error of that task ends the job anyway; this finds the one that has ended without.)
+    """
+    if me.settings.listen_fd is None:
+        return
+    refused_since: dict[Rank, float] = {}
+    while not roll_call.wait_until_over(ENDED_POLL_S):
+        now = time.monotonic()
+        for rank in me.other_ranks:
+            if rank in roll_call.peers or not _is_refused(me, rank):
+                refused_since.pop(rank, None)
+            elif now - refused_since.setdefault(rank, now) >= ENDED_AFTER_S:
+                task = me.tasks[rank]
+                roll_call.end_with(
+                    PeerLostError(
+                        f"{task} (rank {rank}) has ended before the job began, and {me.task} waited for it: nobody "
+                        f"listens at its port any more, {me.spec.address(task)}. Every task must make the strategy.",
+                        rank=rank,
+                        task=str(task),
+                        host=me.spec.address(task).host,
+                    )
+                )
+
+
+def _is_refused(me: Identity, rank: Rank) -> bool:
+    try:
+        link, _ = me.dial(me.tasks[rank], PROBE, deadline=time.monotonic() + PROBE_TIMEOUT_S)
+        link.close()
+    except PhalanxError as error:
+        return isinstance(error.__cause__, ConnectionRefusedError)
+    return False
 
 
 def time_is_up(me: Identity, roll_call: RollCall, listener: Listener, timeout_s: float) -> RendezvousError:

@@ -37,7 +37,7 @@ from phalanx.cluster.admission import VERDICT, serve_rendezvous
 from phalanx.cluster.agreement import Facts, Statement
 from phalanx.cluster.dialling import ATTEMPT_TIMEOUT_S, CHIEF_RANK, keep_linked, who_is_at
 from phalanx.cluster.membership import Member, Membership, Rank
-from phalanx.cluster.missing import describe_owner, in_threads, notice_missing, time_is_up
+from phalanx.cluster.missing import describe_owner, in_threads, notice_missing, time_is_up, watch_for_ended
 from phalanx.cluster.roll_call import Identity, RollCall
 from phalanx.cluster.spec import ClusterSpec, Task
 from phalanx.errors import (
@@ -100,6 +100,7 @@ def meet(
         for rank in range(me.rank):
             _start_thread(f"dial-{me.tasks[rank]}", keep_linked, me, roll_call, rank)
         _start_thread("notice", notice_missing, me, roll_call, listener, timeout_s)
+        _start_thread("ended", watch_for_ended, me, roll_call)
         membership = _gather(me, roll_call, started_at + timeout_s)
         if membership is None:
             raise time_is_up(me, roll_call, listener, timeout_s)

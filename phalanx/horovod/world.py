@@ -6,7 +6,6 @@ process is alone), but knows nothing of Keras: a plain PyTorch program must not 
 
 from __future__ import annotations
 
-import atexit
 import logging
 import sys
 import threading
@@ -261,7 +260,7 @@ def join_world() -> World:
                 else:
                     node.close()
                 raise
-            atexit.register(leave_world)
+            exit_codes.at_exit(leave_world)
         return _world
 
 
@@ -272,7 +271,6 @@ def leave_world() -> None:
         if _world is not None:
             world, _world = _world, None
             world.close()
-            atexit.unregister(leave_world)
 
 
 def _node(settings: Settings) -> Node | ElasticNode:

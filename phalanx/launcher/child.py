@@ -32,11 +32,12 @@ import faulthandler
 import io
 import runpy
 import signal
+import threading
 from dataclasses import dataclass
 from types import ModuleType, TracebackType
 
 from phalanx.launcher import cores, deferral, exit_codes, lifeline, progress
-from phalanx.launcher.environment import CHILD
+from phalanx.launcher.environment import CHILD, grace_s
 
 FUNCTION = "--function"
 STACKS_SIGNAL = signal.SIGUSR2
@@ -147,7 +148,10 @@ def without_own_frames(stacks: str) -> str:
 
 
 class _ErrorRecorder:
-    """Prints an uncaught error as Python does, less the frames of this file; tells the launcher of it."""
+    """Prints an uncaught error as Python does, less the frames of this file; tells the launcher of it.
+
+    A Ctrl-C is told only: the page shows where everyone was, and as many tracebacks at once are not to be read.
+    """
 
     def __init__(self, fd: int):
         self._fd = fd
@@ -159,10 +163,28 @@ class _ErrorRecorder:
         while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
             traceback = traceback.tb_next
         error = error.with_traceback(traceback)
-        sys.__excepthook__(kind, error, traceback)
+        if not issubclass(kind, KeyboardInterrupt):
+            sys.__excepthook__(kind, error, traceback)
         from phalanx.launcher import words
 
         words.write(self._fd, words.of_error(error))
+        if isinstance(error, Exception):
+            _end_within(grace_s(os.environ), exit_codes.of_error(error))
+
+
+def _end_within(seconds: float, code: int) -> None:
+    """Threads of the program and exit handlers may keep a failed process, and with it the job, which waits for its
+    end."""
+
+    def end() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads
+                stream.flush()
+        os._exit(code)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
 
 
 if __name__ == "__main__":

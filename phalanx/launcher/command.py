@@ -19,7 +19,7 @@ from phalanx.errors import PreemptedError, RendezvousError
 from phalanx.launcher import exit_codes, page
 from phalanx.launcher.environment import evaluator_grace_s, grace_s, preemption_grace_s
 from phalanx.launcher.hosts import HostShare
-from phalanx.launcher.job import Job, Outcome, Placement
+from phalanx.launcher.job import EVALUATORS, Job, Outcome, Placement
 from phalanx.launcher.keeping import Keeping, Numbers
 from phalanx.launcher.lifeline import adopt_orphans, end_orphans
 from phalanx.launcher.local import LocalHost, Streams, TerminalSize
@@ -317,9 +317,9 @@ class _Narrator:
         self._screen.message(f"phalanx: {end.task} (rank {end.rank}) failed with exit code {end.code}; ending the job")
 
     def overdue(self, tasks: Sequence[str], seconds: float) -> None:
+        bound = " (PHALANX_EVALUATOR_GRACE)" if any(task.startswith(EVALUATORS) for task in tasks) else ""
         self._screen.message(
-            f"phalanx: {', '.join(tasks)} still runs {seconds:g} s after the training (PHALANX_EVALUATOR_GRACE); "
-            f"ending it"
+            f"phalanx: {', '.join(tasks)} still runs {seconds:g} s after the training{bound}; ending it"
         )
 
 

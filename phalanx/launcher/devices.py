@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from phalanx.errors import ConfigurationError
 
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
-_DEVICE = re.compile(r"(?:/?(?:physical_)?device:|/)?(cpu|gpu|cuda)(?::(\d+))?", re.IGNORECASE)
+_TASK = r"(?:/job:\w+)?(?:/replica:\d+)?(?:/task:\d+)?"
+_DEVICE = re.compile(_TASK + r"(?:/?(?:physical_)?device:|/)?(cpu|gpu|cuda)(?::(\d+))?", re.IGNORECASE)
 
 
 def device_settings(device: str, environ: Mapping[str, str]) -> dict[str, str]:
@@ -34,6 +35,20 @@ def device_settings(device: str, environ: Mapping[str, str]) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": names[index]}
 
 
+def check_devices(devices: Sequence[str], gpus: int | None = None) -> None:
+    """Raise ConfigurationError for a name that is none, for a GPU that is named twice, or that is not there.
+
+    Args:
+        gpus: how many there are; None: not known.
+    """
+    parsed = [_parse(device) for device in devices]
+    for place, (device, (kind, index)) in enumerate(zip(devices, parsed, strict=True)):
+        if kind == "gpu" and (kind, index) in parsed[:place]:
+            raise ConfigurationError(f"{device!r} is named twice; each replica needs a GPU of its own.")
+        if kind == "gpu" and gpus is not None and index >= gpus:
+            raise ConfigurationError(f"{device!r} is not there: this host has {gpus} GPU(s), counted from 0.")
+
+
 def same_device(one: str, other: str) -> bool:
     """Whether two names are of the same device; all CPUs are one."""
     first, second = _parse(one), _parse(other)
@@ -42,7 +57,7 @@ def same_device(one: str, other: str) -> bool:
 
 def _parse(device: str) -> tuple[str, int]:
     """`cpu` or `gpu`, and the number."""
-    match = _DEVICE.fullmatch(device.strip())
+    match = _DEVICE.fullmatch(device.strip()) if isinstance(device, str) else None
     if match is None:
         raise ConfigurationError(f"{device!r} is not a device. Write cpu:0, gpu:1 or /gpu:1.")
     return "cpu" if match[1].lower() == "cpu" else "gpu", int(match[2] or 0)

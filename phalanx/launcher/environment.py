@@ -16,7 +16,11 @@ from phalanx.settings import (
     RENDEZVOUS_TIMEOUT,
     RETURN_TIMEOUT,
     SECRET,
+    SNAPSHOTS,
 )
+
+_OF_A_TASK = (KEEPER, SNAPSHOTS)
+"""What another job has told a task of its own, which starts this one."""
 
 CHILD = "PHALANX_CHILD"
 PROGRESS_FILE = "PHALANX_PROGRESS_FILE"
@@ -108,7 +112,8 @@ def worker_environment(base: Mapping[str, str], job: Mapping[str, str], threads:
     """The whole environment of a worker: thread settings, then the user's own, then the job's."""
     # Unbuffered, or a worker's last lines before a crash would be lost in its buffer.
     defaults = {**thread_settings(threads), "PYTHONUNBUFFERED": "1"}
-    return {**defaults, **base, **job}
+    own = {name: value for name, value in base.items() if name not in _OF_A_TASK}
+    return {**defaults, **own, **job}
 
 
 def grace_s(environ: Mapping[str, str]) -> float:

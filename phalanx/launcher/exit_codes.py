@@ -128,7 +128,7 @@ def meaning(code: int) -> Meaning:
     """What an exit code means; every code has a meaning, if only a general one."""
     if code in MEANINGS:
         return MEANINGS[code]
-    if code > SIGNAL_BASE:
+    if code - SIGNAL_BASE in signal.valid_signals():
         name = signal_name(code - SIGNAL_BASE)
         return Meaning(name, f"the process was ended by {name}", "who or what sent the signal")
     return MEANINGS[1]
@@ -188,6 +188,18 @@ def install() -> None:
 
 
 _failed = False
+_leaving: list[Callable[[], object]] = []
+
+
+def at_exit(function: Callable[[], object]) -> None:
+    """Call this at the end of the process: with the exit handlers, but after an uncaught error at once.
+
+    Exit handlers run when all threads of the program have ended, which may wait for those of other tasks, and these for
+    us. So the function may be called twice.
+    """
+    if function not in _leaving:
+        atexit.register(function)
+        _leaving.append(function)
 
 
 def has_failed() -> bool:
@@ -210,8 +222,11 @@ class _ExitCodeHook:
         else:
             self._previous(kind, error, traceback)
         code = of_error(error)
-        if isinstance(error, Exception) and code != 1 and not _is_interactive():
-            _end(code)
+        if isinstance(error, Exception) and not _is_interactive():
+            if code != 1:
+                _end(code)
+            for leave in reversed(_leaving):
+                leave()
 
 
 def _is_interactive() -> bool:

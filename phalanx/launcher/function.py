@@ -68,8 +68,8 @@ def launch(
         >>> phalanx.launch(add, workers=2, args=(1, 2))
         [3, 3]
     """
-    if workers < 1:
-        raise ConfigurationError(f"launch got workers={workers}; at least one is needed.")
+    if not isinstance(workers, int) or workers < 1:
+        raise ConfigurationError(f"launch got workers={workers!r}; give a number from 1 up.")
     if not callable(function):
         raise ConfigurationError(f"launch got {function!r} to call; pass a function, not its result.")
     from phalanx.launcher import call

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from phalanx.errors import EvictedError, RendezvousError
+from phalanx.errors import EvictedError, PeerLostError, RendezvousError
 from phalanx.launcher.environment import DEFAULT_EVALUATOR_GRACE_S, DEFAULT_GRACE_S, DEFAULT_PREEMPTION_GRACE_S
 from phalanx.launcher.messages import Event, Exited, Heeding, LastWords, Order, Output, Paced, Started
 from phalanx.launcher.restarts import Restarts
@@ -31,6 +31,8 @@ TERMINATION_S = 2.0
 INTERRUPT_GRACE_S = 5.0
 # A killed process can hang in the kernel (a dead network file system). Nobody can help it.
 GIVE_UP_S = 5.0
+# When the chief and all servers have finished well, a worker that they have left out has nothing to do.
+LEFT_OUT_S = 10.0
 # A worker that is not wanted any more ends by itself, which takes seconds at most.
 RELEASE_S = 60.0
 POLL_S = 0.05
@@ -191,7 +193,7 @@ class Observer(Protocol):
         ...
 
     def overdue(self, tasks: Sequence[str], seconds: float) -> None:
-        """Evaluators that still run so long after the training, and are being ended."""
+        """Evaluators, or workers that were left out, that still run so long after the training, and are being ended."""
         ...
 
 
@@ -436,7 +438,8 @@ class Job:
                     order=len(self._ends),
                     by_launcher=self._ending
                     or rank in self._unneeded
-                    or (returncode == EvictedError.exit_code and 0 in self._ends),
+                    or (returncode == EvictedError.exit_code and 0 in self._ends)
+                    or (returncode == PeerLostError.exit_code and self._was_left_out(placement)),
                     outlived=self._is_outlived(placement, returncode),
                     hung=rank in self._hung,
                     words=words,
@@ -466,7 +469,7 @@ class Job:
                     self._schedule = after_failure(self._clock(), self._grace_s)
                     self._observer.failed(end)
                 if not self._schedule and self._evaluates_until is None and self._is_over():
-                    self._evaluates_until = self._clock() + self._evaluator_grace_s
+                    self._evaluates_until = self._clock() + self._last_grace_s
 
     def _vacates(self, placement: Placement, end: End) -> bool:
         """Whether a worker that has ended leaves a seat behind for another place: it was sent away, or lost with its
@@ -492,6 +495,25 @@ class Job:
         if served and 0 in self._ends and not any(task.startswith(SERVERS) for task in left):
             return True
         return all(task.startswith(EVALUATORS) for task in left)
+
+    @property
+    def _last_grace_s(self) -> float:
+        """How long those may still run for whom nobody waits: evaluators; workers whom the servers have left out have
+        nothing to do any more."""
+        left = [p.task for rank, p in self._placements.items() if rank not in self._ends and rank not in self._idle]
+        evaluates = any(task.startswith(EVALUATORS) for task in left)
+        return self._evaluator_grace_s if evaluates else min(self._evaluator_grace_s, LEFT_OUT_S)
+
+    def _was_left_out(self, placement: Placement) -> bool:
+        """Whether a worker ends when the chief and all servers have finished well: these do not wait for one that was
+        left out, and which cannot know it."""
+        servers = [rank for rank, p in self._placements.items() if p.task.startswith(SERVERS)]
+        finished = [0, *servers]
+        return (
+            bool(servers)
+            and placement.order.trains
+            and all(rank in self._ends and not self._ends[rank].failed for rank in finished)
+        )
 
     def _is_outlived(self, placement: Placement, returncode: int | None) -> bool:
         """Whether a worker of an elastic job has failed while others train on. When all others have finished, nobody

@@ -20,6 +20,7 @@ JSON_FILE = "failure.json"
 STACK_LINES_ON_TERMINAL = 16
 _RULE = "-" * 78
 
+_STOPPED = "T"
 _STATES = {
     "R": "it was computing",
     "S": "it was waiting",
@@ -104,9 +105,8 @@ def render(
     name_width = max((len(end.task) for end in ends), default=0)
     lines += [f"  {end.task:<{name_width}}  {_end(end)}; {_last(end)}" for end in ends]
     for end in ends:
-        # Who was interrupted has shown its traceback itself.
-        silent = cause is None and end.words.error is None
-        if end.words.stacks and (full or end.hung or end is cause or silent):
+        interrupted = cause is None  # and where everyone was is all that there is to say
+        if end.words.stacks and (full or end.hung or end is cause or interrupted):
             lines += ["", f"Stacks of {end.task}{_state(end.words)} (innermost call first):"]
             lines += _indent(_innermost(end.words.stacks, full))
     if log_dir is not None:
@@ -170,7 +170,8 @@ def _end(end: End) -> str:
     if end.returncode is None:
         return "lost with its host"
     if end.by_launcher:
-        return "ended by the launcher" + (" after the grace time" if end.hung else "")
+        stopped = f"; {_STATES[_STOPPED]}" if end.words.state == _STOPPED and not end.words.stacks else ""
+        return "ended by the launcher" + (" after the grace time" if end.hung else "") + stopped
     if end.returncode < 0:
         return f"killed by {exit_codes.signal_name(-end.returncode)}"
     if end.words.error is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,6 +68,8 @@ def check_script(script: str) -> None:
         return
     if path.is_dir():
         raise ConfigurationError(f"{script} is a folder without __main__.py. Name the script to run.")
+    if re.fullmatch(r"python[\d.]*", path.name):
+        raise ConfigurationError(f"Leave out {script!r}: `phalanx run` starts the script with the Python that it has.")
     raise ConfigurationError(
         f"There is no script {script} (looked in {Path.cwd()}). "
         f"Name an existing file, or use `phalanx run ... -m {script}` for a module."

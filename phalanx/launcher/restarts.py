@@ -3,6 +3,7 @@ members come and go. And which jobs, as a whole (`phalanx run --max-restarts`)."
 
 from __future__ import annotations
 
+import signal
 from collections import defaultdict
 
 from phalanx import errors
@@ -54,7 +55,8 @@ class Restarts:
 
     def delay_s(self, rank: int, returncode: int | None, lived_s: float) -> float | None:
         """Seconds to wait before this task is started again; None: it is not."""
-        innocent = returncode is not None and (returncode < 0 or returncode == errors.EvictedError.exit_code)
+        killed = returncode is not None and returncode < 0 and returncode != -signal.SIGINT  # that asks it to end
+        innocent = killed or returncode == errors.EvictedError.exit_code
         if self._elastic and returncode not in (None, 0):
             innocent = returncode not in _HOPELESS
         if not innocent or self._made[rank] >= self._allowed:

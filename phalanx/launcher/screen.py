@@ -1,12 +1,9 @@
 """Many outputs on one terminal.
 
-Every line of the screen begins with the task that wrote it. Whole lines are simple. What is not a whole line
-is a
-progress bar: text that is drawn again and again after a carriage return. On a terminal the chief's is drawn
-    live,
-as without Phalanx, and the lines of the other tasks are put above it: the bar is erased, the line written,
-    the bar drawn again. Without a terminal a line is shown once it is complete, as a terminal would show it
-    in the end.
+Every line of the screen begins with the task that wrote it. Whole lines are simple. What is not a whole line is a
+progress bar: text that is drawn again and again after a carriage return. On a terminal the chief's is drawn live, as
+without Phalanx, and the lines of the other tasks are put above it: the bar is erased, the line written, the bar drawn
+again. Without a terminal a line is shown once it is complete, as a terminal would show it in the end.
 
 `LineAssembler` and `LiveLine` are text in, text out; `Screen` owns the streams.
 """
@@ -14,7 +11,10 @@ as without Phalanx, and the lines of the other tasks are put above it: the bar i
 from __future__ import annotations
 
 import codecs
+import io
+import os
 import re
+import sys
 from collections.abc import Sequence
 from typing import BinaryIO, Protocol
 
@@ -167,6 +167,7 @@ class Screen:
         self._prefixes = prefixes(tasks, colour=colour)
         self._logs = logs
         self._live = LiveLine(self._prefixes[0])
+        self._ended: list[TextSink] = []  # of which nothing can be seen any more, such as a file on a full disk
         self._decoders: dict[tuple[int, bool], codecs.IncrementalDecoder] = {}
         self._lines: dict[tuple[int, bool], LineAssembler] = {}
 
@@ -192,7 +193,9 @@ class Screen:
                 self.message(f"phalanx: the log files end here ({error.strerror}); the job goes on")
 
     def finish(self, rank: int) -> None:
-        """Show what is left of an ended task's last line."""
+        """Show what is left of an ended task's last line; what comes next stands in one of its own."""
+        if rank == 0 and self.columns is not None and self._live.is_open:
+            self._write(False, self._live.feed("\n"))
         for is_error in (False, True):
             lines = self._lines.get((rank, is_error))
             if lines is not None:
@@ -220,6 +223,25 @@ class Screen:
         self._write(is_error, lines)
 
     def _write(self, is_error: bool, text: str) -> None:
-        sink = self._err if is_error else self._out
-        sink.write(text)
-        sink.flush()
+        sink: TextSink | None = self._err if is_error else self._out
+        if getattr(sink, "closed", False):  # that of a test runner, which has put it in the place of the program's own
+            sink = sys.__stderr__ if is_error else sys.__stdout__
+        if sink is None or sink in self._ended:
+            return
+        try:
+            sink.write(text)
+            sink.flush()
+        except BrokenPipeError:  # nobody reads, and nobody wants the job
+            raise
+        except OSError as error:
+            self._ended.append(sink)
+            _discard(sink)
+            self.message(f"phalanx: the output ends here ({error.strerror}); the job goes on")
+
+
+def _discard(sink: TextSink) -> None:
+    """Let what the sink still holds, and would write at exit, go nowhere."""
+    if isinstance(sink, io.TextIOWrapper):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sink.fileno())
+        os.close(nowhere)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -90,7 +89,7 @@ def join_job(
     options = options or CommunicationOptions()
     if _job is None:
         _job = _join(resolver, options)
-        atexit.register(leave_job)
+        exit_codes.at_exit(leave_job)
     elif resolver.cluster_spec() != _job.resolver.cluster_spec():
         raise ConfigurationError(
             f"This process is {_job.membership.me.task} of the cluster {_job.resolver.cluster_spec()} already, and "

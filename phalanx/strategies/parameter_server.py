@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import sys
@@ -298,7 +297,7 @@ def _join(
         _member = (me.spec, worker)
         if me.settings.timeline is not None and me.rank >= 0:
             tracing.begin_among_servers(me, me.settings.timeline)
-        atexit.register(worker.client.close)
+        exit_codes.at_exit(worker.client.close)
         _share_random_state(worker)
         return worker
     spec, worker = _member

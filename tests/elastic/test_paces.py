@@ -95,3 +95,10 @@ def test_one_that_lives_and_does_nothing_is_told_of_once():
     assert paces.judge(names, 1, 4.0) == []
     paces.hear("a", Pulse("all_reduce", 1, 4, 100.0), 5.0)
     assert paces.judge(names, 1, 5.0) == []
+
+
+def test_one_that_is_known_for_longer_is_no_straggler_for_that():
+    """At the start members come one after the other; parts of the time are compared, not seconds."""
+    job = Job()
+    job.goes_on(8, a=1.0)
+    assert job.goes_on(8, a=1.0, b=0.73, c=0.73) == []

@@ -73,3 +73,11 @@ def test_the_grace_time_is_the_users_to_choose() -> None:
     for bad in ("soon", "-1", "inf"):
         with pytest.raises(ConfigurationError, match=f"PHALANX_GRACE='{bad}' is no time"):
             environment.grace_s({"PHALANX_GRACE": bad})
+
+
+def test_what_an_outer_job_has_told_its_own_task_is_not_told_to_those_that_this_one_starts() -> None:
+    base = {"PHALANX_KEEPER": "a:1", "PHALANX_SNAPSHOTS": "/dev/fd/7", "PHALANX_TIMEOUT": "5"}
+    found = environment.worker_environment(base, settings(), 1)
+    assert "PHALANX_KEEPER" not in found
+    assert "PHALANX_SNAPSHOTS" not in found
+    assert found["PHALANX_TIMEOUT"] == "5"

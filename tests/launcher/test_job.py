@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from phalanx.errors import EvictedError, RendezvousError
+from phalanx.errors import EvictedError, PeerLostError, RendezvousError
 from phalanx.launcher import job as job_module
 from phalanx.launcher.job import Job, Placement, Step, after_failure, after_signal
 from phalanx.launcher.messages import Event, Exited, LastWords, Order, Output, Paced, Started
@@ -327,6 +327,14 @@ def test_a_worker_that_was_left_out_is_started_again_or_forgotten() -> None:
     job.start()
     assert job.run().verdict.success
     assert recorder.returned == ["worker/1 1 of 1"]
+
+
+@pytest.mark.parametrize(("code", "success"), [(PeerLostError.exit_code, True), (1, False)])
+def test_a_worker_that_wakes_when_all_is_over_has_lost_nobody(code: int, success: bool) -> None:
+    host = FakeHost([[done(0)], [done(2)], [done(1, code)]])
+    job, _ = of_servers(host)
+    job.start()
+    assert job.run().verdict.success is success
 
 
 class Seats:

@@ -6,11 +6,12 @@ import json
 import os
 import signal
 import textwrap
+from typing import Any
 
 import pytest
 
 from phalanx.errors import ConfigurationError
-from phalanx.launcher.devices import device_settings, gpu_shares
+from phalanx.launcher.devices import check_devices, device_settings, gpu_shares
 from tests.launcher.conftest import Launcher, wait_until
 
 END_BOUND_S = 40.0
@@ -289,6 +290,25 @@ def test_on_a_cpu_no_gpu_is_seen() -> None:
 def test_a_device_that_is_none_or_not_there_is_an_error(name: str) -> None:
     with pytest.raises(ConfigurationError, match=r"is not a device|is not there"):
         device_settings(name, {"CUDA_VISIBLE_DEVICES": "4,6"})
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        (["cpu:0", "foo"], "'foo' is not a device"),
+        (["gpu:0", 1], "1 is not a device"),
+        (["gpu:0", "/GPU:0"], "'/GPU:0' is named twice"),
+        (["gpu:0", "gpu:2"], "'gpu:2' is not there: this host has 2"),
+    ],
+)
+def test_devices_that_make_no_sense_are_refused(devices: list[Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        check_devices(devices, 2)
+
+
+def test_devices_are_named_as_tensorflow_names_them() -> None:
+    check_devices(["cpu:0", "cpu:0", "/job:localhost/replica:0/task:0/device:GPU:1", "/gpu:0"], 2)
+    check_devices(["gpu:7"])
 
 
 def test_each_worker_gets_a_gpu_of_its_own_where_there_are_enough() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -114,6 +116,83 @@ def test_a_module_a_package_folder_and_code_run_too(launcher: Launcher) -> None:
     assert launcher.run("-n", "1", "-m", "package.part", "-x").lines == ["[worker/0] __main__ ['-x'] package.part"]
     assert launcher.run("-n", "1", "-m", "package", "y").lines == ["[worker/0] __main__ ['y'] package"]
     assert launcher.run("-n", "1", "package", "z").lines == ["[worker/0] __main__ ['z'] "]
+    own = launcher.run("-n", "1", "-m", "package", "--verbose", "--log-dir", "logs", "-n", "9")
+    assert own.lines == ["[worker/0] __main__ ['--verbose', '--log-dir', 'logs', '-n', '9'] package"]
+    assert not (launcher.folder / "logs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--worker", "2", "x.py"], "No such option '--worker'. Did you mean '--workers'?"),
+        (["--workers", "2", "--bakend", "jax", "x.py"], "Did you mean '--backend'?"),
+        (["x.py", "--workers", "2"], "options of phalanx run stand before the script"),
+        (["--workers", "2", "python3", "x.py"], "Leave out 'python3'"),
+    ],
+)
+def test_a_command_line_that_is_not_understood_is_told_of(
+    arguments: list[str], message: str, launcher: Launcher
+) -> None:
+    job = launcher.run(*arguments)
+    assert job.code in (2, 64)
+    assert message in job.err
+
+
+def test_without_stdout_it_runs_all_the_same(launcher: Launcher) -> None:
+    script = launcher.script("print('said')\ntouch(f'ran-{rank}')")
+    command = f"{shlex.quote(sys.executable)} -m phalanx run -n 2 {shlex.quote(script)}"
+    for number, redirection in enumerate((">&-", ">&- 2>&- <&-", ">/dev/full", ">/dev/full 2>&1")):
+        done = subprocess.run(
+            ["bash", "-c", f"{command} {redirection}"],
+            cwd=launcher.folder,
+            env=launcher.environment,
+            capture_output=True,
+            text=True,
+            timeout=JOB_BOUND_S,
+        )
+        assert done.returncode == 0, (redirection, done.stderr)
+        assert ("the output ends here (No space left on device)" in done.stderr) == (number == 2)
+        for rank in range(2):
+            (launcher.folder / f"ran-{rank}").unlink()
+
+
+def test_a_worker_that_ends_well_before_the_job_begins_is_the_cause(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        if rank == 1:
+            sys.exit()
+        import phalanx
+        from phalanx.cluster import join
+        join(phalanx.resolve())
+        """
+    )
+    job = launcher.run("-n", "2", script)
+    assert job.code == 71
+    assert "worker/1 (rank 1) has ended before the job began" in job.err
+    assert "worker/1 left the job with exit code 0 while the others still depended on it" in job.err
+
+
+@pytest.mark.parametrize(
+    "keeps", ["threading.Thread(target=hang).start()", "atexit.register(hang)"], ids=["thread", "exit handler"]
+)
+def test_an_error_ends_a_process_that_something_keeps(keeps: str, launcher: Launcher) -> None:
+    launcher.environment["PHALANX_GRACE"] = "1"
+    script = launcher.script(f"import atexit, threading\nif rank:\n    {keeps}\n    raise ValueError('boom')\nhang()")
+    job = launcher.run("-n", "2", script)
+    assert job.code == 1
+    assert job.err.rstrip().splitlines()[-2:] == ["ValueError: boom", "-" * 78]
+
+
+def test_after_ctrl_c_the_page_says_where_everyone_was_and_tracebacks_are_not_mixed(launcher: Launcher) -> None:
+    script = launcher.script("touch(f'there-{rank}')\nhang()")
+    process = launcher.start_run("-n", "2", script)
+    for rank in range(2):
+        pid_in(launcher.folder / f"there-{rank}")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=END_BOUND_S)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert err.count("in hang") == 2, err
 
 
 def test_multiprocessing_works_in_a_worker(launcher: Launcher) -> None:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import errno
 import io
 import itertools
 import re
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -151,3 +153,37 @@ def test_the_log_gets_the_bytes_as_they_were() -> None:
 
 def test_width_does_not_count_escapes() -> None:
     assert width(BAR) == len(" 3/10 ━━━ - loss: 0.5")
+
+
+def test_what_comes_after_a_task_has_ended_stands_in_a_line_of_its_own() -> None:
+    out = io.StringIO()
+    screen = Screen(["worker/0"], out, out, columns=80)
+    screen.feed(0, False, b" 3/10 loss: 0.5")
+    screen.finish(0)
+    screen.feed(0, False, b"again")
+    assert drawn(out.getvalue()) == ["[worker/0]  3/10 loss: 0.5", "[worker/0] again"]
+
+
+class Full(io.StringIO):
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_an_output_that_takes_no_more_is_told_of_on_the_other_one() -> None:
+    out, err = Full(), io.StringIO()
+    screen = Screen(["worker/0"], out, err)
+    screen.feed(0, False, b"one\ntwo\n")
+    screen.feed(0, False, b"three\n")
+    screen.feed(0, True, b"four\n")
+    assert err.getvalue().splitlines() == [
+        "phalanx: the output ends here (No space left on device); the job goes on",
+        "[worker/0] four",
+    ]
+
+
+def test_where_a_test_runner_has_closed_its_stand_in_the_real_one_is_used(capfd: pytest.CaptureFixture[str]) -> None:
+    out = io.StringIO()
+    screen = Screen(["worker/0"], out, out)
+    out.close()
+    screen.feed(0, False, b"still here\n")
+    assert "[worker/0] still here" in capfd.readouterr().out

@@ -129,9 +129,11 @@ class MPIClusterResolver(ClusterResolver):
                 f"{launcher.rank}={self._environ[launcher.rank]} is not below "
                 f"{launcher.size}={self._environ[launcher.size]}."
             )
+        if self._optional(launcher.local_size) == size:
+            return [("127.0.0.1", size)]  # perhaps on one host of several that a scheduler has given
         listed = self._listed_hosts()
         if listed is None:
-            if size == 1 or self._optional(launcher.local_size) == size:
+            if size == 1:
                 return [("127.0.0.1", size)]
             raise ConfigurationError(
                 f"the launcher started {size} processes and does not say on which hosts. Name them in rank "
