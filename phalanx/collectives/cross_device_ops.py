@@ -10,7 +10,7 @@ import numpy as np
 from phalanx.collectives.communicator import Array, Communicator, ReduceOp
 from phalanx.collectives.layout import ranges
 from phalanx.collectives.reduction import cast, check_reducible, merge_rows, wire_dtype
-from phalanx.errors import ConfigurationError
+from phalanx.errors import CollectiveMismatchError, ConfigurationError
 
 
 class CrossDeviceOps(Protocol):
@@ -139,6 +139,7 @@ class ReductionToOneDevice:
         sources = [np.asarray(array) for array in arrays]
         for array in sources:
             check_reducible(array.dtype, op)
+        _agree(communicator, op, sources)
         factors = [scale] * len(sources) if isinstance(scale, (int, float, np.number)) else list(scale)
         results = [np.empty_like(array) for array in sources] if out is None else list(out)
         for source, factor, result in zip(sources, factors, results, strict=True):
@@ -165,6 +166,19 @@ class ReductionToOneDevice:
                 op,
                 divisor,
             )
+
+
+def _agree(communicator: Communicator, op: ReduceOp, arrays: Sequence[Array]) -> None:
+    """Raise CollectiveMismatchError on every rank where the ranks ask for different things: what sends their arrays
+    would not notice."""
+    own = f"op={op.value}, " + ", ".join(f"{array.dtype} {array.shape}" for array in arrays)
+    told = [one.decode() for one in communicator.all_gather_bytes(own.encode())]
+    other = next((rank for rank, one in enumerate(told) if one != told[0]), None)
+    if other is not None:
+        raise CollectiveMismatchError(
+            f"rank 0 called ReductionToOneDevice.all_reduce({told[0]}); rank {other} called it with ({told[other]}). "
+            f"Every rank must call it with the same shapes, dtypes and op."
+        )
 
 
 def _scaled(array: Array, factor: float) -> Array:

@@ -47,6 +47,9 @@ class CommunicationOptions:
     implementation: CommunicationImplementation = CommunicationImplementation.AUTO
 
     def __post_init__(self) -> None:
+        for name, number in (("bytes_per_pack", self.bytes_per_pack), ("timeout_seconds", self.timeout_seconds)):
+            if number is not None and not isinstance(number, int | float):
+                raise ConfigurationError(f"{name} is {number!r}; it must be a number.")
         if self.bytes_per_pack < 0:
             raise ConfigurationError(
                 f"bytes_per_pack is {self.bytes_per_pack}; it must be 0 (chosen automatically) or a number of bytes."

@@ -11,6 +11,7 @@ from phalanx.compression import Compression
 from phalanx.compression import resolve as resolve_compression
 from phalanx.errors import ConfigurationError
 from phalanx.gpus import count_gpus
+from phalanx.launcher.devices import check_devices
 from phalanx.launcher.replicas import REPLICAS, start_local_replicas
 from phalanx.settings import JOB_ID
 from phalanx.strategies.job import join_job
@@ -70,8 +71,11 @@ def local_devices(devices: int | Sequence[str] | None, strategy: str) -> list[st
     if isinstance(devices, int):
         kind = "gpu" if count_gpus(os.environ) >= devices else "cpu"
         return [f"{kind}:{index}" for index in range(devices)]
-    if isinstance(devices, str) or not devices:
+    if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
         raise ConfigurationError(
-            f"devices is {devices!r}; it must be a number of replicas or a list such as ['cpu:0', 'cpu:1']."
+            f"{strategy} was given {devices!r} for its devices; it must be a number of replicas or a list such as "
+            f"['cpu:0', 'cpu:1']."
         )
+    # A replica that was started for one of them sees no other.
+    check_devices(devices, count_gpus(os.environ) if JOB_ID not in os.environ else None)
     return list(devices)

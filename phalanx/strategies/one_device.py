@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from phalanx.launcher.devices import check_devices
 from phalanx.strategies.strategy import Strategy
 from phalanx.training.replica import alone
 
@@ -14,6 +15,7 @@ class OneDeviceStrategy(Strategy):
     """
 
     def __init__(self, device: str = "/cpu:0"):
+        check_devices([device])
         super().__init__(alone())
         self._device = device
 

@@ -18,6 +18,7 @@ from phalanx import inputs
 from phalanx.backends import make_tensors
 from phalanx.cluster.resolvers.resolver import ClusterResolver
 from phalanx.collectives.communicator import Array, ReduceOp
+from phalanx.collectives.reduction import wire_dtype
 from phalanx.compression.names import describe
 from phalanx.errors import ConfigurationError, UnsupportedError
 from phalanx.strategies import context
@@ -139,12 +140,15 @@ class Strategy:
 
         Args:
             reduce_op: "SUM" or "MEAN" (also "MIN", "MAX", "PRODUCT"), or a `ReduceOp`, also `tf.distribute`'s.
-            value: a tensor, or a structure of tensors of equal shapes on all replicas.
+            value: a tensor, or a structure of tensors of equal shapes on all replicas. The mean of integers and
+                booleans is of `keras.config.floatx()`.
             axis: None: merge elementwise. Else each replica's value is first merged along this axis; a mean then
                 counts every element once, however many each replica has.
         """
         op = reduce_op_of(reduce_op)
         leaves = keras.tree.flatten(value)
+        if op is ReduceOp.MEAN:
+            leaves = [_as_float(leaf) for leaf in leaves]
         if axis is None:
 
             def merge(arrays: list[Array]) -> list[Array]:
@@ -230,14 +234,24 @@ def reduce_op_of(value: Any) -> ReduceOp:
 
 def _reduce_along(replica: Replica, op: ReduceOp, arrays: list[Array], axis: int) -> list[Array]:
     communicator = replica.communicator
+    # Merged here in the dtype in which the ranks' are: NumPy adds halves one after the other, which stops at 256.
+    wide = [array.astype(wire_dtype(array.dtype), copy=False) for array in arrays]
     if op is ReduceOp.MEAN:
-        sums = [array.sum(axis=axis, dtype=array.dtype) for array in arrays]
-        counts = [np.array([array.shape[axis]], np.int64) for array in arrays]
+        sums = [array.sum(axis=axis, dtype=array.dtype) for array in wide]
+        counts = [np.array([array.shape[axis]], np.int64) for array in wide]
         merged = communicator.all_reduce([*sums, *counts])
         pairs = zip(merged[: len(sums)], merged[len(sums) :], arrays, strict=True)
         return [np.asarray(total / count[0]).astype(array.dtype) for total, count, array in pairs]
     along: Callable[..., Any] = getattr(np, {ReduceOp.PRODUCT: "prod"}.get(op, op.value))
-    return communicator.all_reduce([np.asarray(along(array, axis=axis)).astype(array.dtype) for array in arrays], op)
+    local = [np.asarray(along(array, axis=axis)).astype(array.dtype) for array in wide]
+    merged = communicator.all_reduce(local, op)
+    return [total.astype(array.dtype, copy=False) for total, array in zip(merged, arrays, strict=True)]
+
+
+def _as_float(leaf: Any) -> Any:
+    """A tensor that has a mean: a float as it is, anything else as Keras's own float."""
+    dtype = keras.backend.standardize_dtype(getattr(leaf, "dtype", type(leaf)))
+    return leaf if "float" in dtype else keras.ops.cast(leaf, keras.config.floatx())
 
 
 def _gather_along(replica: Replica, array: Array, axis: int) -> Array:

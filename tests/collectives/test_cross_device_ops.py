@@ -20,7 +20,7 @@ from phalanx.collectives import (
 )
 from phalanx.collectives.group_communicator import GroupCommunicator
 from phalanx.collectives.options import DEFAULT_TIMEOUT_S
-from phalanx.errors import ConfigurationError
+from phalanx.errors import CollectiveMismatchError, ConfigurationError
 from tests.collectives.kinds import KINDS, Kind
 
 kinds = pytest.mark.parametrize(
@@ -132,3 +132,22 @@ def test_options_are_those_of_tf_distribute() -> None:
 def test_wrong_options_say_what_to_write(wrong: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
         CommunicationOptions(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("what", ["shape", "dtype", "op"])
+@kinds
+def test_ranks_that_ask_one_device_for_different_things_are_told(kind: Kind, what: str) -> None:
+    def body(communicator: GroupCommunicator) -> str:
+        odd = communicator.rank == communicator.world_size - 1
+        array = np.ones(3 if odd and what == "shape" else 2, np.float64 if odd and what == "dtype" else np.float32)
+        op = ReduceOp.MAX if odd and what == "op" else ReduceOp.SUM
+        try:
+            ReductionToOneDevice().all_reduce(communicator, [array], op)
+        except CollectiveMismatchError as error:
+            return str(error)
+        return "nothing is wrong"
+
+    said = set(kind.run(body))
+    assert len(said) == 1
+    last = kind.world_size - 1
+    assert (f"rank {last} called it with" in said.pop()) == (last > 0)

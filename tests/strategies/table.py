@@ -536,3 +536,19 @@ def other_options_for_the_same_job(setting: Setting) -> dict[str, Any]:
     options = phalanx.CommunicationOptions(implementation=phalanx.CommunicationImplementation.RING)
     phalanx.MultiWorkerMirroredStrategy(communication_options=options)
     return {}
+
+
+@scenario(plain=False)
+def reduction_along_an_axis_of_halves_and_of_integers(setting: Setting) -> dict[str, Any]:
+    strategy, replicas = setting.strategy, setting.world_size
+    halves = keras.ops.ones((1000,), "bfloat16")
+    mean, total = (strategy.reduce(op, halves, axis=0) for op in ("MEAN", "SUM"))
+    assert keras.backend.standardize_dtype(mean.dtype) == "bfloat16"
+    assert float(mean) == 1.0
+    assert abs(float(total) / (1000 * replicas) - 1) < 0.01
+    right = tensor(np.arange(6, dtype="int32") < 5)
+    for value in (right, keras.ops.cast(right, "int32")):
+        assert abs(float(strategy.reduce("MEAN", value, axis=0)) - 5 / 6) < 1e-6
+    mean = strategy.reduce("MEAN", tensor(np.int32(setting.rank)))
+    assert float(mean) == (replicas - 1) / 2
+    return {}
