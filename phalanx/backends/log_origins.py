@@ -8,8 +8,11 @@ precision and recall). So it is watched what the step's logs are made of: by ide
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
+
+import keras
+from keras.src.backend.common.stateless_scope import in_stateless_scope
 
 
 class _Origin(NamedTuple):
@@ -93,8 +96,11 @@ class LogOrigins:
         metrics, absent = _metrics(self._model), _Absent()
         for metric in metrics:
             vars(metric)["update_state"] = _nothing
+        # What it assigns has been assigned by the step. (A scope inside of another one would not see its values.)
+        scope = nullcontext() if in_stateless_scope() else keras.StatelessScope()
         try:
-            logs: Mapping[str, Any] = self._model.compute_metrics(absent, absent, absent, absent)
+            with scope:
+                logs: Mapping[str, Any] = self._model.compute_metrics(absent, absent, absent, absent)
             return logs
         except Exception:  # whatever comes of a batch that is not there
             self._looks_at_batch = True

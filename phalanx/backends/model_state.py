@@ -110,6 +110,11 @@ def layer_state(model: Any) -> list[Any]:
     return list(seen.values())
 
 
+def packed(data: tuple[Any, Any, Any]) -> Any:
+    """A batch as a step of the model gets it from Keras: without what is not there, as in `x, y = data`."""
+    return keras.utils.pack_x_y_sample_weight(*data)
+
+
 def is_unbuilt(model: Any) -> bool:
     """Whether the model, its loss or its metrics wait for a first batch to create their variables."""
     parts = [model._compile_metrics, model._compile_loss]

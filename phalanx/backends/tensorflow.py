@@ -206,7 +206,7 @@ class TensorFlowEngine:
         assign = _assign if self._merge.updates else None
         merging = model_state.merging_applies(self._model, self._merge_gradients, fused, assign)
         with merging, self.origins.watched() as find:
-            logs = model_state.flat_logs(self._model.train_step(data))
+            logs = model_state.flat_logs(self._model.train_step(model_state.packed(data)))
             find(logs)
         _, averages = self._merge_all([], logs, before)
         return averages, dict(self._model.get_metrics_result()), self.origins.results()
@@ -215,7 +215,7 @@ class TensorFlowEngine:
         """What it logs itself."""
         differ = model_state.logs_differ_from_metrics(self._model, TensorFlowTrainer, "test_step")
         with self._test_origins.watched(of_interest=differ) as find:
-            logs = model_state.flat_logs(self._model.test_step(data))
+            logs = model_state.flat_logs(self._model.test_step(model_state.packed(data)))
             find(logs)
         return logs if differ else {}
 
@@ -381,7 +381,7 @@ class TensorFlowEngine:
         return results
 
     def predict(self, data: Batch) -> Any:
-        return tree.map_structure(np.asarray, self._predict(_tensors(data)))
+        return tree.map_structure(np.asarray, self._predict(model_state.packed(_tensors(data))))
 
     def _function(self, function: Callable[..., Any], jit_compile: bool = False) -> Callable[..., Any]:
         if self._model.run_eagerly:

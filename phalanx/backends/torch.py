@@ -169,7 +169,7 @@ class TorchEngine:
             self._model, lambda gradients, weights: self._merge_gradients(gradients, weights, share), fused, assign
         )
         with merging, self.origins.watched() as find:
-            logs = model_state.flat_logs(self._model.train_step(data))
+            logs = model_state.flat_logs(self._model.train_step(model_state.packed(data)))
             find(logs)
         if self._merge.exchange:
             self._log_own(logs)
@@ -261,7 +261,7 @@ class TorchEngine:
         differ = model_state.logs_differ_from_metrics(self._model, TorchTrainer, "test_step")
         watched = self._test_origins.watched(of_interest=differ)
         with torch.no_grad(), self._losses, self._means, watched as find:
-            logs = model_state.flat_logs(self._model.test_step(_to_device(data)))
+            logs = model_state.flat_logs(self._model.test_step(model_state.packed(_to_device(data))))
             find(logs)
             if before is not None:
                 for variable, value in zip(self._metrics, before, strict=True):
@@ -291,7 +291,7 @@ class TorchEngine:
 
     def predict(self, data: Batch) -> Any:
         with torch.no_grad():
-            outputs = self._model.predict_step(_to_device(data))
+            outputs = self._model.predict_step(model_state.packed(_to_device(data)))
         return tree.map_structure(_to_host, outputs)
 
 

@@ -526,3 +526,46 @@ def own_train_step_that_builds_its_parts(setting: Setting) -> dict[str, Any]:
             return _own_backend_step(self, data, lambda g: self.optimizer.apply(g, self.trainable_weights))
 
     return {"weights": fitted(compiled(setting, Parts, loss=None), features(), numbers())["weights"]}
+
+
+class Unpacking:
+    """Steps that take what they are given apart, as in the guides: no sample weights, no `None` in their place."""
+
+    def taken_apart(self, data: Any) -> Any:
+        x, y = data
+        return x, y, None
+
+    def train_step(self, *args: Any) -> Any:
+        return super().train_step(*args[:-1], self.taken_apart(args[-1]))  # type: ignore[misc]
+
+    def test_step(self, *args: Any) -> Any:
+        return super().test_step(*args[:-1], self.taken_apart(args[-1]))  # type: ignore[misc]
+
+    def predict_step(self, *args: Any) -> Any:
+        assert not isinstance(args[-1], tuple)
+        return super().predict_step(*args)  # type: ignore[misc]
+
+
+@scenario()
+def own_steps_that_unpack_two(setting: Setting) -> dict[str, Any]:
+    kind = type("Unpacking", (Unpacking, STEPS[setting.backend]), {})
+    model = compiled(setting, lambda: _body(kind), metrics=["accuracy"])
+    return fitted(model) | observed(model)
+
+
+@scenario(backends=("tensorflow", "torch"))
+def own_train_step_of_inputs_alone(setting: Setting) -> dict[str, Any]:
+    """As in the Keras example of a variational autoencoder: `data` is the inputs."""
+
+    class Autoencoder(keras.Model):
+        def train_step(self, data: Any) -> Any:
+            assert not isinstance(data, tuple)
+            return _own_backend_step(self, (data, data), lambda g: self.optimizer.apply(g, self.trainable_weights))
+
+    def build() -> Any:
+        inputs = keras.Input((FEATURES,))
+        return Autoencoder(inputs, layers.Dense(FEATURES)(inputs))
+
+    model = compiled(setting, build, loss=None)
+    model.fit(features(), batch_size=16, epochs=2, shuffle=False, verbose=0)
+    return {"weights": model.get_weights()}
