@@ -93,9 +93,6 @@ def make_list(
         for callback in own:
             if getattr(callback, "verbose", 0):
                 callback.verbose = 0
-    if chief:
-        for callback in own:
-            _mark(callback)
     shows = chief and verbose != 0
     if shows and not any(isinstance(callback, ProgbarLogger) for callback in own):
         own.append(ReplicaProgbar(replicas))
@@ -112,26 +109,37 @@ def runs_alone() -> bool:
     return getattr(_running, "alone", False)
 
 
-def _mark(callback: Any) -> None:
-    """Let `runs_alone` know of the hooks of a callback that is the program's own, derived from one of the chief's: it
-    may evaluate or predict, where the other ranks do not come to it."""
-    kind = type(callback)
-    if not isinstance(callback, CHIEF_ONLY) or kind in CHIEF_ONLY or issubclass(kind, ChiefCallback):
-        return
-    for name in vars(keras.callbacks.Callback):
-        if name.startswith("on_") and name not in vars(callback) and _overrides(callback, name):
-            vars(callback)[name] = _alone(getattr(callback, name))
+def mark(callbacks: CallbackList) -> None:
+    """Let `runs_alone` know of the hooks of callbacks that are the program's own, derived from ones of the chief's:
+    they may evaluate or predict, where the other ranks do not come to it."""
+    for callback in callbacks.callbacks:
+        kind = type(callback)
+        if not isinstance(callback, CHIEF_ONLY) or kind in CHIEF_ONLY or issubclass(kind, ChiefCallback):
+            continue
+        for name in vars(keras.callbacks.Callback):
+            if name.startswith("on_") and name not in vars(callback) and _overrides(callback, name):
+                vars(callback)[name] = _Alone(getattr(callback, name))
 
 
-def _alone(hook: Callable[..., Any]) -> Callable[..., Any]:
-    def marked(*args: Any, **kwargs: Any) -> Any:
-        _running.alone = True
+def unmark(callbacks: CallbackList) -> None:
+    """The callbacks are again as they were passed."""
+    for callback in callbacks.callbacks:
+        for name in [name for name, value in vars(callback).items() if isinstance(value, _Alone)]:
+            del vars(callback)[name]
+
+
+class _Alone:
+    """A hook inside of which `runs_alone` is true."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        before, _running.alone = runs_alone(), True
         try:
-            return hook(*args, **kwargs)
+            return self._hook(*args, **kwargs)
         finally:
-            _running.alone = False
-
-    return marked
+            _running.alone = before
 
 
 def flat(callbacks: Any) -> list[Any]:

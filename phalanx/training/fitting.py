@@ -266,6 +266,11 @@ class Fitting:
         state.synchronise(self._model, self._replica)
         self._trainer.merge.synchronise()
 
+    def release_callbacks(self) -> None:
+        """The callbacks are the program's own again."""
+        if self._callbacks is not None:
+            callback_lists.unmark(self._callbacks)
+
     def _make_callbacks(self, keep: list[Any] | None = None) -> None:
         call = self._call
         self._callbacks = self._trainer.callbacks(
@@ -275,6 +280,7 @@ class Fitting:
             self._source.num_batches,
             history=True,
         )
+        callback_lists.mark(self._callbacks)
         self._listened = callback_lists.listens_to_batches(self._callbacks, "train")
         self._was_chief = self._replica.is_chief
 

@@ -17,6 +17,7 @@ import functools
 import inspect
 import os
 import threading
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,8 +80,8 @@ def install(
     for name in _DISPATCHED:
         _plain[name] = getattr(trainer, name)
         _replace(trainer, name, _dispatching(_plain[name]))
-    for name in ("save", "save_weights"):
-        _replace(keras.Model, name, _writing_whole(getattr(keras.Model, name)))
+    for name, suffix in (("save", ".keras"), ("save_weights", ".weights.h5")):
+        _replace(keras.Model, name, _writing_whole(getattr(keras.Model, name), suffix))
     for optimizer in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
         owner = next(base for base in optimizer.__mro__ if "apply" in vars(base))
         _replace(owner, "apply", _merging(owner.apply))
@@ -237,15 +238,19 @@ def _dispatching(original: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-def _writing_whole(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Around `save` and `save_weights`: all tasks of a job may write the same file at once, and read it again."""
+def _writing_whole(original: Callable[..., Any], suffix: str) -> Callable[..., Any]:
+    """Around `save` and `save_weights`: all tasks of a job may write the same file at once, and read it again.
+
+    Args:
+        suffix: of the files' names.
+    """
 
     @functools.wraps(original)
     def method(self: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-        place = None if args or member_of(self) is None else _single_file(filepath, **kwargs)
+        place = None if args or member_of(self) is None else _single_file(filepath, suffix, **kwargs)
         if place is None:
             return original(self, filepath, *args, **kwargs)
-        temporary = place.with_name(f".{os.getpid()}.{place.name}")
+        temporary = place.with_name(f".{uuid.uuid4().hex}{suffix}")
         try:
             result = original(self, temporary, **kwargs)
             os.replace(temporary, place)
@@ -256,13 +261,13 @@ def _writing_whole(original: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-def _single_file(filepath: Any, overwrite: bool = True, **others: Any) -> Path | None:
+def _single_file(filepath: Any, suffix: str, overwrite: bool = True, **others: Any) -> Path | None:
     """The file that is written whole with these arguments of `save`; None where somebody is asked first, or more than
     one file is written, or none of this file system."""
     if not overwrite or others or not isinstance(filepath, str | os.PathLike) or "://" in str(filepath):
         return None
-    place = Path(filepath)
-    return place if place.suffix in (".keras", ".h5") and place.parent.is_dir() else None
+    place = Path(os.path.realpath(filepath))
+    return place if str(filepath).endswith(suffix) and place.parent.is_dir() and not place.is_dir() else None
 
 
 def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:

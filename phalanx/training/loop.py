@@ -75,7 +75,11 @@ class ReplicaTrainer:
                 with self.replica.entry(seed=None if resumption is None else resumption.seed) as entry:
                     if resumption is not None and self.replica.elastic is not None:
                         resumption.begin_with(entry.seed)
-                    history = Fitting(self, FitArguments(**arguments), resumption).run()
+                    fitting = Fitting(self, FitArguments(**arguments), resumption)
+                    try:
+                        history = fitting.run()
+                    finally:
+                        fitting.release_callbacks()
                     if self.replica.elastic is not None:
                         entry.result = encode_history(history)
             except EntryOverError as over:
