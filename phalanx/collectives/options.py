@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import numbers
 from dataclasses import dataclass
 
 from phalanx.errors import ConfigurationError
@@ -48,7 +49,7 @@ class CommunicationOptions:
 
     def __post_init__(self) -> None:
         for name, number in (("bytes_per_pack", self.bytes_per_pack), ("timeout_seconds", self.timeout_seconds)):
-            if number is not None and not isinstance(number, int | float):
+            if number is not None and not isinstance(number, numbers.Real):
                 raise ConfigurationError(f"{name} is {number!r}; it must be a number.")
         if self.bytes_per_pack < 0:
             raise ConfigurationError(

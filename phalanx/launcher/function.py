@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import os
 import selectors
 import sys
@@ -68,7 +69,7 @@ def launch(
         >>> phalanx.launch(add, workers=2, args=(1, 2))
         [3, 3]
     """
-    if not isinstance(workers, int) or workers < 1:
+    if not isinstance(workers, numbers.Integral) or workers < 1:
         raise ConfigurationError(f"launch got workers={workers!r}; give a number from 1 up.")
     if not callable(function):
         raise ConfigurationError(f"launch got {function!r} to call; pass a function, not its result.")

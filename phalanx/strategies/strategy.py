@@ -249,9 +249,10 @@ def _reduce_along(replica: Replica, op: ReduceOp, arrays: list[Array], axis: int
 
 
 def _as_float(leaf: Any) -> Any:
-    """A tensor that has a mean: a float as it is, anything else as Keras's own float."""
-    dtype = keras.backend.standardize_dtype(getattr(leaf, "dtype", type(leaf)))
-    return leaf if "float" in dtype else keras.ops.cast(leaf, keras.config.floatx())
+    """A tensor that has a mean: integers and booleans as Keras's own float."""
+    kind = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+    is_whole = any(name in str(kind) for name in ("int", "bool"))
+    return keras.ops.cast(leaf, keras.config.floatx()) if is_whole else leaf
 
 
 def _gather_along(replica: Replica, array: Array, axis: int) -> Array:

@@ -550,5 +550,5 @@ def reduction_along_an_axis_of_halves_and_of_integers(setting: Setting) -> dict[
     for value in (right, keras.ops.cast(right, "int32")):
         assert abs(float(strategy.reduce("MEAN", value, axis=0)) - 5 / 6) < 1e-6
     mean = strategy.reduce("MEAN", tensor(np.int32(setting.rank)))
-    assert float(mean) == (replicas - 1) / 2
+    assert float(mean) == float(strategy.reduce("MEAN", setting.rank)) == (replicas - 1) / 2
     return {}
