@@ -201,7 +201,9 @@ class _Watch:
     # What the job tells.
 
     def output(self, rank: int, is_error: bool, data: bytes) -> None:
-        if is_error:  # what they print is the same as on rank 0
+        # What they print is the same as on rank 0; and when this process fails by itself, what they say of its loss is
+        # no news, and would stand in the middle of the reason.
+        if is_error and not (exit_codes.has_failed() and _failed_by_itself()):
             self._screen.feed(rank, is_error, data)
 
     def started(self, rank: int, pid: int) -> None:
@@ -274,9 +276,8 @@ class _Watch:
     def _at_exit(self) -> None:
         if os.getpid() != self._pid:  # a fork of rank 0 is ending
             return
-        error = getattr(sys, "last_value", None)
-        own_error = error is not None and exit_codes.of_error(error) not in exit_codes.CONSEQUENCES
-        if error is None:
+        own_error = _failed_by_itself()
+        if getattr(sys, "last_value", None) is None:
             self.close(JOIN_S)
         elif own_error:
             self.close(0.0)  # the replicas only wait for a rank that will not come
@@ -287,6 +288,12 @@ class _Watch:
             if not self._reported:
                 self._report(failure)
             _end_process(failure.verdict.code)  # an exit handler cannot change the exit code otherwise
+
+
+def _failed_by_itself() -> bool:
+    """Whether this process ends because of an error that is not the echo of a replica's."""
+    error = getattr(sys, "last_value", None)
+    return error is not None and exit_codes.of_error(error) not in exit_codes.CONSEQUENCES
 
 
 def _end_process(code: int) -> None:
