@@ -14,10 +14,10 @@ Array = np.ndarray[Any, Any]
 Batch = tuple[Any, Any, Any]
 Exchange = Callable[[Sequence[Array]], list[Array | None]]
 """See `Merge.exchange`."""
-
-
 GradientRows = tuple[Array, Array]
 """Numbers of rows of a variable, some perhaps several times, and a gradient for each."""
+Gather = Callable[[Sequence[GradientRows], float], list[GradientRows]]
+"""See `Merge.gather`."""
 
 
 class Merge(Protocol):
@@ -38,13 +38,10 @@ class Merge(Protocol):
         ...
 
     @property
-    def gathers(self) -> bool:
-        """Whether gradients that are single rows of a variable (`tf.IndexedSlices`) may be merged by `gather`; else
-        they must be made whole first."""
-        ...
-
-    def gather(self, rows: Sequence[GradientRows], share: float) -> list[GradientRows]:
-        """For each variable the gradients of single rows of all ranks, one rank's after the other's, weighted."""
+    def gather(self) -> Gather | None:
+        """Where gradients that are single rows of a variable (`tf.IndexedSlices`) may be merged as such: gives for each
+        variable the rows of all ranks, one rank's after the other's, weighted with their shares. None where they must
+        be made whole first."""
         ...
 
     @property

@@ -199,7 +199,7 @@ class TensorFlowEngine:
         with self.origins.watched(of_interest=differ) as find:
             logs = model_state.flat_logs(model.compute_metrics(x, y, y_pred, sample_weight=sample_weight))
             find(logs)
-        return self._shaped(gradients, model.trainable_weights), logs if differ else {}
+        return self._dense(gradients, model.trainable_weights), logs if differ else {}
 
     def _train_overridden(self, data: Batch) -> _Logs:
         before = self._start_metrics()
@@ -225,16 +225,10 @@ class TensorFlowEngine:
             raise _HostCallNeeded
         is_sum = denominator is None
 
-        def scale(own: Any) -> np.float32:
-            try:
-                return np.float32(scales([None if is_sum else own], self._merge, self._share)[0])
-            except BaseException as error:
-                self._failure = error
-                raise
+        def scale(own: Sequence[Array]) -> list[np.float32]:
+            return [np.float32(scales([None if is_sum else own[0]], self._merge, self._share)[0])]
 
-        if not tf.inside_function():
-            return scale(None if is_sum else denominator.numpy())
-        value = tf.numpy_function(scale, [1.0 if is_sum else denominator], tf.float32)
+        (value,) = self._on_host(scale, [tf.ones([]) if is_sum else denominator], [tf.float32])
         value.set_shape([])
         return value
 
@@ -249,7 +243,7 @@ class TensorFlowEngine:
     def _merge_gradients(self, gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
         if self._merge.updates:
             gradients = _complete(gradients, weights)
-        merged = self._shaped(gradients, weights)
+        merged = self._dense(gradients, weights)
         sparse = self._gather_slices(merged)
         present = [i for i, gradient in enumerate(gradients) if gradient is not None and i not in sparse]
         tensors = [merged[i] for i in present]
@@ -258,34 +252,30 @@ class TensorFlowEngine:
             merged[i] = value
         return merged
 
-    def _shaped(self, gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
-        """The gradients as tensors of the weights' shapes; those of single rows as they are, where these are merged."""
-        if not self._merge.gathers:
-            return _dense(gradients, weights)
-        slices = {i: g for i, g in enumerate(gradients) if isinstance(g, tf.IndexedSlices)}
-        rest = _dense([None if i in slices else g for i, g in enumerate(gradients)], weights)
-        return [slices.get(i, gradient) for i, gradient in enumerate(rest)]
+    def _dense(self, gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
+        """The gradients as tensors of the weights' shapes, which TensorFlow does not always know (recurrent layers);
+        those of single rows as they are, where these are merged."""
+        dense = list(gradients)
+        for i, (gradient, weight) in enumerate(zip(gradients, weights, strict=True)):
+            if gradient is not None and not (self._merge.gather and isinstance(gradient, tf.IndexedSlices)):
+                dense[i] = tf.convert_to_tensor(gradient)
+                dense[i].set_shape(weight.shape)
+        return dense
 
     def _gather_slices(self, gradients: Sequence[Any]) -> dict[int, Any]:
         """The gradients of single rows, by number: those of all ranks one after the other. Keras's optimizers treat a
         row that occurs twice otherwise than one that occurs once with the sum: what plain Keras has must stay apart."""
+        gather_rows = self._merge.gather
         slices = {i: g for i, g in enumerate(gradients) if isinstance(g, tf.IndexedSlices)}
-        if not slices:
+        if gather_rows is None or not slices:
             return {}
         tensors = [part for one in slices.values() for part in (one.indices, one.values)]
 
-        def gather(*arrays: Array) -> list[Array]:
-            try:
-                merged = self._merge.gather(list(zip(arrays[::2], arrays[1::2], strict=True)), self._share)
-                return [part for pair in merged for part in pair]
-            except BaseException as error:
-                self._failure = error
-                raise
+        def gather(arrays: Sequence[Array]) -> list[Array]:
+            merged = gather_rows(list(zip(arrays[::2], arrays[1::2], strict=True)), self._share)
+            return [part for pair in merged for part in pair]
 
-        if tf.inside_function():
-            gathered = tf.numpy_function(gather, tensors, [tensor.dtype for tensor in tensors])
-        else:
-            gathered = [tf.convert_to_tensor(array) for array in gather(*[tensor.numpy() for tensor in tensors])]
+        gathered = self._on_host(gather, tensors, [tensor.dtype for tensor in tensors])
         merged = {}
         for (i, own), indices, values in zip(slices.items(), gathered[::2], gathered[1::2], strict=True):
             indices.set_shape([None])
@@ -321,25 +311,36 @@ class TensorFlowEngine:
             return []
         layout: Layout | None = None
 
-        def merge(*arrays: Array) -> list[Array]:
+        def merge(arrays: Sequence[Array]) -> list[Array]:
             nonlocal layout
+            if layout is None:
+                layout = Layout.of(arrays, weights)
+            flats = self._merge(layout, arrays, self._share)
+            if metrics_at is not None and (self._silent is None or self._silent):
+                counted = layout.cut(flats)[metrics_at : metrics_at + len(self._metrics)]
+                self._silent = model_state.still_silent(self._silent, self._model, counted)
+            return flats
+
+        dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors))
+        return _cut(tensors, self._on_host(merge, tensors, dtypes))
+
+    def _on_host(
+        self, function: Callable[[Sequence[Array]], Sequence[Any]], tensors: Sequence[Any], dtypes: Sequence[Any]
+    ) -> Sequence[Any]:
+        """Call a function of arrays in the middle of a step. What it raises is kept: TensorFlow makes an error of its
+        own of it."""
+
+        def call(*arrays: Array) -> Sequence[Any]:
             try:
-                if layout is None:
-                    layout = Layout.of(arrays, weights)
-                flats = self._merge(layout, arrays, self._share)
-                if metrics_at is not None and (self._silent is None or self._silent):
-                    counted = layout.cut(flats)[metrics_at : metrics_at + len(self._metrics)]
-                    self._silent = model_state.still_silent(self._silent, self._model, counted)
-                return flats
+                return function(arrays)
             except BaseException as error:
                 self._failure = error
                 raise
 
-        if not tf.inside_function():
-            flats = [tf.convert_to_tensor(flat) for flat in merge(*[tensor.numpy() for tensor in tensors])]
-            return _cut(tensors, flats)
-        dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors))
-        return _cut(tensors, tf.numpy_function(merge, tensors, dtypes))
+        if tf.inside_function():
+            results: Sequence[Any] = tf.numpy_function(call, tensors, dtypes)
+            return results
+        return [tf.convert_to_tensor(array) for array in call(*[tensor.numpy() for tensor in tensors])]
 
     def read(self, variables: Sequence[Any]) -> list[Array]:
         return [np.array(variable.value) for variable in variables]
@@ -421,15 +422,6 @@ def _kind(data: Any) -> Any:
     if isinstance(data, list | tuple):
         return [type(data), *map(_kind, data)]
     return None if data is None else (data.shape, data.dtype)
-
-
-def _dense(gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
-    """The gradients as tensors of the weights' shapes, which TensorFlow does not always know (recurrent layers)."""
-    dense = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
-    for gradient, weight in zip(dense, weights, strict=True):
-        if gradient is not None:
-            gradient.set_shape(weight.shape)
-    return dense
 
 
 def _complete(gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:

@@ -120,7 +120,6 @@ class ArraySource(Anywhere):
         self._shuffling = shuffling
         self.draws = bool(shuffle) and shuffling is not None  # the orders come from an iterator of Keras's own
         self._own_orders: Iterator[Array] | None = None  # of the chief
-        self._order: tuple[int, Array] | None = None
         self.num_batches: int | None = -(-self._samples // self._batch_size)
         self.signature = (
             f"{self._samples} samples of {describe(self._data)} in global batches of {self._batch_size}, "
@@ -154,10 +153,6 @@ class ArraySource(Anywhere):
     def read(self, key: int, start: int, stop: int | None) -> Iterator[Share]:
         assert stop is not None, "the length of arrays is known"
         return self._slices(self._permutation(key) if self._shuffle else None, start, stop)
-
-    def forget_order(self) -> None:
-        """Make that of the running pass anew when it is wanted."""
-        self._order = None
 
     def peek(self, *, restart: bool = False) -> Share:
         return next(self._slices(None, 0, 1))
@@ -198,21 +193,19 @@ class ArraySource(Anywhere):
         return phrases
 
     def _permutation(self, key: int) -> Array:
-        """The order of a pass; kept, because a pass may last for several epochs."""
-        if self._order is None or self._order[0] != key:
-            if self._shuffling is not None:
-                self._order = (key, self._agreed(self._shuffling))
-                return self._order[1]
-            random = np.random.default_rng([self._seed, key])
-            if self._shuffle == "batch":
-                # Sorting batch number + a fraction shuffles each batch in itself, all batches at once.
-                order = np.argsort(
-                    np.arange(self._samples) // self._batch_size + random.random(self._samples), kind="stable"
-                )
-            else:
-                order = random.permutation(self._samples)
-            self._order = (key, order)
-        return self._order[1]
+        order: Array = self._order_of(key, self._new_order)
+        return order
+
+    def _new_order(self, key: int) -> Array:
+        if self._shuffling is not None:
+            return self._agreed(self._shuffling)
+        random = np.random.default_rng([self._seed, key])
+        if self._shuffle == "batch":
+            # Sorting batch number + a fraction shuffles each batch in itself, all batches at once.
+            return np.argsort(
+                np.arange(self._samples) // self._batch_size + random.random(self._samples), kind="stable"
+            )
+        return random.permutation(self._samples)
 
     def _agreed(self, shuffling: Shuffling) -> Array:
         own = np.empty(self._samples, np.int64)

@@ -106,7 +106,7 @@ class MapStyleSource(Anywhere):
         self._loader = loader
         self._whole_passes = whole_passes  # each epoch is one
         self._shuffling = shuffling
-        self._passes = 0
+        self._is_first = True  # the next pass
         self._opened = False  # the next pass, by Keras as the last one ended
         self._ends = False  # the running pass, with the running epoch
         self._rank = rank
@@ -114,7 +114,6 @@ class MapStyleSource(Anywhere):
         self._seed = seed
         self._by_sample = loader.batch_sampler is not None
         self._batches = loader.batch_sampler if self._by_sample else loader.sampler
-        self._order: tuple[int, list[Any]] | None = None
         self._began: list[Any] = []  # states of the generators when the running pass began
         self._worker_seed = seed
         if len(self._batches) == 0:
@@ -143,7 +142,7 @@ class MapStyleSource(Anywhere):
 
     def read(self, key: int, start: int, stop: int | None) -> Iterator[Share]:
         if start == 0 and self._shuffling is not None:
-            self._order = None  # each evaluation begins pass 0 anew
+            self.forget_order()  # each evaluation begins pass 0 anew
         chosen = self._pass(key)[start:stop]
         self._ends = stop is None or stop >= len(self._batches)
         return self._loaded(chosen)
@@ -211,7 +210,7 @@ class MapStyleSource(Anywhere):
         Args:
             key: of the pass that runs, or is to begin; None: of the next one.
         """
-        runs = self._order is not None and self._order[0] == key
+        runs = self._kept is not None and self._kept[0] == key
         states = self._began if runs else [generator.get_state() for generator in self._generators()]
         return encode([state.numpy() for state in states]) if states else b""
 
@@ -222,7 +221,7 @@ class MapStyleSource(Anywhere):
         states: Any = decode(randomness)
         for generator, state in zip(self._generators(), states, strict=True):
             generator.set_state(torch.from_numpy(state.copy()))
-        self._order = None
+        self.forget_order()
 
     def _generators(self) -> list[Any]:
         """The program's own, as far as they can be seen: of the loader and of its samplers."""
@@ -232,25 +231,27 @@ class MapStyleSource(Anywhere):
         return list({id(generator): generator for generator in found}.values())
 
     def _pass(self, key: int) -> list[Any]:
-        """The indices of each global batch of a pass; kept, because a pass may last for several epochs."""
-        if self._order is None or self._order[0] != key:
-            self._began = [each.get_state() for each in self._generators()]
-            if self._passes == 0 and self._shuffling is not None and keras_adapters.loaders_are_read_by_tf_data():
-                self._glance()
-            if not self._opened:
-                self._open()
-            self._passes, self._opened = self._passes + 1, False
-            batches = self._seeded_batches(key) if self._shuffling is None else self._agreed_batches(self._shuffling)
-            self._order = (key, [list(batch) for batch in batches] if self._by_sample else batches)
-        return self._order[1]
+        """The indices of each global batch of a pass."""
+        batches: list[Any] = self._order_of(key, self._new_order)
+        return batches
+
+    def _new_order(self, key: int) -> list[Any]:
+        self._began = [each.get_state() for each in self._generators()]
+        if self._is_first and self._shuffling is not None and keras_adapters.loaders_are_read_by_tf_data():
+            self._glance()
+        if not self._opened:
+            self._open()
+        self._is_first = self._opened = False
+        batches = self._seeded_batches(key) if self._shuffling is None else self._agreed_batches(self._shuffling)
+        return [list(batch) for batch in batches] if self._by_sample else batches
 
     def _open(self) -> None:
         """Each pass over a plain DataLoader draws its workers' seed first, then the sampler's order."""
-        if self._draws:
+        if self._has_generator:
             self._worker_seed = _draw(self._loader.generator)
 
     @property
-    def _draws(self) -> bool:
+    def _has_generator(self) -> bool:
         """Whether passes draw from a generator of the program's: the loader's own, else torch's."""
         return self._loader.generator is not None or self._shuffling is not None
 
@@ -301,7 +302,7 @@ class MapStyleSource(Anywhere):
             "pin_memory": loader.pin_memory,
             "timeout": loader.timeout if workers else 0,
             "worker_init_fn": loader.worker_init_fn,
-            "generator": self._worker_generator() if self._draws else None,
+            "generator": self._worker_generator() if self._has_generator else None,
         }
         if workers:
             # Not persistent_workers: this loader lives for one epoch.

@@ -124,8 +124,7 @@ class PyDatasetSource(Anywhere):
         self._world_size = world_size
         self._seed = seed
         self._shuffling = shuffling
-        self._passes = 0
-        self._order: tuple[int, Array] | None = None
+        self._is_first = True  # the next pass
         self._pooled = dataset.workers > 1 or (dataset.workers > 0 and dataset.use_multiprocessing)
         if self.num_batches == 0:
             raise ConfigurationError("The PyDataset has length 0. Expected at least one batch.")
@@ -147,7 +146,7 @@ class PyDatasetSource(Anywhere):
         if self.num_batches is None:
             positions = range(start, sys.maxsize if stop is None else stop)
         elif self._shuffle:
-            positions = self._permutation(key)[start:stop]
+            positions = self._order_of(key, self._new_order)[start:stop]
         else:
             positions = range(self.num_batches)[start:stop]
         across_processes = self._pooled and self._dataset.use_multiprocessing
@@ -173,26 +172,18 @@ class PyDatasetSource(Anywhere):
             enqueuer.stop(drain_queue_and_join=done < count)
             thread.join()
 
-    def forget_order(self) -> None:
-        """Make that of the running pass anew when it is wanted."""
-        self._order = None
-
-    def _permutation(self, key: int) -> Array:
-        """The order of a pass; kept, because a pass may last for several epochs."""
-        if self._order is None or self._order[0] != key:
-            count = self.num_batches
-            assert count is not None
-            if self._shuffling is None:
-                order = np.random.default_rng([self._seed, key]).permutation(count)
-            else:
-                # Every process draws, so that what a seeded program draws after it is the same everywhere.
-                for _ in range(2 if self._passes == 0 and self._shuffling.peeked() else 1):
-                    drawn = list(range(count))
-                    random.shuffle(drawn)
-                order = self._shuffling.told(np.array(drawn, np.int64))
-            self._passes += 1
-            self._order = (key, order)
-        return self._order[1]
+    def _new_order(self, key: int) -> Array:
+        count = self.num_batches
+        assert count is not None
+        if self._shuffling is None:
+            return np.random.default_rng([self._seed, key]).permutation(count)
+        # Every process draws, so that what a seeded program draws after it is the same everywhere.
+        for _ in range(2 if self._is_first and self._shuffling.peeked() else 1):
+            drawn = list(range(count))
+            random.shuffle(drawn)
+        order = self._shuffling.told(np.array(drawn, np.int64))
+        self._is_first = False
+        return order
 
     def peek(self, *, restart: bool = False) -> Share:
         return _Reader(self._dataset, [0], self._rank, self._world_size, self._class_weight, False).share(0)

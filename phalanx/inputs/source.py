@@ -108,6 +108,17 @@ class Anywhere:
 
     _rank: int
     _world_size: int
+    _kept: tuple[int, Any] | None = None  # the key of a pass, and its order
+
+    def forget_order(self) -> None:
+        """Make that of the running pass anew when it is wanted."""
+        self._kept = None
+
+    def _order_of(self, key: int, make: Callable[[int], Any]) -> Any:
+        """The order of a pass; kept, because a pass may last for several epochs."""
+        if self._kept is None or self._kept[0] != key:
+            self._kept = (key, make(key))
+        return self._kept[1]
 
     def regroup(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size

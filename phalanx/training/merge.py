@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from phalanx import timeline
-from phalanx.backends.engine import GradientRows
+from phalanx.backends.engine import Gather, GradientRows
 from phalanx.backends.layout import Layout, Weight
 from phalanx.compression import Compression, Reducer
 from phalanx.compression.protocol import State, below
@@ -100,12 +100,11 @@ class StepMerge:
         return self.holds or self._reducer is not None
 
     @property
-    def gathers(self) -> bool:
-        """See `Merge.gathers`. Not where gradients are compressed or held, nor where a step may have to be repeated."""
-        return not (self.separate or self.repeats)
+    def gather(self) -> Gather | None:
+        """See `Merge.gather`. Not where gradients are compressed or held, nor where a step may have to be repeated."""
+        return None if self.separate or self.repeats else self._gather
 
-    def gather(self, rows: Sequence[GradientRows], share: float) -> list[GradientRows]:
-        """See `Merge.gather`."""
+    def _gather(self, rows: Sequence[GradientRows], share: float) -> list[GradientRows]:
         if self._mode is Mode.ALONE:
             return list(rows)
         progress.enter("all_reduce")

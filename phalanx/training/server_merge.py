@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from phalanx import timeline
-from phalanx.backends.engine import GradientRows
 from phalanx.backends.layout import Layout, Weight
 from phalanx.errors import UnsupportedError
 from phalanx.launcher import progress
@@ -60,10 +59,8 @@ class ServerMerge:
     """
 
     updates = separate = True
-    repeats = gathers = False
-
-    def gather(self, rows: Sequence[GradientRows], share: float) -> list[GradientRows]:
-        raise NotImplementedError("servers merge whole gradients, or the rows of tables")
+    repeats = False
+    gather = None
 
     def __init__(self, worker: ServerWorker, trainers: int | None = None) -> None:
         self._worker = worker

@@ -29,8 +29,8 @@ class Counted(keras.Model):
 
 
 class Alone:
-    updates = separate = repeats = gathers = False
-    exchange = None
+    updates = separate = repeats = False
+    exchange = gather = None
 
     def total(self, own, share):
         return own

@@ -17,7 +17,6 @@ import numpy as np
 
 from phalanx import timeline
 from phalanx.backends import make_engine
-from phalanx.backends.engine import GradientRows
 from phalanx.backends.layout import Layout, Weight
 from phalanx.horovod import operations, steps
 from phalanx.horovod.operations import Average
@@ -174,11 +173,8 @@ class _GradientMerge:
         overflowed: whether that was so at the last step.
     """
 
-    updates = repeats = gathers = False
-    exchange = None
-
-    def gather(self, rows: Sequence[GradientRows], share: float) -> list[GradientRows]:
-        raise NotImplementedError("gradients of single rows are made whole")
+    updates = repeats = False
+    exchange = gather = None
 
     def __init__(
         self, way: Any, local: Collection[int] = (), *, one_by_one: bool = False, agrees: bool = False
