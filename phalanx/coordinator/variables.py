@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -16,10 +15,9 @@ from phalanx.coordinator.state import untrained
 from phalanx.errors import DisagreementError, EvictedError, PhalanxError, UnsupportedError
 from phalanx.training import hook
 from phalanx.training.made import Made, Name
-from phalanx.training.served import Served, to_host
+from phalanx.training.served import Served, checksum, to_host
 from phalanx.training.server_merge import ServerMerge
 from phalanx.training.server_worker import ServerWorker
-from phalanx.transport.frames import byte_view
 
 Array = np.ndarray[Any, Any]
 
@@ -86,7 +84,7 @@ class ChiefVariables:
         if self._served is None or self._fit != self._worker.last_fit or optimizer != self._optimizer:
             return False
         if self._pulled is not None:
-            if self._pulled != self._fingerprints():
+            if self._pulled != self._checksums():
                 return False
             self._pulled = None
         self._served.tell_learning_rate()
@@ -99,14 +97,13 @@ class ChiefVariables:
         self._served.assign(self._merge.pull())
         if self._optimizer is not None:
             self._served.pull_optimizer()
-        self._pulled = self._fingerprints()
+        self._pulled = self._checksums()
 
-    def _fingerprints(self) -> list[int]:
-        """By these it is noticed that the program has changed a variable."""
+    def _checksums(self) -> list[int]:
         assert self._served is not None
         values = [to_host(v) for v in (*self._served.variables, *self._served.optimizer.variables)]
         values += untrained(self._worker.made).values()
-        return [zlib.crc32(byte_view(np.ascontiguousarray(value))) for value in values]
+        return [checksum(value) for value in values]
 
     def _choose(self, used: Collection[Name]) -> Name | None:
         """The optimizer that the servers run."""

@@ -119,9 +119,7 @@ class Store:
             self._forget()
             self.version += 1
             self._schedule.begin(message.rules, message.fit, message.step, message.era)
-            if (state := self.state()) is not None:
-                self._send_copy(*state)
-                self._await_copy()
+            self._copy_state()
             self._changed.notify_all()
 
     def _build(self, message: Declare, slots: Sequence[tuple[int, str]], buffers: Sequence[memoryview]) -> None:
@@ -166,9 +164,7 @@ class Store:
             ]
             self._build(declared, slots, [*values, *(byte_view(np.ascontiguousarray(each)) for each in optimizer)])
             self.version += 1
-            if (state := self.state()) is not None:
-                self._send_copy(*state)
-                self._await_copy()
+            self._copy_state()
             self._changed.notify_all()
 
     def _forget(self) -> None:
@@ -274,9 +270,7 @@ class Store:
         """Keep a copy there from now on; False if that failed."""
         with self._changed:
             self._copy = copy
-            if (state := self.state()) is not None:
-                self._send_copy(*state)
-                self._await_copy()
+            self._copy_state()
             return self._copy is not None
 
     def tell_copy(self, record: Record) -> None:
@@ -288,8 +282,7 @@ class Store:
     def end_copy(self) -> None:
         """The job is over, for the copy as well."""
         with self._changed:
-            self._send_copy(Over())
-            self._await_copy()
+            self.tell_copy(Over())
             if self._copy is not None:
                 self._copy.close()
                 self._copy = None
@@ -303,6 +296,12 @@ class Store:
             result = _Result(record.members, arrays[record.gradients :])
             self._remember((record.serial, record.phase), result)
             self._schedule.global_step = record.step
+
+    def _copy_state(self) -> None:
+        """Give the copy all that it needs, if there is one and anything to give."""
+        if (state := self.state()) is not None:
+            self._send_copy(*state)
+            self._await_copy()
 
     def _send_copy(self, record: Record, arrays: Sequence[Array] = ()) -> None:
         if self._copy is not None:
@@ -357,8 +356,7 @@ class Store:
         with self._changed:
             if self._updater is not None:
                 self._updater.set_learning_rate(rate)
-            self._send_copy(SetRate(rate))
-            self._await_copy()
+            self.tell_copy(SetRate(rate))
 
     # Updates.
 
