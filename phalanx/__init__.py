@@ -195,13 +195,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULE_OF:
-        # Lest a wrong argument of the first strategy end the process as an error of the program's own.
-        importlib.import_module("phalanx.launcher.exit_codes").install()
-        return getattr(importlib.import_module(_MODULE_OF[name]), name)
+    if name not in _MODULE_OF and name not in _MODULES:
+        raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
+    # Lest a wrong argument of the first strategy end the process as an error of the program's own.
+    importlib.import_module("phalanx.launcher.exit_codes").install()
     if name in _MODULES:
         return importlib.import_module(f"phalanx.{name}")
-    raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -175,14 +175,7 @@ class _ErrorRecorder:
 def _end_within(seconds: float, code: int) -> None:
     """Threads of the program and exit handlers may keep a failed process, and with it the job, which waits for its
     end."""
-
-    def end() -> None:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads
-                stream.flush()
-        os._exit(code)
-
-    timer = threading.Timer(seconds, end)
+    timer = threading.Timer(seconds, exit_codes.end_process, [code])
     timer.daemon = True
     timer.start()
 

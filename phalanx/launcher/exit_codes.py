@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
+from typing import NoReturn
 
 from phalanx import errors
 
@@ -189,6 +190,14 @@ def install() -> None:
 
 _failed = False
 _leaving: list[Callable[[], object]] = []
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process with this code from wherever it is called; what was printed is not lost."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads
+            stream.flush()
+    os._exit(code)
 
 
 def at_exit(function: Callable[[], object]) -> None:

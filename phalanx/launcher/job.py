@@ -487,10 +487,14 @@ class Job:
         seating, order = self._seating, placement.order
         return seating is None or not order.trains or seating.left(order.rank, failed=True)
 
+    @property
+    def _running(self) -> list[Placement]:
+        return [p for rank, p in self._placements.items() if rank not in self._ends and rank not in self._idle]
+
     def _is_over(self) -> bool:
         """Whether nobody waits for those that still run: evaluators, and, where there are servers and these and the
         chief have ended, workers that were left out."""
-        left = [p.task for rank, p in self._placements.items() if rank not in self._ends and rank not in self._idle]
+        left = [placement.task for placement in self._running]
         served = any(p.task.startswith(SERVERS) for p in self._placements.values())
         if served and 0 in self._ends and not any(task.startswith(SERVERS) for task in left):
             return True
@@ -500,8 +504,7 @@ class Job:
     def _last_grace_s(self) -> float:
         """How long those may still run for whom nobody waits: evaluators; workers whom the servers have left out have
         nothing to do any more."""
-        left = [p.task for rank, p in self._placements.items() if rank not in self._ends and rank not in self._idle]
-        evaluates = any(task.startswith(EVALUATORS) for task in left)
+        evaluates = any(placement.task.startswith(EVALUATORS) for placement in self._running)
         return self._evaluator_grace_s if evaluates else min(self._evaluator_grace_s, LEFT_OUT_S)
 
     def _was_left_out(self, placement: Placement) -> bool:
@@ -585,8 +588,7 @@ class Job:
         while self._schedule and self._schedule[0][0] <= self._clock():
             step = self._schedule[0][1]
             self._schedule = self._schedule[1:]
-            running = [p for rank, p in self._placements.items() if rank not in self._ends and rank not in self._idle]
-            for placement in running:
+            for placement in self._running:
                 rank, host = placement.order.rank, placement.host
                 match step:
                     case Step.DUMP_STACKS:

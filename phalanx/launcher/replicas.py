@@ -1,15 +1,13 @@
 """The other local replicas of a program that was started plainly: `python train.py` with a MirroredStrategy.
 
-Rank 0 is the process that the user started. It runs the same program again for each other rank, and takes
-rank 0's
-place in the job itself: its TF_CONFIG, its port, its share of the cores. In the processes so started the same
-    call only says which rank they are, so the program needs no `if`.
+Rank 0 is the process that the user started. It runs the same program again for each other rank, and takes rank 0's
+place in the job itself: its TF_CONFIG, its port, its share of the cores. In the processes so started the same call only
+says which rank they are, so the program needs no `if`.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import faulthandler
 import json
 import logging
@@ -22,6 +20,7 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
+from typing import NoReturn
 
 from phalanx.errors import ConfigurationError, PeerLostError
 from phalanx.launcher import cores, exit_codes, page
@@ -296,10 +295,6 @@ def _failed_by_itself() -> bool:
     return error is not None and exit_codes.of_error(error) not in exit_codes.CONSEQUENCES
 
 
-def _end_process(code: int) -> None:
-    """End this process with this code from wherever it is called; what was printed is not lost."""
+def _end_process(code: int) -> NoReturn:
     logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
+    exit_codes.end_process(code)

@@ -76,6 +76,14 @@ def test_a_program_started_by_hand_ends_with_the_errors_code(
     assert job.err.count("Traceback") == (1 if said else 0)
 
 
+@pytest.mark.parametrize(
+    "first", ["phalanx.MultiWorkerMirroredStrategy", "phalanx.experimental.CentralStorageStrategy"]
+)
+def test_the_first_use_of_the_package_sets_the_codes(first: str, launcher: Launcher) -> None:
+    job = launcher.python(launcher.script(f"import phalanx\n{first}\nraise phalanx.errors.UnsupportedError('no')"))
+    assert job.code == 65
+
+
 def test_a_hook_of_the_users_still_prints(launcher: Launcher, tmp_path: Path) -> None:
     job = launcher.python(
         launcher.script(
