@@ -96,7 +96,15 @@ def main() -> None:
         from phalanx.launcher import call
 
         sys.exit(call.run(order.function, order.result, order.error))
-    run_program(arguments)
+    try:
+        run_program(arguments)
+    except SystemExit as end:
+        error = end.__cause__ or end.__context__
+        if end.code and error is not None:  # as `except Exception: traceback.print_exc(); sys.exit(1)` ends
+            from phalanx.launcher import words
+
+            words.write(order.error, words.of_error(error))
+        raise
 
 
 def run_program(arguments: list[str]) -> None:

@@ -60,8 +60,12 @@ class End:
 
     @property
     def remoteness(self) -> int:
-        """How far it is from the cause: 0 for an end of its own, more for the echo of another's."""
-        return 0 if self.returncode is None else _CONSEQUENCE.get(self.code, 0)
+        """How far it is from the cause: 0 for an end of its own, more for the echo of another's, also where the program
+        caught it and ended itself."""
+        if self.returncode is None:
+            return 0
+        caught = 1 if self.words.error is None else self.words.error.code
+        return max(_CONSEQUENCE.get(self.code, 0), _CONSEQUENCE.get(caught, 0))
 
     @property
     def failed(self) -> bool:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Iterator
 
 import msgspec
 
-from phalanx.errors import PeerLostError
-from phalanx.launcher import exit_codes
+from phalanx.errors import PeerLostError, PhalanxError
 
 # A traceback is shown on one page; an error that holds a whole array in its message is cut.
 MAX_TRACEBACK_CHARACTERS = 60_000
@@ -16,19 +16,21 @@ MAX_MESSAGE_CHARACTERS = 4_000
 
 
 class ErrorWords(msgspec.Struct, frozen=True):
-    """An uncaught error.
+    """An error that was not caught, or with which the program ended itself.
 
     Attributes:
         kind: name of its class.
         message: what it said.
         traceback: as Python prints it, chained errors included.
         lost: the task that a PeerLostError names.
+        code: the exit code of the first error of Phalanx in the chain; 1 if there is none.
     """
 
     kind: str
     message: str
     traceback: str
     lost: str | None = None
+    code: int = 1
 
 
 def of_error(error: BaseException) -> ErrorWords:
@@ -40,7 +42,8 @@ def of_error(error: BaseException) -> ErrorWords:
         kind=type(error).__name__,
         message=str(error)[:MAX_MESSAGE_CHARACTERS],
         traceback=text,
-        lost=_lost_task(error),
+        lost=next((each.task for each in _chain(error) if isinstance(each, PeerLostError)), None),
+        code=next((each.exit_code for each in _chain(error) if isinstance(each, PhalanxError)), 1),
     )
 
 
@@ -56,5 +59,10 @@ def parse(content: bytes) -> ErrorWords | None:
         return None
 
 
-def _lost_task(error: BaseException | None) -> str | None:
-    return next((cause.task for cause in exit_codes.causes(error) if isinstance(cause, PeerLostError)), None)
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, and what it was raised from, or while handling what."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

@@ -248,6 +248,40 @@ def test_a_survivors_lost_peer_is_a_consequence_even_if_seen_first(launcher: Lau
     assert "failed with KeyError: 'the cause'" in job.err
 
 
+@pytest.mark.parametrize("caught", ["pass", "raise RuntimeError('wrapped')"])
+def test_a_program_that_catches_its_errors_and_ends_itself_tells_of_them_all_the_same(
+    caught: str, launcher: Launcher
+) -> None:
+    script = launcher.script(
+        f"""
+        from phalanx.errors import PeerLostError
+        try:
+            try:
+                if rank == 0:
+                    touch("gone")
+                    raise PeerLostError("lost worker/1", rank=1, task="worker/1", host="here")
+                wait_for("gone")
+                survivor = int(Path("gone").read_text())
+                while Path(f"/proc/{{survivor}}").exists():
+                    time.sleep(0.01)
+                raise KeyError("the cause")
+            except KeyError:
+                raise
+            except Exception:
+                {caught}
+                raise
+        except Exception:
+            sys.exit(3)
+        """
+    )
+    launcher.environment["PHALANX_GRACE"] = "20"
+    job = launcher.run("-n", "2", script)
+    assert job.code == 3
+    assert "worker/1 (rank 1" in job.err
+    assert "failed with KeyError: 'the cause'" in job.err
+    assert "worker/0  exit code 3 (PeerLostError)" in job.err or "worker/0  exit code 3 (RuntimeError)" in job.err
+
+
 def test_leaving_early_with_code_0_is_named_as_the_cause(launcher: Launcher) -> None:
     script = launcher.script(
         """
