@@ -38,7 +38,7 @@ from phalanx.backends.jax_recipe import Recipe
 from phalanx.backends.jax_step import Step
 from phalanx.backends.layout import WEIGHT_OF_AGGREGATION, Layout, Weight, bundles
 from phalanx.backends.log_origins import LogOrigins
-from phalanx.backends.tensors import HostFunction
+from phalanx.backends.tensors import Gradient, HostFunction, Shape, same_shape
 from phalanx.backends.updater import Updater
 from phalanx.errors import UnsupportedError
 
@@ -396,8 +396,8 @@ class JaxTensors:
         function: HostFunction,
         tensors: Sequence[Any],
         *,
-        keeps_shapes: bool,
-        gradient: HostFunction | None = None,
+        shape_of: Callable[[Shape], Shape] = same_shape,
+        gradient: Gradient | None = None,
     ) -> list[Any]:
         if any(isinstance(tensor, jax.core.Tracer) for tensor in tensors):
             raise UnsupportedError(

@@ -28,7 +28,7 @@ from phalanx.backends.layout import Layout, Weight
 from phalanx.backends.log_origins import LogOrigins
 from phalanx.backends.step_means import StepMeans
 from phalanx.backends.tensorflow_adam import fused
-from phalanx.backends.tensors import HostFunction
+from phalanx.backends.tensors import Gradient, HostFunction, Shape, same_shape
 from phalanx.backends.updater import Updater
 from phalanx.nested import leaves, map_leaves
 
@@ -501,20 +501,30 @@ class TensorFlowTensors:
         function: HostFunction,
         tensors: Sequence[Any],
         *,
-        keeps_shapes: bool,
-        gradient: HostFunction | None = None,
+        shape_of: Callable[[Shape], Shape] = same_shape,
+        gradient: Gradient | None = None,
     ) -> list[Any]:
         tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]  # of sparse gradients too
         if gradient is None:
-            return _on_host(function, tensors, keeps_shapes)
+            return _on_host(function, tensors, _shapes_of(shape_of, tensors))
         floating = [i for i, tensor in enumerate(tensors) if tensor.dtype.is_floating]
+        kinds = [tensors[i].shape for i in floating]
+        shapes = [
+            each.as_list() if each.is_fully_defined() else tf.shape(tensors[i])
+            for i, each in zip(floating, kinds, strict=True)
+        ]
 
         def backward(*grads: Any) -> list[Any]:
-            flowing = iter(_on_host(gradient, [grads[i] for i in floating], True))
-            return [next(flowing) if i in floating else None for i in range(len(grads))]
+            def of_all(arrays: list[Array]) -> list[Array]:
+                flowing, lengths = arrays[: len(floating)], arrays[len(floating) :]
+                return gradient(flowing, [tuple(map(int, each)) for each in lengths])
+
+            flowing = [tf.convert_to_tensor(grads[i]) for i in floating]
+            own = iter(_on_host(of_all, [*flowing, *map(tf.convert_to_tensor, shapes)], kinds))
+            return [next(own) if i in floating else None for i in range(len(grads))]
 
         def differentiable(*values: Any) -> Any:
-            return _on_host(function, values, keeps_shapes), backward
+            return _on_host(function, values, _shapes_of(shape_of, values)), backward
 
         return list(tf.custom_gradient(differentiable)(*tensors))
 
@@ -542,12 +552,16 @@ def _dataset(graph: bytes, element_spec: Any) -> Any:
     return tf.data.experimental.from_variant(tf.raw_ops.DatasetFromGraph(graph_def=graph), element_spec)
 
 
-def _on_host(function: HostFunction, tensors: Sequence[Any], keeps_shapes: bool) -> list[Any]:
+def _shapes_of(shape_of: Callable[[Shape], Shape], tensors: Sequence[Any]) -> list[Shape | None]:
+    return [None if tensor.shape.rank is None else shape_of(tensor.shape.as_list()) for tensor in tensors]
+
+
+def _on_host(function: HostFunction, tensors: Sequence[Any], shapes: Sequence[Any]) -> list[Any]:
+    """The results, as many as `shapes`, in the dtypes of the first tensors."""
     if not tf.inside_function():
         return [tf.convert_to_tensor(array) for array in function([tensor.numpy() for tensor in tensors])]
-    dtypes = [tensor.dtype for tensor in tensors]
+    dtypes = [tensor.dtype for tensor in tensors[: len(shapes)]]
     results = tf.numpy_function(lambda *arrays: function(list(arrays)), tensors, dtypes)
-    for tensor, result in zip(tensors, results, strict=True):
-        if keeps_shapes:
-            result.set_shape(tensor.shape)
+    for shape, result in zip(shapes, results, strict=True):
+        result.set_shape(shape)
     return list(results)

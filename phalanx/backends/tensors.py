@@ -9,6 +9,15 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 HostFunction = Callable[[list[Array]], list[Array]]
+Shape = Sequence[int | None]
+"""Lengths; None where one is not known before the call."""
+Gradient = Callable[[list[Array], list[tuple[int, ...]]], list[Array]]
+"""Of a host function: gets the gradients with respect to its results and the shapes of its arguments, and returns the
+gradients with respect to these."""
+
+
+def same_shape(shape: Shape) -> Shape:
+    return shape
 
 
 class Tensors(Protocol):
@@ -28,16 +37,15 @@ class Tensors(Protocol):
         function: HostFunction,
         tensors: Sequence[Any],
         *,
-        keeps_shapes: bool,
-        gradient: HostFunction | None = None,
+        shape_of: Callable[[Shape], Shape] = same_shape,
+        gradient: Gradient | None = None,
     ) -> list[Any]:
         """`function` of the tensors' values on the host, as tensors; inside a compiled function where that can be.
 
         Args:
             function: gets arrays, returns as many with the same dtypes.
-            keeps_shapes: whether the results have the shapes of the arguments.
-            gradient: gets the gradients with respect to the results and returns those with respect to the tensors, for
-                backends that differentiate through host functions. None: there is none.
+            shape_of: the shape of a result by that of the argument.
+            gradient: for backends that differentiate through host functions. None: there is none.
         """
         ...
 

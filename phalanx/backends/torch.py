@@ -26,7 +26,7 @@ from phalanx.backends.global_losses import ScaledLosses, check_losses, scales
 from phalanx.backends.layout import Layout, Weight
 from phalanx.backends.log_origins import LogOrigins
 from phalanx.backends.step_means import StepMeans
-from phalanx.backends.tensors import HostFunction
+from phalanx.backends.tensors import Gradient, HostFunction, Shape, same_shape
 from phalanx.backends.torch_adam import fused
 from phalanx.backends.torch_buffers import buffers
 from phalanx.backends.updater import Updater
@@ -385,8 +385,8 @@ class TorchTensors:
         function: HostFunction,
         tensors: Sequence[Any],
         *,
-        keeps_shapes: bool,
-        gradient: HostFunction | None = None,
+        shape_of: Callable[[Shape], Shape] = same_shape,
+        gradient: Gradient | None = None,
     ) -> list[Any]:
         tensors = [
             tensor if isinstance(tensor, torch.Tensor) else torch.as_tensor(np.asarray(tensor)) for tensor in tensors
@@ -403,9 +403,10 @@ class _Differentiable(torch.autograd.Function):  # type: ignore[misc]
     """A host function with its gradient."""
 
     @staticmethod
-    def forward(context: Any, function: HostFunction, gradient: HostFunction, *tensors: Any) -> Any:
-        context.gradient = gradient
+    def forward(context: Any, function: HostFunction, gradient: Gradient, *tensors: Any) -> Any:
         context.floating = [i for i, tensor in enumerate(tensors) if tensor.is_floating_point()]
+        shapes = [tuple(tensors[i].shape) for i in context.floating]
+        context.gradient = lambda flowing: gradient(flowing, shapes)
         results = _on_host(function, tensors)
         context.mark_non_differentiable(*[result for result in results if not result.is_floating_point()])
         return tuple(results)

@@ -181,7 +181,7 @@ class WorkerVariables:
         assert served is not None
         complete = self._in_order(list(gradients), variables)
         try:
-            values = self._tensors.call(self._update, complete, keeps_shapes=True)
+            values = self._tensors.call(self._update, complete)
         except UnsupportedError as error:
             raise UnsupportedError(
                 "optimizer.apply() was called inside a function that JAX compiles, which cannot wait for servers: "

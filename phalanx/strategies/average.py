@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 
+from phalanx.errors import ConfigurationError
 from phalanx.strategies import context
 
 
@@ -13,19 +14,36 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
     """The sum of this replica's losses over the global batch size (`tf.nn.compute_average_loss`).
 
     Args:
-        per_example_loss: shape (local batch, ...); every element counts as an example.
-        sample_weight: broadcast against it.
+        per_example_loss: shape (local batch, ...). The losses of one example (of its pixels, its words) are summed:
+            give their mean where that is meant.
+        sample_weight: of each example, or of each of its losses.
         global_batch_size: over all replicas. None: the local size times the number of replicas, which is wrong for
             uneven batches.
+
+    Returns: 0 for a batch without examples.
+    Raises: ConfigurationError for a scalar: the mean that a loss makes itself is that of one replica's batch.
     """
     losses = keras.ops.convert_to_tensor(per_example_loss)
+    if keras.ops.ndim(losses) == 0:
+        raise ConfigurationError(
+            "compute_average_loss() got a scalar; it needs the loss of each example, shape (local batch, ...). Do not take "
+            "the mean; make the loss with reduction=None, for example keras.losses.MeanSquaredError(reduction=None)."
+        )
     if sample_weight is not None:
-        losses = losses * keras.ops.cast(sample_weight, losses.dtype)
+        losses = losses * _beside(keras.ops.cast(sample_weight, losses.dtype), losses)
     if global_batch_size is None:
-        size = keras.ops.cast(keras.ops.size(losses), losses.dtype) * _replicas()
-    else:
-        size = keras.ops.cast(global_batch_size, losses.dtype)
-    return keras.ops.sum(losses) / size
+        global_batch_size = keras.ops.shape(losses)[0] * _replicas()
+    return keras.ops.divide_no_nan(keras.ops.sum(losses), keras.ops.cast(global_batch_size, losses.dtype))
+
+
+def _beside(weights: Any, losses: Any) -> Any:
+    """The weights with as many axes as the losses, the first ones being the same."""
+    missing = keras.ops.ndim(losses) - keras.ops.ndim(weights)
+    if missing == -1 and weights.shape[-1] == 1:
+        return keras.ops.squeeze(weights, -1)
+    for _ in range(missing if keras.ops.ndim(weights) else 0):
+        weights = keras.ops.expand_dims(weights, -1)
+    return weights
 
 
 def scale_regularization_loss(regularization_loss: Any) -> Any:

@@ -16,6 +16,7 @@ import numpy as np
 
 from phalanx import inputs
 from phalanx.backends import make_tensors
+from phalanx.backends.tensors import Shape, same_shape
 from phalanx.cluster.resolvers.resolver import ClusterResolver
 from phalanx.collectives.communicator import Array, ReduceOp
 from phalanx.collectives.reduction import wire_dtype
@@ -135,8 +136,8 @@ class Strategy:
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
         """The replicas' values merged into one, on every replica.
 
-        Elementwise sums and means can be differentiated on TensorFlow and PyTorch: what flows back into each replica is
-        the sum (mean) of what flows back on all. So every replica must differentiate where one does.
+        Sums and means can be differentiated on TensorFlow and PyTorch: what flows back into each replica is the sum
+        (mean) of what flows back on all. So every replica must differentiate where one does.
 
         Args:
             reduce_op: "SUM" or "MEAN" (also "MIN", "MAX", "PRODUCT"), or a `ReduceOp`, also `tf.distribute`'s.
@@ -154,24 +155,45 @@ class Strategy:
             def merge(arrays: list[Array]) -> list[Array]:
                 return self._replica.communicator.all_reduce(arrays, op)
 
+            def gradient(flowing: list[Array], shapes: list[tuple[int, ...]]) -> list[Array]:
+                del shapes
+                return merge(flowing)
+
+            shape_of = same_shape
         else:
 
             def merge(arrays: list[Array]) -> list[Array]:
                 return _reduce_along(self._replica, op, arrays, axis)
 
-        # The gradient of an all-reduce is itself that all-reduce.
-        linear = axis is None and op in (ReduceOp.SUM, ReduceOp.MEAN)
-        merged = self._tensors.call(merge, leaves, keeps_shapes=axis is None, gradient=merge if linear else None)
+            def gradient(flowing: list[Array], shapes: list[tuple[int, ...]]) -> list[Array]:
+                return _spread_along(self._replica, op, flowing, shapes, axis)
+
+            def shape_of(shape: Shape) -> Shape:
+                return _with_axis(shape, axis, ())
+
+        linear = op in (ReduceOp.SUM, ReduceOp.MEAN)
+        merged = self._tensors.call(merge, leaves, shape_of=shape_of, gradient=gradient if linear else None)
         return keras.tree.pack_sequence_as(value, merged)
 
     def gather(self, value: Any, axis: int) -> Any:
-        """The replicas' values, concatenated along `axis` in rank order, on every replica. Other axes must agree."""
-        leaves = keras.tree.flatten(value)
+        """The replicas' values, concatenated along `axis` in rank order, on every replica. Other axes must agree.
+
+        It can be differentiated on TensorFlow and PyTorch: into a replica's values flows back the sum of what flows
+        back on all. So every replica must differentiate where one does.
+        """
 
         def merge(arrays: list[Array]) -> list[Array]:
             return [_gather_along(self._replica, array, axis) for array in arrays]
 
-        return keras.tree.pack_sequence_as(value, self._tensors.call(merge, leaves, keeps_shapes=False))
+        def gradient(flowing: list[Array], shapes: list[tuple[int, ...]]) -> list[Array]:
+            return _own_parts(self._replica, flowing, shapes, axis)
+
+        def shape_of(shape: Shape) -> Shape:
+            return _with_axis(shape, axis, (None,))
+
+        leaves = keras.tree.flatten(value)
+        merged = self._tensors.call(merge, leaves, shape_of=shape_of, gradient=gradient)
+        return keras.tree.pack_sequence_as(value, merged)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """The values of the replicas of this process: this one's."""
@@ -248,6 +270,20 @@ def _reduce_along(replica: Replica, op: ReduceOp, arrays: list[Array], axis: int
     return [total.astype(array.dtype, copy=False) for total, array in zip(merged, arrays, strict=True)]
 
 
+def _spread_along(
+    replica: Replica, op: ReduceOp, flowing: list[Array], shapes: list[tuple[int, ...]], axis: int
+) -> list[Array]:
+    """The gradient of `_reduce_along`: what flows back into a sum flows back into each of its elements."""
+    totals = replica.communicator.all_reduce(flowing)
+    if op is ReduceOp.MEAN:
+        counts = replica.communicator.all_reduce([np.array([shape[axis]], np.int64) for shape in shapes])
+        totals = [(total / count[0]).astype(total.dtype) for total, count in zip(totals, counts, strict=True)]
+    return [
+        np.ascontiguousarray(np.broadcast_to(np.expand_dims(total, axis), shape))
+        for total, shape in zip(totals, shapes, strict=True)
+    ]
+
+
 def _as_float(leaf: Any) -> Any:
     """A tensor that has a mean: integers and booleans as Keras's own float."""
     kind = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
@@ -260,6 +296,26 @@ def _gather_along(replica: Replica, array: Array, axis: int) -> Array:
         raise ConfigurationError("gather() got a scalar, which has no axis to concatenate along. Give it shape (1,).")
     parts = replica.communicator.all_gather(np.moveaxis(array, axis, 0))
     return np.ascontiguousarray(np.moveaxis(np.concatenate(parts), 0, axis))
+
+
+def _own_parts(replica: Replica, flowing: list[Array], shapes: list[tuple[int, ...]], axis: int) -> list[Array]:
+    """The gradient of `_gather_along`: of what flows back on all replicas, the part of this one's values."""
+    totals = replica.communicator.all_reduce(flowing)
+    lengths = replica.communicator.all_gather(np.array([shape[axis] for shape in shapes], np.int64))
+    starts = np.sum(lengths[: replica.rank], axis=0, dtype=np.int64)
+    parts = []
+    for total, shape, start in zip(totals, shapes, np.broadcast_to(starts, len(shapes)), strict=True):
+        own = np.moveaxis(total, axis, 0)[start : start + shape[axis]]
+        parts.append(np.ascontiguousarray(np.moveaxis(own, 0, axis)))
+    return parts
+
+
+def _with_axis(shape: Shape, axis: int, lengths: Shape) -> Shape:
+    """A shape with these lengths in the place of an axis."""
+    if not -len(shape) <= axis < len(shape):
+        return shape  # who merges says what is wrong
+    place = range(len(shape))[axis]
+    return [*shape[:place], *lengths, *shape[place + 1 :]]
 
 
 def _bytes(count: int) -> str:
@@ -297,7 +353,6 @@ def _merge_gradients(gradients: list[Any]) -> list[Any]:
     values = strategy._tensors.call(
         strategy._merge,
         [gradients[i] for i in present],
-        keeps_shapes=True,
     )
     for i, value in zip(present, values, strict=True):
         merged[i] = value

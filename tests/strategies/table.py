@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 import numpy as np
+import pytest
 
 import phalanx
 from phalanx import ReduceOp
@@ -329,6 +331,19 @@ def average_loss(setting: Setting) -> dict[str, Any]:
         world = setting.world_size
         np.testing.assert_allclose(host(phalanx.compute_average_loss(losses)), 2.0 / world, rtol=1e-6)
         np.testing.assert_allclose(host(phalanx.scale_regularization_loss(tensor(6.0))), 6.0 / world, rtol=1e-6)
+        words = tensor(np.array([[1.0, 2.0], [3.0, 4.0]], "float32"))
+        two = tensor(np.array([1.0, 3.0], "float32"))
+        for given, expected in (
+            ((words,), 5.0),
+            ((words, two), 12.0),
+            ((words, keras.ops.expand_dims(two, 0)), 11.0),
+            ((two, keras.ops.expand_dims(two, 1)), 5.0),
+            ((words, 2.0), 10.0),
+            ((words[:0],), 0.0),
+        ):
+            np.testing.assert_allclose(host(phalanx.compute_average_loss(*given)), expected / world, rtol=1e-6)
+        with pytest.raises(phalanx.ConfigurationError, match="reduction=None"):
+            phalanx.compute_average_loss(tensor(1.5))
     return {}
 
 
@@ -379,6 +394,52 @@ def all_reduce_is_differentiable_on_torch(setting: Setting) -> dict[str, Any]:
     np.testing.assert_allclose(loss.item(), 2 * (totals * [1.0, 2.0]).sum(), rtol=1e-6)
     np.testing.assert_allclose(weight.grad.numpy(), 2 * world * x.numpy(), rtol=1e-6)
     return {}
+
+
+@scenario(plain=False, backends=("tensorflow", "torch"))
+def values_that_are_gathered_or_reduced_along_an_axis_are_differentiable(setting: Setting) -> dict[str, Any]:
+    """Rank r has r + 1 columns, and its loss weighs the results r + 1 times."""
+    rank, world = setting.rank, setting.world_size
+    columns, factors = world * (world + 1) // 2, world * (world + 1) / 2
+    weights = np.arange(2.0 * columns, dtype="float32").reshape(2, columns)
+    rows = np.array([1.0, 2.0], "float32")
+    first = rank * (rank + 1) // 2
+    expected = factors * weights[:, first : first + rank + 1] + (factors / columns + world) * rows[:, None]
+
+    def loss_of(value: Any) -> Any:
+        context, strategy = phalanx.get_replica_context(), setting.strategy
+        gathered, _ = context.all_gather([value, tensor(np.array([[rank], [rank]]))], axis=1)
+        mean, total = strategy.reduce("MEAN", value, axis=1), strategy.reduce("SUM", value, axis=-1)
+        assert len(gathered.shape) == 2
+        assert tuple(mean.shape) == tuple(total.shape) == (2,)
+        weighted = keras.ops.sum(gathered * tensor(weights)) + keras.ops.sum(mean * tensor(rows))
+        return (rank + 1) * weighted + keras.ops.sum(total * tensor(rows))
+
+    for gradient_of in _gradients(loss_of):
+        found = setting.strategy.run(gradient_of, args=(np.ones((2, rank + 1), "float32"),))
+        np.testing.assert_allclose(host(found), expected, rtol=1e-6)
+    return {}
+
+
+def _gradients(loss_of: Any) -> Iterator[Any]:
+    """Functions that give the gradient of a loss: compiled as well, where a backend can."""
+    if keras.backend.backend() == "torch":
+        import torch
+
+        yield lambda value: torch.autograd.grad(loss_of(leaf := torch.tensor(value, requires_grad=True)), leaf)[0]
+        return
+    import tensorflow as tf
+
+    def gradient_of(value: Any) -> Any:
+        value = tf.convert_to_tensor(value)
+        with tf.GradientTape() as tape:
+            tape.watch(value)
+            loss = loss_of(value)
+        return tape.gradient(loss, value)
+
+    yield gradient_of
+    yield tf.function(gradient_of)
+    yield tf.function(gradient_of, input_signature=[tf.TensorSpec([2, None])])
 
 
 @scenario(plain=False, backends=("jax",), error={"jax": ("UnsupportedError", "compiled by JAX")})
