@@ -91,7 +91,15 @@ def _options_of_horovodrun(function: Callable[..., None]) -> Callable[..., None]
     return function
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:  # before a job, or between two lives of it
+            sys.exit(SIGNAL_BASE + signal.SIGINT)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="phalanx")
 def cli() -> None:
     """Distributed training for Keras 3 on any backend."""
@@ -297,8 +305,6 @@ def run(
             preemption_signal=preemption_signal,
             verbose=verbose,
         )
-    except KeyboardInterrupt:  # before the job, or between two lives of it
-        code = SIGNAL_BASE + signal.SIGINT
     except BrokenPipeError:
         # Whoever read the output has gone (`| head`). The workers are ended by now; nothing can be said.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -6,13 +6,15 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from phalanx.errors import UnsupportedError
+import numpy as np
+
+from phalanx.errors import ConfigurationError, UnsupportedError
 from phalanx.inputs.policy import AutoShardPolicy, InputContext, InputOptions
 from phalanx.inputs.shard import make_source
 from phalanx.inputs.sharded import ShardedInput
 from phalanx.inputs.source import Source
 from phalanx.inputs.split import Share, stand_in
-from phalanx.nested import map_leaves
+from phalanx.nested import leaves, map_leaves
 
 INFINITE_CARDINALITY = -1
 UNKNOWN_CARDINALITY = -2
@@ -95,6 +97,7 @@ class DistributedDataset:
         any_rank: Callable[[bool], bool] | None = None,
     ):
         self.source = source
+        self._rank = rank
         alike = world_size == 1 or source.policy is AutoShardPolicy.DATA
         self._any_rank = None if alike else any_rank
         self.element_spec = element_spec
@@ -123,8 +126,27 @@ class DistributedDataset:
             share = next(shares, None)
             if not self._any_rank(share is not None):
                 return
-            last = share or (last or self.source.peek())._replace(size=0)
+            last = share or (last or self._example())._replace(size=0)
             yield last
+
+    def _example(self) -> Share:
+        """A share with the structure of the others', for a rank whose data end before they begin."""
+        try:
+            return self.source.peek()
+        except StopIteration:
+            pass
+        specs = leaves(self.element_spec)
+        if not specs or any(getattr(getattr(spec, "shape", None), "rank", None) is None for spec in specs):
+            raise ConfigurationError(
+                f"The {self.source.kind} of rank {self._rank} has no batch at all, and the others have some. Give each "
+                f"replica at least one batch: deal the data out before `.batch()`, not after it."
+            )
+
+        def one(spec: Any) -> Any:
+            kind = "S1" if spec.dtype.name == "string" else spec.dtype.as_numpy_dtype
+            return np.zeros([1, *(length or 0 for length in spec.shape[1:])], kind)
+
+        return Share(map_leaves(one, self.element_spec), 0, None, None)
 
     def __len__(self) -> int:
         """Batches per epoch. Raises: TypeError where that is unknown."""

@@ -36,6 +36,7 @@ import threading
 from dataclasses import dataclass
 from types import ModuleType, TracebackType
 
+from phalanx.errors import PreemptedError
 from phalanx.launcher import cores, deferral, exit_codes, lifeline, progress
 from phalanx.launcher.environment import CHILD, grace_s
 
@@ -158,7 +159,8 @@ def without_own_frames(stacks: str) -> str:
 class _ErrorRecorder:
     """Prints an uncaught error as Python does, less the frames of this file; tells the launcher of it.
 
-    A Ctrl-C is told only: the page shows where everyone was, and as many tracebacks at once are not to be read.
+    A Ctrl-C is told only: the page shows where everyone was, and as many tracebacks at once are not to be read. Where
+    the job was told to end nothing is wrong, and the stack says nothing.
     """
 
     def __init__(self, fd: int):
@@ -171,12 +173,15 @@ class _ErrorRecorder:
         while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
             traceback = traceback.tb_next
         error = error.with_traceback(traceback)
-        if not issubclass(kind, KeyboardInterrupt):
+        preempted = isinstance(error, PreemptedError)
+        if preempted:
+            print(error, file=sys.stderr)
+        elif not issubclass(kind, KeyboardInterrupt):
             sys.__excepthook__(kind, error, traceback)
         from phalanx.launcher import words
 
         words.write(self._fd, words.of_error(error))
-        if isinstance(error, Exception):
+        if isinstance(error, Exception) and not preempted:
             _end_within(grace_s(os.environ), exit_codes.of_error(error))
 
 

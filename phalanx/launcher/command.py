@@ -136,7 +136,7 @@ def run(
         finally:
             screen.close()
         verdict = outcome.verdict
-        if verdict.code == _PREEMPTED:
+        if verdict.code == _PREEMPTED and verdict.cause is None:
             screen.message(f"phalanx: {verdict.reason}. Start it again, and it goes on there (exit code {_PREEMPTED})")
         elif not verdict.success:
             screen.message(page.render(verdict, outcome.ends, log_dir=str(log_dir) if log_dir else None, full=False))
@@ -312,7 +312,7 @@ class _Narrator:
         self._screen.message(f"phalanx: {end.task} {exit_codes.ending(end.returncode)}; starting it again ({count})")
 
     def failed(self, end: End) -> None:
-        if end.code == _PREEMPTED:
+        if end.was_preempted:
             return  # all leave, each with its own word
         self._screen.message(f"phalanx: {end.task} (rank {end.rank}) failed with exit code {end.code}; ending the job")
 

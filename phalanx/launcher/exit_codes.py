@@ -226,7 +226,7 @@ class _ExitCodeHook:
     def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         global _failed
         _failed = not isinstance(error, errors.PreemptedError)
-        if isinstance(error, errors.PreemptedError):
+        if isinstance(error, errors.PreemptedError) and self._previous is sys.__excepthook__:
             print(error, file=sys.stderr)  # nothing is wrong, and the stack says nothing
         else:
             self._previous(kind, error, traceback)

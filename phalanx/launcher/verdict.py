@@ -61,11 +61,17 @@ class End:
     @property
     def remoteness(self) -> int:
         """How far it is from the cause: 0 for an end of its own, more for the echo of another's, also where the program
-        caught it and ended itself."""
+        caught it and ended itself. That it is an echo is less sure where only the exit code says so."""
         if self.returncode is None:
             return 0
-        caught = 1 if self.words.error is None else self.words.error.code
-        return max(_CONSEQUENCE.get(self.code, 0), _CONSEQUENCE.get(caught, 0))
+        by_code = _CONSEQUENCE.get(self.code, 0)
+        if self.words.error is None:
+            return max(0, 2 * by_code - 1)
+        return 2 * max(by_code, _CONSEQUENCE.get(self.words.error.code, 0))
+
+    @property
+    def was_preempted(self) -> bool:
+        return self.code == PREEMPTED_CODE and self.words.error is not None and self.words.error.code == PREEMPTED_CODE
 
     @property
     def failed(self) -> bool:
@@ -98,7 +104,7 @@ def judge(ends: Sequence[End], *, interrupted_by: int | None = None) -> Verdict:
         interrupted_by: the signal with which the launcher was told to end the job, if it was.
     """
     own = [end for end in ends if end.failed and not end.by_launcher and not end.outlived]
-    if any(end.code == PREEMPTED_CODE for end in ends):
+    if any(end.was_preempted for end in ends):
         # All leave together, after the chief has saved; who leaves last may have lost the others.
         return Verdict(PREEMPTED_CODE, None, "the job was told to end, and has taken a checkpoint first")
     if interrupted_by is not None:

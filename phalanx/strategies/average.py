@@ -26,8 +26,8 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
     losses = keras.ops.convert_to_tensor(per_example_loss)
     if keras.ops.ndim(losses) == 0:
         raise ConfigurationError(
-            "compute_average_loss() got a scalar; it needs the loss of each example, shape (local batch, ...). Do not take "
-            "the mean; make the loss with reduction=None, for example keras.losses.MeanSquaredError(reduction=None)."
+            "compute_average_loss() got a scalar; it needs the loss of each example, shape (local batch, ...). Do not "
+            "take the mean: keras.losses.MeanSquaredError(reduction=None) gives one loss for each example."
         )
     if sample_weight is not None:
         losses = losses * _beside(keras.ops.cast(sample_weight, losses.dtype), losses)

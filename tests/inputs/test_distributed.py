@@ -140,3 +140,23 @@ def test_ranks_whose_data_end_early_get_batches_without_samples():
         first, second = pool.map(iterated, range(2))
     assert second == [(4, 2), (4, 2), (3, 2)] * 2
     assert first == [(4, 2), (0, 2), (0, 2)] * 2
+
+
+def test_a_rank_without_any_data_gets_batches_without_samples():
+    tf = pytest.importorskip("tensorflow")
+    left = [True]
+
+    def own(_: InputContext):
+        data = {"x": np.zeros((2, 3), "float32"), "name": np.array(["a", "b"])}
+        return tf.data.Dataset.from_tensor_slices(data).batch(2).take(0)
+
+    data = distribute_from_function(own, rank=1, world_size=2, seed=0, any_rank=lambda _: left.pop() if left else False)
+    (batch,) = list(data)
+    assert (batch["x"].shape, batch["x"].dtype) == ((0, 3), np.float32)
+    assert batch["name"].shape == (0,)
+
+
+def test_a_rank_without_any_data_that_cannot_be_imitated_is_told_so():
+    data = distribute_from_function(lambda _: (_ for _ in ()), rank=1, world_size=2, seed=0, any_rank=lambda own: True)
+    with pytest.raises(ConfigurationError, match="of rank 1 has no batch at all"):
+        list(data)

@@ -15,7 +15,24 @@ def end(rank: int, code: int | None, order: int, **more: object) -> End:
 
 
 def lost(task: str) -> LastWords:
-    return LastWords(error=ErrorWords("PeerLostError", f"lost {task}", "Traceback ...", task))
+    return LastWords(error=ErrorWords("PeerLostError", f"lost {task}", "Traceback ...", task, LOST))
+
+
+def test_codes_of_phalanx_that_the_program_chose_itself_are_ends_of_its_own() -> None:
+    verdict = judge([end(0, LOST, 0, words=lost("worker/1")), end(1, LOST, 1)])
+    assert verdict.cause is not None
+    assert verdict.cause.rank == 1
+    verdict = judge([end(0, LOST, 0, words=lost("worker/1")), end(1, 75, 1)])
+    assert (verdict.code, verdict.cause and verdict.cause.rank) == (75, 1)
+    told = LastWords(error=ErrorWords("PreemptedError", "told to end", "Traceback ...", code=75))
+    assert judge([end(0, LOST, 0, words=lost("worker/1")), end(1, 75, 1, words=told)]).cause is None
+
+
+def test_who_catches_the_loss_of_another_is_no_cause() -> None:
+    caught = LastWords(error=ErrorWords("RuntimeError", "wrapped", "Traceback ...", "worker/1", code=LOST))
+    verdict = judge([end(0, 1, 0, words=caught), end(1, 1, 1)])
+    assert verdict.cause is not None
+    assert verdict.cause.rank == 1
 
 
 def test_a_job_without_failure_succeeds() -> None:
