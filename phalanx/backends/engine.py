@@ -93,6 +93,14 @@ class Engine(Protocol):
         """Create all variables of model, metrics and optimizer for batches like `data`."""
         ...
 
+    def expect(self, *, single: bool) -> None:
+        """Say what the next batches are like; never between `begin` and `end` of training.
+
+        Args:
+            single: their elements were tuples (or lists) of x alone, which steps of the model's own are given as such.
+        """
+        ...
+
     def begin(self) -> None:
         """Call before the first step of an epoch or an evaluation."""
         ...

@@ -13,6 +13,9 @@ regularizers may stand beside it, and gradients and logged values follow.
 
 Keras forms all these denominators in one function, `keras.src.losses.loss.reduce_weighted_values`; while a step runs
 (or is traced), ours stands in its place, also for losses that an overridden `compute_loss` or `train_step` calls.
+
+A vector given to `add_loss` is summed by Keras, in `Trainer._aggregate_additional_loss`: with one value for each sample
+of the batch it is a sum as well, else (a penalty for each unit) the same on all ranks.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from typing import Any
 import numpy as np
 from keras import ops
 from keras.src.losses import loss as keras_loss
+from keras.src.trainers.trainer import Trainer
 
 from phalanx.backends.engine import Array, Merge
 from phalanx.backends.stand_in import StandIn
@@ -34,15 +38,28 @@ Denominator = Any
 _DIVIDED = ("sum_over_batch_size", "mean")
 
 
-class ScaledLosses(StandIn):
-    """A context that multiplies each loss of those three kinds by `scale_of(its denominator on this rank)`.
+class ScaledLosses:
+    """A context that multiplies each loss of those kinds by `scale_of(its denominator on this rank)`.
 
     `scale_of` is called in the order of the losses.
+
+    Attributes:
+        batch_size: of this rank's part of the batch at hand.
     """
 
-    def __init__(self, scale_of: Callable[[Denominator | None], Any]) -> None:
-        super().__init__(keras_loss, "reduce_weighted_values", self._reduce)
+    def __init__(self, scale_of: Callable[[Denominator | None], Any], batch_size: int = 0) -> None:
+        self.batch_size = batch_size
         self._scale_of = scale_of
+        self._losses = StandIn(keras_loss, "reduce_weighted_values", self._reduce)
+        self._added = StandIn(Trainer, "_aggregate_additional_loss", self._sum)
+
+    def __enter__(self) -> None:
+        self._losses.__enter__()
+        self._added.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._added.__exit__(*error)
+        self._losses.__exit__(*error)
 
     def _reduce(
         self,
@@ -52,11 +69,25 @@ class ScaledLosses(StandIn):
         reduction: Any = "sum_over_batch_size",
         dtype: Any = None,
     ) -> Any:
-        loss = self.original(values, sample_weight, mask, reduction, dtype)
+        loss = self._losses.original(values, sample_weight, mask, reduction, dtype)
         if tuple(values.shape) == () or not _only_all_know(reduction, sample_weight, mask):
             return loss
         denominator = None if reduction == "sum" else _denominator(values, sample_weight, mask, reduction)
         return loss * ops.cast(self._scale_of(denominator), loss.dtype)
+
+    def _sum(self, added: Any) -> Any:
+        total: Any = ops.sum(ops.cast(added, "float32") if "float" not in str(added.dtype) else added)
+        if not has_samples(added, self.batch_size):
+            return total
+        return total * ops.cast(self._scale_of(None), total.dtype)
+
+
+def has_samples(values: Any, batch_size: int) -> bool:
+    """Whether these are values for each sample of a batch, or several for each, by their shape."""
+    length = values.shape[0] if len(values.shape) else 0
+    if length is None or length == batch_size:
+        return True
+    return batch_size > 1 and length > 0 and length % batch_size == 0
 
 
 def scales(denominators: Sequence[Array | None], merge: Merge, share: float) -> Array:

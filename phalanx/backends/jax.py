@@ -73,7 +73,7 @@ class _Weights:
         return (jnp.array(value) if isinstance(value, np.ndarray) else value for value in self.values)
 
 
-class JaxEngine:
+class JaxEngine(model_state.Packing):
     """Steps of one Keras model on the JAX backend; see `phalanx.backends.engine.Engine`."""
 
     def __init__(self, model: Any, merge: Merge) -> None:
@@ -212,7 +212,7 @@ class JaxEngine:
 
     def predict(self, data: Batch) -> Any:
         trainable, non_trainable, _, metrics = self._state(with_optimizer=False)
-        outputs, non_trainable = self._predict((trainable, non_trainable), model_state.packed(data))
+        outputs, non_trainable = self._predict((trainable, non_trainable), self._packed(data))
         self._keep(trainable, list(non_trainable), None, metrics)
         return tree.map_structure(np.asarray, outputs)
 
@@ -254,9 +254,7 @@ class JaxEngine:
     ) -> _Own:
         """The model's own `train_step`, without the update; the logs as it returned them."""
         with probe(self._model.optimizer) as calls, self._watched("train_step", self.origins) as find:
-            logs, state = self._model.train_step(
-                (trainable, non_trainable, optimizer, metrics), model_state.packed(data)
-            )
+            logs, state = self._model.train_step((trainable, non_trainable, optimizer, metrics), self._packed(data))
             find(model_state.flat_logs(logs))
         gradients = only_call(calls, state, trainable, optimizer)
         return _Own(gradients, _changed(non_trainable, state[1]), list(state[3]), logs)
@@ -279,7 +277,7 @@ class JaxEngine:
 
     def _trace_test(self, trainable: Values, non_trainable: Values, metrics: Values, data: Batch) -> Any:
         with self._watched("test_step", self._test_origins) as find:
-            logs, state = self._model.test_step((trainable, non_trainable, metrics), model_state.packed(data))
+            logs, state = self._model.test_step((trainable, non_trainable, metrics), self._packed(data))
             find(model_state.flat_logs(logs))
         _, new_non_trainable, new_metrics = state
         return new_metrics, _changed(non_trainable, new_non_trainable), _own_logs(self._model, "test_step", logs)

@@ -11,6 +11,7 @@ from keras.src import tree
 
 from phalanx.backends.engine import Batch, Merge
 from phalanx.backends.global_losses import ScaledLosses, scales
+from phalanx.backends.model_state import samples
 from phalanx.backends.step_means import StepMeans
 from phalanx.errors import UnsupportedError
 
@@ -78,14 +79,18 @@ class Step:
     def _trace(self, share: Any, *arguments: Any) -> Any:
         *arguments_of_step, given = arguments
         left = iter(given)
+        scaled = 0
 
         def scale_of(denominator: Any) -> Any:
-            if not len(given):
-                raise _DenominatorsNeeded
-            return next(left)
+            nonlocal scaled
+            scaled += 1
+            return next(left) if len(given) else 1.0
 
-        with ScaledLosses(scale_of), StepMeans(lambda: share):
-            return self._function(*arguments_of_step)
+        with ScaledLosses(scale_of, samples(arguments_of_step[-1])), StepMeans(lambda: share):
+            results = self._function(*arguments_of_step)
+        if scaled and not len(given):
+            raise _DenominatorsNeeded  # at its end: Keras would keep the added losses of a step that was broken off
+        return results
 
     def _trace_denominators(self, *arguments: Any) -> list[Any]:
         found: list[Any] = []
@@ -94,7 +99,7 @@ class Step:
             found.append(denominator)
             return 1.0
 
-        with ScaledLosses(note):
+        with ScaledLosses(note, samples(arguments[-1])):
             self._function(*arguments)
         return found
 

@@ -13,6 +13,7 @@ from keras.src.trainers.trainer import Trainer
 
 from phalanx.backends.layout import WEIGHT_OF_AGGREGATION, Weight
 from phalanx.errors import UnsupportedError
+from phalanx.nested import leaves
 
 _GradientMerge = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
 """Gets gradients and their weights."""
@@ -110,9 +111,27 @@ def layer_state(model: Any) -> list[Any]:
     return list(seen.values())
 
 
-def packed(data: tuple[Any, Any, Any]) -> Any:
-    """A batch as a step of the model gets it from Keras: without what is not there, as in `x, y = data`."""
-    return keras.utils.pack_x_y_sample_weight(*data)
+class Packing:
+    """A batch as Keras gives it to steps of a model's own: without what is not there, as in `x, y = data`."""
+
+    _single = False
+
+    def expect(self, *, single: bool) -> None:
+        """See `Engine.expect`."""
+        if single != self._single:
+            self._single = single
+            self.retrace()
+
+    def retrace(self) -> None:
+        raise NotImplementedError
+
+    def _packed(self, data: tuple[Any, Any, Any]) -> Any:
+        return (data[0],) if self._single else keras.utils.pack_x_y_sample_weight(*data)
+
+
+def samples(data: Any) -> int:
+    """How many there are in a batch."""
+    return int(leaves(data)[0].shape[0])
 
 
 def is_unbuilt(model: Any) -> bool:
@@ -120,6 +139,13 @@ def is_unbuilt(model: Any) -> bool:
     parts = [model._compile_metrics, model._compile_loss]
     layers = model._flatten_layers()
     return not all(layer.built for layer in layers) or any(part is not None and not part.built for part in parts)
+
+
+def has_built_parts(model: Any) -> bool:
+    """Whether all that the model is made of has its variables, be it itself built or not."""
+    parts = [model._compile_metrics, model._compile_loss]
+    layers = [layer for layer in model._flatten_layers() if layer is not model]
+    return bool(layers) and all(part is None or part.built for part in [*layers, *parts])
 
 
 def metric_weights(model: Any) -> tuple[Weight, ...]:

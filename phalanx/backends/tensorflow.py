@@ -23,9 +23,10 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
 from phalanx.backends import model_state
 from phalanx.backends.engine import Batch, Merge
-from phalanx.backends.global_losses import ScaledLosses, check_losses, scales
+from phalanx.backends.global_losses import ScaledLosses, check_losses, has_samples, scales
 from phalanx.backends.layout import Layout, Weight
 from phalanx.backends.log_origins import LogOrigins
+from phalanx.backends.stand_in import StandIn
 from phalanx.backends.step_means import StepMeans
 from phalanx.backends.tensorflow_adam import fused
 from phalanx.backends.tensors import Gradient, HostFunction, Shape, same_shape
@@ -46,7 +47,7 @@ class _HostCallNeeded(Exception):
     """A loss asks the other ranks in the middle of a function that XLA compiles, which cannot call the host."""
 
 
-class TensorFlowEngine:
+class TensorFlowEngine(model_state.Packing):
     """Steps of one Keras model on the TensorFlow backend; see `phalanx.backends.engine.Engine`."""
 
     def __init__(self, model: Any, merge: Merge) -> None:
@@ -62,6 +63,7 @@ class TensorFlowEngine:
         self.origins = LogOrigins(model)
         self._test_origins = LogOrigins(model)
         self._losses = ScaledLosses(self._scale_of)
+        self._gradients_of_vectors = StandIn(tf.GradientTape, "gradient", self._gradient_function())
         self._share_in_graph = tf.Variable(self._share)
         self._means = StepMeans(lambda: self._share_in_graph)
         self._predict = self._function(model.predict_step, jit_compile=model.jit_compile)
@@ -85,8 +87,9 @@ class TensorFlowEngine:
 
     def build(self, data: Batch) -> None:
         model = self._model
-        if model_state.overrides(model, TensorFlowTrainer, "train_step") and type(model).call is keras.Model.call:
-            # A model that is only its `train_step`, whose parts are built already.
+        only_a_step = type(model).call is keras.Model.call or model_state.has_built_parts(model)
+        if model_state.overrides(model, TensorFlowTrainer, "train_step") and only_a_step:
+            # Its `train_step` may do anything with its parts, and need not call the model.
             if not model.optimizer.built:
                 model.optimizer.build(model.trainable_variables)
         else:
@@ -136,8 +139,11 @@ class TensorFlowEngine:
             self._share = share
             self._share_in_graph.assign(share)
         self._failure = None
+        # In a graph the number of samples is unknown: what has a length has no samples.
+        eagerly = self._model.run_eagerly or tf.config.functions_run_eagerly()
+        self._losses.batch_size = model_state.samples(data) if eagerly else -1
         try:
-            with self._losses, self._means:
+            with self._losses, self._means, self._gradients_of_vectors:
                 return self._call(function, data)
         except _HostCallNeeded:
             logger.info("XLA is off for %r: its loss is merged over the replicas.", self._model.name)
@@ -206,7 +212,7 @@ class TensorFlowEngine:
         assign = _assign if self._merge.updates else None
         merging = model_state.merging_applies(self._model, self._merge_gradients, fused, assign)
         with merging, self.origins.watched() as find:
-            logs = model_state.flat_logs(self._model.train_step(model_state.packed(data)))
+            logs = model_state.flat_logs(self._model.train_step(self._packed(data)))
             find(logs)
         _, averages = self._merge_all([], logs, before)
         return averages, dict(self._model.get_metrics_result()), self.origins.results()
@@ -215,7 +221,7 @@ class TensorFlowEngine:
         """What it logs itself."""
         differ = model_state.logs_differ_from_metrics(self._model, TensorFlowTrainer, "test_step")
         with self._test_origins.watched(of_interest=differ) as find:
-            logs = model_state.flat_logs(self._model.test_step(model_state.packed(data)))
+            logs = model_state.flat_logs(self._model.test_step(self._packed(data)))
             find(logs)
         return logs if differ else {}
 
@@ -231,6 +237,30 @@ class TensorFlowEngine:
         (value,) = self._on_host(scale, [tf.ones([]) if is_sum else denominator], [tf.float32])
         value.set_shape([])
         return value
+
+    def _gradient_function(self) -> Callable[..., Any]:
+        """In the place of `GradientTape.gradient`, which sums a loss that has values for each sample."""
+
+        def gradient(
+            tape: Any, target: Any, sources: Any, output_gradients: Any = None, *others: Any, **named: Any
+        ) -> Any:
+            if output_gradients is None and self._sums_samples(target, sources):
+                output_gradients = tf.ones_like(target) * tf.cast(
+                    tf.math.divide_no_nan(1.0, self._share_in_graph), target.dtype
+                )
+            return self._gradients_of_vectors.original(tape, target, sources, output_gradients, *others, **named)
+
+        return gradient
+
+    def _sums_samples(self, target: Any, sources: Any) -> bool:
+        """Not where the gradient of each sample's own input is asked for, as by a gradient penalty."""
+        return (
+            isinstance(target, tf.Tensor)
+            and target.shape.rank != 0
+            and target.dtype.is_floating
+            and all(isinstance(source, tf.Variable | keras.Variable) for source in tf.nest.flatten(sources))
+            and (target.shape.rank is None or has_samples(target, self._losses.batch_size))
+        )
 
     def _start_metrics(self) -> list[Any]:
         """Begin the step's increments at zero; returns what the metrics held before."""
@@ -382,7 +412,7 @@ class TensorFlowEngine:
         return results
 
     def predict(self, data: Batch) -> Any:
-        return tree.map_structure(np.asarray, self._predict(model_state.packed(_tensors(data))))
+        return tree.map_structure(np.asarray, self._predict(self._packed(_tensors(data))))
 
     def _function(self, function: Callable[..., Any], jit_compile: bool = False) -> Callable[..., Any]:
         if self._model.run_eagerly:
@@ -394,6 +424,8 @@ class TensorFlowEngine:
         compiled: Callable[..., Any] = tf.function(
             tf.autograph.experimental.do_not_convert(of_any_size), jit_compile=jit_compile, reduce_retracing=True
         )
+        # It would be about calls that trace again: TensorFlow does not see the others, which `_call` makes directly.
+        compiled._omit_frequent_tracing_warning = True  # type: ignore[attr-defined]
         return compiled
 
 

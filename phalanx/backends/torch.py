@@ -35,7 +35,7 @@ from phalanx.nested import leaves, map_leaves
 Array = np.ndarray[Any, Any]
 
 
-class TorchEngine:
+class TorchEngine(model_state.Packing):
     """Steps of one Keras model on the PyTorch backend; see `phalanx.backends.engine.Engine`."""
 
     def __init__(self, model: Any, merge: Merge) -> None:
@@ -96,6 +96,7 @@ class TorchEngine:
         try:
             run = self._train_own if self._own_train_step else self._train_overridden
             self._share = share
+            self._losses.batch_size = model_state.samples(data)
             with self._losses, self._means:
                 run(_to_device(data), share, metrics_before)
         except BaseException:
@@ -169,7 +170,7 @@ class TorchEngine:
             self._model, lambda gradients, weights: self._merge_gradients(gradients, weights, share), fused, assign
         )
         with merging, self.origins.watched() as find:
-            logs = model_state.flat_logs(self._model.train_step(model_state.packed(data)))
+            logs = model_state.flat_logs(self._model.train_step(self._packed(data)))
             find(logs)
         if self._merge.exchange:
             self._log_own(logs)
@@ -258,10 +259,11 @@ class TorchEngine:
     def test(self, data: Batch, share: float) -> None:
         before = None if share else [variable.value.clone() for variable in self._metrics]
         self._share = share
+        self._losses.batch_size = model_state.samples(data)
         differ = model_state.logs_differ_from_metrics(self._model, TorchTrainer, "test_step")
         watched = self._test_origins.watched(of_interest=differ)
         with torch.no_grad(), self._losses, self._means, watched as find:
-            logs = model_state.flat_logs(self._model.test_step(model_state.packed(_to_device(data))))
+            logs = model_state.flat_logs(self._model.test_step(self._packed(_to_device(data))))
             find(logs)
             if before is not None:
                 for variable, value in zip(self._metrics, before, strict=True):
@@ -291,7 +293,7 @@ class TorchEngine:
 
     def predict(self, data: Batch) -> Any:
         with torch.no_grad():
-            outputs = self._model.predict_step(model_state.packed(_to_device(data)))
+            outputs = self._model.predict_step(self._packed(_to_device(data)))
         return tree.map_structure(_to_host, outputs)
 
 

@@ -75,7 +75,8 @@ class Updater(ABC):
 
     def __init__(self, optimizer: str, pieces: Sequence[Piece]) -> None:
         self.variables = [_variable(piece) for piece in pieces]
-        self.optimizer = keras.optimizers.deserialize(json.loads(optimizer))
+        # keras.optimizers.deserialize does not know all of Keras's own (Lamb).
+        self.optimizer = keras.saving.deserialize_keras_object(json.loads(optimizer))
         key = self.optimizer._var_key  # TensorFlow's own optimizers pass their own kind of variable
         decays = {key(v): piece.decays for v, piece in zip(self.variables, pieces, strict=True)}
         vars(self.optimizer)["_use_weight_decay"] = lambda variable: decays[key(variable)]

@@ -130,9 +130,7 @@ def _differences(a: Statement, b: Statement) -> Iterator[str]:
             b.facts.backend,
             "Set KERAS_BACKEND to the same value for all tasks.",
         )
-    yield from both(
-        "seed", a.facts.seed, b.facts.seed, "Set the same seed in every task (keras.utils.set_random_seed)."
-    )
+    yield from both("seed", a.facts.seed, b.facts.seed, "Set PHALANX_SEED to the same value for all tasks.")
     for name in sorted({*a.facts.others, *b.facts.others}):
         yield from both(name, a.facts.others.get(name), b.facts.others.get(name), "Make it the same in every task.")
 

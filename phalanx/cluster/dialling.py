@@ -42,6 +42,7 @@ def keep_linked(me: Identity, roll_call: RollCall, rank: Rank) -> None:
         absent_since = time.monotonic()
         failing_since: float | None = None
         failure: PhalanxError
+        answer: HandshakeError | None = None
         while True:
             started_at = time.monotonic()
             try:
@@ -51,12 +52,13 @@ def keep_linked(me: Identity, roll_call: RollCall, rank: Rank) -> None:
             except (LinkClosedError, LinkTimeoutError) as error:
                 failing_since, failure = None, error
             except HandshakeError as error:
-                failing_since, failure = failing_since or started_at, error
+                failing_since, failure, answer = failing_since or started_at, error, error
                 if isinstance(error, RefusedError):
                     roll_call.saw(rank)
                 if verdict := final_verdict(error, rank, time.monotonic() - failing_since):
                     roll_call.end_with(verdict)
-            roll_call.note(rank, str(failure))
+            ended = answer is not None and isinstance(failure, LinkClosedError)
+            roll_call.note(rank, f"nothing listens there any more; before: {answer}" if ended else str(failure))
             if roll_call.wait_until_over(retry_delay_s(time.monotonic() - absent_since)):
                 return
 

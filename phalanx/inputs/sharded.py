@@ -71,6 +71,7 @@ class ShardedInput:
         self._pass = 0  # the epoch in which the running pass began: the key of its order
         self._last: Share | None = None
         self._reset_done = False
+        self.single = False
         self._stream: Iterator[Share] = iter(())
         self._read = 0  # batches of the pass that were taken from the stream
 
@@ -169,14 +170,19 @@ class ShardedInput:
         if restart:
             self._open()
         try:
-            return _local(self._source.peek(restart=restart))
+            return self._local(self._source.peek(restart=restart))
         except StopIteration:
             raise self._no_data() from None
 
     def stand_in(self) -> LocalBatch:
         """A batch of size 0, shapes and dtypes like this input's, for a rank that ran out of data first."""
         share = self._last if self._last is not None else self._source.peek()
-        return LocalBatch(unpack(stand_in(share.data)), 0, None)
+        return self._local(Share(stand_in(share.data), 0, None, None))
+
+    def _local(self, share: Share) -> LocalBatch:
+        self.single = isinstance(share.data, tuple | list) and len(share.data) == 1
+        data: tuple[Any, Any, Any] = unpack(share.data)
+        return LocalBatch(data, share.size, share.global_size)
 
     def reset(self) -> None:
         """Forget the position: the next epoch begins a new pass. Keras does so at the start of each `fit`
@@ -206,7 +212,7 @@ class ShardedInput:
         Raises: ConfigurationError if there is no data at all; whatever the source raises.
         """
         for share in self.shares(index):
-            yield _local(share)
+            yield self._local(share)
 
     # Jobs whose members come and go.
 
@@ -293,7 +299,7 @@ class ShardedInput:
     def going_on(self, index: int, done: int) -> Generator[LocalBatch, None, None]:
         """The rest of epoch `index`, of which so many batches are done."""
         for share in self.shares(index, done):
-            yield _local(share)
+            yield self._local(share)
 
     def shares(self, index: int, done: int | None = None) -> Iterator[Share]:
         """As `epoch`, with the elements in the source's own structure; with `done`, as `going_on`."""
@@ -351,7 +357,7 @@ class ShardedInput:
         if share is None:
             return None
         self._last = share
-        return _local(share)
+        return self._local(share)
 
     def finish(self, steps: int) -> None:
         """End the epoch, which had so many batches."""
@@ -434,8 +440,3 @@ class ShardedInput:
         if self._last is None or self._last.fingerprint is None:
             raise RuntimeError("fingerprint() was called before the first batch was read.")
         return self._last.fingerprint
-
-
-def _local(share: Share) -> LocalBatch:
-    x: tuple[Any, Any, Any] = unpack(share.data)
-    return LocalBatch(x, share.size, share.global_size)

@@ -85,6 +85,8 @@ def main() -> None:
     for fd in (order.stacks, order.error):
         os.set_inheritable(fd, False)
     faulthandler.enable(order.stacks)
+    # What is there again when the interpreter has given its handlers up, which a process that is going down outlives.
+    signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
     faulthandler.register(STACKS_SIGNAL, order.stacks, all_threads=True)
     sys.excepthook = _ErrorRecorder(order.error)
     exit_codes.install()

@@ -579,7 +579,7 @@ class Job:
         if self._evaluates_until is not None and not self._schedule and self._evaluates_until <= self._clock():
             self._schedule = after_overdue_evaluation(self._clock())
             late = [p.task for rank, p in self._placements.items() if rank not in self._ends]
-            self._observer.overdue(late, self._evaluator_grace_s)
+            self._observer.overdue(late, self._last_grace_s)
         for rank in [rank for rank, due in self._leaving.items() if due <= self._clock()]:
             del self._leaving[rank]
             self._placements[rank].host.signal(rank, signal.SIGKILL)

@@ -180,6 +180,8 @@ def _end(end: End) -> str:
 
 
 def _last(end: End) -> str:
+    if end.returncode is None and end.words.phase is None:
+        return "nothing is known of what it did last"
     if end.words.phase is None:
         return "it had not begun to run the program"
     return f"last in {_describe(end.words)}, {end.words.age_s:.1f} s before"

@@ -64,10 +64,18 @@ class End:
         caught it and ended itself. That it is an echo is less sure where only the exit code says so."""
         if self.returncode is None:
             return 0
+        if self.by_launcher and self.has_own_error:
+            return 0
         by_code = _CONSEQUENCE.get(self.code, 0)
         if self.words.error is None:
             return max(0, 2 * by_code - 1)
         return 2 * max(by_code, _CONSEQUENCE.get(self.words.error.code, 0))
+
+    @property
+    def has_own_error(self) -> bool:
+        """Whether it recorded an error of its own, however it ended: something may have kept it from going down."""
+        error = self.words.error
+        return error is not None and error.kind != "KeyboardInterrupt" and error.code not in _CONSEQUENCE
 
     @property
     def was_preempted(self) -> bool:
@@ -103,7 +111,7 @@ def judge(ends: Sequence[End], *, interrupted_by: int | None = None) -> Verdict:
     Args:
         interrupted_by: the signal with which the launcher was told to end the job, if it was.
     """
-    own = [end for end in ends if end.failed and not end.by_launcher and not end.outlived]
+    own = [end for end in ends if end.failed and (not end.by_launcher or end.has_own_error) and not end.outlived]
     if any(end.was_preempted for end in ends):
         # All leave together, after the chief has saved; who leaves last may have lost the others.
         return Verdict(PREEMPTED_CODE, None, "the job was told to end, and has taken a checkpoint first")
@@ -118,18 +126,22 @@ def judge(ends: Sequence[End], *, interrupted_by: int | None = None) -> Verdict:
         return Verdict(
             FALSE_SUCCESS_CODE,
             lost,
-            f"{lost.task} left the job with exit code 0 while the others still depended on it",
+            f"{lost.task} left the job {'and did not end' if lost.hung else 'with exit code 0'} while the others still "
+            f"depended on it",
         )
-    cause = min(own, key=lambda end: (end.remoteness, end.order))
+    cause = min(own, key=lambda end: (end.remoteness, end.by_launcher, end.order))
+    if cause.by_launcher and cause.words.error is not None:
+        return Verdict(cause.words.error.code, cause, _reason(cause, ends))
     return Verdict(cause.code, cause, _reason(cause, ends))
 
 
 def _falsely_successful(ends: Sequence[End], failed: Sequence[End]) -> End | None:
-    """The task that ended with code 0 and was then missed by all that failed, if that is what happened."""
+    """The task that ended with code 0, or had left and did not end, and was then missed by all that failed, if that is
+    what happened."""
     if any(end.remoteness == 0 for end in failed):
         return None
     named = Counter(end.words.error.lost for end in failed if end.words.error is not None)
-    done = [end for end in ends if not end.failed and not end.by_launcher]
+    done = [end for end in ends if (end.hung if end.by_launcher else not end.failed)]
     missed = [end for end in done if named[end.task]]
     return min(missed, key=lambda end: end.order, default=None)
 
@@ -139,7 +151,7 @@ def _reason(cause: End, ends: Sequence[End]) -> str:
     error = cause.words.error
     if cause.returncode is None:
         return f"{who} was lost with its host: the connection to it ended"
-    if cause.returncode < 0:
+    if cause.returncode < 0 and not (cause.by_launcher and error is not None):
         return f"{who} was killed by {exit_codes.signal_name(-cause.returncode)}"
     if cause.code in _CONSEQUENCE:
         hung = [end.task for end in ends if end.hung]

@@ -158,6 +158,7 @@ class ReplicaTrainer:
                     callbacks.on_predict_batch_begin(first)
                 for batch in batches:
                     timeline.current.enter("forward")
+                    engine.expect(single=source.single)
                     own.append(_rows(engine.predict(batch.data), batch.size))
                     timeline.current.leave()
                     sizes.append(batch.sizes)
@@ -276,6 +277,7 @@ class ReplicaTrainer:
         self.replica.steadily(lambda: compare_inputs(source, self.replica, method))
         self._peeked = self._engine.builds_from_a_batch
         first = source.peek(restart=self._peeked)
+        self._engine.expect(single=source.single)
         check_batch_size(self.model, first, self.replica.world_size)
         self._engine.build(first.data)
         return self._engine
@@ -442,7 +444,7 @@ class ReplicaTrainer:
 
     def _in_order(self, parts: Any, sizes: list[tuple[int, ...]]) -> np.ndarray[Any, Any]:
         """All ranks' rows, batch by batch and in each batch in rank order."""
-        columns = self.replica.communicator.all_gather(np.concatenate(parts))
+        columns = self._all_gather(np.concatenate(parts))
         starts = np.zeros(len(columns), int)
         pieces = []
         for batch in sizes:
@@ -450,6 +452,17 @@ class ReplicaTrainer:
                 pieces.append(columns[rank][starts[rank] : starts[rank] + size])
                 starts[rank] += size
         return np.concatenate(pieces)
+
+    def _all_gather(self, rows: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+        """Each rank's rows; also of strings, as the layers have them that look words up."""
+        communicator = self.replica.communicator
+        if rows.dtype.kind not in "OSU":
+            return communicator.all_gather(rows)
+        everyones = communicator.all_gather_bytes(encode([rows.shape, rows.reshape(-1).tolist()]))
+        columns = []
+        for shape, values in map(decode, everyones):  # type: ignore[misc]
+            columns.append(np.array(values, rows.dtype).reshape(shape))
+        return columns
 
     def agree_on_learning_rate(self, adapt: Callable[[], None]) -> None:
         """The chief's learning rate on every rank, where callbacks may have set it."""
@@ -469,10 +482,12 @@ class ReplicaTrainer:
 
 def _keras_tensors(arrays: Any) -> Any:
     """Symbolic tensors like these arrays."""
-    return tree.map_structure(
-        lambda a: None if a is None else keras_backend.KerasTensor(a.shape, keras_backend.standardize_dtype(a.dtype)),
-        arrays,
-    )
+
+    def symbolic(array: Any) -> Any:
+        kind = "string" if array.dtype.kind in "OSU" else keras_backend.standardize_dtype(array.dtype)
+        return keras_backend.KerasTensor(array.shape, kind)
+
+    return tree.map_structure(lambda array: None if array is None else symbolic(array), arrays)
 
 
 def _rows(outputs: Any, size: int) -> Any:

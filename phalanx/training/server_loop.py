@@ -254,6 +254,7 @@ class ServerTrainer:
             self._engine = make_engine(self._model, self._merge)
         self._peeked = self._engine.builds_from_a_batch
         self._sample = source.peek(restart=self._peeked).data
+        self._engine.expect(single=source.single)
         self._engine.build(self._sample)
         return self._engine
 

@@ -324,6 +324,38 @@ def test_a_crash_of_native_code_shows_its_python_stack(launcher: Launcher) -> No
     assert re.search(r"program.py.*in crash", job.err)
 
 
+@pytest.mark.parametrize(
+    ("ending", "code", "words"),
+    [
+        ("raise ValueError('boom')", 1, "failed with ValueError: boom"),
+        ("sys.exit(3)", 71, "worker/1 left the job and did not end"),
+    ],
+)
+def test_a_worker_that_native_code_keeps_from_going_down_is_the_cause(
+    ending: str, code: int, words: str, launcher: Launcher
+) -> None:
+    """When its stacks are asked for, Python has given its handlers up already."""
+    script = launcher.script(
+        f"""
+        import ctypes
+        from phalanx.errors import PeerLostError
+        if rank == 1:
+            libc = ctypes.CDLL(None)
+            libc.__cxa_atexit(ctypes.cast(libc.sleep, ctypes.c_void_p), ctypes.c_void_p(600), None)
+            touch("leaves")
+            {ending}
+        wait_for("leaves")
+        time.sleep(0.5)
+        raise PeerLostError("lost worker/1", rank=1, task="worker/1", host="here")
+        """
+    )
+    launcher.environment["PHALANX_GRACE"] = "2"
+    job = launcher.run("-n", "2", script)
+    assert job.code == code, job.err
+    assert words in job.err
+    assert "SIGUSR2" not in job.err
+
+
 def test_the_page_shows_where_a_rank_hangs_and_what_each_did_last(launcher: Launcher) -> None:
     script = launcher.script(
         """

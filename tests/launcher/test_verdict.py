@@ -35,6 +35,17 @@ def test_who_catches_the_loss_of_another_is_no_cause() -> None:
     assert verdict.cause.rank == 1
 
 
+def test_who_does_not_go_down_after_its_own_error_is_the_cause() -> None:
+    own = LastWords(error=ErrorWords("ValueError", "boom", "Traceback ...", code=1))
+    ends = [end(0, LOST, 0, words=lost("worker/1")), end(1, -signal.SIGKILL, 1, by_launcher=True, hung=True, words=own)]
+    verdict = judge(ends)
+    assert (verdict.code, verdict.cause and verdict.cause.rank) == (1, 1)
+    assert "failed with ValueError: boom" in verdict.reason
+    verdict = judge([ends[0], end(1, -signal.SIGKILL, 1, by_launcher=True, hung=True)])
+    assert (verdict.code, verdict.cause and verdict.cause.rank) == (LOST, 1)
+    assert "left the job and did not end" in verdict.reason
+
+
 def test_a_job_without_failure_succeeds() -> None:
     assert judge([end(0, 0, 0), end(1, 0, 1)]).success
 

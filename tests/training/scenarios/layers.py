@@ -262,3 +262,45 @@ def modules_of_pytorch_among_the_layers(setting: Setting) -> dict[str, Any]:
     buffers = {name: buffer.numpy().copy() for name, buffer in norm.named_buffers()}
     buffers["phases"] = buffers["phases"].imag
     return {**found, "predict": model.predict(features(), verbose=0), "buffers": buffers}
+
+
+@scenario()
+def added_losses_that_are_vectors(setting: Setting) -> dict[str, Any]:
+    """Keras sums them: a value for each sample, as of a CTC loss in a layer, and a penalty for each unit."""
+
+    class Penalised(layers.Layer):
+        def build(self, input_shape: Any) -> None:
+            self.scale = self.add_weight(shape=(11,), initializer="ones")
+
+        def call(self, inputs: Any) -> Any:
+            self.add_loss(0.01 * ops.mean(inputs**2, axis=-1, keepdims=True))
+            self.add_loss(0.001 * ops.abs(self.scale))
+            return inputs * self.scale
+
+    def build() -> Any:
+        parts = [layers.Dense(11), Penalised(), layers.Dense(CLASSES, activation="softmax", kernel_regularizer="l2")]
+        return keras.Sequential([keras.Input((FEATURES,)), *parts])
+
+    model = compiled(setting, build)
+    return {**fitted(model), **observed(model)}
+
+
+@scenario(backends=("tensorflow",))
+def strings_in_and_out(setting: Setting) -> dict[str, Any]:
+    import tensorflow as tf
+
+    words = np.array(["a", "b c", "c", "b"] * 6)[:, None]
+    with setting.scope():
+        inputs = keras.Input((1,), dtype="string")
+        numbered = layers.TextVectorization(output_sequence_length=2, vocabulary=["a", "b", "c"])
+        hidden = layers.Flatten()(layers.Embedding(6, 2)(numbered(inputs)))
+        model = keras.Model(inputs, layers.Dense(1)(hidden))
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        names = layers.StringLookup(vocabulary=["a", "b", "c"], invert=True)
+        named = keras.Model(inputs, names(numbered(inputs)))
+    data = tf.data.Dataset.from_tensor_slices((words, np.arange(24.0))).batch(10)
+    return {
+        "history": model.fit(data, epochs=1, verbose=0).history,
+        "predict": model.predict(data, verbose=0),
+        "named": [word.decode() for row in named.predict(data, verbose=0) for word in row],
+    }

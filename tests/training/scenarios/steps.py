@@ -569,3 +569,119 @@ def own_train_step_of_inputs_alone(setting: Setting) -> dict[str, Any]:
     model = compiled(setting, build, loss=None)
     model.fit(features(), batch_size=16, epochs=2, shuffle=False, verbose=0)
     return {"weights": model.get_weights()}
+
+
+class _Siamese(keras.Model):
+    """As in Keras's example of a triplet loss: no `call` that takes what the data are, and a loss of many values."""
+
+    def __init__(self, network: Any) -> None:
+        super().__init__()
+        self.network = network
+        self.tracker = keras.metrics.Mean(name="loss")
+
+    def call(self, inputs: Any) -> Any:
+        return self.network(inputs)
+
+    def train_step(self, data: Any) -> Any:
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            near, far = self.network(data)
+            loss = tf.maximum(near - far + 0.5, 0.0)
+        gradients = tape.gradient(loss, self.network.trainable_weights)
+        self.optimizer.apply_gradients(zip(gradients, self.network.trainable_weights, strict=True))
+        self.tracker.update_state(loss)
+        return {"loss": self.tracker.result()}
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.tracker]
+
+
+@scenario(backends=("tensorflow",))
+def a_loss_with_a_value_for_each_sample_is_summed(setting: Setting) -> dict[str, Any]:
+    return _siamese(setting)
+
+
+@scenario(backends=("tensorflow",))
+def a_loss_with_a_value_for_each_sample_is_summed_eagerly(setting: Setting) -> dict[str, Any]:
+    return _siamese(setting, run_eagerly=True)
+
+
+def _siamese(setting: Setting, **arguments: Any) -> dict[str, Any]:
+    import tensorflow as tf
+
+    x = features()
+    triples = (x, x[::-1].copy(), numbers() * x)
+    with setting.scope():
+        embedding = keras.Sequential([keras.Input((FEATURES,)), layers.Dense(4)])
+        inputs = [keras.Input((FEATURES,), name=name) for name in ("anchor", "positive", "negative")]
+        anchor, positive, negative = map(embedding, inputs)
+        distances = [ops.sum(ops.square(anchor - other), -1) for other in (positive, negative)]
+        model = _Siamese(keras.Model(inputs, distances))
+        model.compile(optimizer=keras.optimizers.SGD(0.001), **arguments)
+    history = model.fit(tf.data.Dataset.from_tensor_slices(triples).batch(8), epochs=2, verbose=0)
+    return {"history": history.history, "weights": model.network.get_weights()}
+
+
+class _FirstOfData(keras.Model):
+    """`data[0]`, as one must write where the elements of the data are `(x,)`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = layers.Dense(1)
+        self.dense.build((None, FEATURES))
+        self.built = True
+
+    def call(self, inputs: Any) -> Any:
+        return self.dense(inputs)
+
+    def train_step(self, data: Any) -> Any:
+        loss = self._trained(data[0])
+        self._loss_tracker.update_state(loss)
+        return {"loss": self._loss_tracker.result()}
+
+    def _trained(self, x: Any) -> Any:
+        if keras.backend.backend() == "torch":
+            import torch
+
+            self.zero_grad()
+            loss = ops.mean(self.dense(x) ** 2)
+            loss.backward()
+            with torch.no_grad():
+                self.optimizer.apply([v.value.grad for v in self.trainable_weights], self.trainable_weights)
+            return loss
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            loss = ops.mean(self.dense(x) ** 2)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+        return loss
+
+    def test_step(self, data: Any) -> Any:
+        self._loss_tracker.update_state(ops.mean(self.dense(data[0]) ** 2))
+        return {"loss": self._loss_tracker.result()}
+
+    def predict_step(self, data: Any) -> Any:
+        return 2 * self.dense(data[0])
+
+
+@scenario(backends=("tensorflow", "torch"))
+def data_of_one_in_a_tuple(setting: Setting) -> dict[str, Any]:
+    with setting.scope():
+        model = _FirstOfData()
+        model.compile(optimizer=keras.optimizers.SGD(0.1))
+    if setting.backend == "torch":
+        from torch.utils.data import DataLoader, TensorDataset
+
+        data: Any = DataLoader(TensorDataset(ops.convert_to_tensor(features())), batch_size=8)
+    else:
+        import tensorflow as tf
+
+        data = tf.data.Dataset.from_tensor_slices((features(),)).batch(8)
+    return {
+        "history": model.fit(data, epochs=2, verbose=0).history,
+        "evaluate": model.evaluate(data, verbose=0),
+        "predict": model.predict(data, verbose=0),
+        "weights": model.get_weights(),
+    }
