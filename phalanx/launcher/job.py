@@ -462,14 +462,18 @@ class Job:
                     self._fallen[rank] = end
                     self._observer.returns(end, self._restarts.describe(rank))
                     return
-                self._ends[rank] = end
-                if self._seating is not None:
-                    self._seating.retire(rank)
-                if end.failed and not end.by_launcher and not end.outlived and not self._schedule:
-                    self._schedule = after_failure(self._clock(), self._grace_s)
-                    self._observer.failed(end)
-                if not self._schedule and self._evaluates_until is None and self._is_over():
-                    self._evaluates_until = self._clock() + self._last_grace_s
+                self._take_end(end)
+
+    def _take_end(self, end: End) -> None:
+        """A task has ended for good."""
+        self._ends[end.rank] = end
+        if self._seating is not None:
+            self._seating.retire(end.rank)
+        if end.failed and not end.by_launcher and not end.outlived and not self._schedule:
+            self._schedule = after_failure(self._clock(), self._grace_s)
+            self._observer.failed(end)
+        if not self._schedule and self._evaluates_until is None and self._is_over():
+            self._evaluates_until = self._clock() + self._last_grace_s
 
     def _vacates(self, placement: Placement, end: End) -> bool:
         """Whether a worker that has ended leaves a seat behind for another place: it was sent away, or lost with its
@@ -494,11 +498,25 @@ class Job:
     def _is_over(self) -> bool:
         """Whether nobody waits for those that still run: evaluators, and, where there are servers and these and the
         chief have ended, workers that were left out."""
-        left = [placement.task for placement in self._running]
-        served = any(p.task.startswith(SERVERS) for p in self._placements.values())
-        if served and 0 in self._ends and not any(task.startswith(SERVERS) for task in left):
+        running = self._running
+        servers = [p for p in running if p.task.startswith(SERVERS)]
+        # Who was started again when the job was over already hears nothing of its end.
+        if self._has_servers and 0 in self._ends and all(p.order.rank in self._fallen for p in servers):
             return True
-        return all(task.startswith(EVALUATORS) for task in left)
+        if self._servers_have_finished and not servers and 0 in self._fallen:
+            return True
+        return all(p.task.startswith(EVALUATORS) for p in running)
+
+    @property
+    def _has_servers(self) -> bool:
+        return any(p.task.startswith(SERVERS) for p in self._placements.values())
+
+    @property
+    def _servers_have_finished(self) -> bool:
+        """Whether a server has ended well, as they do when the job is over."""
+        return any(
+            end.returncode == 0 and self._placements[rank].task.startswith(SERVERS) for rank, end in self._ends.items()
+        )
 
     @property
     def _last_grace_s(self) -> float:
@@ -549,7 +567,7 @@ class Job:
             return bool(self._unneeded) or any(
                 end.returncode == 0 and self._placements[rank].order.trains for rank, end in self._ends.items()
             )
-        return 0 in self._ends
+        return 0 in self._ends or self._servers_have_finished
 
     @property
     def is_ending(self) -> bool:
@@ -562,6 +580,9 @@ class Job:
             if self.is_ending:
                 del self._returning[rank]
                 self._ends[rank] = replace(end, order=len(self._ends))
+            elif self._is_finished:  # only the chief may have left something undone
+                del self._returning[rank]
+                self._take_end(replace(end, order=len(self._ends), by_launcher=end.by_launcher or rank != 0))
             elif due <= self._clock():
                 del self._returning[rank]
                 if event := self._placements[rank].host.restart(rank):

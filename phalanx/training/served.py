@@ -151,6 +151,8 @@ class Served:
     def tell_changes(self) -> bool:
         """Give the servers the variables that were changed here since `remember`; whether there were any."""
         known = self._known
+        if not known:
+            return False  # no epoch has begun
         now = self._checksums(any(table in known for table in self.tables))
         changed = tuple(number for number, checksum in now.items() if checksum != known[number])
         if not changed:
