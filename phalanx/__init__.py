@@ -42,7 +42,14 @@ if TYPE_CHECKING:
         RendezvousError,
         UnsupportedError,
     )
-    from phalanx.inputs import AutoShardPolicy, DistributedDataset, InputContext, InputOptions
+    from phalanx.inputs import (
+        AutoShardPolicy,
+        DistributedDataset,
+        DistributedIterator,
+        InputContext,
+        InputOptions,
+        InputReplicationMode,
+    )
     from phalanx.launcher.function import launch
     from phalanx.parameter_server.partition import FixedShardsPartitioner, MaxSizePartitioner, MinSizePartitioner
     from phalanx.strategies import (
@@ -98,7 +105,14 @@ _EXPORTS = {
         "RendezvousError",
         "UnsupportedError",
     ),
-    "phalanx.inputs": ("AutoShardPolicy", "DistributedDataset", "InputContext", "InputOptions"),
+    "phalanx.inputs": (
+        "AutoShardPolicy",
+        "DistributedDataset",
+        "DistributedIterator",
+        "InputContext",
+        "InputOptions",
+        "InputReplicationMode",
+    ),
     "phalanx.launcher.function": ("launch",),
     "phalanx.strategies": (
         "CentralStorageStrategy",
@@ -124,6 +138,12 @@ _EXPORTS = {
     "phalanx.strategies.average": ("compute_average_loss", "scale_regularization_loss"),
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
+_INSTEAD = {
+    "TPUStrategy": "there is no strategy for TPUs; on JAX, keras.distribution.DataParallel trains on several.",
+    "experimental_set_strategy": "enter the scope of the strategy, `with strategy.scope():`.",
+    "RunOptions": "strategy.run() ignores its options; leave them out.",
+}
+"""Of names that `tf.distribute` has: what to do without."""
 _MODULES = ("callbacks", "compression", "config", "coordinator", "data", "elastic", "errors", "experimental")
 
 __all__ = [
@@ -148,10 +168,12 @@ __all__ = [
     "DiLoCoStrategy",
     "DisagreementError",
     "DistributedDataset",
+    "DistributedIterator",
     "FixedShardsPartitioner",
     "HierarchicalCopyAllReduce",
     "InputContext",
     "InputOptions",
+    "InputReplicationMode",
     "KubernetesClusterResolver",
     "LocalSGDStrategy",
     "MPIClusterResolver",
@@ -196,7 +218,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF and name not in _MODULES:
-        raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
+        instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
+        raise AttributeError(f"module 'phalanx' has no attribute {name!r}{instead}")
     # Lest a wrong argument of the first strategy end the process as an error of the program's own.
     importlib.import_module("phalanx.launcher.exit_codes").install()
     if name in _MODULES:

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from phalanx.backends import make_tensors
+from phalanx.backends.random_state import draw_own_numbers, random_state
 from phalanx.coordinator import state
 from phalanx.coordinator.dispatcher import PURPOSE
 from phalanx.coordinator.messages import (
@@ -40,12 +41,14 @@ from phalanx.coordinator.pickling import References, pack, unpack
 from phalanx.coordinator.remote import OutOfRangeError
 from phalanx.coordinator.variables import WorkerVariables
 from phalanx.errors import FrameError, LinkClosedError, LinkTimeoutError, PhalanxError, RendezvousError
-from phalanx.inputs import InputContext
+from phalanx.inputs import DistributedIterator, InputContext
 from phalanx.launcher import call as calls
 from phalanx.parameter_server.client import connect
 from phalanx.parameter_server.schedule import lost
 from phalanx.strategies.parameter_server import ParameterServerStrategy
+from phalanx.training.served import to_host
 from phalanx.training.server_worker import ServerWorker
+from phalanx.training.state import shifted_seed
 from phalanx.transport.link import Link
 
 logger = logging.getLogger(__name__)
@@ -118,6 +121,7 @@ class FunctionServer:
         """
         settings = self._me.settings
         self._worker.in_function = True
+        self._draw_own_numbers()
         deadline = time.monotonic() + settings.rendezvous_timeout_s
         link: Link | None = None
         try:
@@ -140,6 +144,13 @@ class FunctionServer:
         finally:
             if link is not None:
                 link.close()
+
+    def _draw_own_numbers(self) -> None:
+        """Else all workers would drop the same units, as their seeds are alike."""
+        number = self._worker.number
+        for generator in {id(g): g for _, layer in self._worker.made.layers() for g in layer._seed_generators}.values():
+            generator.state.assign(shifted_seed(to_host(generator.state), number))
+        draw_own_numbers(random_state(), number)
 
     def _serve(self, link: Link) -> None:
         """Serve one coordinator, until it has no more to do or is gone."""
@@ -194,7 +205,9 @@ class FunctionServer:
         references = self._references
         try:
             if order.iterator_of is not None:
-                return iter(references.load(("own", order.iterator_of)))
+                iterator = iter(references.load(("own", order.iterator_of)))
+                of_tensorflow = type(iterator).__module__.startswith("tensorflow.")
+                return iterator if of_tensorflow else DistributedIterator(iterator)
             thing = unpack(buffers[0], references.load)
             if not callable(thing) or hasattr(thing, "__iter__"):
                 return thing

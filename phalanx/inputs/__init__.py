@@ -1,7 +1,12 @@
 """What each rank reads: every input that Keras takes, cut into local batches."""
 
 from phalanx.inputs.batch import LocalBatch
-from phalanx.inputs.distributed import DistributedDataset, distribute_dataset, distribute_from_function
+from phalanx.inputs.distributed import (
+    DistributedDataset,
+    DistributedIterator,
+    distribute_dataset,
+    distribute_from_function,
+)
 from phalanx.inputs.policy import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
 from phalanx.inputs.shard import accepts_batch_size, shard_input
 from phalanx.inputs.sharded import ShardedInput
@@ -10,6 +15,7 @@ from phalanx.inputs.split import local_range
 __all__ = [
     "AutoShardPolicy",
     "DistributedDataset",
+    "DistributedIterator",
     "InputContext",
     "InputOptions",
     "InputReplicationMode",

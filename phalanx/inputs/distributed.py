@@ -111,12 +111,13 @@ class DistributedDataset:
         )
         self._epochs = 0
 
-    def __iter__(self) -> Iterator[Any]:
-        _check_outside()
+    def __iter__(self) -> DistributedIterator:
+        check_outside()
         epoch = self._epochs
         self._epochs += 1
         shares = self._sharded.shares(epoch)
-        return (self._element(share) for share in (shares if self._any_rank is None else self._jointly(shares)))
+        elements = (self._element(share) for share in (shares if self._any_rank is None else self._jointly(shares)))
+        return DistributedIterator(elements, self.element_spec)
 
     def _jointly(self, shares: Iterator[Share]) -> Iterator[Share]:
         """As many on every rank: those whose data have ended get shares of size 0 until all have."""
@@ -168,18 +169,54 @@ class DistributedDataset:
         return self._sharded.explain()
 
     def _element(self, share: Share) -> Any:
-        _check_outside()
         data = share.data if share.size else map_leaves(lambda array: array[:0], stand_in(share.data))
         return data if self._convert is None else map_leaves(self._convert, data)
 
 
-def _check_outside() -> None:
+class DistributedIterator:
+    """One epoch of a `DistributedDataset` (`tf.distribute.DistributedIterator`).
+
+    Attributes:
+        element_spec: as of the dataset.
+    """
+
+    def __init__(self, elements: Iterator[Any], element_spec: Any = None) -> None:
+        self._elements = elements
+        self.element_spec = element_spec
+
+    def __iter__(self) -> DistributedIterator:
+        return self
+
+    def __next__(self) -> Any:
+        check_outside()
+        return next(self._elements)
+
+    def get_next(self) -> Any:
+        """The next element. Raises: StopIteration at the end."""
+        return next(self)
+
+    def get_next_as_optional(self) -> Any:
+        """The next element as a `tf.experimental.Optional`, empty at the end; for datasets of tf.data.
+
+        Raises: UnsupportedError for other datasets.
+        """
+        if self.element_spec is None:
+            raise UnsupportedError("get_next_as_optional() is for tf.data.Dataset. Use `for batch in dataset` instead.")
+        optional = sys.modules["tensorflow"].experimental.Optional
+        try:
+            return optional.from_value(next(self))
+        except StopIteration:
+            return optional.empty(self.element_spec)
+
+
+def check_outside() -> None:
     """Raise UnsupportedError inside a `tf.function`, in which a batch would become a constant."""
     tensorflow = sys.modules.get("tensorflow")
     if tensorflow is not None and tensorflow.inside_function():
         raise UnsupportedError(
-            "A distributed dataset was iterated inside a tf.function, which would see its first batch for ever. "
-            "Iterate outside, and pass each batch to the tf.function."
+            "A distributed dataset was made or iterated inside a tf.function, which would see one batch for ever. Make "
+            "it and iterate outside, and pass each batch to the tf.function. (What a ClusterCoordinator's dataset "
+            "function returns may be a tf.data.Dataset itself, which a tf.function can iterate.)"
         )
 
 
@@ -197,6 +234,7 @@ def distribute_dataset(
     its part. Takes any dataset that `fit` takes."""
     if isinstance(dataset, DistributedDataset):
         return dataset
+    check_outside()
     return DistributedDataset(
         make_source(dataset, rank=rank, world_size=world_size, seed=seed),
         rank=rank,
@@ -220,6 +258,7 @@ def distribute_from_function(
 ) -> DistributedDataset:
     """`strategy.distribute_datasets_from_function`: `function(InputContext)` returns this rank's own dataset,
     batched with the local batch size; it is neither cut nor compared with those of other ranks."""
+    check_outside()
     dataset = function(InputContext(world_size, rank, world_size))
     own = make_source(dataset, rank=0, world_size=1, seed=seed + rank)
     return DistributedDataset(

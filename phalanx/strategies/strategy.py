@@ -16,12 +16,13 @@ import numpy as np
 
 from phalanx import inputs
 from phalanx.backends import make_tensors
-from phalanx.backends.tensors import Shape, same_shape
+from phalanx.backends.tensors import Gradient, HostFunction, Shape, same_shape
 from phalanx.cluster.resolvers.resolver import ClusterResolver
 from phalanx.collectives.communicator import Array, ReduceOp
 from phalanx.collectives.reduction import wire_dtype
 from phalanx.compression.names import describe
 from phalanx.errors import ConfigurationError, UnsupportedError
+from phalanx.launcher import progress
 from phalanx.strategies import context
 from phalanx.training import hook
 from phalanx.training.merge import GradientMerge
@@ -129,6 +130,11 @@ class Strategy:
         `stateless_apply` merges nothing, because it is made for compiled functions: merge the gradients with
         `get_replica_context().all_reduce`, between two jitted functions.
         """
+        if not isinstance(args, list | tuple):
+            raise ConfigurationError(
+                f"strategy.run(fn, args=...) takes a tuple or a list of arguments; got a {type(args).__name__}. For a "
+                f"single argument write args=(batch,), with the comma."
+            )
         install_hook()
         with context.running(self):
             return fn(*args, **(kwargs or {}))
@@ -141,18 +147,17 @@ class Strategy:
 
         Args:
             reduce_op: "SUM" or "MEAN" (also "MIN", "MAX", "PRODUCT"), or a `ReduceOp`, also `tf.distribute`'s.
-            value: a tensor, or a structure of tensors of equal shapes on all replicas. The mean of integers and
-                booleans is of `keras.config.floatx()`.
+            value: a tensor, or a structure of tensors (or None) of equal shapes on all replicas. The mean of integers
+                and booleans is of `keras.config.floatx()`.
             axis: None: merge elementwise. Else each replica's value is first merged along this axis; a mean then
                 counts every element once, however many each replica has.
         """
         op = reduce_op_of(reduce_op)
-        leaves = keras.tree.flatten(value)
-        if op is ReduceOp.MEAN:
-            leaves = [_as_float(leaf) for leaf in leaves]
+        as_it_is = (lambda leaf: leaf) if op is not ReduceOp.MEAN else _as_float
         if axis is None:
 
             def merge(arrays: list[Array]) -> list[Array]:
+                progress.enter("all_reduce")
                 return self._replica.communicator.all_reduce(arrays, op)
 
             def gradient(flowing: list[Array], shapes: list[tuple[int, ...]]) -> list[Array]:
@@ -163,6 +168,7 @@ class Strategy:
         else:
 
             def merge(arrays: list[Array]) -> list[Array]:
+                progress.enter("all_reduce")
                 return _reduce_along(self._replica, op, arrays, axis)
 
             def gradient(flowing: list[Array], shapes: list[tuple[int, ...]]) -> list[Array]:
@@ -172,8 +178,21 @@ class Strategy:
                 return _with_axis(shape, axis, ())
 
         linear = op in (ReduceOp.SUM, ReduceOp.MEAN)
-        merged = self._tensors.call(merge, leaves, shape_of=shape_of, gradient=gradient if linear else None)
-        return keras.tree.pack_sequence_as(value, merged)
+        return self._merged(value, merge, shape_of, gradient if linear else None, as_it_is)
+
+    def _merged(
+        self,
+        value: Any,
+        merge: HostFunction,
+        shape_of: Callable[[Shape], Shape],
+        gradient: Gradient | None,
+        prepare: Callable[[Any], Any] = lambda leaf: leaf,
+    ) -> Any:
+        """A structure with its leaves merged; None, such as the gradient of what is not used, stays None."""
+        leaves = keras.tree.flatten(value)
+        present = [prepare(leaf) for leaf in leaves if leaf is not None]
+        merged = iter(self._tensors.call(merge, present, shape_of=shape_of, gradient=gradient) if present else ())
+        return keras.tree.pack_sequence_as(value, [None if leaf is None else next(merged) for leaf in leaves])
 
     def gather(self, value: Any, axis: int) -> Any:
         """The replicas' values, concatenated along `axis` in rank order, on every replica. Other axes must agree.
@@ -183,6 +202,7 @@ class Strategy:
         """
 
         def merge(arrays: list[Array]) -> list[Array]:
+            progress.enter("all_gather")
             return [_gather_along(self._replica, array, axis) for array in arrays]
 
         def gradient(flowing: list[Array], shapes: list[tuple[int, ...]]) -> list[Array]:
@@ -191,9 +211,7 @@ class Strategy:
         def shape_of(shape: Shape) -> Shape:
             return _with_axis(shape, axis, (None,))
 
-        leaves = keras.tree.flatten(value)
-        merged = self._tensors.call(merge, leaves, shape_of=shape_of, gradient=gradient)
-        return keras.tree.pack_sequence_as(value, merged)
+        return self._merged(value, merge, shape_of, gradient)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """The values of the replicas of this process: this one's."""
@@ -265,9 +283,22 @@ def _reduce_along(replica: Replica, op: ReduceOp, arrays: list[Array], axis: int
         pairs = zip(merged[: len(sums)], merged[len(sums) :], arrays, strict=True)
         return [np.asarray(total / count[0]).astype(array.dtype) for total, count, array in pairs]
     along: Callable[..., Any] = getattr(np, {ReduceOp.PRODUCT: "prod"}.get(op, op.value))
-    local = [np.asarray(along(array, axis=axis)).astype(array.dtype) for array in wide]
+    empty = {ReduceOp.MAX: -np.inf, ReduceOp.MIN: np.inf}.get(op)
+    local = [
+        _full(array, axis, empty) if empty and not array.shape[axis] else np.asarray(along(array, axis=axis))
+        for array in wide
+    ]
+    local = [value.astype(array.dtype, copy=False) for value, array in zip(local, wide, strict=True)]
     merged = communicator.all_reduce(local, op)
     return [total.astype(array.dtype, copy=False) for total, array in zip(merged, arrays, strict=True)]
+
+
+def _full(array: Array, axis: int, value: float) -> Array:
+    """What an empty part adds to a maximum or minimum: the least (greatest) value of its dtype."""
+    if array.dtype.kind in "iu":
+        limits = np.iinfo(array.dtype)
+        value = limits.min if value < 0 else limits.max
+    return np.full(np.delete(array.shape, axis), value, array.dtype)
 
 
 def _spread_along(

@@ -29,7 +29,7 @@ from phalanx.launcher import progress
 from phalanx.plain import decode, encode
 from phalanx.training import callbacks as callback_lists
 from phalanx.training import state
-from phalanx.training.agreement import JointBatch, JointBatches, check_batch_size, compare_inputs
+from phalanx.training.agreement import JointBatch, JointBatches, check_batch_size, compare_inputs, compare_samples
 from phalanx.training.fit_arguments import FitArguments, capped
 from phalanx.training.fitting import Fitting
 from phalanx.training.merge import StepMerge
@@ -274,7 +274,7 @@ class ReplicaTrainer:
         """The engine, with all variables created for the batches of the source, which was passed to this method."""
         if self._engine is None:
             self._engine = make_engine(self.model, self.merge)
-        self.replica.steadily(lambda: compare_inputs(source, self.replica, method))
+        self._compare(source, method)
         self._peeked = self._engine.builds_from_a_batch
         first = source.peek(restart=self._peeked)
         self._engine.expect(single=source.single)
@@ -286,10 +286,16 @@ class ReplicaTrainer:
         """The engine, with the layers' variables created: a model need not be compiled to predict."""
         if self._engine is None:
             self._engine = make_engine(self.model, self.merge)
-        self.replica.steadily(lambda: compare_inputs(source, self.replica, method))
+        self._compare(source, method)
         if not all(layer.built for layer in self.model._flatten_layers()):
             keras_backend.compute_output_spec(self.model, _keras_tensors(source.peek().data[0]), training=False)
         return self._engine
+
+    def _compare(self, source: ShardedInput, method: str) -> None:
+        """Raise on every rank if the ranks were given different data."""
+        self.replica.steadily(lambda: compare_inputs(source, self.replica, method))
+        if method != "fit":  # which does so itself, once it knows whether it goes on somewhere
+            self.replica.steadily(lambda: compare_samples(source, self.replica))
 
     def announce(self, source: ShardedInput, verbose: Any) -> None:
         """The chief says once for each model how its training data are divided."""

@@ -128,6 +128,11 @@ class ServerTrainer:
         """Takes `FitArguments`."""
         model, worker = self._model, self._worker
         model._assert_compile_called("fit")
+        if worker.in_function:
+            raise UnsupportedError(
+                "fit() was called inside a function that a ClusterCoordinator has scheduled. It trains with all "
+                "workers at once: call optimizer.apply() there, or fit() in the program itself, on every task."
+            )
         call = FitArguments(**arguments)
         fit = worker.next_fit()
         source = shard_input(

@@ -8,6 +8,7 @@ def test_the_exported_names_change_only_on_purpose():
     assert sorted(phalanx.inputs.__all__) == [
         "AutoShardPolicy",
         "DistributedDataset",
+        "DistributedIterator",
         "InputContext",
         "InputOptions",
         "InputReplicationMode",

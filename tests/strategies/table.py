@@ -323,6 +323,41 @@ def a_single_replica_is_plain_keras(setting: Setting) -> dict[str, Any]:
 
 
 @scenario(plain=False)
+def reduced_structures_may_have_nothing_and_parts_may_be_empty(setting: Setting) -> dict[str, Any]:
+    rank, world, strategy = setting.rank, setting.world_size, setting.strategy
+    found = strategy.reduce("SUM", {"used": tensor(np.ones(2, "float32")), "unused": None}, axis=None)
+    assert found["unused"] is None
+    np.testing.assert_array_equal(host(found["used"]), [world, world])
+    assert strategy.gather([None], axis=0) == [None]
+    for kind in ("float32", "int32"):
+        own = tensor(np.full((rank, 3), -5 - rank, kind))
+        np.testing.assert_array_equal(host(strategy.reduce("MAX", own, axis=0)), [-6] * 3)
+        np.testing.assert_array_equal(host(strategy.reduce("MIN", own, axis=0)), [-4 - world] * 3)
+    with pytest.raises(phalanx.ConfigurationError, match="with the comma"):
+        strategy.run(lambda a, b: a, args=({"a": 1, "b": 2}))
+    return {}
+
+
+@scenario(plain=False, backends=("tensorflow",))
+def an_iterator_of_a_distributed_dataset(setting: Setting) -> dict[str, Any]:
+    import tensorflow as tf
+
+    data = setting.strategy.experimental_distribute_dataset(tf.data.Dataset.range(12).batch(6))
+    iterator = iter(data)
+    assert iterator.element_spec == data.element_spec
+    with pytest.raises(phalanx.UnsupportedError, match=r"inside a tf\.function"):
+        tf.function(lambda: next(iterator), autograph=False)()  # which wraps errors
+    assert int(setting.strategy.reduce("SUM", tf.size(iterator.get_next()), axis=None)) == 6
+    assert bool(iterator.get_next_as_optional().has_value())
+    assert not bool(iterator.get_next_as_optional().has_value())
+    with pytest.raises(StopIteration):
+        iterator.get_next()
+    with pytest.raises(phalanx.UnsupportedError, match="made or iterated"):
+        tf.function(setting.strategy.distribute_datasets_from_function, autograph=False)(lambda _: data)
+    return {}
+
+
+@scenario(plain=False)
 def average_loss(setting: Setting) -> dict[str, Any]:
     losses, weights = tensor(np.array([1.0, 2.0, 3.0], "float32")), tensor(np.array([1.0, 0.5, 0.0], "float32"))
     assert float(host(phalanx.compute_average_loss(losses, global_batch_size=10))) == np.float32(0.6)
