@@ -406,5 +406,8 @@ class JaxTensors:
             )
         return [self.from_host(array) for array in function([np.asarray(tensor) for tensor in tensors])]
 
+    def failure_behind(self, error: BaseException) -> BaseException | None:
+        return None  # errors come as they are
+
     def reduce(self, thing: Any) -> Any:
         return NotImplemented

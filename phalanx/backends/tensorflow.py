@@ -560,6 +560,10 @@ class TensorFlowTensors:
 
         return list(tf.custom_gradient(differentiable)(*tensors))
 
+    def failure_behind(self, error: BaseException) -> BaseException | None:
+        is_its = isinstance(error, tf.errors.OpError) and any(type(one).__name__ in str(error) for one in _failures)
+        return _failures[-1] if is_its else None
+
     def reduce(self, thing: Any) -> Any:
         if isinstance(thing, tf.types.experimental.PolymorphicFunction):
             # Its own pickle holds what was traced here, which cannot travel; it is traced anew.
@@ -588,12 +592,25 @@ def _shapes_of(shape_of: Callable[[Shape], Shape], tensors: Sequence[Any]) -> li
     return [None if tensor.shape.rank is None else shape_of(tensor.shape.as_list()) for tensor in tensors]
 
 
+_failures: list[BaseException] = []
+"""How the last call of a host function in a graph ended: TensorFlow makes an error of its own of it."""
+
+
 def _on_host(function: HostFunction, tensors: Sequence[Any], shapes: Sequence[Any]) -> list[Any]:
     """The results, as many as `shapes`, in the dtypes of the first tensors."""
     if not tf.inside_function():
         return [tf.convert_to_tensor(array) for array in function([tensor.numpy() for tensor in tensors])]
     dtypes = [tensor.dtype for tensor in tensors[: len(shapes)]]
-    results = tf.numpy_function(lambda *arrays: function(list(arrays)), tensors, dtypes)
+
+    def call(*arrays: Array) -> list[Array]:
+        _failures.clear()
+        try:
+            return function(list(arrays))
+        except BaseException as error:
+            _failures.append(error)
+            raise
+
+    results = tf.numpy_function(call, tensors, dtypes)
     for shape, result in zip(shapes, results, strict=True):
         result.set_shape(shape)
     return list(results)

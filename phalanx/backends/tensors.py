@@ -49,6 +49,10 @@ class Tensors(Protocol):
         """
         ...
 
+    def failure_behind(self, error: BaseException) -> BaseException | None:
+        """The error of a host function of which the backend has made this one of its own; None if there is none."""
+        ...
+
     def reduce(self, thing: Any) -> Any:
         """How a thing of the backend's own is pickled where the backend itself does not know: as `__reduce_ex__` says
         it. NotImplemented for everything else."""

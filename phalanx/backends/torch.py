@@ -397,6 +397,9 @@ class TorchTensors:
             return _on_host(function, tensors)
         return list(_Differentiable.apply(function, gradient, *tensors))  # type: ignore[no-untyped-call]
 
+    def failure_behind(self, error: BaseException) -> BaseException | None:
+        return None  # errors come as they are
+
     def reduce(self, thing: Any) -> Any:
         return NotImplemented
 

@@ -200,6 +200,15 @@ def end_process(code: int) -> NoReturn:
     os._exit(code)
 
 
+_finders: list[Callable[[BaseException], BaseException | None]] = []
+
+
+def reveal(find: Callable[[BaseException], BaseException | None]) -> None:
+    """Have an uncaught error shown, and counted, as raised from what `find` finds behind it, if it finds anything."""
+    if find not in _finders:
+        _finders.append(find)
+
+
 def at_exit(function: Callable[[], object]) -> None:
     """Call this at the end of the process: with the exit handlers, but after an uncaught error at once.
 
@@ -225,6 +234,9 @@ class _ExitCodeHook:
 
     def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         global _failed
+        causes = [cause for find in _finders if (cause := find(error)) is not None]
+        if causes and error.__cause__ is None:
+            error.__cause__ = causes[0]
         _failed = not isinstance(error, errors.PreemptedError)
         if isinstance(error, errors.PreemptedError) and self._previous is sys.__excepthook__:
             print(error, file=sys.stderr)  # nothing is wrong, and the stack says nothing

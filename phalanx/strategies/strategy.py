@@ -22,7 +22,7 @@ from phalanx.collectives.communicator import Array, ReduceOp
 from phalanx.collectives.reduction import wire_dtype
 from phalanx.compression.names import describe
 from phalanx.errors import ConfigurationError, UnsupportedError
-from phalanx.launcher import progress
+from phalanx.launcher import exit_codes, progress
 from phalanx.strategies import context
 from phalanx.training import hook
 from phalanx.training.merge import GradientMerge
@@ -57,6 +57,7 @@ class Strategy:
         self._merge = GradientMerge(replica, policy.compression)
         self._cluster_resolver = cluster_resolver
         self._tensors = make_tensors()
+        exit_codes.reveal(self._tensors.failure_behind)
 
     @property
     def _member(self) -> hook.Member:
@@ -137,7 +138,12 @@ class Strategy:
             )
         install_hook()
         with context.running(self):
-            return fn(*args, **(kwargs or {}))
+            try:
+                return fn(*args, **(kwargs or {}))
+            except Exception as error:
+                if (behind := self._tensors.failure_behind(error)) is not None:
+                    raise behind from None
+                raise
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
         """The replicas' values merged into one, on every replica.

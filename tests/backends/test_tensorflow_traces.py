@@ -75,14 +75,52 @@ for mine, keras_own in zip(own.get_weights(), plain.get_weights(), strict=True):
 """
 
 
-def test_batches_of_several_kinds() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
+LOST_IN_A_GRAPH = """
+import keras
+import tensorflow as tf
+
+import phalanx
+from phalanx.errors import PeerLostError
+
+strategy = phalanx.OneDeviceStrategy()
+
+
+def lose(arrays):
+    raise PeerLostError("worker/1 is lost", rank=1, task="worker/1", host="here")
+
+
+step = tf.function(lambda x: strategy._tensors.call(lose, [x])[0])
+try:
+    strategy.run(step, args=(tf.ones(2),))
+except PeerLostError:
+    print("as it is")
+try:
+    tf.function(lambda x: tf.debugging.check_numerics(x, "no number"))(tf.fill([2], float("nan")))
+except tf.errors.InvalidArgumentError as error:
+    assert strategy._tensors.failure_behind(error) is None
+step(tf.ones(2))
+"""
+
+
+def _run(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program],
         env={**os.environ, "KERAS_BACKEND": "tensorflow", "CUDA_VISIBLE_DEVICES": "-1"},
         capture_output=True,
         text=True,
         timeout=240,
     )
+
+
+def test_an_error_in_the_middle_of_a_graph_counts_as_what_it_was() -> None:
+    done = _run(LOST_IN_A_GRAPH)
+    assert done.stdout == "as it is\n"
+    assert done.returncode == 71, done.stderr
+    assert "direct cause" in done.stderr
+
+
+def test_batches_of_several_kinds() -> None:
+    done = _run(PROGRAM)
     assert done.returncode == 0, done.stderr
     name, count = done.stdout.split()
     assert name == "traces"

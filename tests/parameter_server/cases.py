@@ -29,6 +29,7 @@ class Case:
         exact: whether the numbers must be those of one process.
         looks: whether a callback looks at the model between batches.
         sets: whether a callback sets weights between epochs.
+        idles: whether a fit without epochs to make comes first.
     """
 
     workers: int
@@ -41,6 +42,7 @@ class Case:
     exact: bool = True
     looks: bool = False
     sets: bool = False
+    idles: bool = False
 
 
 def _shards(count: int) -> Any:
@@ -89,7 +91,9 @@ CASES = {
     "alone_looked_at": Case(1, {}, model=_wide, looks=True),
     "alone_set_by_a_callback": Case(1, {}, fit={"epochs": 4}, sets=True),
     "alone_wide": Case(1, {"variable_partitioner": 2}, model=_wide),
+    "alone_with_lamb": Case(1, {}, lambda keras: keras.optimizers.Lamb(0.01)),
     "synchronous": Case(2, {"synchronous": True}),
+    "synchronous_after_a_fit_of_no_epochs": Case(2, {"synchronous": True}, idles=True, fit={"shuffle": False}),
     "synchronous_set_by_a_callback": Case(
         2, {"synchronous": True, "variable_partitioner": 2}, _schedule, fit={"epochs": 4}, sets=True
     ),
@@ -207,6 +211,8 @@ def train(case: Case, scope: Any) -> dict[str, Any]:
         model.compile(case.optimizer(keras), case.loss(keras), weighted_metrics=["accuracy"])
     plain = isinstance(scope, contextlib.nullcontext)
     looks = _Looks(keras, x, None if plain else model) if case.looks else None
+    if case.idles:
+        model.fit(x, y, initial_epoch=2, epochs=2, verbose=0)
     history = model.fit(
         x,
         y,
