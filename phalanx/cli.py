@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import click
@@ -93,10 +94,18 @@ def _options_of_horovodrun(function: Callable[..., None]) -> Callable[..., None]
 
 class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
+        # Until a job heeds them: processes that were started on the way to it (ssh) are to be ended.
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) == signal.SIG_DFL:
+                signal.signal(number, _end)
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:  # before a job, or between two lives of it
             sys.exit(SIGNAL_BASE + signal.SIGINT)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    sys.exit(SIGNAL_BASE + number)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -80,6 +80,14 @@ class ClusterCoordinator:
         self._dispatcher.start()
         atexit.register(self._dispatcher.close)
 
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_dispatcher", "_lock"):  # of the chief's
+            raise UnsupportedError(
+                "A function that a ClusterCoordinator has scheduled used the coordinator. Only the chief's program "
+                "schedules functions, and waits for them."
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     @property
     def strategy(self) -> ParameterServerStrategy:
         """The strategy that this was made with."""
