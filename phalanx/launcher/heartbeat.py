@@ -25,13 +25,13 @@ class Heartbeat:
 
     def __init__(self, waited_s: Callable[[], float] = lambda: 0.0) -> None:
         self._waited_s = waited_s
-        self._seen: deque[tuple[float, int | None, int]] = deque(maxlen=WINDOW)  # when, which epoch, which step
+        self._seen: deque[tuple[float, int]] = deque(maxlen=WINDOW)  # when, how many steps there had been
         self._at = time.monotonic()
         self._waited_before_s = 0.0
-        self._place: tuple[int | None, int] | None = None  # epoch and step of the pulse before
+        self._steps_before = progress.steps()
 
     def __call__(self) -> Pulse:
-        last = progress.latest()
+        last, steps = progress.latest(), progress.steps()
         computed_s, waited_s = self._spent()
         if last is None:
             return Pulse(computed_s=computed_s, waited_s=waited_s)
@@ -40,10 +40,10 @@ class Heartbeat:
             last.epoch,
             last.step,
             max(0.0, time.time() - last.time),
-            self._steps_per_s(last),
+            self._steps_per_s(steps),
             computed_s,
             waited_s,
-            self._steps(last),
+            self._since_before(steps),
         )
 
     def _spent(self) -> tuple[float, float]:
@@ -55,26 +55,16 @@ class Heartbeat:
         self._at, self._waited_before_s = now, waited_s
         return passed_s - in_collectives_s, in_collectives_s
 
-    def _steps(self, last: progress.Progress) -> int:
-        """Steps since the pulse before; those at the end of an epoch that is over are left out."""
-        if last.step is None:
-            return 0
-        former, self._place = self._place, (last.epoch, last.step)
-        if former is None:
-            return 0
-        return max(0, last.step - former[1]) if former[0] == last.epoch else last.step
+    def _since_before(self, steps: int) -> int:
+        """Steps since the pulse before."""
+        before, self._steps_before = self._steps_before, steps
+        return steps - before
 
-    def _steps_per_s(self, last: progress.Progress) -> float:
-        """Within the running epoch; programs that know of none count their steps alone."""
-        if last.step is None:
-            self._seen.clear()
-            return 0.0
-        if self._seen and self._seen[-1][1] != last.epoch:
-            self._seen.clear()
-        self._seen.append((time.monotonic(), last.epoch, last.step))
-        since, _, first = self._seen[0]
+    def _steps_per_s(self, steps: int) -> float:
+        self._seen.append((time.monotonic(), steps))
+        since, first = self._seen[0]
         duration_s = time.monotonic() - since
-        return (last.step - first) / duration_s if duration_s > 0 else 0.0
+        return (steps - first) / duration_s if duration_s > 0 else 0.0
 
 
 class Announcer:

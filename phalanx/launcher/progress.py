@@ -77,9 +77,12 @@ class _Reporter:
         self._number = 0
         self._epoch: int | None = None
         self._step: int | None = None
+        self.steps = 0  # of training that were reported; may be read from any thread
         self._phases: dict[str, bytes] = {}
 
     def report(self, phase: str, *, epoch: int | None = None, step: int | None = None) -> None:
+        if step is not None and (step != self._step or epoch != self._epoch):
+            self.steps += 1
         self._epoch, self._step = epoch, step
         self.enter(phase)
 
@@ -137,6 +140,11 @@ def latest() -> Progress | None:
     """What this process has reported last; None if there is nothing, or no launcher."""
     record = _the_reporter()._record
     return None if record is None else parse(record[:])
+
+
+def steps() -> int:
+    """How many steps of training this process has reported, over all epochs."""
+    return _the_reporter().steps
 
 
 def is_read() -> bool:
