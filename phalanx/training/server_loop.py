@@ -127,12 +127,12 @@ class ServerTrainer:
     def fit(self, **arguments: Any) -> Any:
         """Takes `FitArguments`."""
         model, worker = self._model, self._worker
-        model._assert_compile_called("fit")
         if worker.in_function:
             raise UnsupportedError(
                 "fit() was called inside a function that a ClusterCoordinator has scheduled. It trains with all "
                 "workers at once: call optimizer.apply() there, or fit() in the program itself, on every task."
             )
+        model._assert_compile_called("fit")
         call = FitArguments(**arguments)
         fit = worker.next_fit()
         source = shard_input(

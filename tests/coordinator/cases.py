@@ -52,6 +52,7 @@ class World:
             self.mean = keras.metrics.Mean()
             self.normalize = keras.layers.BatchNormalization(center=False, scale=False)
             self.normalize.build((None, FEATURES))
+            self.drop = keras.layers.Dropout(0.5)
 
 
 def steps_of(world: World) -> Callable[..., float]:
@@ -174,6 +175,23 @@ def all_workers(coordinator: ClusterCoordinator, world: World) -> Any:
     return {"workers": len(pids), "chief": os.getpid() in pids}
 
 
+def own_numbers(coordinator: ClusterCoordinator, world: World) -> Any:
+    import time
+
+    drop = world.drop
+
+    def dropped() -> tuple[int, list[Any]]:
+        time.sleep(0.05)
+        return os.getpid(), keras.ops.convert_to_numpy(drop(np.ones((1, 64), "float32"), training=True)).tolist()
+
+    masks: dict[int, list[Any]] = {}
+    until = time.monotonic() + WORKERS_COME_S
+    while len(masks) < 2 and time.monotonic() < until:
+        for pid, mask in coordinator.fetch([coordinator.schedule(dropped) for _ in range(20)]):
+            masks.setdefault(pid, mask)
+    return list(masks.values())
+
+
 def errors(coordinator: ClusterCoordinator, world: World) -> Any:
     import tempfile
     import time
@@ -230,7 +248,14 @@ def what_does_not_travel(coordinator: ClusterCoordinator, world: World) -> Any:
     returned = coordinator.schedule(lambda: threading.Lock())
     result = raised_by(coordinator.join)
     del returned
+    model = world.model
+    coordinator.schedule(lambda: model.fit(*data()))
+    fit = raised_by(coordinator.join)
+    coordinator.schedule(lambda: coordinator.schedule(lambda: 1))
+    nested = raised_by(coordinator.join)
     return {
+        "fit": fit,
+        "nested": nested,
         "lock": raised_by(lambda: coordinator.schedule(lambda: lock)),
         "generator": raised_by(lambda: coordinator.schedule(lambda x: x, args=((n for n in range(3)),))),
         "outside": raised_by(lambda: coordinator.schedule(lambda: metric.result())),
@@ -425,7 +450,7 @@ CASES: dict[str, Callable[[ClusterCoordinator, World], Any]] = {
     for case in (
         *(results, results_are_arguments, all_workers, errors, errors_that_do_not_travel, what_does_not_travel),
         *(own_datasets, own_values, metrics, functions_are_kept, values_that_the_program_sets, run_inside, own_batches),
-        *(state_of_layers,),
+        *(state_of_layers, own_numbers),
         *(training, training_like_one_process),
     )
 }

@@ -67,6 +67,11 @@ def test_all_workers_run_functions_and_the_chief_none(found: Found, backend: str
     assert found(backend, "all_workers") == {"workers": 2, "chief": False}
 
 
+def test_workers_drop_units_of_their_own(found: Found, backend: str) -> None:
+    first, second = found(backend, "own_numbers")
+    assert first != second
+
+
 def test_an_error_is_raised_once_and_what_waits_is_cancelled(found: Found, backend: str) -> None:
     result = found(backend, "errors")
     kind, text, cause = result["join"]
@@ -96,6 +101,8 @@ def test_an_error_that_cannot_travel_has_a_stand_in(found: Found, backend: str) 
         ("result", "UnsupportedError", "The result of the function cannot travel"),
         ("next", "UnsupportedError", "The iterators are the workers'"),
         ("run", "UnsupportedError", "for functions that a ClusterCoordinator has scheduled"),
+        ("fit", "UnsupportedError", "fit() was called inside a function"),
+        ("nested", "UnsupportedError", "Only the chief's program schedules functions"),
     ],
 )
 def test_what_cannot_travel_is_a_clear_error(found: Found, backend: str, what: str, kind: str, text: str) -> None:
