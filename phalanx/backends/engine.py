@@ -94,7 +94,7 @@ class Engine(Protocol):
         ...
 
     def expect(self, *, single: bool) -> None:
-        """Say what the next batches are like; never between `begin` and `end` of training.
+        """Say what the next batches are like. Not between two steps of training.
 
         Args:
             single: their elements were tuples (or lists) of x alone, which steps of the model's own are given as such.

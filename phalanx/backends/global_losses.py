@@ -83,11 +83,8 @@ class ScaledLosses:
 
 
 def has_samples(values: Any, batch_size: int) -> bool:
-    """Whether these are values for each sample of a batch, or several for each, by their shape."""
-    length = values.shape[0] if len(values.shape) else 0
-    if length is None or length == batch_size:
-        return True
-    return batch_size > 1 and length > 0 and length % batch_size == 0
+    """Whether these are values for each sample of a batch, by their first axis; None is the unknown length of one."""
+    return len(values.shape) > 0 and values.shape[0] in (None, batch_size)
 
 
 def scales(denominators: Sequence[Array | None], merge: Merge, share: float) -> Array:

@@ -73,9 +73,11 @@ class End:
 
     @property
     def has_own_error(self) -> bool:
-        """Whether it recorded an error of its own, however it ended: something may have kept it from going down."""
+        """Whether it had recorded an error of its own when it was ended: something kept it from going down."""
         error = self.words.error
-        return error is not None and error.kind != "KeyboardInterrupt" and error.code not in _CONSEQUENCE
+        if not self.hung or error is None or error.kind == "KeyboardInterrupt":
+            return False
+        return error.code not in _CONSEQUENCE and error.code != errors.EvictedError.exit_code
 
     @property
     def was_preempted(self) -> bool:

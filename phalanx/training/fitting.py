@@ -322,6 +322,7 @@ class Fitting:
             model.reset_metrics()
             self._callbacks.on_epoch_begin(epoch)
             self._trainer.agree_on_learning_rate(self._adapt)
+            engine.expect(single=self._source.single)  # the validation data may be others
             engine.begin()
             walk = self._walk = JointBatches(self._source, epoch, self._replica)
         self._stepper.begin(watched=self._watched, entering=entering)

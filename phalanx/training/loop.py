@@ -390,6 +390,7 @@ class ReplicaTrainer:
                 callbacks.on_test_batch_begin(first)
                 for batch in batches:
                     timeline.current.enter("forward")
+                    engine.expect(single=source.single)
                     engine.test(batch.data, batch.share)
                     timeline.current.leave()
                     own += batch.size

@@ -659,7 +659,7 @@ class _FirstOfData(keras.Model):
         return loss
 
     def test_step(self, data: Any) -> Any:
-        self._loss_tracker.update_state(ops.mean(self.dense(data[0]) ** 2))
+        self._loss_tracker.update_state(len(data) * ops.mean(self.dense(data[0]) ** 2))
         return {"loss": self._loss_tracker.result()}
 
     def predict_step(self, data: Any) -> Any:
@@ -680,7 +680,7 @@ def data_of_one_in_a_tuple(setting: Setting) -> dict[str, Any]:
 
         data = tf.data.Dataset.from_tensor_slices((features(),)).batch(8)
     return {
-        "history": model.fit(data, epochs=2, verbose=0).history,
+        "history": model.fit(data, epochs=2, validation_data=(features(), labels()), verbose=0).history,
         "evaluate": model.evaluate(data, verbose=0),
         "predict": model.predict(data, verbose=0),
         "weights": model.get_weights(),
