@@ -33,7 +33,8 @@ def decode(content: bytes) -> Any:
 
 def _packed(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        return {_ARRAY: [value.dtype.name, list(value.shape), value.tobytes()]}
+        content = value.reshape(-1).tolist() if value.dtype.hasobject else value.tobytes()
+        return {_ARRAY: [value.dtype.name, list(value.shape), content]}
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, tuple):
@@ -52,6 +53,8 @@ def _unpacked(value: Any) -> Any:
         return value
     if _ARRAY in value:
         dtype, shape, content = value[_ARRAY]
+        if isinstance(content, list):
+            return np.array(content, object).reshape(shape)
         return np.frombuffer(bytearray(content), np.dtype(dtype)).reshape(shape)
     if _TUPLE in value:
         return tuple(_unpacked(item) for item in value[_TUPLE])

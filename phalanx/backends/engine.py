@@ -94,7 +94,7 @@ class Engine(Protocol):
         ...
 
     def expect(self, *, single: bool) -> None:
-        """Say what the next batches are like. Not between two steps of training.
+        """Say what the next batches to train and test with are like.
 
         Args:
             single: their elements were tuples (or lists) of x alone, which steps of the model's own are given as such.
@@ -150,8 +150,8 @@ class Engine(Protocol):
         """
         ...
 
-    def predict(self, data: Batch) -> Any:
-        """The model's outputs for a local batch, a structure of NumPy arrays."""
+    def predict(self, data: Batch, *, single: bool = False) -> Any:
+        """The model's outputs for a local batch, a structure of NumPy arrays; `single` as in `expect`."""
         ...
 
     def end(self) -> None:

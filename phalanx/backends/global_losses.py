@@ -77,9 +77,10 @@ class ScaledLosses:
 
     def _sum(self, added: Any) -> Any:
         total: Any = ops.sum(ops.cast(added, "float32") if "float" not in str(added.dtype) else added)
-        if not has_samples(added, self.batch_size):
+        if not len(added.shape):
             return total
-        return total * ops.cast(self._scale_of(None), total.dtype)
+        scale = ops.cast(self._scale_of(None), total.dtype)  # asked for on all ranks, whatever the lengths are there
+        return total * scale if has_samples(added, self.batch_size) else total
 
 
 def has_samples(values: Any, batch_size: int) -> bool:

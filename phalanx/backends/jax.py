@@ -210,9 +210,9 @@ class JaxEngine(model_state.Packing):
         origins = self.origins if training else self._test_origins
         return self._chosen(averages, merged, silent, origins)
 
-    def predict(self, data: Batch) -> Any:
+    def predict(self, data: Batch, *, single: bool = False) -> Any:
         trainable, non_trainable, _, metrics = self._state(with_optimizer=False)
-        outputs, non_trainable = self._predict((trainable, non_trainable), self._packed(data))
+        outputs, non_trainable = self._predict((trainable, non_trainable), self._packed(data, single=single))
         self._keep(trainable, list(non_trainable), None, metrics)
         return tree.map_structure(np.asarray, outputs)
 
@@ -406,7 +406,8 @@ class JaxTensors:
             )
         return [self.from_host(array) for array in function([np.asarray(tensor) for tensor in tensors])]
 
-    def failure_behind(self, error: BaseException) -> BaseException | None:
+    @staticmethod
+    def failure_behind(error: BaseException) -> BaseException | None:
         return None  # errors come as they are
 
     def reduce(self, thing: Any) -> Any:

@@ -125,8 +125,9 @@ class Packing:
     def retrace(self) -> None:
         raise NotImplementedError
 
-    def _packed(self, data: tuple[Any, Any, Any]) -> Any:
-        return (data[0],) if self._single else keras.utils.pack_x_y_sample_weight(*data)
+    def _packed(self, data: tuple[Any, Any, Any], *, single: bool | None = None) -> Any:
+        is_single = self._single if single is None else single
+        return (data[0],) if is_single else keras.utils.pack_x_y_sample_weight(*data)
 
 
 def samples(data: Any) -> int:

@@ -411,8 +411,8 @@ class TensorFlowEngine(model_state.Packing):
                 variable.assign(value)
         return results
 
-    def predict(self, data: Batch) -> Any:
-        return tree.map_structure(np.asarray, self._predict(self._packed(_tensors(data))))
+    def predict(self, data: Batch, *, single: bool = False) -> Any:
+        return tree.map_structure(np.asarray, self._predict(self._packed(_tensors(data), single=single)))
 
     def _function(self, function: Callable[..., Any], jit_compile: bool = False) -> Callable[..., Any]:
         if self._model.run_eagerly:
@@ -560,9 +560,13 @@ class TensorFlowTensors:
 
         return list(tf.custom_gradient(differentiable)(*tensors))
 
-    def failure_behind(self, error: BaseException) -> BaseException | None:
-        is_its = isinstance(error, tf.errors.OpError) and any(type(one).__name__ in str(error) for one in _failures)
-        return _failures[-1] if is_its else None
+    @staticmethod
+    def failure_behind(error: BaseException) -> BaseException | None:
+        if not _failures or not isinstance(error, tf.errors.OpError):
+            return None
+        failure = _failures.pop()
+        first_line = str(failure).partition("\n")[0]
+        return failure if type(failure).__name__ in str(error) and first_line[:80] in str(error) else None
 
     def reduce(self, thing: Any) -> Any:
         if isinstance(thing, tf.types.experimental.PolymorphicFunction):

@@ -49,7 +49,8 @@ class Tensors(Protocol):
         """
         ...
 
-    def failure_behind(self, error: BaseException) -> BaseException | None:
+    @staticmethod
+    def failure_behind(error: BaseException) -> BaseException | None:
         """The error of a host function of which the backend has made this one of its own; None if there is none."""
         ...
 

@@ -291,9 +291,9 @@ class TorchEngine(model_state.Packing):
                     variable.value.copy_(value)
         return results
 
-    def predict(self, data: Batch) -> Any:
+    def predict(self, data: Batch, *, single: bool = False) -> Any:
         with torch.no_grad():
-            outputs = self._model.predict_step(self._packed(_to_device(data)))
+            outputs = self._model.predict_step(self._packed(_to_device(data), single=single))
         return tree.map_structure(_to_host, outputs)
 
 
@@ -397,7 +397,8 @@ class TorchTensors:
             return _on_host(function, tensors)
         return list(_Differentiable.apply(function, gradient, *tensors))  # type: ignore[no-untyped-call]
 
-    def failure_behind(self, error: BaseException) -> BaseException | None:
+    @staticmethod
+    def failure_behind(error: BaseException) -> BaseException | None:
         return None  # errors come as they are
 
     def reduce(self, thing: Any) -> Any:

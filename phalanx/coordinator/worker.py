@@ -206,8 +206,8 @@ class FunctionServer:
         try:
             if order.iterator_of is not None:
                 iterator = iter(references.load(("own", order.iterator_of)))
-                of_tensorflow = type(iterator).__module__.startswith("tensorflow.")
-                return iterator if of_tensorflow else DistributedIterator(iterator)
+                knows_graphs = isinstance(iterator, DistributedIterator) or _is_of_tensorflow(iterator)
+                return iterator if knows_graphs else DistributedIterator(iterator)
             thing = unpack(buffers[0], references.load)
             if not callable(thing) or hasattr(thing, "__iter__"):
                 return thing
@@ -269,6 +269,10 @@ class FunctionServer:
             ended.__cause__ = error
             return ended
         return error
+
+
+def _is_of_tensorflow(thing: Any) -> bool:
+    return type(thing).__module__.startswith("tensorflow.")
 
 
 class _Unreadable:

@@ -180,7 +180,9 @@ class ShardedInput:
         return self._local(Share(stand_in(share.data), 0, None, None))
 
     def _local(self, share: Share) -> LocalBatch:
-        self.single = isinstance(share.data, tuple | list) and len(share.data) == 1
+        # Keras's own packing puts a list of inputs into a tuple by itself.
+        in_one = isinstance(share.data, tuple | list) and len(share.data) == 1
+        self.single = in_one and not isinstance(share.data[0], tuple | list)
         data: tuple[Any, Any, Any] = unpack(share.data)
         return LocalBatch(data, share.size, share.global_size)
 

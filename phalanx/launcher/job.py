@@ -33,6 +33,8 @@ INTERRUPT_GRACE_S = 5.0
 GIVE_UP_S = 5.0
 # When the chief and all servers have finished well, a worker that they have left out has nothing to do.
 LEFT_OUT_S = 10.0
+# A task that was started again so shortly before the chief or the servers ended may never have heard of them.
+BELATED_S = 10.0
 # A worker that is not wanted any more ends by itself, which takes seconds at most.
 RELEASE_S = 60.0
 POLL_S = 0.05
@@ -501,11 +503,15 @@ class Job:
         running = self._running
         servers = [p for p in running if p.task.startswith(SERVERS)]
         # Who was started again when the job was over already hears nothing of its end.
-        if self._has_servers and 0 in self._ends and all(p.order.rank in self._fallen for p in servers):
+        if self._has_servers and 0 in self._ends and all(self._is_belated(p.order.rank) for p in servers):
             return True
-        if self._servers_have_finished and not servers and 0 in self._fallen:
+        if self._servers_have_finished and not servers and 0 not in self._ends and self._is_belated(0):
             return True
         return all(p.task.startswith(EVALUATORS) for p in running)
+
+    def _is_belated(self, rank: int) -> bool:
+        """Whether a task was started again at about the time when the others ended."""
+        return rank in self._fallen and self._clock() - self._started.get(rank, self._clock()) < BELATED_S
 
     @property
     def _has_servers(self) -> bool:

@@ -75,7 +75,7 @@ class End:
     def has_own_error(self) -> bool:
         """Whether it had recorded an error of its own when it was ended: something kept it from going down."""
         error = self.words.error
-        if not self.hung or error is None or error.kind == "KeyboardInterrupt":
+        if not self.hung or error is None or error.interrupted:
             return False
         return error.code not in _CONSEQUENCE and error.code != errors.EvictedError.exit_code
 

@@ -24,6 +24,7 @@ class ErrorWords(msgspec.Struct, frozen=True):
         traceback: as Python prints it, chained errors included.
         lost: the task that a PeerLostError names.
         code: the exit code of the first error of Phalanx in the chain; 1 if there is none.
+        interrupted: whether it came of an interruption.
     """
 
     kind: str
@@ -31,6 +32,7 @@ class ErrorWords(msgspec.Struct, frozen=True):
     traceback: str
     lost: str | None = None
     code: int = 1
+    interrupted: bool = False
 
 
 def of_error(error: BaseException) -> ErrorWords:
@@ -44,6 +46,7 @@ def of_error(error: BaseException) -> ErrorWords:
         traceback=text,
         lost=next((each.task for each in _chain(error) if isinstance(each, PeerLostError)), None),
         code=next((each.exit_code for each in _chain(error) if isinstance(each, PhalanxError)), 1),
+        interrupted="KeyboardInterrupt" in text,  # others make errors of their own of it
     )
 
 

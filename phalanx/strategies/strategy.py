@@ -304,6 +304,8 @@ def _full(array: Array, axis: int, value: float) -> Array:
     if array.dtype.kind in "iu":
         limits = np.iinfo(array.dtype)
         value = limits.min if value < 0 else limits.max
+    if array.dtype.kind == "b":
+        value = value > 0
     return np.full(np.delete(array.shape, axis), value, array.dtype)
 
 

@@ -322,7 +322,6 @@ class Fitting:
             model.reset_metrics()
             self._callbacks.on_epoch_begin(epoch)
             self._trainer.agree_on_learning_rate(self._adapt)
-            engine.expect(single=self._source.single)  # the validation data may be others
             engine.begin()
             walk = self._walk = JointBatches(self._source, epoch, self._replica)
         self._stepper.begin(watched=self._watched, entering=entering)
@@ -338,6 +337,7 @@ class Fitting:
                     opened, entering = step, False
                 if not walk.holds(batch):  # the members have changed meanwhile
                     continue
+                engine.expect(single=self._source.single)  # what was evaluated meanwhile may have been others
                 progress.report("gradients", epoch=epoch, step=step)
                 if self._resumption is not None and self._stepper.every_step:
                     self._resumption.wish(steps=1)

@@ -158,8 +158,7 @@ class ReplicaTrainer:
                     callbacks.on_predict_batch_begin(first)
                 for batch in batches:
                     timeline.current.enter("forward")
-                    engine.expect(single=source.single)
-                    own.append(_rows(engine.predict(batch.data), batch.size))
+                    own.append(_rows(engine.predict(batch.data, single=source.single), batch.size))
                     timeline.current.leave()
                     sizes.append(batch.sizes)
                     self.count(callbacks, batch)

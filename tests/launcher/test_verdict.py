@@ -41,9 +41,13 @@ def test_who_does_not_go_down_after_its_own_error_is_the_cause() -> None:
     verdict = judge(ends)
     assert (verdict.code, verdict.cause and verdict.cause.rank) == (1, 1)
     assert "failed with ValueError: boom" in verdict.reason
-    verdict = judge([ends[0], end(1, -signal.SIGKILL, 1, by_launcher=True, hung=True)])
-    assert (verdict.code, verdict.cause and verdict.cause.rank) == (LOST, 1)
-    assert "left the job and did not end" in verdict.reason
+    interrupted = LastWords(error=ErrorWords("RuntimeError", "wrapped", "Traceback ...", interrupted=True))
+    for words in (LastWords(), interrupted):
+        verdict = judge([ends[0], end(1, -signal.SIGKILL, 1, by_launcher=True, hung=True, words=words)])
+        assert (verdict.code, verdict.cause and verdict.cause.rank) == (LOST, 1)
+        assert "left the job and did not end" in verdict.reason
+    evicted = LastWords(error=ErrorWords("EvictedError", "left out", "Traceback ...", code=73))
+    assert judge([end(0, 0, 0), end(1, 73, 1, by_launcher=True, words=evicted)]).success
 
 
 def test_a_job_without_failure_succeeds() -> None:

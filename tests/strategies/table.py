@@ -333,6 +333,8 @@ def reduced_structures_may_have_nothing_and_parts_may_be_empty(setting: Setting)
         own = tensor(np.full((rank, 3), -5 - rank, kind))
         np.testing.assert_array_equal(host(strategy.reduce("MAX", own, axis=0)), [-6] * 3)
         np.testing.assert_array_equal(host(strategy.reduce("MIN", own, axis=0)), [-4 - world] * 3)
+    flags = strategy.reduce("MAX", tensor(np.zeros((rank, 3), "bool")), axis=0)
+    assert not host(flags).any()
     with pytest.raises(phalanx.ConfigurationError, match="with the comma"):
         strategy.run(lambda a, b: a, args=({"a": 1, "b": 2}))
     return {}
