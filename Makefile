@@ -2,7 +2,7 @@
 PYTHON ?= python3.11
 BACKENDS ?= jax tensorflow torch
 # Tests at a time; those of a module come one after another, as some share their jobs.
-AT_ONCE ?= 2
+AT_ONCE ?= 3
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
