@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -111,7 +112,7 @@ def layer_state(model: Any) -> list[Any]:
     return list(seen.values())
 
 
-class Packing:
+class Packing(ABC):
     """A batch as Keras gives it to steps of a model's own: without what is not there, as in `x, y = data`."""
 
     _single = False
@@ -122,8 +123,9 @@ class Packing:
             self._single = single
             self.retrace()
 
+    @abstractmethod
     def retrace(self) -> None:
-        raise NotImplementedError
+        """See `Engine.retrace`."""
 
     def _packed(self, data: tuple[Any, Any, Any], *, single: bool | None = None) -> Any:
         is_single = self._single if single is None else single

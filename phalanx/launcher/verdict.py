@@ -64,8 +64,6 @@ class End:
         caught it and ended itself. That it is an echo is less sure where only the exit code says so."""
         if self.returncode is None:
             return 0
-        if self.by_launcher and self.has_own_error:
-            return 0
         by_code = _CONSEQUENCE.get(self.code, 0)
         if self.words.error is None:
             return max(0, 2 * by_code - 1)

@@ -159,7 +159,8 @@ class Strategy:
                 counts every element once, however many each replica has.
         """
         op = reduce_op_of(reduce_op)
-        as_it_is = (lambda leaf: leaf) if op is not ReduceOp.MEAN else _as_float
+        if op is ReduceOp.MEAN:
+            value = keras.tree.map_structure(_as_float, value)
         if axis is None:
 
             def merge(arrays: list[Array]) -> list[Array]:
@@ -184,7 +185,7 @@ class Strategy:
                 return _with_axis(shape, axis, ())
 
         linear = op in (ReduceOp.SUM, ReduceOp.MEAN)
-        return self._merged(value, merge, shape_of, gradient if linear else None, as_it_is)
+        return self._merged(value, merge, shape_of, gradient if linear else None)
 
     def _merged(
         self,
@@ -192,11 +193,10 @@ class Strategy:
         merge: HostFunction,
         shape_of: Callable[[Shape], Shape],
         gradient: Gradient | None,
-        prepare: Callable[[Any], Any] = lambda leaf: leaf,
     ) -> Any:
         """A structure with its leaves merged; None, such as the gradient of what is not used, stays None."""
         leaves = keras.tree.flatten(value)
-        present = [prepare(leaf) for leaf in leaves if leaf is not None]
+        present = [leaf for leaf in leaves if leaf is not None]
         merged = iter(self._tensors.call(merge, present, shape_of=shape_of, gradient=gradient) if present else ())
         return keras.tree.pack_sequence_as(value, [None if leaf is None else next(merged) for leaf in leaves])
 
@@ -324,7 +324,9 @@ def _spread_along(
 
 
 def _as_float(leaf: Any) -> Any:
-    """A tensor that has a mean: integers and booleans as Keras's own float."""
+    """A tensor that has a mean: integers and booleans as Keras's own float; None as it is."""
+    if leaf is None:
+        return None
     kind = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
     is_whole = any(name in str(kind) for name in ("int", "bool"))
     return keras.ops.cast(leaf, keras.config.floatx()) if is_whole else leaf

@@ -464,11 +464,8 @@ class ReplicaTrainer:
         communicator = self.replica.communicator
         if rows.dtype.kind not in "OSU":
             return communicator.all_gather(rows)
-        everyones = communicator.all_gather_bytes(encode([rows.shape, rows.reshape(-1).tolist()]))
-        columns = []
-        for shape, values in map(decode, everyones):  # type: ignore[misc]
-            columns.append(np.array(values, rows.dtype).reshape(shape))
-        return columns
+        everyones = communicator.all_gather_bytes(encode(rows.astype(object)))
+        return [decode(one).astype(rows.dtype) for one in everyones]
 
     def agree_on_learning_rate(self, adapt: Callable[[], None]) -> None:
         """The chief's learning rate on every rank, where callbacks may have set it."""

@@ -329,6 +329,9 @@ def reduced_structures_may_have_nothing_and_parts_may_be_empty(setting: Setting)
     assert found["unused"] is None
     np.testing.assert_array_equal(host(found["used"]), [world, world])
     assert strategy.gather([None], axis=0) == [None]
+    nothing, mean = strategy.reduce("MEAN", (None, tensor(np.array(2, "int32"))), axis=None)
+    assert nothing is None
+    assert float(host(mean)) == 2.0
     for kind in ("float32", "int32"):
         own = tensor(np.full((rank, 3), -5 - rank, kind))
         np.testing.assert_array_equal(host(strategy.reduce("MAX", own, axis=0)), [-6] * 3)
