@@ -9,6 +9,7 @@ import numpy as np
 
 from phalanx.backends.layout import Layout
 from phalanx.backends.log_origins import LogOrigins
+from phalanx.inputs.elements import Form
 
 Array = np.ndarray[Any, Any]
 Batch = tuple[Any, Any, Any]
@@ -93,12 +94,8 @@ class Engine(Protocol):
         """Create all variables of model, metrics and optimizer for batches like `data`."""
         ...
 
-    def expect(self, *, single: bool) -> None:
-        """Say what the next batches to train and test with are like.
-
-        Args:
-            single: their elements were tuples (or lists) of x alone, which steps of the model's own are given as such.
-        """
+    def expect(self, form: Form) -> None:
+        """Say in which form steps of the model's own are given the next batches to train and test with."""
         ...
 
     def begin(self) -> None:
@@ -150,8 +147,8 @@ class Engine(Protocol):
         """
         ...
 
-    def predict(self, data: Batch, *, single: bool = False) -> Any:
-        """The model's outputs for a local batch, a structure of NumPy arrays; `single` as in `expect`."""
+    def predict(self, data: Batch, form: Form = Form.PARTS) -> Any:
+        """The model's outputs for a local batch, a structure of NumPy arrays; `form` as in `expect`."""
         ...
 
     def end(self) -> None:

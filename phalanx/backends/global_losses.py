@@ -11,6 +11,9 @@ so that the weighted mean over the ranks is the global loss again: the sum over 
 share_r * (N_r / D_r) * (D_r / (D * share_r)) = N / D. As each loss is put right for itself, several outputs and
 regularizers may stand beside it, and gradients and logged values follow.
 
+A loss function that returns one number, the mean over the samples, is multiplied by the mean of the batch's sample
+weights, which has to be that of the global batch.
+
 Keras forms all these denominators in one function, `keras.src.losses.loss.reduce_weighted_values`; while a step runs
 (or is traced), ours stands in its place, also for losses that an overridden `compute_loss` or `train_step` calls.
 
@@ -70,10 +73,22 @@ class ScaledLosses:
         dtype: Any = None,
     ) -> Any:
         loss = self._losses.original(values, sample_weight, mask, reduction, dtype)
+        of_samples = sample_weight is not None and len(sample_weight.shape) > 0
+        if tuple(values.shape) == () and of_samples and mask is None and reduction in _DIVIDED:
+            mean_weight = self._mean_of(ops.cast(sample_weight, "float32"))
+            return self._losses.original(values, None, None, reduction, dtype) * ops.cast(mean_weight, loss.dtype)
         if tuple(values.shape) == () or not _only_all_know(reduction, sample_weight, mask):
             return loss
         denominator = None if reduction == "sum" else _denominator(values, sample_weight, mask, reduction)
         return loss * ops.cast(self._scale_of(denominator), loss.dtype)
+
+    def _mean_of(self, weights: Any) -> Any:
+        """Of the sample weights of the global batch."""
+        # With D_r the sum of this rank's and their number, which is not 0: D / N = 1 + their mean; share = N_r / N.
+        number = ops.cast(ops.size(weights), "float32")
+        own = ops.sum(weights) + number
+        scale = ops.cast(self._scale_of(own), "float32")  # 0 on a rank without samples
+        return own / (number * ops.where(scale == 0, ops.ones_like(scale), scale)) - 1.0
 
     def _sum(self, added: Any) -> Any:
         total: Any = ops.sum(ops.cast(added, "float32") if "float" not in str(added.dtype) else added)

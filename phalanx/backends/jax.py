@@ -41,6 +41,7 @@ from phalanx.backends.log_origins import LogOrigins
 from phalanx.backends.tensors import Gradient, HostFunction, Shape, same_shape
 from phalanx.backends.updater import Updater
 from phalanx.errors import UnsupportedError
+from phalanx.inputs.elements import Form
 
 Array = np.ndarray[Any, Any]
 Values = list[Any]
@@ -105,7 +106,7 @@ class JaxEngine(model_state.Packing):
         return bool(self._model._jax_state_synced)
 
     def build(self, data: Batch) -> None:
-        self._model._symbolic_build(data_batch=data)
+        self._model._symbolic_build(data_batch=self._as_given(data))
         check_losses(self._model)
 
     def begin(self) -> None:
@@ -210,9 +211,9 @@ class JaxEngine(model_state.Packing):
         origins = self.origins if training else self._test_origins
         return self._chosen(averages, merged, silent, origins)
 
-    def predict(self, data: Batch, *, single: bool = False) -> Any:
+    def predict(self, data: Batch, form: Form = Form.PARTS) -> Any:
         trainable, non_trainable, _, metrics = self._state(with_optimizer=False)
-        outputs, non_trainable = self._predict((trainable, non_trainable), self._packed(data, single=single))
+        outputs, non_trainable = self._predict((trainable, non_trainable), self._packed(data, form))
         self._keep(trainable, list(non_trainable), None, metrics)
         return tree.map_structure(np.asarray, outputs)
 

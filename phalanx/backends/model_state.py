@@ -14,6 +14,7 @@ from keras.src.trainers.trainer import Trainer
 
 from phalanx.backends.layout import WEIGHT_OF_AGGREGATION, Weight
 from phalanx.errors import UnsupportedError
+from phalanx.inputs.elements import Form
 from phalanx.nested import leaves
 
 _GradientMerge = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
@@ -115,21 +116,30 @@ def layer_state(model: Any) -> list[Any]:
 class Packing(ABC):
     """A batch as Keras gives it to steps of a model's own: without what is not there, as in `x, y = data`."""
 
-    _single = False
+    _form = Form.PARTS
 
-    def expect(self, *, single: bool) -> None:
+    def expect(self, form: Form) -> None:
         """See `Engine.expect`."""
-        if single != self._single:
-            self._single = single
+        if form is not self._form:
+            self._form = form
             self.retrace()
 
     @abstractmethod
     def retrace(self) -> None:
         """See `Engine.retrace`."""
 
-    def _packed(self, data: tuple[Any, Any, Any], *, single: bool | None = None) -> Any:
-        is_single = self._single if single is None else single
-        return (data[0],) if is_single else keras.utils.pack_x_y_sample_weight(*data)
+    def _packed(self, data: tuple[Any, Any, Any], form: Form | None = None) -> Any:
+        match form or self._form:
+            case Form.PARTS:
+                return keras.utils.pack_x_y_sample_weight(*data)
+            case Form.ALONE:
+                return (data[0],)
+            case Form.WHOLE:
+                return data[0]
+
+    def _as_given(self, data: tuple[Any, Any, Any]) -> Any:
+        """For Keras's own methods, which take such a tuple apart, or say that they cannot."""
+        return data[0] if self._form is Form.WHOLE else data
 
 
 def samples(data: Any) -> int:

@@ -31,6 +31,7 @@ from phalanx.backends.step_means import StepMeans
 from phalanx.backends.tensorflow_adam import fused
 from phalanx.backends.tensors import Gradient, HostFunction, Shape, same_shape
 from phalanx.backends.updater import Updater
+from phalanx.inputs.elements import Form
 from phalanx.nested import leaves, map_leaves
 
 Array = np.ndarray[Any, Any]
@@ -93,7 +94,7 @@ class TensorFlowEngine(model_state.Packing):
             if not model.optimizer.built:
                 model.optimizer.build(model.trainable_variables)
         else:
-            model._symbolic_build(data_batch=map_leaves(_described, data))
+            model._symbolic_build(data_batch=map_leaves(_described, self._as_given(data)))
         check_losses(self._model)
         self._state = model_state.layer_state(self._model)
         self._metrics = list(self._model.metrics_variables)
@@ -194,7 +195,7 @@ class TensorFlowEngine(model_state.Packing):
     def _gradients(self, data: Batch) -> tuple[list[Any], dict[str, Any]]:
         # As TensorFlowTrainer.train_step, up to the optimizer; with the metrics before it, so that they travel along.
         model = self._model
-        x, y, sample_weight = data
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(self._as_given(data))
         with tf.GradientTape() as tape:
             y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
             loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
@@ -411,8 +412,8 @@ class TensorFlowEngine(model_state.Packing):
                 variable.assign(value)
         return results
 
-    def predict(self, data: Batch, *, single: bool = False) -> Any:
-        return tree.map_structure(np.asarray, self._predict(self._packed(_tensors(data), single=single)))
+    def predict(self, data: Batch, form: Form = Form.PARTS) -> Any:
+        return tree.map_structure(np.asarray, self._predict(self._packed(_tensors(data), form)))
 
     def _function(self, function: Callable[..., Any], jit_compile: bool = False) -> Callable[..., Any]:
         if self._model.run_eagerly:

@@ -30,6 +30,7 @@ from phalanx.backends.tensors import Gradient, HostFunction, Shape, same_shape
 from phalanx.backends.torch_adam import fused
 from phalanx.backends.torch_buffers import buffers
 from phalanx.backends.updater import Updater
+from phalanx.inputs.elements import Form
 from phalanx.nested import leaves, map_leaves
 
 Array = np.ndarray[Any, Any]
@@ -67,7 +68,7 @@ class TorchEngine(model_state.Packing):
         return True
 
     def build(self, data: Batch) -> None:
-        self._model._symbolic_build(data_batch=data)
+        self._model._symbolic_build(data_batch=self._as_given(data))
         check_losses(self._model)
         floating = [buffer for buffer in buffers(self._model) if buffer.value.is_floating_point()]
         self._state = [*_layer_state(self._model), *floating]
@@ -141,7 +142,7 @@ class TorchEngine(model_state.Packing):
     def _run_backward(self, data: Batch) -> tuple[list[Any], dict[str, Any]]:
         # As TorchTrainer.train_step, up to the optimizer; with the metrics before it, so that they travel along.
         model = self._model
-        x, y, sample_weight = data
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(self._as_given(data))
         y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
         weights = list(model.trainable_weights)
         for weight in weights:
@@ -285,15 +286,15 @@ class TorchEngine(model_state.Packing):
             averages = dict(zip(logs, values[len(own) :], strict=True))
             origins = self.origins if training else self._test_origins
             results = model_state.choose_logs(averages, self._model.get_metrics_result, silent, origins.results)
-            results = {name: float(_scalar(value)) for name, value in results.items()} if not final else results
+            results = {name: _number(value) for name, value in results.items()} if not final else results
             if not final:
                 for variable, value in zip(self._metrics, own, strict=True):
                     variable.value.copy_(value)
         return results
 
-    def predict(self, data: Batch, *, single: bool = False) -> Any:
+    def predict(self, data: Batch, form: Form = Form.PARTS) -> Any:
         with torch.no_grad():
-            outputs = self._model.predict_step(self._packed(_to_device(data), single=single))
+            outputs = self._model.predict_step(self._packed(_to_device(data), form))
         return tree.map_structure(_to_host, outputs)
 
 
@@ -331,6 +332,12 @@ def _batch_size(x: Any) -> int:
 
 def _scalar(value: Any) -> Any:
     return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
+
+
+def _number(result: Any) -> Any:
+    """A metric's result, which later counting does not change; of some metrics it is an array."""
+    value = np.array(_scalar(result))
+    return value if value.ndim else float(value)
 
 
 def _to_host(tensor: Any) -> Array:

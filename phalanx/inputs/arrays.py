@@ -119,7 +119,7 @@ class ArraySource(Anywhere):
         self._seed = seed
         self._shuffling = shuffling
         self.draws = bool(shuffle) and shuffling is not None  # the orders come from an iterator of Keras's own
-        self._own_orders: Iterator[Array] | None = None  # of the chief
+        self._own_orders: Iterator[Array] | None = None
         self.num_batches: int | None = -(-self._samples // self._batch_size)
         self.signature = (
             f"{self._samples} samples of {describe(self._data)} in global batches of {self._batch_size}, "
@@ -208,11 +208,9 @@ class ArraySource(Anywhere):
         return random.permutation(self._samples)
 
     def _agreed(self, shuffling: Shuffling) -> Array:
-        own = np.empty(self._samples, np.int64)
-        if shuffling.is_chief:
-            if self._own_orders is None:
-                self._own_orders = keras_adapters.shuffled_orders(
-                    self._samples, self._batch_size, self._shuffle, peeked=shuffling.peeked()
-                )
-            own[:] = next(self._own_orders)
-        return shuffling.told(own)
+        if self._own_orders is None:
+            self._own_orders = keras_adapters.shuffled_orders(
+                self._samples, self._batch_size, self._shuffle, peeked=shuffling.peeked()
+            )
+        # Every process draws, so that what a seeded program draws after it is the same everywhere.
+        return shuffling.told(next(self._own_orders).astype(np.int64))

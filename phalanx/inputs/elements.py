@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
 import numpy as np
@@ -11,26 +12,28 @@ from phalanx.nested import leaves
 
 Array = np.ndarray[Any, Any]
 
+MOST_PARTS = 3
 
-def unpack(element: Any) -> tuple[Any, Any, Any]:
-    """A dataset's element as `(x, y, sample_weight)`, as `keras.utils.unpack_x_y_sample_weight` does it.
 
-    Raises: ValueError where a tuple has more than three items.
-    """
+class Form(enum.Enum):
+    """What a dataset's elements are: steps of a model's own are given them as they are."""
+
+    PARTS = "x, (x, y) or (x, y, sample_weight)"
+    ALONE = "(x,)"
+    WHOLE = "a tuple of more than three items, which only steps of a model's own know to read"
+
+
+def unpack(element: Any) -> tuple[Form, tuple[Any, Any, Any]]:
+    """The form of a dataset's element, and its `(x, y, sample_weight)`, as `keras.utils.unpack_x_y_sample_weight` has
+    them. As a whole it is x."""
     if isinstance(element, list):
         element = tuple(element)
-    if not isinstance(element, tuple):
-        return element, None, None
-    if len(element) == 1:
-        return element[0], None, None
-    if len(element) == 2:
-        return element[0], element[1], None
-    if len(element) == 3:
-        return element  # type: ignore[return-value]
-    raise ValueError(
-        f"A batch must be x, (x,), (x, y) or (x, y, sample_weight); got a tuple of {len(element)} items. "
-        "Several inputs or outputs belong into one nested tuple or dict: ((x1, x2), y)."
-    )
+    if not isinstance(element, tuple) or len(element) > MOST_PARTS:
+        return Form.WHOLE if isinstance(element, tuple) else Form.PARTS, (element, None, None)
+    x, y, sample_weight = (*element, None, None)[:MOST_PARTS]
+    # Keras's own packing puts a list of inputs into a tuple by itself.
+    alone = len(element) == 1 and not isinstance(x, tuple | list)
+    return Form.ALONE if alone else Form.PARTS, (x, y, sample_weight)
 
 
 def to_numpy(leaf: Any) -> Any:

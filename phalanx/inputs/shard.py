@@ -34,6 +34,7 @@ def shard_input(
     seed: int,
     shuffling: Shuffling | None = None,
     policy: AutoShardPolicy | None = None,
+    in_order: bool = False,
 ) -> ShardedInput:
     """What one rank reads of an input of `fit`, `evaluate` or `predict`; arguments mean what they do there.
 
@@ -45,6 +46,7 @@ def shard_input(
         shuffling: for arrays, PyDatasets and map-style DataLoaders: how the orders of the passes are agreed on. None:
             they depend on `seed` and the epoch alone, and so are the same on all ranks.
         policy: for tf.data.Dataset; None: the one in the dataset's options, AUTO if there is none.
+        in_order: AUTO keeps the order of one process, where it could deal out files.
 
     Raises: TypeError for an input that is not accepted; ConfigurationError (a ValueError) for arguments that
         do not fit the input. On wrong arguments every rank raises, because every rank sees the same.
@@ -66,6 +68,7 @@ def shard_input(
         seed=seed,
         shuffling=shuffling,
         policy=None if policy is None else AutoShardPolicy.of(policy),
+        in_order=in_order,
     )
     if source.endless and steps_per_epoch is None:
         raise ConfigurationError(
@@ -122,6 +125,7 @@ def make_source(
     seed: int,
     shuffling: Shuffling | None = None,
     policy: AutoShardPolicy | None = None,
+    in_order: bool = False,
 ) -> Source:
     """The source for one rank of an input; arguments and errors as for `shard_input`."""
     kind = dataset_kind(x)
@@ -168,6 +172,7 @@ def make_source(
         return tf_source(
             x,
             policy=policy,
+            in_order=in_order,
             class_weight=class_weight,
             whole_passes=steps_per_epoch is None,
             rank=rank,

@@ -13,7 +13,7 @@ import numpy as np
 from phalanx.errors import ConfigurationError
 from phalanx.inputs import keras_adapters
 from phalanx.inputs.batch import LocalBatch
-from phalanx.inputs.elements import Array, unpack
+from phalanx.inputs.elements import Array, Form, unpack
 from phalanx.inputs.policy import AutoShardPolicy
 from phalanx.inputs.prefetch import DEPTH, Prefetch
 from phalanx.inputs.source import Source
@@ -71,7 +71,7 @@ class ShardedInput:
         self._pass = 0  # the epoch in which the running pass began: the key of its order
         self._last: Share | None = None
         self._reset_done = False
-        self.single = False
+        self.form = Form.PARTS
         self._stream: Iterator[Share] = iter(())
         self._read = 0  # batches of the pass that were taken from the stream
 
@@ -180,10 +180,7 @@ class ShardedInput:
         return self._local(Share(stand_in(share.data), 0, None, None))
 
     def _local(self, share: Share) -> LocalBatch:
-        # Keras's own packing puts a list of inputs into a tuple by itself.
-        in_one = isinstance(share.data, tuple | list) and len(share.data) == 1
-        self.single = in_one and not isinstance(share.data[0], tuple | list)
-        data: tuple[Any, Any, Any] = unpack(share.data)
+        self.form, data = unpack(share.data)
         return LocalBatch(data, share.size, share.global_size)
 
     def reset(self) -> None:

@@ -109,7 +109,7 @@ def fingerprint_of(element: Any) -> int:
     It is taken over the targets where they tell anything, because augmentation, which may differ between
     ranks without harm, leaves them alone; else over the first array.
     """
-    x, y, _ = unpack(element) if not isinstance(element, tuple) or len(element) <= 3 else (element, None, None)
+    _, (x, y, _) = unpack(element)
     for part in (y, x):
         arrays = leaves(part)
         if arrays and (part is x or _tells(arrays[0])):

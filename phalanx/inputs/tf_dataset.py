@@ -46,13 +46,15 @@ def tf_source(
     policy: AutoShardPolicy | None,
     class_weight: dict[int, float] | None,
     whole_passes: bool,
+    in_order: bool,
     rank: int,
     world_size: int,
     seed: int,
 ) -> StreamSource:
     """A source over a batched tf.data.Dataset whose batch is the global batch.
 
-    `whole_passes`: whether an epoch is a pass, and not a number of steps.
+    `whole_passes`: whether an epoch is a pass, and not a number of steps. `in_order`: whether AUTO keeps the order of
+    one process, as `predict` does.
 
     DATA: all ranks read the same elements in the same order. For that, shuffles without a seed are given one
         made from `seed`, and parallel maps keep their order, unless the dataset says otherwise itself.
@@ -72,12 +74,14 @@ def tf_source(
             )
     if policy is None:
         policy = AutoShardPolicy.of(dataset.options().experimental_distribute.auto_shard_policy)
+    original = dataset
     files = _source_files(dataset) if policy in (AutoShardPolicy.AUTO, AutoShardPolicy.FILE) else None
     if class_weight is not None:
         _check_class_weight(dataset.element_spec)
         dataset = dataset.map(keras_adapters.tf_class_weights(class_weight))
 
-    sharded, policy, reason = _divide(dataset, policy, files, rank, world_size, seed)
+    kept = "predict() keeps the order of the samples" if in_order else _counted_behind(original)
+    sharded, policy, reason = _divide(dataset, policy, files, kept, rank, world_size, seed)
     cardinality = int(sharded.cardinality())
     # Dealing out files hides that a dataset repeats; before it is replaced, a hint looks like endless data.
     told_by = sharded if policy is AutoShardPolicy.HINT else dataset
@@ -98,7 +102,7 @@ def tf_source(
     skips = whole_passes and keras_adapters.opens_one_more_pass("tensorflow")
 
     # `dataset` is kept: the functions that a serialized graph calls live as long as it does.
-    def open_pass(key: int, original: Any = dataset) -> Iterator[Any]:
+    def open_pass(key: int, kept_alive: Any = dataset) -> Iterator[Any]:
         for number, element in enumerate(_elements(sharded), 1):
             if number == length and skips:
                 iter(sharded)
@@ -125,11 +129,16 @@ def _divide(
     dataset: Any,
     policy: AutoShardPolicy,
     files: list[str] | None,
+    kept: str,
     rank: int,
     world_size: int,
     seed: int,
 ) -> tuple[Any, AutoShardPolicy, str]:
-    """The dataset as this rank reads it, the policy in effect and its reason."""
+    """The dataset as this rank reads it, the policy in effect and its reason.
+
+    Args:
+        kept: why AUTO does not deal out files; empty if it may.
+    """
     if policy is AutoShardPolicy.OFF:
         return _rebatched(dataset, rank, world_size), policy, "the dataset's options or the caller say OFF"
     if policy is AutoShardPolicy.HINT:
@@ -140,6 +149,8 @@ def _divide(
         reason = "the dataset's options or the caller say DATA"
     elif world_size == 1 and not wanted:
         reason = "there is one replica"
+    elif kept and files is not None and not wanted:
+        reason = kept
     elif files is None:
         reason = "its source is not a list of files"
         if wanted:
@@ -218,6 +229,38 @@ def _tree(dataset: Any) -> Iterator[Any]:
     yield dataset
     for part in dataset._inputs():
         yield from _tree(part)
+
+
+_COUNTING = {
+    "_TakeDataset": "take() counts",
+    "_SkipDataset": "skip() counts",
+    "_ShardDataset": "shard() counts",
+    "_TakeWhileDataset": "take_while() counts",
+    "_WindowDataset": "window() counts",
+    "_ScanDataset": "scan() counts",
+    "_ZipDataset": "zip() pairs",
+}
+
+
+_READERS = ("TFRecordDataset", "TextLineDataset", "FixedLengthRecordDataset")
+
+
+def _counted_behind(dataset: Any) -> str:
+    """What counts or pairs the elements that come from files: it would do so with each replica's files. Empty if
+    nothing does."""
+    kind = type(dataset).__name__
+    if kind in _COUNTING:
+        return f"{_COUNTING[kind]} what it reads"
+    if hasattr(dataset, "_filenames") or any(map(_reads_files, dataset._functions())):
+        return ""
+    return next(filter(None, map(_counted_behind, dataset._inputs())), "")
+
+
+def _reads_files(function: Any) -> bool:
+    """Whether the function of an `interleave` or `flat_map` makes readers."""
+    graph = function.function.graph.as_graph_def()
+    bodies = [graph.node, *(body.node_def for body in graph.library.function)]
+    return any(node.op.startswith(_READERS) for node in itertools.chain(*bodies))
 
 
 def _source_files(dataset: Any) -> list[str] | None:

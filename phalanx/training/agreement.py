@@ -52,7 +52,7 @@ class JointBatches:
     """One epoch of a source, which all ranks walk together: the same number of steps on every rank.
 
     Where the ranks cannot know from the input alone what the others hold (streams), they tell each other before
-    each step. A rank whose stream has ended takes part with nothing until all have ended.
+    each step. Where each has data of its own, a rank whose stream has ended takes part with nothing until all have.
 
     Attributes:
         done: how many batches have been used. Whoever uses them counts.
@@ -132,6 +132,12 @@ class JointBatches:
             return None
         if not notes[:, 0].any() and (notes[:, 2] != notes[0, 2]).any():
             raise DisagreementError(f"Batch {step} of epoch {self._epoch}: {source.disagreement()}")
+        if notes[:, 0].any() and source.fingerprint:
+            ended = ", ".join(map(str, np.flatnonzero(notes[:, 0])))
+            raise DisagreementError(
+                f"The data ended on rank {ended} after {step} batches of epoch {self._epoch}, and go on elsewhere. "
+                f"{source.disagreement()}"
+            )
         data = (batch or source.stand_in()).data
         return JointBatch(data, tuple(int(size) for size in notes[:, 1]), self._replica.rank)
 

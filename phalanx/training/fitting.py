@@ -337,7 +337,7 @@ class Fitting:
                     opened, entering = step, False
                 if not walk.holds(batch):  # the members have changed meanwhile
                     continue
-                engine.expect(single=self._source.single)  # what was evaluated meanwhile may have been others
+                engine.expect(self._source.form)  # what was evaluated meanwhile may have been others
                 progress.report("gradients", epoch=epoch, step=step)
                 if self._resumption is not None and self._stepper.every_step:
                     self._resumption.wish(steps=1)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import os
 import threading
 import uuid
@@ -36,6 +37,8 @@ from phalanx.training.replica import Replica, alone
 from phalanx.training.resuming import has_checkpoint
 from phalanx.training.server_loop import ServerTrainer
 from phalanx.training.server_worker import ServerWorker
+
+logger = logging.getLogger(__name__)
 
 _DISPATCHED = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 _MARK = "_phalanx_replica"
@@ -80,8 +83,8 @@ def install(
     for name in _DISPATCHED:
         _plain[name] = getattr(trainer, name)
         _replace(trainer, name, _dispatching(_plain[name]))
-    for name, suffix in (("save", ".keras"), ("save_weights", ".weights.h5")):
-        _replace(keras.Model, name, _writing_whole(getattr(keras.Model, name), suffix))
+    for name, suffixes in (("save", (".keras", ".h5", ".hdf5")), ("save_weights", (".weights.h5",))):
+        _replace(keras.Model, name, _writing_whole(getattr(keras.Model, name), suffixes))
     for optimizer in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
         owner = next(base for base in optimizer.__mro__ if "apply" in vars(base))
         _replace(owner, "apply", _merging(owner.apply))
@@ -120,11 +123,14 @@ def synchronise_variables(model: Any) -> None:
 
 def bring_up_to_date(model: Any) -> None:
     """Put what a callback may save now into the model's variables: weights and optimizer state of one step, which
-    during `fit` JAX has among its arguments, and parameter servers on those."""
+    during `fit` JAX has among its arguments, and parameter servers on those; these also while a coordinator's functions
+    run."""
     synchronise_variables(model)
-    trainer = vars(model).get(_TRAINER)
+    member, trainer = member_of(model), vars(model).get(_TRAINER)
     if isinstance(trainer, ServerTrainer):
         trainer.gather()
+    if isinstance(member, ServerWorker) and member.is_chief and member.coordinator is not None:
+        member.coordinator.refresh()
 
 
 @contextmanager
@@ -238,21 +244,28 @@ def _dispatching(original: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-def _writing_whole(original: Callable[..., Any], suffix: str) -> Callable[..., Any]:
-    """Around `save` and `save_weights`: all tasks of a job may write the same file at once, and read it again.
+def _writing_whole(original: Callable[..., Any], suffixes: tuple[str, ...]) -> Callable[..., Any]:
+    """Around `save` and `save_weights`: all tasks of a job may write the same file at once, and read it again. Where
+    somebody is asked before a file is overwritten, only the chief asks.
 
     Args:
-        suffix: of the files' names.
+        suffixes: of the files' names.
     """
 
     @functools.wraps(original)
-    def method(self: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-        place = None if args or member_of(self) is None else _single_file(filepath, suffix, **kwargs)
+    def method(self: Any, filepath: Any, overwrite: bool = True, *args: Any, **kwargs: Any) -> Any:
+        member = member_of(self)
+        if member is not None and not overwrite and not member.is_chief and os.path.exists(filepath):
+            logger.warning("%s is there, and left as it is: only the chief asks whether to overwrite it.", filepath)
+            return None
+        special = member is None or not overwrite or args or kwargs
+        place = None if special else _single_file(filepath, suffixes)
         if place is None:
-            return original(self, filepath, *args, **kwargs)
+            return original(self, filepath, overwrite, *args, **kwargs)
+        suffix = next(suffix for suffix in suffixes if str(filepath).endswith(suffix))
         temporary = place.with_name(f".{uuid.uuid4().hex}{suffix}")
         try:
-            result = original(self, temporary, **kwargs)
+            result = original(self, temporary)
             os.replace(temporary, place)
         finally:
             temporary.unlink(missing_ok=True)
@@ -261,13 +274,12 @@ def _writing_whole(original: Callable[..., Any], suffix: str) -> Callable[..., A
     return method
 
 
-def _single_file(filepath: Any, suffix: str, overwrite: bool = True, **others: Any) -> Path | None:
-    """The file that is written whole with these arguments of `save`; None where somebody is asked first, or more than
-    one file is written, or none of this file system."""
-    if not overwrite or others or not isinstance(filepath, str | os.PathLike) or "://" in str(filepath):
+def _single_file(filepath: Any, suffixes: tuple[str, ...]) -> Path | None:
+    """The file that is written whole; None where several are, or none of this file system."""
+    if not isinstance(filepath, str | os.PathLike) or "://" in str(filepath):
         return None
     place = Path(os.path.realpath(filepath))
-    return place if str(filepath).endswith(suffix) and place.parent.is_dir() and not place.is_dir() else None
+    return place if str(filepath).endswith(suffixes) and place.parent.is_dir() and not place.is_dir() else None
 
 
 def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:

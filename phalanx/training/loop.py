@@ -8,7 +8,7 @@ is that of the global batch. All ranks must call the same methods in the same or
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import keras
@@ -126,7 +126,7 @@ class ReplicaTrainer:
         """The outputs for all samples, in their order, on every rank."""
         try:
             with self.replica.entry() as entry:
-                source = self.shard(x, None, None, batch_size, steps)
+                source = self.shard(x, None, None, batch_size, steps, in_order=True)
                 source.take_as_it_is()
                 self._wait_for_the_result()
                 self._prepare_to_predict(source, "predict")
@@ -158,7 +158,7 @@ class ReplicaTrainer:
                     callbacks.on_predict_batch_begin(first)
                 for batch in batches:
                     timeline.current.enter("forward")
-                    own.append(_rows(engine.predict(batch.data, single=source.single), batch.size))
+                    own.append(_rows(engine.predict(batch.data, source.form), batch.size))
                     timeline.current.leave()
                     sizes.append(batch.sizes)
                     self.count(callbacks, batch)
@@ -187,7 +187,8 @@ class ReplicaTrainer:
             sample_weight = data_adapter_utils.class_weight_to_sample_weights(y, class_weight)
         batch, engine = self._single("train_on_batch", x, y, sample_weight)
         self.model.reset_metrics()
-        stepper = EveryStep(self.model, engine, self.merge, self.replica)
+        # Nothing is held back: the program may save the model after it.
+        stepper = EveryStep(self.model, engine, self.merge, self.replica, holds=False)
         engine.begin()
         try:
             stepper.begin(watched=True)
@@ -234,8 +235,10 @@ class ReplicaTrainer:
         shuffle: Any = False,
         class_weight: Any = None,
         seed: int | None = None,
+        in_order: bool = False,
     ) -> ShardedInput:
         """Args:
+        in_order: see `shard_input`.
         seed: from which the orders of the samples follow; None: in fixed jobs the chief shuffles as Keras does.
         """
         steps = capped(steps, keras.config.max_steps_per_epoch(), "steps_per_epoch")
@@ -252,6 +255,7 @@ class ReplicaTrainer:
             world_size=self.replica.world_size if not self.replica.is_candidate else 2,
             shuffling=None if self.replica.elastic or seed is not None else self._shuffling(),
             seed=self._new_seed() if seed is None else seed,
+            in_order=in_order,
         )
 
     def _new_seed(self) -> int:
@@ -276,7 +280,7 @@ class ReplicaTrainer:
         self._compare(source, method)
         self._peeked = self._engine.builds_from_a_batch
         first = source.peek(restart=self._peeked)
-        self._engine.expect(single=source.single)
+        self._engine.expect(source.form)
         check_batch_size(self.model, first, self.replica.world_size)
         self._engine.build(first.data)
         return self._engine
@@ -389,7 +393,7 @@ class ReplicaTrainer:
                 callbacks.on_test_batch_begin(first)
                 for batch in batches:
                     timeline.current.enter("forward")
-                    engine.expect(single=source.single)
+                    engine.expect(source.form)
                     engine.test(batch.data, batch.share)
                     timeline.current.leave()
                     own += batch.size
@@ -451,12 +455,16 @@ class ReplicaTrainer:
     def _in_order(self, parts: Any, sizes: list[tuple[int, ...]]) -> np.ndarray[Any, Any]:
         """All ranks' rows, batch by batch and in each batch in rank order."""
         columns = self._all_gather(np.concatenate(parts))
+        if len(columns) == 1:
+            return columns[0]
+        rows = self.replica.communicator.all_gather(np.array([len(part) for part in parts], np.int64))
         starts = np.zeros(len(columns), int)
         pieces = []
-        for batch in sizes:
-            for rank, size in enumerate(batch):
-                pieces.append(columns[rank][starts[rank] : starts[rank] + size])
-                starts[rank] += size
+        for batch, samples in zip(np.stack(rows, axis=1).tolist(), sizes, strict=True):
+            _check_rows(batch, samples)
+            for rank, count in enumerate(batch):
+                pieces.append(columns[rank][starts[rank] : starts[rank] + count])
+                starts[rank] += count
         return np.concatenate(pieces)
 
     def _all_gather(self, rows: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
@@ -494,7 +502,24 @@ def _keras_tensors(arrays: Any) -> Any:
 
 
 def _rows(outputs: Any, size: int) -> Any:
-    return tree.map_structure(lambda part: part[:size], outputs)
+    """The outputs for so many samples: none, where the batch was a stand-in of one."""
+    return outputs if size else tree.map_structure(lambda part: part[:0], outputs)
+
+
+def _check_rows(rows: Sequence[int], samples: Sequence[int]) -> None:
+    """Raise UnsupportedError unless each sample of a batch has as many rows of an output: one, or several where a model
+    makes its first axis longer.
+
+    Args:
+        rows, samples: of each rank.
+    """
+    each, rest = divmod(sum(rows), sum(samples))
+    if rest or not each or any(count != each * size for count, size in zip(rows, samples, strict=True)):
+        raise UnsupportedError(
+            f"An output of the model has {list(rows)} rows for {list(samples)} samples on the replicas, each of which "
+            f"predicts its part of a batch: which rows belong to which sample cannot be told. Let each sample have its "
+            f"row, or as many as the others; or predict on one process (a model outside of the strategy's scope)."
+        )
 
 
 def _shows_batches(verbose: Any) -> bool:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from phalanx.errors import ConfigurationError
 from phalanx.inputs import local_range
-from phalanx.inputs.elements import unpack
+from phalanx.inputs.elements import Form, unpack
 from phalanx.inputs.sharded import epoch_end
 from phalanx.inputs.split import checksum, cut, fingerprint_of
 
@@ -49,9 +49,19 @@ def test_what_is_no_batch_is_refused(element, message):
         cut(element, 0, 2, "The test")
 
 
-def test_an_element_of_four_items_is_refused_for_training():
-    with pytest.raises(ValueError, match=r"tuple of 4 items.*nested tuple or dict"):
-        unpack((1, 2, 3, 4))
+@pytest.mark.parametrize(
+    ("element", "form", "parts"),
+    [
+        (1, Form.PARTS, (1, None, None)),
+        ([1, 2], Form.PARTS, (1, 2, None)),
+        ((1, 2, 3), Form.PARTS, (1, 2, 3)),
+        ((1,), Form.ALONE, (1, None, None)),
+        (((1, 2),), Form.PARTS, ((1, 2), None, None)),
+        ([1, 2, 3, 4], Form.WHOLE, ((1, 2, 3, 4), None, None)),
+    ],
+)
+def test_an_element_is_taken_apart_as_keras_does_it(element, form, parts):
+    assert unpack(element) == (form, parts)
 
 
 def test_a_fingerprint_sees_the_order_and_the_length():

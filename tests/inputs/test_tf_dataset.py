@@ -294,6 +294,39 @@ def test_auto_divides_by_rows_where_file_names_are_not_read_as_files(record_file
     assert_same_batches(merged_epoch(ranks, 0), keras_batches(make()))
 
 
+COUNTED = {
+    "take()": lambda names: tf.data.TFRecordDataset(names).take(20),
+    "skip()": lambda names: tf.data.TFRecordDataset(names).map(lambda r: r).skip(5),
+    "shard()": lambda names: tf.data.TFRecordDataset(names).shard(2, 1),
+    "take_while()": lambda names: tf.data.TFRecordDataset(names).take_while(lambda r: r != "f3-2"),
+    "window()": lambda names: tf.data.TFRecordDataset(names).window(3).flat_map(lambda w: w),
+    "zip()": lambda names: tf.data.Dataset.zip(tf.data.TFRecordDataset(names), tf.data.TFRecordDataset(names[::-1])),
+}
+
+
+@pytest.mark.parametrize("what", COUNTED)
+def test_auto_divides_by_rows_what_counts_or_pairs_the_elements_of_files(record_files, what):
+    make = lambda: COUNTED[what](record_files).batch(6)  # noqa: E731
+    ranks = ranks_of(lambda: (make(),), 2)
+    assert ranks[0].policy is AutoShardPolicy.DATA
+    assert what in ranks[0].policy_line
+    assert_same_batches(merged_epoch(ranks, 0), keras_batches(make()))
+
+
+def test_files_may_be_counted_before_they_are_read(record_files):
+    names = tf.data.Dataset.from_tensor_slices(record_files).take(4)
+    ranks = ranks_of(lambda: (names.interleave(tf.data.TFRecordDataset).batch(6),), 2)
+    assert ranks[0].policy is AutoShardPolicy.FILE
+
+
+def test_auto_keeps_the_order_where_it_is_asked_to(record_files):
+    make = lambda: tf.data.TFRecordDataset(record_files).batch(6)  # noqa: E731
+    ranks = ranks_of(lambda: (make(),), 2, in_order=True)
+    assert ranks[0].policy is AutoShardPolicy.DATA
+    assert "predict() keeps the order" in ranks[0].policy_line
+    assert_same_batches(merged_epoch(ranks, 0), keras_batches(make()))
+
+
 @pytest.mark.parametrize("policy", [AutoShardPolicy.FILE, Policy.FILE, "file"])
 def test_the_file_policy_demands_files(record_files, policy):
     with pytest.raises(ConfigurationError, match="its source is not a list of files"):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+from keras import ops
 
-from tests.training.scenarios.common import compiled, features, labels, weights
-from tests.training.scenarios.registry import Setting, scenario
+from tests.training.scenarios.common import BATCH, FEATURES, compiled, features, labels, weights
+from tests.training.scenarios.registry import BACKENDS, Setting, scenario
 
 
 @scenario()
@@ -32,3 +33,34 @@ def single_batches_after_fit(setting: Setting) -> dict[str, Any]:
     model = compiled(setting)
     model.fit(features(), labels(), batch_size=16, shuffle=False, verbose=0)
     return {"loss": float(model.train_on_batch(features(5), labels(5))), "weights": model.get_weights()}
+
+
+@scenario()
+def saved_while_gradients_accumulate(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting, optimizer=keras.optimizers.SGD(0.2, gradient_accumulation_steps=3))
+    for _ in range(4):
+        model.train_on_batch(features(8), labels(8))
+    state = [ops.convert_to_numpy(variable) for variable in model.optimizer.variables]
+    return {"weights": model.get_weights(), "optimizer": state}
+
+
+@scenario()
+def outputs_with_several_rows_for_each_sample(setting: Setting) -> dict[str, Any]:
+    def build() -> Any:
+        inputs = keras.Input((FEATURES,))
+        return keras.Model(inputs, [inputs, keras.layers.Lambda(lambda x: ops.reshape(x, (-1, 2)))(inputs)])
+
+    model = compiled(setting, build, loss=None)
+    return {
+        "predict": model.predict(features(), batch_size=BATCH, verbose=0),
+        "one": model.predict_on_batch(features(1)),
+    }
+
+
+@scenario(error=dict.fromkeys(BACKENDS, ("UnsupportedError", "which rows belong to which sample")))
+def outputs_of_a_batch_as_a_whole(setting: Setting) -> dict[str, Any]:
+    def build() -> Any:
+        inputs = keras.Input((FEATURES,))
+        return keras.Model(inputs, keras.layers.Lambda(lambda x: ops.concatenate([x, x[:1]]))(inputs))
+
+    return {"predict": compiled(setting, build, loss=None).predict(features(8), verbose=0)}

@@ -55,6 +55,12 @@ def other_batch_size_on_one_rank(setting: Setting) -> dict[str, Any]:
     return fitted(compiled(setting), batch_size=16 + setting.rank)
 
 
+@scenario(error=_on_all("DisagreementError", "The data ended on rank 1 after 4 batches"))
+def a_stream_that_ends_early_on_one_rank(setting: Setting) -> dict[str, Any]:
+    batches = ((features(8, seed=i), labels(8, seed=i)) for i in range(4 if setting.rank == 1 else 6))
+    return {"history": compiled(setting).fit(batches, verbose=0).history}
+
+
 @scenario(plain=False)
 def other_initial_weights_are_the_chiefs(setting: Setting) -> dict[str, Any]:
     keras.utils.set_random_seed(100 + setting.rank)

@@ -109,6 +109,15 @@ def _unbuilt() -> Any:
 
 
 @scenario()
+def numbers_drawn_after_shuffled_arrays(setting: Setting) -> dict[str, Any]:
+    """What a program that splits its data at random draws next; TensorFlow and PyTorch shuffle with others."""
+    keras.utils.set_random_seed(3)
+    model = compiled(setting, classifier)
+    history = _fit(model, features(), y=labels(), shuffle=True)
+    return {**history, "drawn": np.random.permutation(20)}
+
+
+@scenario()
 def py_dataset_shuffled(setting: Setting) -> dict[str, Any]:
     return _fitted_twice(setting, classifier, ShortPages())
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 import numpy as np
-from keras import layers
+from keras import layers, ops
 
 from tests.training.scenarios.common import (
     CLASSES,
@@ -27,6 +27,15 @@ def loss_reduction_sum(setting: Setting) -> dict[str, Any]:
     loss = keras.losses.MeanSquaredError(reduction="sum")
     model = compiled(setting, regressor, loss=loss, optimizer=keras.optimizers.SGD(0.005))
     return fitted(model, y=numbers(), sample_weight=weights()) | observed(model, y=numbers())
+
+
+@scenario()
+def loss_function_of_one_number_with_weights(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting, regressor, loss=lambda y, y_pred: ops.mean(ops.square(y - y_pred)))
+    weight = weights()
+    weight[:16] = 0.0  # a batch of which nothing counts, and one of which the last parts do not
+    weight[20:32] = 0.0
+    return fitted(model, y=numbers(), sample_weight=weight) | observed(model, y=numbers(), sample_weight=weight)
 
 
 @scenario()

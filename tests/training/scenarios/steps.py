@@ -668,17 +668,26 @@ class _FirstOfData(keras.Model):
 
 @scenario(backends=("tensorflow", "torch"))
 def data_of_one_in_a_tuple(setting: Setting) -> dict[str, Any]:
+    return _first_of_data(setting, items=1)
+
+
+@scenario(backends=("tensorflow", "torch"))
+def data_of_four_in_a_tuple(setting: Setting) -> dict[str, Any]:
+    return _first_of_data(setting, items=4)
+
+
+def _first_of_data(setting: Setting, items: int) -> dict[str, Any]:
     with setting.scope():
         model = _FirstOfData()
         model.compile(optimizer=keras.optimizers.SGD(0.1))
     if setting.backend == "torch":
         from torch.utils.data import DataLoader, TensorDataset
 
-        data: Any = DataLoader(TensorDataset(ops.convert_to_tensor(features())), batch_size=8)
+        data: Any = DataLoader(TensorDataset(*[ops.convert_to_tensor(features())] * items), batch_size=8)
     else:
         import tensorflow as tf
 
-        data = tf.data.Dataset.from_tensor_slices((features(),)).batch(8)
+        data = tf.data.Dataset.from_tensor_slices((features(),) * items).batch(8)
     return {
         "history": model.fit(data, epochs=2, validation_data=(features(), labels()), verbose=0).history,
         "evaluate": model.evaluate(data, verbose=0),
