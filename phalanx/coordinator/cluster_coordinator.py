@@ -182,6 +182,14 @@ class ClusterCoordinator:
 
     # Behind them.
 
+    def refresh(self) -> None:
+        """In the midst of functions: this task's variables and metrics are those of a moment in which none runs.
+
+        Raises: PeerLostError or RendezvousError as `join`.
+        """
+        with self._lock, self._dispatcher.paused() as some_wait:
+            self._take_changes(more_to_come=some_wait)
+
     def _prepare(self, used: set[Name]) -> None:
         """Let the servers have the variables as functions need them."""
         if self._variables.is_ready(used):
@@ -198,11 +206,11 @@ class ClusterCoordinator:
             self._drop_forgotten()
             self._take_changes()
 
-    def _take_changes(self) -> None:
+    def _take_changes(self, *, more_to_come: bool = False) -> None:
         """What functions have changed, on the servers and in the state of layers and metrics, is in the variables."""
         with self._account_lock:
             self._account.settle()
-        self._variables.pull()
+        self._variables.pull(more_to_come=more_to_come)
 
     def _iterate(self, dataset: PerWorkerDataset) -> PerWorkerIterator:
         with self._lock:

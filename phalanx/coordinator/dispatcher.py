@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,6 +127,7 @@ class Dispatcher:
         self._alone_since = time.monotonic()
         self._came: set[int] = set()
         self._closing = False
+        self._paused = False
         settings = me.settings
         self._listener = Listener(
             open_sockets(me.address, secret=settings.secret, listen_fd=settings.listen_fd),
@@ -193,6 +194,21 @@ class Dispatcher:
         with self._changed:
             self._wait(lambda: not self._queue.unfinished)
             self._tell_failure()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[bool]:
+        """While inside, no function runs. Gives whether some wait to go on after it."""
+        with self._changed:
+            self._paused = True
+        try:
+            with self._changed:
+                self._wait(lambda: not self._queue.running)
+                waiting = bool(self._queue.unfinished)
+            yield waiting
+        finally:
+            with self._changed:
+                self._paused = False
+                self._changed.notify_all()
 
     def wait_for(self, result: RemoteValue) -> None:
         """Wait until a function is finished, however it ends."""
@@ -304,7 +320,7 @@ class Dispatcher:
             while self._workers.get(worker.number) is worker:
                 if worker.outbox:
                     return worker.outbox.popleft()
-                number = self._queue.next_for(worker.number, worker.incarnation)
+                number = None if self._paused else self._queue.next_for(worker.number, worker.incarnation)
                 if number is not None:
                     return self._message(worker, number)
                 if time.monotonic() - worker.told_at > PING_S:

@@ -12,7 +12,7 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 from phalanx.backends.tensors import Tensors
 from phalanx.coordinator.messages import Begin
 from phalanx.coordinator.state import untrained
-from phalanx.errors import DisagreementError, EvictedError, PhalanxError, UnsupportedError
+from phalanx.errors import DisagreementError, PhalanxError, UnsupportedError
 from phalanx.training import hook
 from phalanx.training.made import Made, Name
 from phalanx.training.served import Served, checksum, to_host
@@ -90,14 +90,20 @@ class ChiefVariables:
         self._served.tell_learning_rate()
         return True
 
-    def pull(self) -> None:
-        """Take the servers' newest values into the model and the optimizer."""
+    def pull(self, *, more_to_come: bool = False) -> None:
+        """Take the servers' newest values into the model and the optimizer.
+
+        Args:
+            more_to_come: functions that are scheduled already will change them.
+        """
         if self._served is None or self._pulled is not None or self._fit != self._worker.last_fit:
             return
+        if more_to_come:
+            self._served.tell_learning_rate()  # lest one that was set meanwhile be overwritten
         self._served.assign(self._merge.pull())
         if self._optimizer is not None:
             self._served.pull_optimizer()
-        self._pulled = self._checksums()
+        self._pulled = None if more_to_come else self._checksums()
 
     def _checksums(self) -> list[int]:
         assert self._served is not None
@@ -145,7 +151,8 @@ class WorkerVariables:
             hook.redirect(optimizer, self._refuse)
 
     def begin(self, begin: Begin) -> None:
-        """The coordinator has declared the variables: compare, and take part."""
+        """The coordinator has declared the variables: compare, and take part. If it has declared others since, that is
+        told next, and no function runs before."""
         optimizer = None
         if begin.optimizer is not None:
             optimizer = self._worker.made.find(begin.optimizer)
@@ -158,8 +165,8 @@ class WorkerVariables:
         self._numbers = {id(v): number for number, v in enumerate(self._served.variables)}
         self._assigned = None
         if self._served.begin(begin.fit) is None:
-            raise EvictedError("The coordinator has begun to train other variables since this function was scheduled.")
-        if optimizer is not None:
+            self._served = None
+        elif optimizer is not None:
             hook.redirect(optimizer, self._apply)
 
     def pull(self) -> None:

@@ -215,6 +215,7 @@ class LocalHost:
             stdout=stdout,
             stderr=stderr,
             env=environment,
+            cwd=order.folder,
             pass_fds=passed,
             start_new_session=True,  # its own group, so that what it starts can be ended with it
         )
@@ -301,6 +302,9 @@ class LocalHost:
         words_ = self._last_words(worker)
         result = _content(worker.result)
         self._release(worker)
+        place = self._returning.get(worker.rank)
+        if returncode == 0 and place is not None and place.order.owns_port:
+            place.listener.close()  # it does not return: who asks there whether the job goes on must find nobody
         events.append(Exited(worker.rank, returncode, words_, result))
         return events
 

@@ -110,6 +110,8 @@ class Order(msgspec.Struct, frozen=True):
         returns: whether it may be started again, at the same port.
         keeps: whether it writes snapshots, into files that outlive it.
         slot: which of the host's ports it gets, and which share of its cores; None: that of its place in the list.
+        folder: where it starts; None: where the launcher is.
+        owns_port: whether nobody is started at its port any more when it has ended well.
     """
 
     rank: int
@@ -121,6 +123,8 @@ class Order(msgspec.Struct, frozen=True):
     returns: bool = False
     keeps: bool = False
     slot: int | None = None
+    folder: str | None = None
+    owns_port: bool = False
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):

@@ -88,6 +88,7 @@ class Recipe:
             returns=self.returns,
             keeps=self.returns and task.startswith("ps/"),
             slot=slot,
+            owns_port=self.keeper is None,
             environment=job_settings(
                 tasks=self.tasks,
                 addresses=addresses,

@@ -87,7 +87,7 @@ class Group:
         is_head = number == 0
         self._schedule = Schedule(self._names, start_s=me.settings.rendezvous_timeout_s)
         self._store = Store(number, self._schedule, self._names, is_head=is_head)
-        self._recovery = Recovery(me, self._store, self._schedule, snapshots, is_head=is_head)
+        self._recovery = Recovery(me, self._store, self._schedule, snapshots, is_head=is_head, copied_by=other)
         self._serving = Serving(
             me,
             self._names,

@@ -375,7 +375,6 @@ class Values(msgspec.Struct, frozen=True, tag="values"):
         ticket: with the answer to gradients, the right to a further step, where the head had one at hand.
         alone: whether the copy of these shards, which there should be, is missing or behind.
         lengths: of the buffers, if they lie in this `place` of the lanes instead.
-        tables: numbers of the variables of which single rows travel, with the answer to `Attach`.
     """
 
     version: int
@@ -389,7 +388,20 @@ class Values(msgspec.Struct, frozen=True, tag="values"):
     lengths: tuple[int, ...] = ()
     place: int = 0
     rows: int = 0
-    tables: tuple[int, ...] = ()
+
+
+class Attached(msgspec.Struct, frozen=True, tag="attached"):
+    """Where the training is that one now takes part in.
+
+    Attributes:
+        step: the global step, of the head's alone.
+        tables: numbers of the variables of which single rows travel.
+    """
+
+    era: int
+    first_epoch: int
+    step: int
+    tables: tuple[int, ...]
 
 
 class Sharing(msgspec.Struct, frozen=True, tag="sharing"):
@@ -436,7 +448,7 @@ Question = (
     | IsOver
     | Bye
 )
-Answer = Ticket | EpochOver | FitOver | Values | Sharing | Done | Refusal
+Answer = Ticket | EpochOver | FitOver | Values | Attached | Sharing | Done | Refusal
 
 
 # Between the leader of a group of shards and its copy.

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from phalanx.cluster.roll_call import Identity
+from phalanx.cluster.spec import Task
 from phalanx.errors import PeerLostError
 from phalanx.parameter_server.messages import Declare, Rejoin, State
 from phalanx.parameter_server.schedule import Schedule, Worker
@@ -27,16 +28,27 @@ class Recovery:
     Args:
         me: this task.
         snapshots: where to keep what another process goes on with if this one is killed; None: nowhere.
+        copied_by: the server that keeps a copy, if one does.
 
     Attributes:
         took_over: whether another process led before, in the middle of the job.
     """
 
-    def __init__(self, me: Identity, store: Store, schedule: Schedule, snapshots: Snapshots | None, *, is_head: bool):
+    def __init__(
+        self,
+        me: Identity,
+        store: Store,
+        schedule: Schedule,
+        snapshots: Snapshots | None,
+        *,
+        is_head: bool,
+        copied_by: Task | None = None,
+    ):
         self._me = me
         self._store = store
         self._schedule = schedule
         self._is_head = is_head
+        self._copied_by = copied_by
         self._snapshots = snapshots
         self._found = None if snapshots is None else snapshots.newest()
         self._restoring = threading.Lock()
@@ -110,9 +122,15 @@ class Recovery:
         found = self._found
         state = None if found is None else _STATES.decode(found[0])
         if found is None or state is None or (state.declared.fit, state.era) < (message.fit, message.era):
+            what = (
+                f"was killed and started again, and so was {self._copied_by}, which had the copy of its variables, "
+                f"before this one had them back. Give servers hosts of their own, so that not both are lost at once."
+                if self._copied_by is not None
+                else "was killed and started again, and has no snapshot of this training. Pass snapshot_dir or "
+                "replication=2 to ParameterServerStrategy, or start the job with `phalanx run`."
+            )
             raise PeerLostError(
-                f"{self._me.task} was killed and started again, and has no snapshot of this training. Pass "
-                f"snapshot_dir or replication=2 to ParameterServerStrategy, or start the job with `phalanx run`.",
+                f"{self._me.task} {what}",
                 rank=-1,
                 task=str(self._me.task),
                 host="",

@@ -18,6 +18,7 @@ from phalanx.parameter_server.messages import (
     Answer,
     Assign,
     Attach,
+    Attached,
     BeginSession,
     Bye,
     Collect,
@@ -217,7 +218,7 @@ class Serving:
                 if attached is None:
                     return FitOver(), ()
                 first_epoch, table_numbers = attached
-                return Values(schedule.era, first_epoch, tables=table_numbers), ()
+                return Attached(schedule.era, first_epoch, schedule.global_step, table_numbers), ()
             case SetRate(rate):
                 store.set_learning_rate(rate)
             case Assign():

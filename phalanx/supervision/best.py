@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from keras.src.callbacks.monitor_callback import MonitorCallback
 
 from phalanx.errors import ConfigurationError
@@ -43,11 +44,15 @@ class Best:
         self.path: Path | None = None
         self._recall()
 
-    def consider(self, found: Found, logs: Mapping[str, float]) -> bool:
+    def consider(self, found: Found, logs: Mapping[str, Any]) -> bool:
         """Keep a checkpoint, if it is better than all before; whether it is.
 
+        Args:
+            logs: numbers by name, lists where a metric has several.
+
         Raises:
-            ConfigurationError: there is no such metric, or nobody knows whether more of it is better.
+            ConfigurationError: there is no such metric, or it is no single number, or nobody knows whether more of it
+                is better.
             OSError: it cannot be written.
         """
         if self._monitor not in logs:
@@ -55,7 +60,12 @@ class Best:
                 f"monitor is {self._monitor!r}, and the evaluation has {', '.join(logs) or 'no metrics'}. Name one of "
                 f"them, or pass monitor=None to keep no best checkpoint."
             )
-        value = float(logs[self._monitor])
+        value = logs[self._monitor]
+        if isinstance(value, list):
+            raise ConfigurationError(
+                f"monitor is {self._monitor!r}, which has {np.size(value)} values: none of them says alone which "
+                f"checkpoint is the best. Name another metric, or give this one an average (`average='macro'`)."
+            )
         if self._rule.monitor_op is None:
             try:
                 self._rule._set_monitor_op()

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 
-from phalanx.cluster.resolvers.resolve import resolve
+from phalanx.cluster.resolvers.resolve import resolver_of
 from phalanx.cluster.resolvers.resolver import ClusterResolver
 from phalanx.cluster.spec import EVALUATOR
 from phalanx.errors import ConfigurationError, RendezvousError
@@ -108,7 +109,7 @@ class SidecarEvaluator:
         self._batch_size = batch_size
         self._verbose = verbose
         self._patience_s = patience_s
-        resolver = cluster_resolver or resolve()
+        resolver = resolver_of(cluster_resolver)
         self._spec, self._task = resolver.cluster_spec(), resolver.task()
         if self._spec and self._task is not None and self._task.type != EVALUATOR:
             raise ConfigurationError(
@@ -201,7 +202,7 @@ class SidecarEvaluator:
             verbose=self._verbose,
             return_dict=True,
         )
-        numbers = {name: float(value) for name, value in logs.items()}
+        numbers = {name: np.asarray(value, np.float64).tolist() for name, value in logs.items()}
         self.evaluations += 1
         logger.info("Step %d (%s): %s", found.step, found.name, numbers)
         if self._writer is not None:

@@ -8,6 +8,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from phalanx.errors import ConfigurationError
 
 PACKAGE = "tensorboardX"
@@ -34,11 +36,14 @@ class EventWriter:
         self._writer: Any = None
 
     def scalars(self, values: Mapping[str, Any], step: int) -> None:
-        """Note numbers by their names; they are in the file when this returns."""
+        """Note numbers by their names; they are in the file when this returns. Of several together (a score for each
+        class) each has its index after the name: `f1_score/0`."""
         if self._writer is None:
             self._writer = importlib.import_module(PACKAGE).SummaryWriter(logdir=self._directory)
         for name, value in values.items():
-            self._writer.add_scalar(name, float(value), step)
+            numbers = np.asarray(value, np.float64)
+            for index in np.ndindex(numbers.shape):
+                self._writer.add_scalar("/".join([name, *map(str, index)]), float(numbers[index]), step)
         self._writer.flush()
 
     def close(self) -> None:

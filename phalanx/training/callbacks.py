@@ -200,6 +200,16 @@ def looks_at_weights(callbacks: CallbackList) -> bool:
     )
 
 
+def may_set_weights_at_the_end(callbacks: CallbackList) -> bool:
+    """Whether anything in this rank's list may set the model's weights when the training ends. If so here, then on the
+    chief, whose list has whatever this one has."""
+    return any(
+        _overrides(callback, "on_train_end")
+        for callback in callbacks.callbacks
+        if type(callback) not in _BLIND and not _only_counts(callback)
+    )
+
+
 def saves_between_batches(callbacks: CallbackList) -> bool:
     """Whether a callback of Keras's in this rank's list saves the model in the middle of epochs."""
     savers = (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore)

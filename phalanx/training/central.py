@@ -79,6 +79,9 @@ class CentralTrainer(ServerTrainer):
         state.synchronise(self._model, self._replica)
         return super()._attach(fit, first_epoch, callbacks)
 
+    def _end_training(self, fit: int, callbacks: Any, logs: dict[str, Any]) -> None:
+        callbacks.on_train_end(logs=logs)  # with the same logs and weights everywhere
+
     def _logs_of_all(self, logs: dict[str, Any]) -> dict[str, Any]:
         chiefs: Any = self._replica.from_chief(logs)
         return dict(chiefs)

@@ -7,7 +7,8 @@ so that workers draw different masks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -17,14 +18,16 @@ import numpy as np
 from phalanx.backends import buffers
 from phalanx.backends.random_state import draw_own_numbers, random_state
 from phalanx.cluster.agreement import first_difference
-from phalanx.errors import DisagreementError
+from phalanx.errors import CollectiveTimeoutError, DisagreementError
 from phalanx.training.served import to_host
 from phalanx.training.server_worker import ServerWorker
 from phalanx.training.state import seed_generators, shifted_seed
 
+logger = logging.getLogger(__name__)
+
 Array = np.ndarray[Any, Any]
 
-FROZEN, CHANGING = "frozen weights", "layer state"
+FROZEN, CHANGING, FINAL = "frozen weights", "layer state", "final weights"
 
 
 class _Described(msgspec.Struct, array_like=True, frozen=True):
@@ -80,6 +83,26 @@ def take_all(worker: ServerWorker, model: Any, fit: int, changing: Sequence[Any]
             if not np.array_equal(value, before):
                 variable.assign(value)
     draw_own_numbers(random_state(), worker.number)
+
+
+def tell_final(worker: ServerWorker, fit: int, changed: Mapping[int, Any]) -> None:
+    """On the chief: the trained variables, by number, that callbacks have set when the `fit` had ended."""
+    worker.tell(FINAL, [np.array([fit, *changed], np.int64), *_packed([*changed.values()])], fit)
+
+
+def take_final(worker: ServerWorker, fit: int) -> dict[int, Array]:
+    """On the others: what the chief tells of that; nothing, with a warning, if its callbacks take too long."""
+    try:
+        told = worker.hear(FINAL, fit)
+    except CollectiveTimeoutError as error:
+        logger.warning("What the chief's callbacks make of the weights at the end is not known here: %s", error)
+        return {}
+    if told is None:
+        return {}
+    of, *numbers = np.frombuffer(told[0], np.int64).tolist()
+    described = msgspec.msgpack.decode(told[1], type=list[_Described])
+    values = [np.frombuffer(b, d.sent_as).reshape(d.shape) for d, b in zip(described, told[2:], strict=True)]
+    return dict(zip(numbers, values, strict=True)) if of == fit else {}
 
 
 def _frozen(model: Any, changing: Sequence[Any]) -> list[Any]:

@@ -18,6 +18,7 @@ from phalanx.parameter_server.client import HEAD, Placed
 from phalanx.parameter_server.messages import (
     Assign,
     Attach,
+    Attached,
     Declare,
     FitOver,
     Model,
@@ -53,7 +54,7 @@ class Served:
         self._fit = -1
         self._known: dict[int, int] = {}
         self.tables: tuple[int, ...] = ()
-        self._described = described = [Variable(v.path, tuple(v.shape), str(v.dtype)) for v in self.variables]
+        self._described = described = [Variable(v.path, tuple(v.shape), _dtype_of(v)) for v in self.variables]
         self._shards = shards = place(described, self._client.servers, worker.partitioner)
         in_pieces = len(shards) > len(described)
         whole = self._client.servers == 1 and not in_pieces
@@ -90,8 +91,10 @@ class Served:
         if any(isinstance(answer, FitOver) for answer, _ in answers):
             return None
         answer = answers[HEAD][0]
-        assert isinstance(answer, Values)
-        self._merge.era, self.tables = answer.version, answer.tables
+        assert isinstance(answer, Attached)
+        self._merge.era, self.tables = answer.era, answer.tables
+        # Also less than before, if the chief was started again since.
+        self._worker.global_step = answer.step
         self._placed = Placed(self._described, self._shards, self._client.servers, self.tables)
         if self._clip is not None and self.tables and self._worker.rules.synchronous:
             raise UnsupportedError(
@@ -100,7 +103,7 @@ class Served:
             )
         self._merge.place(fit, self._placed, self._clip)
         self._client.whereabouts = self._whereabouts
-        return answer.step
+        return answer.first_epoch
 
     def _whereabouts(self, server: int) -> list[tuple[Any, Sequence[Array]]]:
         """What to tell a server that comes back, where no schedule hands out steps."""
@@ -208,6 +211,12 @@ class Served:
     def _learning_rate(self) -> float | None:
         rate = getattr(self.optimizer, "_learning_rate", None)
         return float(to_host(rate)) if isinstance(rate, keras.Variable) else None
+
+
+def _dtype_of(variable: Any) -> str:
+    # Of the value: JAX keeps in float32 what Keras calls float64, unless it was told otherwise.
+    name: str = keras.backend.standardize_dtype(variable.value.dtype)
+    return name
 
 
 def _slots_on(slots: Sequence[Slot], placed: Placed, server: int) -> dict[tuple[int, str], tuple[Slot, Any]]:

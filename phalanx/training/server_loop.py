@@ -216,13 +216,34 @@ class ServerTrainer:
             self._pull_optimizer()
         self._pull_tables()
         self._training = False
-        self._client.whereabouts = None
         if call.epochs > first_epoch:
             if model.optimizer.use_ema and not worker.is_chief:
                 self._pull_optimizer()
             model.optimizer.finalize_variable_values(model.trainable_weights)
-        callbacks.on_train_end(logs=logs)
+        self._end_training(fit, callbacks, logs)
+        self._client.whereabouts = None
         return model.history
+
+    def _end_training(self, fit: int, callbacks: Any, logs: dict[str, Any]) -> None:
+        """Let the callbacks have the last word: what the chief's make of the weights is everybody's, and what those of
+        the others make of them, by their own part of the logs, nobody's."""
+        if self._worker.workers == 1 or not callback_lists.may_set_weights_at_the_end(callbacks):
+            callbacks.on_train_end(logs=logs)
+            return
+        variables = self._require_served().variables
+        before = [np.array(to_host(variable)) for variable in variables]
+        callbacks.on_train_end(logs=logs)
+        changed = {
+            number: variable
+            for number, (variable, value) in enumerate(zip(variables, before, strict=True))
+            if not np.array_equal(to_host(variable), value)
+        }
+        if self._worker.is_chief:
+            chiefs_state.tell_final(self._worker, fit, changed)
+            return
+        chiefs = chiefs_state.take_final(self._worker, fit)
+        for number in {*changed, *chiefs}:
+            variables[number].assign(chiefs.get(number, before[number]))
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Keras's own, on this worker, with the servers' newest weights."""
@@ -259,7 +280,7 @@ class ServerTrainer:
             self._engine = make_engine(self._model, self._merge)
         self._peeked = self._engine.builds_from_a_batch
         self._sample = source.peek(restart=self._peeked).data
-        self._engine.expect(single=source.single)
+        self._engine.expect(source.form)
         self._engine.build(self._sample)
         return self._engine
 
@@ -355,7 +376,7 @@ class ServerTrainer:
         self._merge.flush()
         answer, _ = self._client.ask(HEAD, Hold(True))
         assert isinstance(answer, Values)
-        self._worker.global_step = max(self._worker.global_step, answer.step)
+        self._worker.global_step = answer.step
         try:
             yield
         finally:
@@ -524,7 +545,7 @@ class ServerTrainer:
                 assert isinstance(answer, Values)
                 if answer.note:
                     logger.warning("Epoch %d: %s.", epoch + 1, answer.note)
-                self._worker.global_step = max(self._worker.global_step, answer.step)
+                self._worker.global_step = answer.step
                 for variable, value in zip(metrics, arrays_of(buffers, answer.dtypes), strict=True):
                     variable.assign(value.reshape(variable.shape))
         if self._worker.is_chief:

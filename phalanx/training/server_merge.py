@@ -308,7 +308,7 @@ class ServerMerge:
             self._is_over(self._held.pop(self._finished, None))
         if answer.ticket is not None:
             self._hold(answer.ticket)
-        self._worker.global_step = max(self._worker.global_step, answer.step)
+        self._worker.global_step = answer.step
 
     def _is_over(self, ticket: Ticket | None) -> None:
         """Nothing more is to be done for this ticket of the schedule."""

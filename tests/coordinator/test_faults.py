@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import signal
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 
@@ -22,6 +24,7 @@ from phalanx.errors import ConfigurationError, PeerLostError, RendezvousError
 from phalanx.parameter_server.messages import Rules
 from phalanx.settings import Settings
 from phalanx.training.server_worker import ServerWorker
+from tests.coordinator import counting
 from tests.coordinator.program import FUNCTIONS
 from tests.parameter_server.tasks import Tasks
 from tests.support.backends import FIRST
@@ -73,6 +76,21 @@ def test_a_killed_workers_function_runs_elsewhere_and_the_worker_comes_back(star
     (tasks.folder / "starting again").rename(tasks.folder / "started again")
     assert set(tasks.ends().values()) == {0}
     assert (tasks.folder / "came back").exists()
+
+
+def test_a_late_worker_runs_too_and_what_is_saved_on_the_way_is_of_one_moment(tmp_path: Path) -> None:
+    program = ["-m", "tests.coordinator.counting", str(tmp_path)]
+    with Tasks(tmp_path, program, servers=2, workers=2, backend=FIRST, chief=True) as tasks:
+        assert set(tasks.ends().values()) == {0}, tasks.everything()
+    *looks, last = json.loads((tmp_path / "looks").read_text())
+    for path in [*looks, last]:
+        keras.utils.clear_session()
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
+        model.compile(keras.optimizers.SGD(), "mse")
+        model.load_weights(path)
+        iterations = int(model.optimizer.iterations)
+        assert iterations > (0 if path != last else counting.FUNCTIONS - 1)
+        assert {float(x) for weight in model.get_weights() for x in weight.flat} == {float(iterations)}, path
 
 
 COUNTING = """

@@ -66,6 +66,13 @@ def _wide(keras: Any) -> Any:
     return keras.Sequential([keras.Input((FEATURES,)), layers.Dense(4096, "tanh"), layers.Dense(CLASSES, "softmax")])
 
 
+def _of_float64(keras: Any) -> Any:
+    """What JAX keeps in float32 all the same."""
+    layers = keras.layers
+    layer = layers.Dense(CLASSES, "softmax", dtype="float64")
+    return keras.Sequential([keras.Input((FEATURES,)), layers.Dense(8, "tanh", dtype="float64"), layer])
+
+
 def _schedule(keras: Any) -> Any:
     rate = keras.optimizers.schedules.ExponentialDecay(0.05, 3, 0.8)
     return keras.optimizers.SGD(rate, momentum=0.9, nesterov=True)
@@ -91,6 +98,7 @@ CASES = {
     "alone_looked_at": Case(1, {}, model=_wide, looks=True),
     "alone_set_by_a_callback": Case(1, {}, fit={"epochs": 4}, sets=True),
     "alone_wide": Case(1, {"variable_partitioner": 2}, model=_wide),
+    "alone_in_float64": Case(1, {}, model=_of_float64),
     "alone_with_lamb": Case(1, {}, lambda keras: keras.optimizers.Lamb(0.01)),
     "synchronous": Case(2, {"synchronous": True}),
     "synchronous_after_a_fit_of_no_epochs": Case(2, {"synchronous": True}, idles=True, fit={"shuffle": False}),
@@ -167,7 +175,8 @@ class _Looks:
 
 
 def _setter(keras: Any) -> Any:
-    """Halves one variable when the first epoch has ended, another before the third begins, and all at the very end."""
+    """Halves one variable when the first epoch has ended, another before the third begins, all when the last has ended,
+    and one at the very end."""
 
     class Sets(keras.callbacks.Callback):  # type: ignore[misc]
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -177,6 +186,9 @@ def _setter(keras: Any) -> Any:
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             if epoch == 2:
                 self._halve(self.model.weights[2:3])
+
+        def on_train_end(self, logs: Any = None) -> None:
+            self._halve(self.model.weights[1:2])
 
         def _halve(self, weights: Any) -> None:
             for weight in weights:

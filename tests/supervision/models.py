@@ -8,12 +8,12 @@ SAMPLES, FEATURES, BATCH = 160, 4, 16
 STEPS = SAMPLES // BATCH
 
 
-def make_model(width: int = 3, optimizer: Any = None, seed: int = 1) -> Any:
+def make_model(width: int = 3, optimizer: Any = None, seed: int = 1, metrics: Any = ("mae",)) -> Any:
     import keras
 
     keras.utils.set_random_seed(seed)
     model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(width, "tanh"), keras.layers.Dense(1)])
-    model.compile(optimizer or keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    model.compile(optimizer or keras.optimizers.Adam(0.01), "mse", metrics=list(metrics))
     return model
 
 

@@ -103,6 +103,35 @@ def test_it_begins_with_the_newest_and_ends_after_so_many(saved: list[Path], tmp
     assert note.steps == [30]
 
 
+class Several(keras.metrics.Metric):
+    """A value for each of two classes, as `keras.metrics.F1Score` has."""
+
+    def update_state(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def result(self) -> Any:
+        return keras.ops.convert_to_tensor([0.25, 0.75])
+
+
+def test_metrics_may_have_several_values(saved: list[Path], tmp_path: Path) -> None:
+    pytest.importorskip("tensorboardX")
+    from tests.supervision.event_files import scalars
+
+    put(saved[0], tmp_path)
+    model = make_model(metrics=[Several(name="several")])
+    phalanx.SidecarEvaluator(
+        model, make_data(), tmp_path, max_evaluations=1, verbose=0, log_dir=tmp_path / "logs"
+    ).start()
+    content = json.loads((tmp_path / "best_evaluation.json").read_text())
+    assert content["metrics"]["several"] == [0.25, 0.75]
+    noted = scalars(tmp_path / "logs" / "validation")
+    assert noted["evaluation_several_vs_iterations/0"] == {10: 0.25}
+    assert noted["evaluation_several_vs_iterations/1"] == {10: 0.75}
+    sidecar = phalanx.SidecarEvaluator(model, make_data(), tmp_path, verbose=0, monitor="several", mode="max")
+    with pytest.raises(ConfigurationError, match=r"has 2 values.*Name another"):
+        sidecar.start()
+
+
 def test_an_evaluator_that_is_started_again_knows_the_best(saved: list[Path], tmp_path: Path) -> None:
     put(saved[1], tmp_path)
     evaluator(tmp_path, max_evaluations=1).start()

@@ -102,12 +102,21 @@ def test_an_evaluator_evaluates_each_checkpoint_once_and_ends_with_the_job(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("saves", [".weights.h5", ".keras"])
-def test_an_evaluator_takes_what_model_checkpoint_writes(saves: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "tasks", "saves"),
+    [
+        ("replicas", ("--workers", 2), ".weights.h5"),
+        ("replicas", ("--workers", 2), ".keras"),
+        ("servers", ("--ps", 1, "--workers", 1), ".weights.h5"),
+    ],
+)
+def test_an_evaluator_takes_what_model_checkpoint_writes(
+    kind: str, tasks: tuple[object, ...], saves: str, tmp_path: Path
+) -> None:
     pytest.importorskip("tensorboardX")
     from tests.supervision.event_files import scalars
 
-    arguments = ("--workers", 2, "--evaluator", "-m", PROGRAM, tmp_path, "replicas", saves, 4)
+    arguments = (*tasks, "--evaluator", "-m", PROGRAM, tmp_path, kind, saves, 4)
     code, output = launch(tmp_path, *arguments, more={"LOGS": "1"})
     assert code == 0, output
     evaluated = dict(noted(tmp_path, "evaluated"))
