@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Any
 from phalanx.version import __version__
 
 if TYPE_CHECKING:
-    from phalanx import callbacks, compression, config, coordinator, data, elastic, errors, experimental
+    from phalanx import (
+        callbacks,
+        cluster_resolver,
+        compression,
+        config,
+        coordinator,
+        data,
+        elastic,
+        errors,
+        experimental,
+    )
     from phalanx.cluster import (
         ClusterSpec,
         KubernetesClusterResolver,
@@ -142,13 +152,26 @@ _INSTEAD = {
     "TPUStrategy": "there is no strategy for TPUs; on JAX, keras.distribution.DataParallel trains on several.",
     "experimental_set_strategy": "enter the scope of the strategy, `with strategy.scope():`.",
     "RunOptions": "strategy.run() ignores its options; leave them out.",
+    "DistributedValues": "strategy.run() and reduce() take and return plain values, as each process is one replica.",
+    "CrossDeviceOps": "pass HierarchicalCopyAllReduce() or ReductionToOneDevice(), or leave cross_device_ops out.",
 }
 """Of names that `tf.distribute` has: what to do without."""
-_MODULES = ("callbacks", "compression", "config", "coordinator", "data", "elastic", "errors", "experimental")
+_MODULES = (
+    "callbacks",
+    "cluster_resolver",
+    "compression",
+    "config",
+    "coordinator",
+    "data",
+    "elastic",
+    "errors",
+    "experimental",
+)
 
 __all__ = [
     "__version__",
     "callbacks",
+    "cluster_resolver",
     "compression",
     "config",
     "coordinator",

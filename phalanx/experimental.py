@@ -5,18 +5,22 @@ from __future__ import annotations
 from phalanx import coordinator
 from phalanx.cluster.resolvers.resolver import ClusterResolver
 from phalanx.collectives import CollectiveCommunication, CommunicationImplementation, CommunicationOptions
+from phalanx.collectives.options import CollectiveHints
+from phalanx.parameter_server import partition as partitioners
 from phalanx.strategies import CentralStorageStrategy, ParameterServerStrategy, ValueContext
 from phalanx.strategies import MultiWorkerMirroredStrategy as _MultiWorkerMirroredStrategy
 
 __all__ = [
     "CentralStorageStrategy",
     "CollectiveCommunication",
+    "CollectiveHints",
     "CommunicationImplementation",
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
     "ParameterServerStrategy",
     "ValueContext",
     "coordinator",
+    "partitioners",
 ]
 
 

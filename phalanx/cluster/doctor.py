@@ -24,7 +24,7 @@ from phalanx.cluster.resolvers import ClusterResolver, resolve
 from phalanx.cluster.roll_call import Identity
 from phalanx.cluster.software import Software, installed_software
 from phalanx.cluster.spec import EVALUATOR, ClusterSpec, Task
-from phalanx.errors import ConfigurationError, PhalanxError, RendezvousError
+from phalanx.errors import ConfigurationError, HandshakeError, PhalanxError, RendezvousError
 from phalanx.settings import SECRET, Settings
 from phalanx.transport.address import Address
 from phalanx.transport.dial import RefusedError, retry_delay_s
@@ -153,8 +153,8 @@ def _check_addresses(report: Report, settings: Settings) -> None:
 def _resolve(address: Address) -> tuple[str, ...] | str:
     try:
         found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        return str(error.strerror or error)
+    except (OSError, UnicodeError) as error:  # UnicodeError: a label that is empty or too long
+        return str(getattr(error, "strerror", None) or error)
     return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
@@ -177,6 +177,7 @@ def _meet_the_others(report: Report, me: Identity, wait_s: float) -> None:
                 finally:
                     link.close()
         measuring = {str(entry.task) for entry, link in zip(others, links, strict=True) if link is not None}
+        measuring |= {str(entry.task) for entry in report.tasks if entry.task.type == EVALUATOR}  # whom nobody dials
         if listener is not None:
             service.wait_for(measuring, max(1.0, deadline - time.monotonic()))
     finally:
@@ -213,6 +214,7 @@ def _listen(report: Report, me: Identity, service: Examination) -> Listener | No
 def _reach(report: Report, me: Identity, entry: TaskReport, deadline: float) -> Link | None:
     """Try until it answers or the time is up. A link if the line can be measured."""
     started_at = time.monotonic()
+    telling = ""  # what somebody there has answered: that it does not answer any more says less
     while True:
         now = time.monotonic()
         try:
@@ -224,9 +226,11 @@ def _reach(report: Report, me: Identity, entry: TaskReport, deadline: float) -> 
                 entry.state = f"trains (pid {found.pid} on {found.host})"
                 _check_statement(report, me, entry, found)
                 return None
-            failure = str(error)
+            failure = telling = str(error)
+        except HandshakeError as error:
+            failure = telling = str(error)
         except (PhalanxError, msgspec.MsgspecError) as error:
-            failure = str(error)
+            failure = telling or str(error)
         else:
             entry.state = f"answers (pid {answer.statement.pid} on {answer.statement.host})"
             entry.software = answer.software

@@ -67,7 +67,8 @@ class Examination:
 
     def __init__(self, answer: Answer):
         self._answer = answer
-        self._changed = threading.Condition()  # protects _finished
+        self._changed = threading.Condition()  # protects what follows
+        self._examined_by = 0  # links that are open
         self._finished: set[str] = set()
 
     def admit(self, hello: Hello) -> Welcome:
@@ -75,14 +76,16 @@ class Examination:
         return Welcome(details=msgspec.msgpack.encode(self._answer))
 
     def adopt(self, hello: Hello, link: Link) -> None:
+        with self._changed:
+            self._examined_by += 1
         threading.Thread(
             target=self._serve, args=(hello, link), name=f"phalanx-examine-{hello.task}", daemon=True
         ).start()
 
     def wait_for(self, tasks: set[str], timeout_s: float) -> None:
-        """Wait until these tasks have measured their line to this one, or the time is up."""
+        """Wait until these tasks have measured their line to this one, and no other does, or the time is up."""
         with self._changed:
-            self._changed.wait_for(lambda: tasks <= self._finished, timeout=timeout_s)
+            self._changed.wait_for(lambda: tasks <= self._finished and not self._examined_by, timeout=timeout_s)
 
     def _serve(self, hello: Hello, link: Link) -> None:
         try:
@@ -95,6 +98,7 @@ class Examination:
         finally:
             link.close()
             with self._changed:
+                self._examined_by -= 1
                 self._finished.add(hello.task)
                 self._changed.notify_all()
 

@@ -124,7 +124,8 @@ def describe_owner(me: Identity, owner: Statement) -> str:
         )
     return (
         f"{me.task} cannot have its address, {me.address}: {owner.whereabouts} of this job answers there. "
-        f"The two processes have different clusters; give all tasks the same one."
+        f"Either the two processes have different clusters, or two addresses of the cluster lead to one place "
+        f"(`localhost` and `127.0.0.1`): give all tasks the same cluster, and each an address of its own."
     )
 
 

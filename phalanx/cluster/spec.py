@@ -52,7 +52,7 @@ class ClusterSpec:
 
     Args:
         cluster: task types with the addresses of their tasks: a list, or a mapping from index to address
-            where some indices are absent, or another ClusterSpec.
+            where some indices are absent, or another ClusterSpec, TensorFlow's among them.
 
     Raises: ConfigurationError if a type is unknown, an address is malformed or stands there twice.
 
@@ -65,6 +65,8 @@ class ClusterSpec:
         if isinstance(cluster, ClusterSpec):
             self._tasks: dict[str, dict[int, str]] = cluster._tasks
             return
+        if hasattr(cluster, "as_dict"):  # TensorFlow's
+            cluster = cluster.as_dict()
         if not isinstance(cluster, Mapping):
             raise ConfigurationError(
                 f"the cluster is {cluster!r}. Write a mapping from task types to lists of addresses, "

@@ -128,7 +128,7 @@ def byte_view(array: Array) -> memoryview:
 
     Of a copy, if the array is not contiguous.
     """
-    return array.reshape(-1).view(np.uint8).data
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def views_between(views: Sequence[memoryview], start: int, stop: int) -> list[memoryview]:

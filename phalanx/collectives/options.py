@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import numbers
 from dataclasses import dataclass
+from typing import Any
 
 from phalanx.errors import ConfigurationError
 
@@ -63,6 +64,22 @@ class CommunicationOptions:
         if not isinstance(self.implementation, CommunicationImplementation):
             known = ", ".join(f"CommunicationImplementation.{item.name}" for item in CommunicationImplementation)
             raise ConfigurationError(f"implementation is {self.implementation!r}; choose one of {known}.")
+
+    @classmethod
+    def of(cls, given: Any) -> CommunicationOptions:
+        """Options that a program gave: these, TensorFlow's of the same name, or None for the default.
+
+        Raises: ConfigurationError for anything else.
+        """
+        if given is None or isinstance(given, cls):
+            return given or cls()
+        try:
+            implementation = CommunicationImplementation(given.implementation.value)
+            return cls(given.bytes_per_pack, given.timeout_seconds, implementation)
+        except AttributeError:
+            raise ConfigurationError(
+                f"communication_options is {given!r}. Pass phalanx.CommunicationOptions(...), or leave it out."
+            ) from None
 
     @property
     def timeout_s(self) -> float:

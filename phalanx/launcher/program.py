@@ -61,6 +61,21 @@ def parse_command(command: Sequence[str]) -> Program | None:
     return None
 
 
+def starting_folder(program: Program, file: str | None) -> str | None:
+    """Where the present program was started, which it may have left since; None where that cannot be told.
+
+    Args:
+        file: `__file__` of its main module: to a relative path Python has put the folder before.
+    """
+    script = program.arguments[0]
+    if file is None or script.startswith("-") or Path(script).is_absolute():
+        return None
+    for ending in (f"/{script}", f"/{script}/__main__.py"):
+        if file.endswith(ending):
+            return file.removesuffix(ending) or "/"
+    return None
+
+
 def check_script(script: str) -> None:
     """Complain about a script that no worker could run, before any is started."""
     path = Path(script)

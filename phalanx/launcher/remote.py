@@ -9,8 +9,9 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -81,7 +82,10 @@ class RemoteHost:
         command = [*shlex.split(self._environ.get(SSH, DEFAULT_SSH)), self.share.login, remote]
         # A session of its own: Ctrl-C is for the launcher, which ends the job in order.
         self._folder = os.getcwd()
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        with _undisturbed():  # else it would be nobody's that the interpreter has started and not returned yet
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            )
         self._send(Prepare(self.share.workers, self._folder))
 
     def ports(self, deadline: float) -> list[int]:
@@ -231,3 +235,23 @@ class RemoteHost:
             # A login script on that host prints to stdout; it is for a reader, not for us.
             sys.stderr.write(f"[{self.name}] {line.decode(errors='replace')}\n")
             return None
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Handlers of signals that end this process run after what is inside, and not in its middle."""
+    if threading.current_thread() is not threading.main_thread():  # where none run
+        yield
+        return
+    came: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    held = {number: handler for number, handler in handlers.items() if callable(handler)}
+    for number in held:
+        signal.signal(number, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in held.items():
+            signal.signal(number, handler)
+        for caught in came:
+            signal.raise_signal(caught)

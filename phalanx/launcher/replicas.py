@@ -22,6 +22,7 @@ import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
+from phalanx.cluster.resolvers import TFConfigClusterResolver
 from phalanx.errors import ConfigurationError, PeerLostError
 from phalanx.launcher import cores, exit_codes, page
 from phalanx.launcher.cores import host_shares
@@ -31,7 +32,7 @@ from phalanx.launcher.job import Job, Outcome, Placement
 from phalanx.launcher.local import LocalHost, listen
 from phalanx.launcher.messages import Order, Paced
 from phalanx.launcher.placement import LOOPBACK, SECRET_BYTES, task_names
-from phalanx.launcher.program import Program, parse_command
+from phalanx.launcher.program import Program, parse_command, starting_folder
 from phalanx.launcher.screen import Screen
 from phalanx.launcher.verdict import End
 from phalanx.settings import JOB_ID, LISTEN_FD
@@ -113,6 +114,7 @@ def _start(count: int, devices: Sequence[str] | None) -> LocalReplicas:
     if count == 1:
         return LocalReplicas(1, 0)
     program = _own_program()
+    folder = starting_folder(program, getattr(sys.modules["__main__"], "__file__", None))
     shares = host_shares(count)
     selector = selectors.DefaultSelector()
     host = LocalHost(selector, shares=shares[1:])
@@ -132,7 +134,7 @@ def _start(count: int, devices: Sequence[str] | None) -> LocalReplicas:
 
     tasks = task_names(count)
     placements = [
-        Placement(Order(rank, program.arguments, settings(rank), program.interpreter), tasks[rank], host)
+        Placement(Order(rank, program.arguments, settings(rank), program.interpreter, folder=folder), tasks[rank], host)
         for rank in range(1, count)
     ]
     watch = _Watch(placements, selector, tasks)
@@ -148,7 +150,7 @@ def _start(count: int, devices: Sequence[str] | None) -> LocalReplicas:
 
 def _own_program() -> Program:
     """The program that this process runs. Raises: ConfigurationError if it cannot be run again."""
-    if "TF_CONFIG" in os.environ or JOB_ID in os.environ:
+    if TFConfigClusterResolver().cluster_spec() or os.environ.get(JOB_ID):
         raise ConfigurationError(
             "This process is already a task of a job (TF_CONFIG is set), and cannot start local replicas of "
             "its own. Use MultiWorkerMirroredStrategy here, or start the program plainly: python train.py."

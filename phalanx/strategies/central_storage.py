@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from phalanx.cluster.agreement import Facts
-from phalanx.cluster.resolvers.resolve import resolve
+from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver
 from phalanx.cluster.roll_call import Identity
 from phalanx.cluster.spec import PS, RANKED_TYPES, ClusterSpec, Task
 from phalanx.errors import ConfigurationError, PhalanxError
@@ -65,7 +65,7 @@ class CentralStorageStrategy(Strategy):
             )
         if JOB_ID not in os.environ or REPLICAS in os.environ:
             start_local_replicas(len(self._devices), self._devices)
-        resolver = resolve()
+        resolver = TFConfigClusterResolver()  # as MirroredStrategy
         spec = resolver.cluster_spec()
         if any(task.type == PS for task in spec.tasks):
             raise ConfigurationError(

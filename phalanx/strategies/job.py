@@ -86,7 +86,7 @@ def join_job(
     Every task of the job must come here; it returns when all have.
     """
     global _job
-    options = options or CommunicationOptions()
+    options = CommunicationOptions.of(options)
     if _job is None:
         _job = _join(resolver, options)
         exit_codes.at_exit(leave_job)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from phalanx.cluster.resolvers.resolve import resolve
+from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver
 from phalanx.collectives.cross_device_ops import CrossDeviceOps, cross_device_ops_of
 from phalanx.compression import Compression
 from phalanx.compression import resolve as resolve_compression
@@ -46,7 +46,7 @@ class MirroredStrategy(Strategy):
         self._devices = local_devices(devices, "MirroredStrategy")
         if JOB_ID not in os.environ or REPLICAS in os.environ:
             start_local_replicas(len(self._devices), self._devices)
-        resolver = resolve()
+        resolver = TFConfigClusterResolver()  # what a scheduler started beside it is no part of it
         workers = len(resolver.cluster_spec().ranked_tasks)
         if devices is not None and workers > 1 and len(self._devices) != workers:
             raise ConfigurationError(

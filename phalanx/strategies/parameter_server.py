@@ -15,7 +15,7 @@ import numpy as np
 from phalanx.backends import prepare
 from phalanx.cluster import tracing
 from phalanx.cluster.agreement import MIXED_BACKENDS, Facts
-from phalanx.cluster.resolvers.resolve import resolve
+from phalanx.cluster.resolvers.resolve import resolver_of
 from phalanx.cluster.resolvers.resolver import ClusterResolver
 from phalanx.cluster.resolvers.simple import SimpleClusterResolver
 from phalanx.cluster.roll_call import Identity
@@ -91,7 +91,7 @@ class ParameterServerStrategy(Strategy):
         snapshot_seconds: float = SNAPSHOT_S,
         embedding_rows: bool | str = "auto",
     ):
-        resolver = cluster_resolver or resolve()
+        resolver = resolver_of(cluster_resolver)
         me = _identify(resolver)
         if me.task.type == PS:
             serve(me, snapshot_dir, snapshot_seconds, replication)

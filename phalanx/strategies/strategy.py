@@ -59,6 +59,12 @@ class Strategy:
         self._tensors = make_tensors()
         exit_codes.reveal(self._tensors.failure_behind)
 
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        raise ConfigurationError(
+            f"A {type(self).__name__} belongs to the process that made it, and cannot be pickled. A function for "
+            f"phalanx.launch or another process must make its own, inside of it."
+        )
+
     @property
     def _member(self) -> hook.Member:
         """What models made in the scope belong to."""
@@ -279,6 +285,12 @@ def reduce_op_of(value: Any) -> ReduceOp:
 
 
 def _reduce_along(replica: Replica, op: ReduceOp, arrays: list[Array], axis: int) -> list[Array]:
+    for array in arrays:
+        if not -array.ndim <= axis < array.ndim:
+            raise ConfigurationError(
+                f"reduce() got axis={axis} for a value of shape {array.shape}, which has no such axis. Pass axis=None "
+                f"to reduce over the replicas alone."
+            )
     communicator = replica.communicator
     # Merged here in the dtype in which the ranks' are: NumPy adds halves one after the other, which stops at 256.
     wide = [array.astype(wire_dtype(array.dtype), copy=False) for array in arrays]

@@ -13,7 +13,9 @@ from rich.console import Console
 
 from phalanx.cluster import ClusterSpec, Facts, SimpleClusterResolver, Task, doctor
 from phalanx.cluster.doctor import Report, examine, show
+from phalanx.cluster.roll_call import Identity
 from phalanx.cluster.software import installed_software, keras_backend
+from phalanx.errors import HandshakeError, LinkClosedError
 from phalanx.settings import Settings
 from phalanx.version import __version__
 from tests.cluster.conftest import BOUND_S, SECRET, Meeting, Ports
@@ -98,10 +100,11 @@ def versions() -> dict[str, str]:
 
 
 def test_names_and_addresses_that_cannot_work_are_problems(ports: Ports) -> None:
-    spec = ClusterSpec({"worker": [ports.new(), "no-such-host.invalid:2222"]})
+    spec = ClusterSpec({"worker": [ports.new(), "no-such-host.invalid:2222", "label..empty:2222"]})
     (report,) = examine_all([spec], wait_s=0.1)
     text = "\n".join(report.problems)
     assert "worker/1: its host name in no-such-host.invalid:2222 cannot be resolved" in text
+    assert "worker/2: its host name in label..empty:2222 cannot be resolved" in text
     assert "worker/0 has a loopback address, which only its own host can reach" in text
 
 
@@ -117,6 +120,37 @@ def test_an_evaluator_is_examined_without_a_port(ports: Ports) -> None:
     report = examine(resolver(spec, Task("evaluator", 0)), settings=SETTINGS, wait_s=0.1)
     assert report.rank is None
     assert "worker/0" in report.problems[0]
+
+
+def test_an_evaluator_measures_its_lines_before_the_others_go(ports: Ports) -> None:
+    spec = ClusterSpec({"worker": [ports.new(), ports.new()], "evaluator": [ports.new()]})
+    tasks = spec.tasks
+    reports: dict[str, Report] = {}
+
+    def body(task: Task) -> None:
+        reports[str(task)] = examine(resolver(spec, task), settings=SETTINGS, wait_s=20.0)
+
+    threads = [threading.Thread(target=body, args=(task,), daemon=True) for task in tasks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(BOUND_S)
+    assert {name: report.problems for name, report in reports.items()} == {str(task): [] for task in tasks}
+    assert all(entry.line for entry in reports["evaluator/0"].tasks[:2])
+
+
+def test_what_was_answered_says_more_than_that_nobody_answers_any_more(
+    ports: Ports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = iter([HandshakeError("PHALANX_SECRET differs")])
+
+    def dial(*_: object, **__: object) -> None:
+        raise next(failures, LinkClosedError("nothing listens there"))
+
+    monkeypatch.setattr(Identity, "dial", dial)
+    (report,) = examine_all([ports.workers(2)], wait_s=0.5)
+    (problem,) = report.problems
+    assert problem.endswith("cannot be reached: PHALANX_SECRET differs")
 
 
 def test_without_a_cluster_it_says_that_the_program_would_be_alone(

@@ -201,6 +201,15 @@ def test_all_gather_returns_every_rank_s_array_in_order(kind: Kind, rows: int) -
         assert all((array == rank).all() for rank, array in enumerate(gathered))
 
 
+def test_all_gather_of_arrays_with_gaps_and_of_another_byte_order(kind: Kind) -> None:
+    def body(communicator: GroupCommunicator) -> list[np.ndarray]:
+        column = np.arange(8, dtype=np.float32).reshape(4, 2)[:, 1]
+        return communicator.all_gather(column.astype(">f4") if communicator.rank else column)
+
+    for gathered in kind.run(body):
+        assert [array.tolist() for array in gathered] == [[1, 3, 5, 7]] * kind.world_size
+
+
 def test_all_gather_of_0d_arrays(kind: Kind) -> None:
     for gathered in kind.run(lambda communicator: communicator.all_gather(np.array(1.5 * communicator.rank))):
         assert [(float(array), array.shape) for array in gathered] == [

@@ -97,7 +97,7 @@ class Launcher:
 PRELUDE = """
 import json, os, sys, time
 from pathlib import Path
-rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"] if "TF_CONFIG" in os.environ else 0
+rank = json.loads(os.environ.get("TF_CONFIG") or "{}").get("task", {}).get("index", 0)
 def wait_for(name, bound_s=30):
     deadline = time.monotonic() + bound_s
     while not Path(name).exists():

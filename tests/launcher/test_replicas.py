@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,6 +79,27 @@ def test_code_on_the_command_line_runs_again(launcher: Launcher) -> None:
     )
     assert launcher.python("-c", code, "a").code == 0
     assert (launcher.folder / "part-1").read_text() == (launcher.folder / "part-0").read_text() == "['-c', 'a']"
+
+
+@pytest.mark.parametrize("started_as", ["script.py", "folder"])
+def test_a_program_that_leaves_its_folder_runs_again_where_it_was_started(started_as: str, launcher: Launcher) -> None:
+    script = Path(program(launcher, 'Path(f"{sys.argv[1]}-{rank}").write_text(str(folder))'))
+    code = script.read_text()
+    inside = launcher.folder / "jobs" / "folder"
+    inside.mkdir(parents=True)
+    place = inside / "__main__.py" if started_as == "folder" else inside.parent / started_as
+    place.write_text("import os\nfolder = os.getcwd()\nos.chdir('/')\n" + code)
+    job = launcher.python(f"jobs/{started_as}", str(launcher.folder / "part"))
+    assert job.code == 0, job.err
+    assert [(launcher.folder / f"part-{rank}").read_text() for rank in (0, 1)] == [str(launcher.folder)] * 2
+
+
+@pytest.mark.parametrize("config", ["", "{}"])
+def test_an_empty_tf_config_is_none(config: str, launcher: Launcher) -> None:
+    launcher.environment["TF_CONFIG"] = config
+    job = launcher.python(program(launcher, "print('out of', replicas.rank)"))
+    assert job.code == 0, job.err
+    assert job.lines == ["out of 0"]
 
 
 def test_threads_that_run_already_are_bound_too(launcher: Launcher) -> None:

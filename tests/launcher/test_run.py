@@ -542,6 +542,16 @@ def test_told_to_end_while_it_waits_for_ssh_it_ends_that_as_well(number: signal.
     wait_until(lambda: not any(psutil.pid_exists(int(pid)) for pid in pids.read_text().split()))
 
 
+def test_told_to_end_in_the_moment_in_which_it_starts_ssh_it_ends_that_as_well(launcher: Launcher) -> None:
+    ssh, pids = launcher.folder / "ssh", launcher.folder / "pids"
+    ssh.write_text(f"#!/bin/sh\nkill $PPID\necho $$ >> {pids}\nexec sleep 600\n")
+    ssh.chmod(0o755)
+    launcher.environment["PHALANX_SSH"] = str(ssh)
+    process = launcher.start_run("--hosts", "127.0.0.2:1", launcher.script("pass"))
+    process.communicate(timeout=END_BOUND_S)
+    assert process.returncode == 128 + signal.SIGTERM
+
+
 def test_under_nohup_a_closed_terminal_does_not_matter(launcher: Launcher) -> None:
     script = launcher.script("touch('there')\nwait_for('go on')\nprint('done')")
     code = "import os, signal, sys; signal.signal(1, signal.SIG_IGN); os.execv(sys.executable, sys.argv[1:])"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from phalanx.cluster.resolvers.kubernetes import KubernetesClusterResolver, started_by_kubernetes
 from phalanx.cluster.resolvers.mpi import MPIClusterResolver, started_by_mpi
@@ -13,6 +14,7 @@ from phalanx.cluster.resolvers.simple import SimpleClusterResolver
 from phalanx.cluster.resolvers.slurm import SlurmClusterResolver
 from phalanx.cluster.resolvers.tf_config import TF_CONFIG, TFConfigClusterResolver
 from phalanx.cluster.spec import ClusterSpec
+from phalanx.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +39,23 @@ _CHOICES: tuple[tuple[Callable[[_Environ], bool], Callable[[_Environ], ClusterRe
     (started_by_mpi, lambda environ: MPIClusterResolver(environ=environ)),
     (started_by_kubernetes, lambda environ: KubernetesClusterResolver(environ=environ)),
 )
+
+
+def resolver_of(given: Any) -> ClusterResolver:
+    """The resolver that a program gave to a strategy; what `resolve` picks if it gave none.
+
+    Raises: ConfigurationError for what is none. One of TensorFlow's is asked here and now.
+    """
+    if given is None:
+        return resolve()
+    if isinstance(given, ClusterResolver):
+        return given
+    if not all(hasattr(given, name) for name in ("cluster_spec", "task_type", "task_id")):
+        raise ConfigurationError(
+            f"cluster_resolver is {given!r}, which is no cluster resolver. Pass one of phalanx's "
+            f"(`phalanx.TFConfigClusterResolver()`), or leave it out."
+        )
+    return SimpleClusterResolver(ClusterSpec(given.cluster_spec()), task_type=given.task_type, task_id=given.task_id)
 
 
 def resolve(environ: _Environ | None = None) -> ClusterResolver:

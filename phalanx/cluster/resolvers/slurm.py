@@ -25,7 +25,7 @@ class SlurmClusterResolver(ClusterResolver):
     Read from the environment that `srun` makes: SLURM_PROCID (which process this is),
     SLURM_STEP_NODELIST and SLURM_STEP_TASKS_PER_NODE (hosts and their numbers of processes),
     SLURM_DISTRIBUTION (`block`, the default, or `cyclic`: how processes are numbered over the hosts), and
-    SLURM_NODEID with SLURM_LOCALID, which must agree with what was derived.
+    SLURM_NODEID, which must agree with what was derived.
     Slurm gives no ports: the first process of each host has `port_base` (8888, or PHALANX_PORT_BASE), the
     next one the next port. Two jobs that share a host need different ones.
 

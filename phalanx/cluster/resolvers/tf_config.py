@@ -49,7 +49,7 @@ class TFConfigClusterResolver(ClusterResolver):
         config = self._config()
         spec = read_cluster(config)
         task = self._checked_task(config)
-        if task is not None:
+        if spec and task is not None:
             spec.check_member(task)
         return spec
 
@@ -137,7 +137,7 @@ def read_cluster(config: Mapping[str, Any]) -> ClusterSpec:
         raise ConfigurationError(f"In TF_CONFIG {error}") from error
     if spec and not ranked:
         raise ConfigurationError(
-            f"TF_CONFIG has neither chief nor worker in 'cluster', only {spec.jobs}. Add the workers' "
+            f"TF_CONFIG has neither chief nor worker in 'cluster', which is {spec.as_dict()}. Add the workers' "
             f"addresses: "
             f'"worker": ["host0:2222", "host1:2222"].'
         )
