@@ -156,17 +156,6 @@ _INSTEAD = {
     "CrossDeviceOps": "pass HierarchicalCopyAllReduce() or ReductionToOneDevice(), or leave cross_device_ops out.",
 }
 """Of names that `tf.distribute` has: what to do without."""
-_MODULES = (
-    "callbacks",
-    "cluster_resolver",
-    "compression",
-    "config",
-    "coordinator",
-    "data",
-    "elastic",
-    "errors",
-    "experimental",
-)
 
 __all__ = [
     "__version__",
@@ -237,6 +226,8 @@ __all__ = [
     "resolve",
     "scale_regularization_loss",
 ]
+
+_MODULES = {*__all__} - {*_MODULE_OF, "__version__"}
 
 
 def __getattr__(name: str) -> Any:

@@ -72,11 +72,11 @@ class ScaledLosses:
         reduction: Any = "sum_over_batch_size",
         dtype: Any = None,
     ) -> Any:
-        loss = self._losses.original(values, sample_weight, mask, reduction, dtype)
         of_samples = sample_weight is not None and len(sample_weight.shape) > 0
         if tuple(values.shape) == () and of_samples and mask is None and reduction in _DIVIDED:
-            mean_weight = self._mean_of(ops.cast(sample_weight, "float32"))
-            return self._losses.original(values, None, None, reduction, dtype) * ops.cast(mean_weight, loss.dtype)
+            loss = self._losses.original(values, None, None, reduction, dtype)
+            return loss * ops.cast(self._mean_of(ops.cast(sample_weight, "float32")), loss.dtype)
+        loss = self._losses.original(values, sample_weight, mask, reduction, dtype)
         if tuple(values.shape) == () or not _only_all_know(reduction, sample_weight, mask):
             return loss
         denominator = None if reduction == "sum" else _denominator(values, sample_weight, mask, reduction)

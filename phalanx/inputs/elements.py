@@ -28,8 +28,10 @@ def unpack(element: Any) -> tuple[Form, tuple[Any, Any, Any]]:
     them. As a whole it is x."""
     if isinstance(element, list):
         element = tuple(element)
-    if not isinstance(element, tuple) or len(element) > MOST_PARTS:
-        return Form.WHOLE if isinstance(element, tuple) else Form.PARTS, (element, None, None)
+    if not isinstance(element, tuple):
+        return Form.PARTS, (element, None, None)
+    if len(element) > MOST_PARTS:
+        return Form.WHOLE, (element, None, None)
     x, y, sample_weight = (*element, None, None)[:MOST_PARTS]
     # Keras's own packing puts a list of inputs into a tuple by itself.
     alone = len(element) == 1 and not isinstance(x, tuple | list)

@@ -74,14 +74,12 @@ def tf_source(
             )
     if policy is None:
         policy = AutoShardPolicy.of(dataset.options().experimental_distribute.auto_shard_policy)
-    original = dataset
     files = _source_files(dataset) if policy in (AutoShardPolicy.AUTO, AutoShardPolicy.FILE) else None
     if class_weight is not None:
         _check_class_weight(dataset.element_spec)
         dataset = dataset.map(keras_adapters.tf_class_weights(class_weight))
 
-    kept = "predict() keeps the order of the samples" if in_order else _counted_behind(original)
-    sharded, policy, reason = _divide(dataset, policy, files, kept, rank, world_size, seed)
+    sharded, policy, reason = _divide(dataset, policy, files, in_order, rank, world_size, seed)
     cardinality = int(sharded.cardinality())
     # Dealing out files hides that a dataset repeats; before it is replaced, a hint looks like endless data.
     told_by = sharded if policy is AutoShardPolicy.HINT else dataset
@@ -102,7 +100,7 @@ def tf_source(
     skips = whole_passes and keras_adapters.opens_one_more_pass("tensorflow")
 
     # `dataset` is kept: the functions that a serialized graph calls live as long as it does.
-    def open_pass(key: int, kept_alive: Any = dataset) -> Iterator[Any]:
+    def open_pass(key: int, original: Any = dataset) -> Iterator[Any]:
         for number, element in enumerate(_elements(sharded), 1):
             if number == length and skips:
                 iter(sharded)
@@ -129,16 +127,12 @@ def _divide(
     dataset: Any,
     policy: AutoShardPolicy,
     files: list[str] | None,
-    kept: str,
+    in_order: bool,
     rank: int,
     world_size: int,
     seed: int,
 ) -> tuple[Any, AutoShardPolicy, str]:
-    """The dataset as this rank reads it, the policy in effect and its reason.
-
-    Args:
-        kept: why AUTO does not deal out files; empty if it may.
-    """
+    """The dataset as this rank reads it, the policy in effect and its reason."""
     if policy is AutoShardPolicy.OFF:
         return _rebatched(dataset, rank, world_size), policy, "the dataset's options or the caller say OFF"
     if policy is AutoShardPolicy.HINT:
@@ -149,7 +143,7 @@ def _divide(
         reason = "the dataset's options or the caller say DATA"
     elif world_size == 1 and not wanted:
         reason = "there is one replica"
-    elif kept and files is not None and not wanted:
+    elif files is not None and not wanted and (kept := _why_kept_whole(dataset, in_order)):
         reason = kept
     elif files is None:
         reason = "its source is not a list of files"
@@ -240,9 +234,12 @@ _COUNTING = {
     "_ScanDataset": "scan() counts",
     "_ZipDataset": "zip() pairs",
 }
-
-
 _READERS = ("TFRecordDataset", "TextLineDataset", "FixedLengthRecordDataset")
+
+
+def _why_kept_whole(dataset: Any, in_order: bool) -> str:
+    """Why AUTO does not deal out the files of a dataset; empty if it may."""
+    return "predict() keeps the order of the samples" if in_order else _counted_behind(dataset)
 
 
 def _counted_behind(dataset: Any) -> str:

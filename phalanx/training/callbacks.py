@@ -177,7 +177,7 @@ def _overrides(callback: Any, hook: str) -> bool:
     return getattr(getattr(callback, hook), "__func__", None) is not default
 
 
-# What these do at the end of an epoch needs logs, not weights.
+# What these do at the ends of epochs and of the training needs logs, not weights.
 _BLIND = (
     keras.callbacks.History,
     keras.callbacks.ProgbarLogger,
@@ -193,18 +193,19 @@ _BLIND = (
 def looks_at_weights(callbacks: CallbackList) -> bool:
     """Whether anything in this rank's list may read the model's weights where an epoch ends or begins: all that is not
     known to do without."""
-    return any(
-        any(_overrides(callback, hook) for hook in ("on_epoch_begin", "on_epoch_end"))
-        for callback in callbacks.callbacks
-        if type(callback) not in _BLIND and not _only_counts(callback)
-    )
+    return _needs_weights(callbacks, "on_epoch_begin", "on_epoch_end")
 
 
 def may_set_weights_at_the_end(callbacks: CallbackList) -> bool:
     """Whether anything in this rank's list may set the model's weights when the training ends. If so here, then on the
     chief, whose list has whatever this one has."""
+    return _needs_weights(callbacks, "on_train_end")
+
+
+def _needs_weights(callbacks: CallbackList, *hooks: str) -> bool:
+    """Whether a callback that is not known to do without has one of these hooks."""
     return any(
-        _overrides(callback, "on_train_end")
+        any(_overrides(callback, hook) for hook in hooks)
         for callback in callbacks.callbacks
         if type(callback) not in _BLIND and not _only_counts(callback)
     )

@@ -68,7 +68,7 @@ def take_all(worker: ServerWorker, model: Any, fit: int, changing: Sequence[Any]
         told = worker.hear(subject, fit)
         if told is None:
             return
-        chiefs = msgspec.msgpack.decode(told[0], type=list[_Described])
+        chiefs, chiefs_values = _unpacked(told)
         values = [to_host(variable) for variable in variables]
         own = [_described(variable, value) for variable, value in zip(variables, values, strict=True)]
         if difference := first_difference([*map(str, chiefs)], [*map(str, own)], "the chief", "this task"):
@@ -76,8 +76,7 @@ def take_all(worker: ServerWorker, model: Any, fit: int, changing: Sequence[Any]
                 f"The model is not the same on all tasks, in what is not trained: {difference} Every task must build "
                 f"the same model, in the same order."
             )
-        for variable, before, described, buffer in zip(variables, values, chiefs, told[1:], strict=True):
-            value = np.frombuffer(buffer, described.sent_as).reshape(described.shape)
+        for variable, before, value in zip(variables, values, chiefs_values, strict=True):
             if id(variable) in seeds:
                 value = shifted_seed(value, worker.number)
             if not np.array_equal(value, before):
@@ -100,8 +99,7 @@ def take_final(worker: ServerWorker, fit: int) -> dict[int, Array]:
     if told is None:
         return {}
     of, *numbers = np.frombuffer(told[0], np.int64).tolist()
-    described = msgspec.msgpack.decode(told[1], type=list[_Described])
-    values = [np.frombuffer(b, d.sent_as).reshape(d.shape) for d, b in zip(described, told[2:], strict=True)]
+    _, values = _unpacked(told[1:])
     return dict(zip(numbers, values, strict=True)) if of == fit else {}
 
 
@@ -119,6 +117,13 @@ def _packed(variables: Sequence[Any]) -> list[Array]:
     values = [to_host(variable) for variable in variables]
     described = [_described(variable, value) for variable, value in zip(variables, values, strict=True)]
     return [np.frombuffer(msgspec.msgpack.encode(described), np.uint8), *values]
+
+
+def _unpacked(told: Sequence[memoryview]) -> tuple[list[_Described], list[Array]]:
+    """What `_packed` was made of."""
+    described = msgspec.msgpack.decode(told[0], type=list[_Described])
+    pairs = zip(described, told[1:], strict=True)
+    return described, [np.frombuffer(buffer, one.sent_as).reshape(one.shape) for one, buffer in pairs]
 
 
 def _described(variable: Any, value: Array) -> _Described:
