@@ -27,6 +27,8 @@ DUPLICATE = "duplicate"
 """Refusal: another process has the same task. Final if it comes from the chief."""
 RUNNING = "running"
 """Refusal: the job has begun with other processes."""
+LEAVING = "leaving"
+"""Refusal: the same process was in the job before, which this task has not left yet. It passes."""
 
 
 def serve_rendezvous(listener: Listener, me: Identity, roll_call: RollCall) -> None:
@@ -70,6 +72,8 @@ class _Mesh:
                 f"exchanged their addresses, or one of them has the wrong task.",
             )
         present = self._roll_call.last_peers.get(rank)
+        if joined and present is not None and _is_same_process(present, newcomer):
+            return Welcome(refusal=LEAVING, reason=f"{self._me.task} has not left the job of before yet")
         if joined:
             return Welcome(refusal=RUNNING, reason=_describe_running(rank, present, newcomer))
         if present is not None and _is_other_process(present, newcomer):
@@ -146,6 +150,11 @@ class _Verdict:
     def adopt(self, hello: Hello, link: Link) -> None:
         del hello
         link.close()
+
+
+def _is_same_process(present: Peer, newcomer: Statement) -> bool:
+    before = present.statement
+    return (before.pid, before.host) == (newcomer.pid, newcomer.host) and present.link.peer_closed()
 
 
 def _is_other_process(present: Peer, newcomer: Statement) -> bool:

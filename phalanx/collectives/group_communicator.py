@@ -162,7 +162,7 @@ class GroupCommunicator:
         Each rank gets every rank's row for it and merges them in rank order. That moves as few bytes as
         any algorithm can (Thakur, Rabenseifner and Gropp 2005 call it pairwise exchange).
         """
-        array = _native(array)
+        array = native(array)
         check_reducible(array.dtype, op)
         if array.ndim == 0 or array.shape[0] != self.world_size:
             raise ConfigurationError(
@@ -205,7 +205,7 @@ class GroupCommunicator:
     def broadcast(self, arrays: Sequence[Array], root: int = 0, *, out: Sequence[Array] | None = None) -> list[Array]:
         """See `Communicator.broadcast`."""
         self._check_root(root)
-        arrays = [_native(array) for array in arrays]
+        arrays = [native(array) for array in arrays]
         _check_plain("broadcast", arrays)
         operation = self._operation(
             ("broadcast", root, *((array.dtype, array.shape) for array in arrays)),
@@ -238,7 +238,7 @@ class GroupCommunicator:
 
     def all_gather(self, array: Array) -> list[Array]:
         """See `Communicator.all_gather`."""
-        array = _native(array)
+        array = native(array)
         _check_plain("all_gather", [array])
         operation = self._operation(
             ("all_gather", array.dtype, array.ndim, array.shape[1:]),
@@ -271,7 +271,7 @@ class GroupCommunicator:
 
     def all_to_all(self, arrays: Sequence[Array]) -> list[Array]:
         """See `Communicator.all_to_all`."""
-        arrays = [_native(array) for array in arrays]
+        arrays = [native(array) for array in arrays]
         _check_plain("all_to_all", arrays)
         if len(arrays) != self.world_size:
             raise ConfigurationError(
@@ -452,7 +452,7 @@ class GroupCommunicator:
         scale: float | Sequence[float],
         out: Sequence[Array] | None,
     ) -> tuple[Operation, Reduction, list[Array]]:
-        arrays = [_native(array) for array in arrays]
+        arrays = [native(array) for array in arrays]
         key = (op, *[(array.dtype, array.shape) for array in arrays])
         operation = self._operations.get(key)
         if operation is None:
@@ -522,7 +522,7 @@ def _outputs(name: str, arrays: Sequence[Array], out: Sequence[Array] | None) ->
     return list(out)
 
 
-def _native(array: Any) -> Array:
+def native(array: Any) -> Array:
     """In this host's byte order: ranks compare dtypes by their names, and backends know no other order."""
     own: Array = np.asarray(array)
     return own if own.dtype.isnative else own.astype(own.dtype.newbyteorder("="))

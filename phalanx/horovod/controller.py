@@ -300,6 +300,8 @@ class Controller:
         with self._changed:
             handle, self._join = self._join, None
             assert handle is not None, "this rank has joined, too"
+            # Some have called what others have not: from here on all count alike again.
+            self.automatic_names.clear()
             handle.part.result = last
             handle.done = True
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
-
+from phalanx.collectives.group_communicator import native
 from phalanx.horovod import elastic, names
 from phalanx.horovod.compression import Compression
 from phalanx.horovod.interface import Interface, poll, synchronize
 from phalanx.horovod.names import *  # noqa: F403
 from phalanx.horovod.operations import barrier, join
 
-_interface = Interface(np.asarray, lambda array: array)
+_interface = Interface(native, lambda array: array)
 
 allreduce = _interface.allreduce
 allreduce_async = _interface.allreduce_async

@@ -60,6 +60,8 @@ class Pending:
 def check_op(op: Op | None, average: bool | None = None, *, default: Op = Average) -> Op:
     """The reduction that `op`, or Horovod's old argument `average`, names."""
     if average is not None:
+        if not isinstance(average, (bool, int, np.bool_)):
+            raise ValueError(f"average is {average!r}; it must be True or False. Pass a name as name=...")
         if op is not None:
             raise ValueError("The op parameter supersedes average. Please provide only one of them.")
         return Average if average else Sum
@@ -106,7 +108,7 @@ def allreduce(
     if op is Adasum:
         adasum.check([array.dtype for array in arrays], controller.communicator.world_size)
     request = Request(
-        name or _next_name(controller, Kind.ALLREDUCE),
+        _name(controller, Kind.ALLREDUCE, name),
         Kind.ALLREDUCE.value,
         tuple([name_of(array.dtype) for array in arrays]),
         tuple([array.shape for array in arrays]),
@@ -219,7 +221,7 @@ def reducescatter(
         _check_rows(array, "reducescatter")
         check_reducible(array.dtype, ReduceOp.SUM)
     request = Request(
-        name or _next_name(controller, Kind.REDUCESCATTER),
+        _name(controller, Kind.REDUCESCATTER, name),
         Kind.REDUCESCATTER.value,
         tuple(name_of(array.dtype) for array in arrays),
         tuple(array.shape for array in arrays),
@@ -251,7 +253,11 @@ def join() -> int:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _next_name(controller: Controller, kind: Kind) -> str:
+def _name(controller: Controller, kind: Kind, given: str | None) -> str:
+    if given is not None and not isinstance(given, str):
+        raise ConfigurationError(f"{kind.value} got the name {given!r}; a name is a string.")
+    if given:
+        return given
     names = controller.automatic_names
     return f"{kind.value}.noname.{next(names.setdefault(kind.value, itertools.count())) % AUTOMATIC_NAMES}"
 
@@ -267,7 +273,7 @@ def _request(
 ) -> Request:
     shapes = [(VARYING, *array.shape[1:]) if varying else array.shape for array in arrays]
     return Request(
-        name or _next_name(controller, kind),
+        _name(controller, kind, name),
         kind.value,
         tuple(name_of(array.dtype) for array in arrays),
         tuple(shapes),
@@ -282,6 +288,11 @@ def _start(controller: Controller, request: Request, part: Part, name: str | Non
 def _check_plain(array: Array, what: str) -> None:
     if array.dtype.hasobject:
         raise ConfigurationError(f"{what} got an array of Python objects. Use {what}_object, or an array of numbers.")
+    if issubclass(array.dtype.type, np.flexible):
+        raise ConfigurationError(
+            f"{what} got an array of {array.dtype}: strings and records have a size of their own on each rank. Use "
+            f"{what}_object, or an array of numbers."
+        )
 
 
 def _check_rows(array: Array, what: str) -> None:

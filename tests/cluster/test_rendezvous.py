@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from phalanx.cluster import ClusterSpec, Facts, Node, Task, TFConfigClusterResolver, dialling, join, missing, rendezvous
-from phalanx.cluster.admission import DUPLICATE, MESH, RUNNING
+from phalanx.cluster.admission import DUPLICATE, LEAVING, MESH, RUNNING
 from phalanx.cluster.dialling import final_verdict
 from phalanx.cluster.host import host_identity
 from phalanx.cluster.roll_call import Identity
@@ -399,11 +399,10 @@ def test_who_comes_when_the_job_has_begun_is_told_so(ports: Ports, meeting: Meet
     nodes = sorted(meeting.nodes(), key=lambda node: node.membership.rank)
     newcomer = Identity(spec, Task("worker", 1), Facts(seed=1), Settings(secret=SECRET))
 
-    def dial() -> Welcome:
+    def dial(pid: int = 1) -> Welcome:
+        statement = msgspec.structs.replace(newcomer.statement, pid=pid)
         with pytest.raises(RefusedError) as caught:
-            newcomer.dial(
-                Task("worker", 0), MESH, msgspec.msgpack.encode(newcomer.statement), deadline=time.monotonic() + 10
-            )
+            newcomer.dial(Task("worker", 0), MESH, msgspec.msgpack.encode(statement), deadline=time.monotonic() + 10)
         return caught.value.welcome
 
     assert dial().refusal == RUNNING
@@ -411,6 +410,8 @@ def test_who_comes_when_the_job_has_begun_is_told_so(ports: Ports, meeting: Meet
     exchange(nodes)
     nodes[1].close()
     wait_until(lambda: "lost worker/1" in dial().reason)
+    # The same process, which has left, is early for the next job.
+    assert dial(os.getpid()).refusal == LEAVING
 
 
 @pytest.mark.parametrize(

@@ -5,20 +5,24 @@ from __future__ import annotations
 from phalanx.horovod import names
 from phalanx.horovod.compression import Compression
 from phalanx.horovod.keras import callbacks, elastic
-from phalanx.horovod.keras.functions import broadcast_variables, interface, load_model
+from phalanx.horovod.keras.functions import (
+    allgather,
+    allreduce,
+    broadcast,
+    broadcast_variables,
+    interface,
+    load_model,
+    reducescatter,
+)
 from phalanx.horovod.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
 from phalanx.horovod.keras.sync_batch_normalization import SyncBatchNormalization
 from phalanx.horovod.names import *  # noqa: F403
 from phalanx.horovod.operations import barrier, join
 
-allreduce = interface.allreduce
 grouped_allreduce = interface.grouped_allreduce
-allgather = interface.allgather
-broadcast = interface.broadcast
 alltoall = interface.alltoall
 grouped_allgather = interface.grouped_allgather
 grouped_reducescatter = interface.grouped_reducescatter
-reducescatter = interface.reducescatter
 
 __all__ = [
     *names.__all__,

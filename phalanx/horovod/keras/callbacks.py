@@ -75,14 +75,14 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self.process_set = process_set
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        if not logs:
+        if not logs or not self.process_set.included():
             return
         names = sorted(logs)
-        values = np.array([float(logs[name]) for name in names])
-        (means,) = operations.allreduce(
-            [values], name="metric_average", process_set=self.process_set, wake=False, detail=", ".join(names)
+        values = [np.asarray(keras.ops.convert_to_numpy(logs[name]), np.float64) for name in names]
+        means = operations.allreduce(
+            values, name="metric_average", process_set=self.process_set, wake=False, detail=", ".join(names)
         ).wait()
-        logs.update({name: float(mean) for name, mean in zip(names, means, strict=True)})
+        logs.update({name: mean if mean.ndim else float(mean) for name, mean in zip(names, means, strict=True)})
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[misc]
@@ -90,7 +90,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
 
     Args:
         initial_lr: before multiplication; for all ranks together.
-        multiplier: a factor, or a function of the epoch, which without `staircase` has a fraction.
+        multiplier: a factor, which is applied again each epoch from `start_epoch` on (`multiplier ** (epoch -
+            start_epoch)`), or a function of the epoch, which without `staircase` has a fraction.
         start_epoch: the first epoch in which it acts.
         end_epoch: the first in which it does not any more; None: it never stops.
         staircase: only at the start of each epoch; else before each batch.
@@ -119,10 +120,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         self.momentum_correction = momentum_correction
         self.steps_per_epoch = steps_per_epoch
         self.current_epoch = 0
-        if callable(multiplier):
-            self.multiplier, self.staircase = multiplier, staircase
-        else:
-            self.multiplier, self.staircase = (lambda epoch: multiplier), True
+        self.staircase = staircase
+        self.multiplier = multiplier if callable(multiplier) else lambda epoch: multiplier ** (epoch - start_epoch)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         if not self.staircase and not self.steps_per_epoch:

@@ -11,8 +11,9 @@ import numpy as np
 from phalanx.horovod import operations
 from phalanx.horovod.compression import Compression
 from phalanx.horovod.interface import Interface
+from phalanx.horovod.operations import Average
 from phalanx.horovod.process_sets import ProcessSet, global_process_set
-from phalanx.horovod.request import Array
+from phalanx.horovod.request import Array, Op
 
 interface = Interface(
     lambda tensor: np.asarray(keras.ops.convert_to_numpy(tensor)),
@@ -23,15 +24,61 @@ interface = Interface(
 def broadcast_variables(
     variables: Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set, inplace: bool = False
 ) -> None:
-    """Put the values of rank `root_rank`'s Keras variables into everybody's; they travel as one.
+    """Put the values of rank `root_rank`'s Keras variables into everybody's in the process set; they travel as one.
 
     Raises: HorovodInternalError if the ranks' variables differ in number, shape or dtype.
     """
+    if not process_set.included():
+        return
     variables = list(variables)
     values: list[Array] = [np.asarray(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
     pending = operations.broadcast(values, root_rank, name="broadcast_variables", process_set=process_set, wake=False)
     for variable, value in zip(variables, pending.wait(), strict=True):
         variable.assign(value)
+
+
+def allreduce(
+    value: Any,
+    name: str | None = None,
+    average: bool | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    op: Op | None = None,
+    compression: Any = Compression.none,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """The value, a tensor or what can be made one, merged over the ranks; Average if `op` is not given.
+
+    The arguments stand in the order of `horovod.keras`, which is another than that of `horovod.torch`.
+    """
+    return interface.allreduce(
+        value, average, name, compression, op, prescale_factor, postscale_factor, process_set=process_set
+    )
+
+
+def allgather(value: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
+    """The ranks' values joined along the first dimension, which may differ."""
+    return interface.allgather(value, name, process_set)
+
+
+def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
+    """Rank `root_rank`'s value."""
+    return interface.broadcast(value, root_rank, name, process_set)
+
+
+def reducescatter(
+    value: Any,
+    name: str | None = None,
+    op: Op = Average,
+    process_set: ProcessSet = global_process_set,
+    **factors: float,
+) -> Any:
+    """The values merged over the ranks, of which each rank gets a part of the rows.
+
+    Args:
+        factors: `prescale_factor`, `postscale_factor`.
+    """
+    return interface.reducescatter(value, name=name, op=op, process_set=process_set, **factors)
 
 
 def load_model(

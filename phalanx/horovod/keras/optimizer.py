@@ -77,6 +77,12 @@ class Way:
         return self.factor / self.process_set.size() if self.scale_local_gradients else self.factor
 
     def _merge(self, gradients: Sequence[Any]) -> list[Any]:
+        merged = self._merged_by_members(gradients) if self.process_set.included() else list(gradients)
+        if self.factor == 1.0:
+            return merged
+        return [None if gradient is None else gradient * self.factor for gradient in merged]
+
+    def _merged_by_members(self, gradients: Sequence[Any]) -> list[Any]:
         module = importlib.import_module(f"phalanx.horovod.{_MODULES[keras.backend.backend()]}")
         merged: list[Any] = module.merge_gradients(
             gradients,
@@ -87,9 +93,7 @@ class Way:
             process_set=self.process_set,
             name=self.name,
         )
-        if self.factor == 1.0:
-            return merged
-        return [None if gradient is None else gradient * self.factor for gradient in merged]
+        return merged
 
 
 def DistributedOptimizer(
@@ -127,7 +131,7 @@ def DistributedOptimizer(
             ranks also agree at each batch on whether its gradients are finite everywhere; outside of `fit` on JAX they
             are merged at each batch there.
         average_aggregated_gradients: whether those are averaged instead.
-        process_set: the ranks that train together.
+        process_set: the ranks that train together; others train by themselves.
         scale_local_gradients: whether gradients that are not merged (`optimizer.register_local_var(variable)`) are
             divided by the number of ranks, as those that are averaged have been.
 
@@ -342,6 +346,8 @@ class _Agreeing:
         """See `keras.optimizers.LossScaleOptimizer.check_finite`."""
         finite = super().check_finite(grads)  # type: ignore[misc]
         way: Way = vars(self)["_hvd_way"]
+        if not way.process_set.included():
+            return finite
         hvd = importlib.import_module(f"phalanx.horovod.{keras.backend.backend()}")
         least = hvd.allreduce(
             keras.ops.cast(finite, "uint8"), op=hvd.Min, process_set=way.process_set, name=way.name_of_agreement

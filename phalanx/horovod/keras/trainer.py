@@ -228,6 +228,9 @@ class _GradientMerge:
 
     def _all_finite(self, gradients: Sequence[Array]) -> bool:
         finite = np.array([all(np.isfinite(each).all() for each in gradients)], np.uint8)
+        if not self._way.process_set.included():
+            self.overflowed = not finite[0]
+            return bool(finite[0])
         (least,) = operations.allreduce(
             [finite], name=self._way.name_of_agreement, op=operations.Min, process_set=self._way.process_set, wake=False
         ).wait()
@@ -236,6 +239,10 @@ class _GradientMerge:
 
     def _merge(self, gradients: Sequence[Array], outs: Sequence[Array]) -> None:
         way = self._way
+        if not way.process_set.included():  # it trains by itself
+            for out, gradient in zip(outs, gradients, strict=True):
+                np.multiply(gradient, gradient.dtype.type(way.factor), out=out)
+            return
         packed = [way.compression.compress(gradient) for gradient in gradients]
         plain = all(tensor is gradient for (tensor, _), gradient in zip(packed, gradients, strict=True))
         average = way.op is Average

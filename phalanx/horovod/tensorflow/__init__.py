@@ -6,6 +6,8 @@ from typing import Any
 
 from phalanx.horovod import names
 from phalanx.horovod.names import *  # noqa: F403
+from phalanx.horovod.operations import Average
+from phalanx.horovod.process_sets import ProcessSet, global_process_set
 from phalanx.horovod.tensorflow import elastic
 from phalanx.horovod.tensorflow.compression import Compression
 from phalanx.horovod.tensorflow.functions import broadcast_object_fn, broadcast_variables
@@ -30,11 +32,38 @@ from phalanx.horovod.tensorflow.mpi_ops import (
 from phalanx.horovod.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 
 
-def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """See `phalanx.horovod.keras.DistributedOptimizer`; for Keras optimizers, while Keras runs on TensorFlow."""
+def DistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    use_locking: bool = False,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    backward_passes_per_step: int = 1,
+    op: Any = Average,
+    gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """See `phalanx.horovod.keras.DistributedOptimizer`; for Keras optimizers, while Keras runs on TensorFlow. Arguments
+    stand in the order of `horovod.tensorflow`; `use_locking` means nothing."""
     from phalanx.horovod.keras.optimizer import DistributedOptimizer as of_keras
 
-    return of_keras(optimizer, *args, **kwargs)
+    return of_keras(
+        optimizer,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        gradient_predivide_factor=gradient_predivide_factor,
+        op=op,
+        backward_passes_per_step=backward_passes_per_step,
+        average_aggregated_gradients=average_aggregated_gradients,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
 
 
 def SyncBatchNormalization(**kwargs: Any) -> Any:

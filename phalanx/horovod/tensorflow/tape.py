@@ -145,6 +145,8 @@ class _MergingTape:
     def gradient(self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any) -> Any:
         """See `tf.GradientTape.gradient`."""
         gradients = super().gradient(target, sources, output_gradients, **kwargs)  # type: ignore[misc]
+        if not self._hvd_merge["process_set"].included():
+            return gradients
         flat = tf.nest.flatten(gradients)
         identities = [id(of_tensorflow(source)) for source in tf.nest.flatten(sources)]
         local = {index for index, identity in enumerate(identities) if identity in self._hvd_local}

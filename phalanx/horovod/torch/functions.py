@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 
 from phalanx.errors import ConfigurationError
@@ -20,26 +21,30 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 def broadcast_parameters(
-    params: Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]],
+    params: Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor],
     root_rank: int,
     process_set: ProcessSet = global_process_set,
 ) -> None:
     """Put rank `root_rank`'s parameters into everybody's.
 
     Args:
-        params: `model.state_dict()` or `model.named_parameters()`; what is no tensor is left alone.
+        params: `model.state_dict()`, `model.named_parameters()` or `model.parameters()`; what is no tensor is left
+            alone.
 
     Raises:
-        ConfigurationError: it is neither.
+        ConfigurationError: it is none of these.
         HorovodInternalError: the ranks' parameters differ in number, shape or dtype.
     """
     if isinstance(params, Mapping):
-        pairs = sorted(params.items())
+        values = [value for _, value in sorted(params.items(), key=lambda pair: str(pair[0]))]
     else:
-        pairs = list(params)
-        if any(not isinstance(pair, tuple) for pair in pairs):
-            raise ConfigurationError("broadcast_parameters takes model.state_dict() or model.named_parameters().")
-    _broadcast([tensor for _, tensor in pairs if torch.is_tensor(tensor)], root_rank, "parameters", process_set)
+        given = list(params)
+        if any(not isinstance(each, tuple) and not torch.is_tensor(each) for each in given):
+            raise ConfigurationError(
+                "broadcast_parameters takes model.state_dict(), model.named_parameters() or model.parameters()."
+            )
+        values = [each[1] if isinstance(each, tuple) else each for each in given]
+    _broadcast([value for value in values if torch.is_tensor(value)], root_rank, "parameters", process_set)
 
 
 def broadcast_optimizer_state(
@@ -87,7 +92,9 @@ def _broadcast(tensors: list[torch.Tensor], root_rank: int, name: str, process_s
 
 
 def _describe(value: Any, tensors: list[torch.Tensor], odd: list[Any]) -> Any:
-    if isinstance(value, _PLAIN):
+    if isinstance(value, np.generic):
+        return _describe(value.item(), tensors, odd)
+    if type(value) in _PLAIN and not (type(value) is int and value.bit_length() > 63):
         return value
     if torch.is_tensor(value):
         tensors.append(value)

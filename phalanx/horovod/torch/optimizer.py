@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -69,7 +70,10 @@ def DistributedOptimizer(
     mixin = _StepMerging if op is Adasum else _GradientMerging
     kind = type(type(optimizer).__name__, (mixin, type(optimizer)), {})
     merging: Any = kind.__new__(kind)  # type: ignore[call-overload]
-    vars(merging).update(vars(optimizer))  # parameter groups and state are shared
+    # Parameter groups and state are shared. What stands in the place of a method, as a scheduler's `step`, is not.
+    own = {name: value for name, value in vars(optimizer).items() if not callable(getattr(kind, name, None))}
+    vars(merging).update(own)
+    merging._hvd_original = optimizer
     if op is Adasum:
         merging._hvd_way = Way(compression, op, 1.0, sparse_as_dense, process_set)
         return merging
@@ -84,6 +88,7 @@ class _GradientMerging:
     """Before a torch.optim class: `step` merges the gradients first."""
 
     param_groups: list[dict[str, Any]]
+    _hvd_original: Any
 
     def _hvd_begin(
         self, names: dict[Parameter, str], way: Way, passes: int, groups: int | Sequence[Sequence[Parameter]] | None
@@ -175,7 +180,10 @@ class _GradientMerging:
             self._hvd_should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """See `torch.optim.Optimizer.step`."""
+        """See `torch.optim.Optimizer.step`. What a closure computes is merged each time that it is called."""
+        if closure is not None and self._hvd_should_synchronize:
+            times = itertools.count()
+            return self._hvd_step(lambda: self._hvd_evaluate(closure, is_first=next(times) == 0))
         if self._hvd_should_synchronize:
             if self._hvd_synchronized:
                 warnings.warn(
@@ -184,11 +192,22 @@ class _GradientMerging:
                     stacklevel=2,
                 )
             self.synchronize()
-        self._hvd_synchronized = False
+        return self._hvd_step(closure)
+
+    def _hvd_step(self, closure: Callable[[], Any] | None) -> Any:
+        self._hvd_original._opt_called = True  # a scheduler that was made before asks it
         try:
             return super().step(closure)  # type: ignore[misc]
         finally:
+            self._hvd_synchronized = False
             timeline.current.leave()
+
+    def _hvd_evaluate(self, closure: Callable[[], Any], *, is_first: bool) -> Any:
+        """What the closure computes, merged; where it computes nothing, what was there before is merged once."""
+        loss = closure()
+        if is_first or any(bucket.started or bucket.missing < len(bucket.slots) for bucket in self._hvd_buckets):
+            self.synchronize()
+        return loss
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """See `torch.optim.Optimizer.zero_grad`. Raises AssertionError while gradients are being merged."""
@@ -220,6 +239,7 @@ class _StepMerging:
 
     param_groups: list[dict[str, Any]]
     _hvd_way: Way
+    _hvd_original: Any
 
     def synchronize(self) -> None:
         """Nothing is merged before the step."""
@@ -235,6 +255,7 @@ class _StepMerging:
         parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         before = [parameter.detach().clone() for parameter in parameters]
         timeline.current.enter("apply")
+        self._hvd_original._opt_called = True
         result = super().step(closure)  # type: ignore[misc]
         way = self._hvd_way
         with torch.no_grad():

@@ -213,7 +213,7 @@ def check_momentum_is_corrected_when_the_rate_changes() -> None:
     before = [keras.ops.convert_to_numpy(m) for m in model.optimizer.momentums]
     callback = hvd.callbacks.LearningRateScheduleCallback(0.1, 0.5)
     callback.set_model(model)
-    callback.on_epoch_begin(0)
+    callback.on_epoch_begin(1)
     callback.on_train_batch_begin(0)
     for old, new in zip(before, model.optimizer.momentums, strict=True):
         np.testing.assert_allclose(keras.ops.convert_to_numpy(new), old * 0.5, rtol=1e-6)
@@ -235,6 +235,47 @@ def check_functions_of_tensors() -> None:
     np.testing.assert_allclose(keras.ops.convert_to_numpy(merged), sum(range(1, hvd.size() + 1)))
     assert keras.ops.convert_to_numpy(hvd.allgather(value)).shape == (2 * hvd.size(),)
     assert keras.ops.convert_to_numpy(hvd.broadcast(value, 0)).tolist() == [1.0, 1.0]
+    # The arguments stand in the order of horovod.keras: the name comes second.
+    summed = hvd.allreduce(value, "a name", False)
+    np.testing.assert_allclose(keras.ops.convert_to_numpy(summed), sum(range(1, hvd.size() + 1)))
+    assert (
+        keras.ops.convert_to_numpy(hvd.allreduce(value=value, name="another", op=hvd.Max)).tolist() == [hvd.size()] * 2
+    )
+    with pytest.raises(ValueError, match="must be True or False"):
+        hvd.allreduce(value, None, "a name")
+
+
+def check_a_rank_outside_of_the_process_set_trains_by_itself() -> None:
+    members = hvd.add_process_set(list(range(hvd.size() - 1)))
+    model = _model(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), process_set=members))
+    reference = _model(keras.optimizers.SGD(0.1))
+    if not members.included():
+        np.testing.assert_equal(model.get_weights(), reference.get_weights())
+    callbacks = [
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0, process_set=members),
+        hvd.callbacks.MetricAverageCallback(process_set=members),
+    ]
+    history = _fit(model, callbacks=callbacks)
+    if not members.included():
+        alone = _fit(reference)
+        _same(model, reference)
+        np.testing.assert_allclose(history.history["loss"], alone.history["loss"], rtol=1e-5)
+    hvd.remove_process_set(members)
+
+
+def check_metrics_of_several_numbers_are_averaged() -> None:
+    logs = {"f1": np.array([hvd.rank(), 1.0], "float32"), "loss": float(hvd.rank())}
+    hvd.callbacks.MetricAverageCallback().on_epoch_end(0, logs)
+    mean = (hvd.size() - 1) / 2
+    assert logs["f1"].tolist() == [mean, 1.0]
+    assert logs["loss"] == mean
+
+
+def check_a_constant_multiplier_is_applied_each_epoch() -> None:
+    model = _model(hvd.DistributedOptimizer(keras.optimizers.SGD(0.4)))
+    schedule = hvd.callbacks.LearningRateScheduleCallback(0.4, 0.5, start_epoch=1, end_epoch=3)
+    history = _fit(model, epochs=4, callbacks=[schedule])
+    np.testing.assert_allclose(history.history["lr"], [0.4, 0.4, 0.2, 0.2], rtol=1e-6)
 
 
 class _Traffic:

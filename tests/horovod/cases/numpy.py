@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import ml_dtypes
 import numpy as np
@@ -178,6 +179,9 @@ def check_wrong_arguments_raise_before_anything_is_sent() -> None:
         (lambda: hvd.allreduce(np.array(["a"])), "dtype"),
         (lambda: hvd.allreduce(np.ones(2), op="sum"), "must be one of"),
         (lambda: hvd.allreduce(np.ones(2), average=True, op=hvd.Sum), "supersedes"),
+        (lambda: hvd.allgather(np.array(["a", "bb"])), "strings and records"),
+        (lambda: hvd.broadcast(np.zeros(2, [("a", "f4")]), 0), "strings and records"),
+        (lambda: hvd.allreduce(np.ones(2), name=5), "a name is a string"),
         (lambda: hvd.allgather(np.float32(1)), "single number"),
         (lambda: hvd.broadcast(np.ones(2), hvd.size()), "no rank"),
         (lambda: hvd.alltoall(np.ones(hvd.size() + 1)), "Pass splits"),
@@ -204,6 +208,14 @@ def check_broadcast_from_every_rank() -> None:
     for dtype, root in itertools.product(FLOATS + INTEGERS + (np.bool_,), range(hvd.size())):
         received = hvd.broadcast(_of(hvd.rank(), dtype, (4, 3)), root)
         np.testing.assert_array_equal(received.astype(np.float32), _of(root, dtype, (4, 3)).astype(np.float32))
+
+
+def check_arrays_of_the_other_byte_order() -> None:
+    value = np.arange(3, dtype=">f4") + hvd.rank()
+    merged = hvd.allreduce(value, op=hvd.Sum)
+    np.testing.assert_allclose(merged, np.arange(3) * hvd.size() + sum(range(hvd.size())))
+    mixed = np.arange(3, dtype=">i4" if hvd.rank() else "<i4")
+    assert hvd.broadcast(mixed, 0).tolist() == [0, 1, 2]
 
 
 def check_alltoall_in_equal_parts_and_with_splits() -> None:
@@ -274,6 +286,10 @@ def check_join_counts_as_zeros_and_tells_who_was_last() -> None:
         np.testing.assert_allclose(averaged, 6.0 * present / size, err_msg="divided by all")
     assert hvd.join() == size - 1
     assert hvd.allreduce(np.ones(1), op=hvd.Sum)[0] == size, "afterwards all take part again"
+    for _ in range(2 + rank):
+        hvd.allreduce(np.ones(1))
+    hvd.join()
+    assert hvd.allreduce(np.ones(1), op=hvd.Sum)[0] == size, "and what has no name meets again"
 
 
 def check_other_operations_are_refused_while_a_rank_has_joined() -> None:
@@ -372,6 +388,10 @@ def check_after_shutdown_the_job_can_be_met_again() -> None:
     assert not hvd.is_initialized()
     with pytest.raises(ValueError, match="not been initialized"):
         hvd.rank()
+    hvd.shutdown()
+    hvd.init()
+    if hvd.rank() == 0:
+        time.sleep(0.5)  # the others have left, and come back, before it has left
     hvd.shutdown()
     hvd.init()
     hvd.init()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -344,12 +346,14 @@ def check_broadcast_of_optimizer_state() -> None:
         optimizer = make(model.parameters())
         if hvd.rank() == 0:  # as after loading a checkpoint there
             for group in optimizer.param_groups:
-                group["lr"] = 0.125
+                group["lr"] = np.float64(0.125)
             model(torch.ones(2, 6)).sum().backward()
             optimizer.step()
         hvd.broadcast_parameters(model.state_dict(), 0)
+        hvd.broadcast_parameters(list(model.parameters()), 0)
         hvd.broadcast_optimizer_state(optimizer, 0)
         assert optimizer.param_groups[0]["lr"] == 0.125
+        optimizer.param_groups[0]["lr"] = 0.125
         states = hvd.allgather_object(optimizer.state_dict())
         assert str(states[0]) == str(states[-1])
         # And it goes on from there.
@@ -385,6 +389,62 @@ def check_learning_rate_schedulers_take_the_optimizer() -> None:
     optimizer.step()
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.4
+
+
+def check_learning_rate_schedulers_may_be_made_before() -> None:
+    """They put a `step` of their own into the place of the optimizer's."""
+    for op in (hvd.Average, hvd.Adasum) if hvd.size() == 2 else (hvd.Average,):
+        model = _model()
+        plain = torch.optim.SGD(model.parameters(), lr=0.8)
+        scheduler = torch.optim.lr_scheduler.StepLR(plain, 1, gamma=0.5)
+        optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), op=op)
+        for step in range(2):
+            optimizer.zero_grad()
+            x, y = _mine(_data(step))
+            nn.CrossEntropyLoss()(model(x), y).backward()
+            optimizer.step()
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == 0.2
+        assert hvd.allgather(next(model.parameters())[:1].detach()).unique(dim=0).shape[0] == 1
+
+
+def check_a_closure_that_computes_nothing_takes_what_was_merged() -> None:
+    model, reference = nn.Linear(600, 600), nn.Linear(600, 600)
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    reference.load_state_dict(model.state_dict())
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    alone = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for _ in range(2):
+        loss = model(torch.full((2, 600), float(hvd.rank()))).mean()
+        loss.backward()
+        optimizer.step(lambda loss=loss: loss)
+        optimizer.zero_grad()
+        alone.zero_grad()
+        sum(reference(torch.full((2, 600), float(rank))).mean() / hvd.size() for rank in range(hvd.size())).backward()
+        alone.step()
+    _same(model, reference)
+
+
+def check_a_closures_gradients_are_merged() -> None:
+    model, reference = _model(), _model()
+    optimizer = hvd.DistributedOptimizer(torch.optim.LBFGS(model.parameters(), max_iter=3), model.named_parameters())
+    alone = torch.optim.LBFGS(reference.parameters(), max_iter=3)
+
+    def closure(optimizer, model, x, y):
+        def compute():
+            optimizer.zero_grad()
+            loss = nn.CrossEntropyLoss()(model(x), y)
+            loss.backward()
+            # What LBFGS sees of the loss is this rank's part.
+            return hvd.allreduce(loss.detach(), name="loss") if optimizer is not alone else loss
+
+        return compute
+
+    optimizer.step(closure(optimizer, model, *_mine(_data(0))))
+    alone.step(closure(alone, reference, *_data(0)))
+    _same(model, reference, rtol=1e-3)
 
 
 def check_elastic_sampler_deals_out_what_is_left() -> None:
