@@ -75,7 +75,7 @@ class StepMerge:
 
     Attributes:
         unit: what gradients are multiplied by at present: the scale of the loss.
-        holds: whether gradients of some steps are held.
+        holds: whether gradients of some steps may be held; the same for all steps of a model.
     """
 
     updates = False

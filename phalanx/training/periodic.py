@@ -33,6 +33,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from keras.optimizers.schedules import LearningRateSchedule
 
 from phalanx import timeline
 from phalanx.backends.engine import Engine
@@ -45,7 +46,7 @@ from phalanx.training.exchange import Exchange
 from phalanx.training.merge import Mode, StepMerge
 from phalanx.training.policy import Period
 from phalanx.training.replica import Replica
-from phalanx.training.stepping import Steadily
+from phalanx.training.stepping import Steadily, inner_optimizer
 
 
 class Periodic:
@@ -74,8 +75,15 @@ class Periodic:
         self.overlaps = period.overlap
         self.exchange = Exchange(period.outer, compression)
         self._trained = 0  # samples in this epoch, of this rank
+        self._averaged = 0  # the same, whoever has counted them since
         self._all_trained = 0  # in this `fit`
         self._variables: list[Any] = []
+        self._optimizer = inner_optimizer(model.optimizer)
+        # Steps without samples count for schedules only: by this number an optimizer that accumulates gradients tells
+        # when to update, and Adam how many there were in its moments.
+        falls = isinstance(getattr(self._optimizer, "_learning_rate", None), LearningRateSchedule)
+        accumulates = getattr(self._optimizer, "gradient_accumulation_steps", None)
+        self._iterations = self._optimizer._iterations if falls and not accumulates else None
         self._logs: Mapping[str, Any] | None = None
 
     @property
@@ -97,7 +105,11 @@ class Periodic:
         if batch.size:
             with self._merge.doing(Mode.ALONE):
                 self._engine.train(batch.data, batch.share)
+        elif self._iterations is not None:  # schedules go on, as on the others
+            (made,) = self._engine.read([self._iterations])
+            self._engine.write([(self._iterations, np.asarray(made + 1, made.dtype))])
         self._trained += batch.size
+        self._averaged += batch.size
         self._all_trained += batch.size
         self.exchange.took_step(batch.size)
 
@@ -110,6 +122,7 @@ class Periodic:
     def finish(self, steadily: Steadily) -> Sequence[str]:
         """See `Stepper.finish`."""
         tasks = self._exchange(steadily, overlap=False) if self.exchange.unmerged else ()
+        steadily(self._merge_moving_averages)
         self._logs = steadily(self._merge_metrics)
         self._trained = 0
         return tasks
@@ -173,6 +186,15 @@ class Periodic:
         progress.enter("update")
         timeline.current.leave()
         return tasks
+
+    def _merge_moving_averages(self) -> None:
+        """Those of the weights, which callbacks may put in their place (SwapEMAWeights)."""
+        own = list(getattr(self._optimizer, "_model_variables_moving_average", ()))
+        share = self._share(self._averaged) if own else None
+        self._averaged = 0
+        if share is not None:
+            means = self._replica.communicator.all_reduce(self._engine.read(own), scale=share)
+            self._engine.write(list(zip(own, means, strict=True)))
 
     def _merge_metrics(self) -> Mapping[str, Any] | None:
         share = self._share(self._trained)

@@ -102,16 +102,9 @@ class EveryStep:
         optimizer = model.optimizer
         self._scale = loss_scale(optimizer)
         inner = inner_optimizer(optimizer)
-        # Two optimizers may accumulate over different steps; a `train_step` of one's own may apply more than once.
-        simple = (
-            optimizer is not None
-            and len(model_state.optimizers(model)) == 1
-            and type(model).train_step is _keras_train_step(model)
-        )
-        self._steps = getattr(inner, "gradient_accumulation_steps", None) or 1 if simple and holds else 1
+        self._steps = steps_to_hold(model) if holds else 1
         self._iterations = getattr(inner, "_iterations", None)
         self._accumulators = list(getattr(inner, "_accumulated_gradients", ())) if self._steps > 1 else []
-        merge.holds = self._steps > 1
         self._watched = False
 
     def begin(self, *, watched: bool, entering: bool = False) -> None:
@@ -121,7 +114,7 @@ class EveryStep:
 
     def train(self, batch: JointBatch, *, last: bool | None) -> None:
         """See `Stepper.train`."""
-        if self._scale is not None and (self._merge.separate or self._steps > 1):
+        if self._scale is not None and self._merge.separate:
             self._merge.unit = float(self._engine.read([self._scale])[0])
         with self._merge.doing(self._mode(last)):
             self._engine.train(batch.data, batch.share)
@@ -167,6 +160,25 @@ class EveryStep:
         if (made + 1) % self._steps == 0:
             return Mode.UPDATE
         return Mode.HELD if last is False and not self._watched else Mode.GRADIENTS_HELD
+
+
+def steps_to_hold(model: Any) -> int:
+    """Over how many steps a replica may keep gradients of this model, which its optimizer accumulates, to itself."""
+    optimizer = getattr(model, "optimizer", None)  # none before `compile`
+    # Two optimizers may accumulate over different steps; a `train_step` of one's own may apply more than once. An
+    # overflow leaves out the one step in which it is: with a scale that moves, gradients must be seen merged then.
+    simple = (
+        optimizer is not None
+        and len(model_state.optimizers(model)) == 1
+        and type(model).train_step is _keras_train_step(model)
+        and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    )
+    return (getattr(optimizer, "gradient_accumulation_steps", None) or 1) if simple else 1
+
+
+def unit_of_gradients(optimizer: Any) -> float:
+    """By what the loss is always multiplied; see `loss_scale` where that moves."""
+    return float(getattr(inner_optimizer(optimizer), "loss_scale_factor", None) or 1.0)
 
 
 def inner_optimizer(optimizer: Any) -> Any:

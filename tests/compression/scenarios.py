@@ -166,6 +166,37 @@ def local_sgd_every_step_is_synchronous(setting: Setting) -> dict[str, Any]:
     return fitted(model) | observed(model)
 
 
+@scenario(tolerance=2e-4)
+def local_sgd_counts_steps_without_samples(setting: Setting) -> dict[str, Any]:
+    """The last batch has one sample, of which only one replica has a part; the learning rate falls on all."""
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.3, 2, 0.5)
+    model = compiled(_with(setting, phalanx.LocalSGDStrategy, 1), optimizer=keras.optimizers.SGD(schedule))
+    return fitted(model, epochs=3)
+
+
+@scenario(plain=False)
+def local_sgd_accumulates_between_single_batches(setting: Setting) -> dict[str, Any]:
+    optimizer = keras.optimizers.SGD(0.2, gradient_accumulation_steps=2)
+    model = compiled(_with(setting, phalanx.LocalSGDStrategy, 2), optimizer=optimizer)
+    found = fitted(model)
+    model.train_on_batch(features(8), labels(8))
+    return {"first": found, "second": fitted(model)}
+
+
+@scenario(plain=False)
+def averages_of_weights_are_alike_at_the_end_of_an_epoch(setting: Setting) -> dict[str, Any]:
+    seen = []
+
+    class Look(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            seen.append(self.model.get_weights())
+
+    optimizer = keras.optimizers.SGD(0.2, use_ema=True, ema_momentum=0.5)
+    model = compiled(_with(setting, phalanx.LocalSGDStrategy, 2), optimizer=optimizer)
+    fitted(model, epochs=2, callbacks=[keras.callbacks.SwapEMAWeights(swap_on_epoch=True), Look()])
+    return {"seen": seen}
+
+
 def _recomputed(make: Any, outer: Any, overlap: bool = False) -> dict[str, Any]:
     """Two replicas with Adam and batch normalisation in one process: three steps an epoch, exchanges after two."""
     models = []

@@ -40,6 +40,8 @@ def saved_while_gradients_accumulate(setting: Setting) -> dict[str, Any]:
     model = compiled(setting, optimizer=keras.optimizers.SGD(0.2, gradient_accumulation_steps=3))
     for _ in range(4):
         model.train_on_batch(features(8), labels(8))
+    model.fit(features(28), labels(28), batch_size=8, shuffle=False, verbose=0)
+    model.fit(features(32), labels(32), batch_size=8, shuffle=False, verbose=0)
     state = [ops.convert_to_numpy(variable) for variable in model.optimizer.variables]
     return {"weights": model.get_weights(), "optimizer": state}
 

@@ -19,6 +19,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "global_clipnorm": lambda: optimizers.SGD(0.2, global_clipnorm=0.05),
     "clipvalue": lambda: optimizers.SGD(0.2, clipvalue=0.01),
     "gradient_accumulation": lambda: optimizers.SGD(0.2, gradient_accumulation_steps=2),
+    "accumulation_scaled": lambda: optimizers.SGD(0.2, gradient_accumulation_steps=4, loss_scale_factor=16.0),
     "schedule": lambda: optimizers.SGD(optimizers.schedules.ExponentialDecay(0.3, 2, 0.5)),
     "warmup": lambda: optimizers.Adam(optimizers.schedules.CosineDecay(0.0, 8, warmup_target=0.1, warmup_steps=3)),
     "loss_scale": lambda: optimizers.LossScaleOptimizer(
@@ -59,6 +60,23 @@ def optimizer_loss_scale_overflows(setting: Setting) -> dict[str, Any]:
         "weights": model.get_weights(),
         "scale": float(keras.ops.convert_to_numpy(model.optimizer.dynamic_scale.value)),
         "iterations": int(keras.ops.convert_to_numpy(model.optimizer.iterations.value)),
+    }
+
+
+@scenario()
+def optimizer_accumulates_over_an_overflow(setting: Setting) -> dict[str, Any]:
+    """The step is left out of the four of an update, and the next one takes its place."""
+    from tests.training.scenarios.common import features
+
+    x = features()
+    x[1] = 3e38
+    inner = optimizers.SGD(0.05, gradient_accumulation_steps=4)
+    make = optimizers.LossScaleOptimizer(inner, initial_scale=1024.0)
+    model = compiled(setting, _linear, optimizer=make, loss="mse")
+    model.fit(x, x[:, 1:2], batch_size=16, epochs=3, shuffle=False, verbose=0)
+    return {
+        "weights": model.get_weights(),
+        "optimizer": [keras.ops.convert_to_numpy(v.value) for v in model.optimizer.variables],
     }
 
 
