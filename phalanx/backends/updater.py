@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ import keras
 import numpy as np
 from keras.src.utils import module_utils
 
-from phalanx.errors import UnsupportedError
+from phalanx.errors import ConfigurationError, UnsupportedError
 
 Array = np.ndarray[Any, Any]
 
@@ -28,9 +29,12 @@ _OF_WHOLE_VARIABLES = ("Lamb", "Muon")
 
 
 def description_of(thing: Any) -> str:
-    """Keras's description of an optimizer or a constraint, as JSON."""
+    """Keras's description of an optimizer or a constraint, as JSON, from which any backend makes its own."""
     with _without_tensorflow():
-        return json.dumps(keras.saving.serialize_keras_object(thing))
+        described = keras.saving.serialize_keras_object(thing)
+    if described.get("module", "").startswith("keras.src.backend."):  # that of this process
+        described |= {"module": "keras.optimizers", "registered_name": None}
+    return json.dumps(described)
 
 
 @contextmanager
@@ -76,7 +80,7 @@ class Updater(ABC):
     def __init__(self, optimizer: str, pieces: Sequence[Piece]) -> None:
         self.variables = [_variable(piece) for piece in pieces]
         # keras.optimizers.deserialize does not know all of Keras's own (Lamb).
-        self.optimizer = keras.saving.deserialize_keras_object(json.loads(optimizer))
+        self.optimizer = _made(json.loads(optimizer))
         key = self.optimizer._var_key  # TensorFlow's own optimizers pass their own kind of variable
         decays = {key(v): piece.decays for v, piece in zip(self.variables, pieces, strict=True)}
         vars(self.optimizer)["_use_weight_decay"] = lambda variable: decays[key(variable)]
@@ -112,6 +116,12 @@ class Updater(ABC):
         """Give the optimizer's variables these values, in the order of `slots`."""
         self.load({}, dict(enumerate(values)))
 
+    def count(self, updates: int) -> None:
+        """So many updates count as made, which were not."""
+        place = self.slots.index(Slot(-1, "iteration"))
+        (made,) = self.fetch((), (place,))[1]
+        self.load({}, {place: np.asarray(made + updates)})
+
     def set_learning_rate(self, rate: float) -> None:
         """The learning rate from now on; a schedule stays what it is."""
         if isinstance(self.optimizer._learning_rate, keras.Variable):
@@ -135,17 +145,39 @@ def build_noting_slots(optimizer: Any, variables: Sequence[Any]) -> tuple[Slot, 
     finally:
         del vars(optimizer)["add_variable_from_reference"]
     # Keras numbers variables without a name (Nadam has one) through the whole process.
-    return tuple(
+    slots = [
         found.get(id(variable), Slot(-1, re.sub(r"^variable_\d+$", "variable", variable.name)))
         for variable in optimizer.variables
-    )
+    ]
+    # Optimizers of one's own may give several variables one name.
+    times: Counter[Slot] = Counter()
+    for place, slot in enumerate(slots):
+        times[slot] += 1
+        if times[slot] > 1:
+            slots[place] = slot._replace(name=f"{slot.name}#{times[slot]}")
+    return tuple(slots)
 
 
 def slots_of_model(optimizer: Any, variables: Sequence[Any]) -> tuple[Slot, ...]:
-    """What each of a built optimizer's variables belongs to, found on a twin of it."""
+    """What each of a built optimizer's variables belongs to, found on a twin of it.
+
+    Raises: UnsupportedError if Keras's description of the optimizer leaves out an argument.
+    """
     with _without_tensorflow():
         twin = type(optimizer).from_config(optimizer.get_config())
-    return build_noting_slots(twin, variables)
+    slots = build_noting_slots(twin, variables)
+    untold = [name for name, value in _plain_attributes(optimizer).items() if vars(twin).get(name, value) != value]
+    if untold:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__}.get_config() does not tell {', '.join(f'`{name}`' for name in untold)}, so "
+            f"the servers would train with another value. Return it there, and take it in __init__."
+        )
+    return slots
+
+
+def _plain_attributes(optimizer: Any) -> dict[str, Any]:
+    plain = (bool, int, float, str, type(None))
+    return {k: v for k, v in vars(optimizer).items() if type(v) in plain and not k.startswith("_") and k != "built"}
 
 
 def clips_by_norm(optimizer: Any) -> bool:
@@ -162,6 +194,13 @@ def check_optimizer(optimizer: Any, *, cut: bool, whole: bool, late: bool = Fals
         late: whether an update may lack some workers' gradients.
     """
     name = type(optimizer).__name__
+    rate = getattr(optimizer, "_learning_rate", None)
+    if callable(rate) and not isinstance(rate, (keras.Variable, keras.optimizers.schedules.LearningRateSchedule)):
+        raise UnsupportedError(
+            f"{name} got a function as its learning rate, which servers cannot call. Write a "
+            f"keras.optimizers.schedules.LearningRateSchedule, whose `step` is the job's global step, or set it in "
+            f"a callback."
+        )
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.loss_scale_factor:
         raise UnsupportedError(
             f"{name} scales the loss, and on parameter servers nobody sees all gradients in time to say by how much. "
@@ -216,6 +255,18 @@ def clipped(optimizer: Any, gradients: Sequence[Array]) -> list[Array]:
         limit = optimizer.clipnorm
         return [g * g.dtype.type(limit / norm) if norm > limit else g for g, norm in zip(gradients, norms, strict=True)]
     return list(gradients)
+
+
+def _made(described: dict[str, Any]) -> Any:
+    try:
+        return keras.saving.deserialize_keras_object(described)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"The servers cannot make the optimizer {described.get('class_name')!r} of the chief: a class in it is not "
+            f"known to them. Register classes of your own (optimizers, schedules, constraints) with "
+            f"@keras.saving.register_keras_serializable() before the strategy is made: on a server the program goes no "
+            f"further than that. ({str(error).strip().splitlines()[0]})"
+        ) from error
 
 
 def _variable(piece: Piece) -> Any:

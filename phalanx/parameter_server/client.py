@@ -27,7 +27,7 @@ from phalanx.errors import (
     PhalanxError,
     RendezvousError,
 )
-from phalanx.parameter_server.group import LEAD, NOT_LEADING, PURPOSE
+from phalanx.parameter_server.group import LEAD, NOT_LEADING, NOTICE_AFTER_S, PURPOSE
 from phalanx.parameter_server.lanes import TO_SERVER, Lanes, place_bytes
 from phalanx.parameter_server.messages import (
     Answer,
@@ -347,12 +347,17 @@ class Client:
         """Whether the chief has said goodbye."""
         return isinstance(self.ask(HEAD, IsOver())[0], FitOver)
 
-    def close(self) -> None:
-        """Take leave of all servers; safe to call twice."""
+    def close(self, failure: str = "") -> None:
+        """Take leave of all servers; safe to call twice.
+
+        Args:
+            failure: the error because of which this worker ends, if there is one, in a line.
+        """
+        bye = Bye(failure)
         for link in self._links:
             try:
                 deadline = time.monotonic() + GOODBYE_S
-                link.send(_encode(Bye()), deadline=deadline)
+                link.send(_encode(bye), deadline=deadline)
                 # Answers to what an error kept us from waiting for come before.
                 while not isinstance(_ANSWERS.decode(link.receive(deadline=deadline)[0]), Done):
                     continue
@@ -405,6 +410,7 @@ def connect_one(
     """
     started_at = time.monotonic()
     failing_since: float | None = None
+    noticed = deadline - started_at < NOTICE_AFTER_S
     details = msgspec.msgpack.encode(me.statement)
     while True:
         failure: PhalanxError | None = None
@@ -429,6 +435,10 @@ def connect_one(
             raise RendezvousError(
                 f"{task} did not come to the job in time ({failure}). Start it with the same cluster."
             )
+        if not noticed and now - started_at > NOTICE_AFTER_S:
+            noticed = True
+            task, _ = places(0.0)[0]
+            logger.warning("%s waits, for up to %.0f s, for %s: %s", me.task, deadline - now, task, failure)
         check()
         time.sleep(retry_delay_s(now - started_at))
 

@@ -21,7 +21,7 @@ from phalanx.cluster.admission import DISAGREEMENT, admit_worker
 from phalanx.cluster.agreement import Statement, describe_disagreement
 from phalanx.cluster.roll_call import Identity
 from phalanx.cluster.spec import Task
-from phalanx.errors import FrameError, PhalanxError, RendezvousError
+from phalanx.errors import FrameError, PeerLostError, PhalanxError, RendezvousError
 from phalanx.parameter_server import copying
 from phalanx.parameter_server.messages import Applied, EndFit, Over, SetRate, State
 from phalanx.parameter_server.recovery import Recovery
@@ -54,6 +54,8 @@ FIRST_SEEK_S = 0.05
 """Between two attempts to reach the other server at the start, which waits for it."""
 ATTEMPT_S = 5.0
 """For one of them."""
+NOTICE_AFTER_S = 5.0
+"""When it is said once who has not come: not sooner, since workers import a backend first."""
 END_S = 5.0
 """For the threads to end when their links are closed: longer than any update takes."""
 
@@ -104,7 +106,8 @@ class Group:
         self._leading = self._is_own and other is None
         self._settled = not self._is_own or other is None  # whether it is known who leads
         self._following: Link | None = None
-        self._over = False
+        self._over = self._noticed = False
+        self._failure = ""  # of the chief, as it says when it leaves
         self._links: dict[Worker, tuple[str, Link]] = {}
         self._gone: set[Worker] = set()  # those that said goodbye
         self._lost: dict[Worker, float] = {}  # those that did not, and since when
@@ -160,7 +163,7 @@ class Group:
 
         Raises:
             RendezvousError: the chief did not come in time.
-            PeerLostError: the chief was lost and did not come back.
+            PeerLostError: the chief was lost and did not come back, or ended with an error.
         """
         settings = self._me.settings
         with self._changed:
@@ -175,6 +178,15 @@ class Group:
                     raise lost(str(self._other), f"training; it did not come back within {return_s:g} s")
                 return False
             came = self._links.keys() | self._gone | self._lost.keys()
+            if not self._noticed and self._is_own and self.number == 0 and now > self._started + NOTICE_AFTER_S:
+                self._noticed = True
+                if absent := [name for number, name in enumerate(self._names) if number not in came]:
+                    logger.warning(
+                        "%s waits, for up to %g s, for %s.",
+                        self._me.task,
+                        settings.rendezvous_timeout_s,
+                        ", ".join(absent),
+                    )
             if CHIEF not in came and now > first_contact_until:
                 raise RendezvousError(
                     f"{self._names[CHIEF]} did not come to {self._me.task} within "
@@ -188,6 +200,9 @@ class Group:
             over = self._over = CHIEF in self._gone and not some_may_come and left_out
         if over and self._other is not None:
             self._store.end_copy()  # at once: the other server waits for it, perhaps while this one waits for the other
+        if over and self._failure:
+            chief = self._names[CHIEF]
+            raise PeerLostError(f"{chief} has ended with an error: {self._failure}", rank=CHIEF, task=chief, host="")
         return over
 
     # Who leads.
@@ -311,7 +326,8 @@ class Group:
         return admit_worker(self._me, hello, range(len(self._names)), self._link_of)
 
     def _link_of(self, worker: Worker, newcomer: Statement) -> Link | None:
-        return self._links.get(worker, (None, None))[1]
+        incarnation, link = self._links.get(worker, ("", None))
+        return None if self._schedule.is_evicted(incarnation) else link  # who was left out may be replaced
 
     def adopt(self, hello: Hello, link: Link) -> None:
         worker = self._me.rank_of(hello.task)
@@ -329,9 +345,11 @@ class Group:
     def _serve(self, worker: Worker, incarnation: str, link: Link) -> None:
         self._store.notice()  # not in the listener's thread: the store may be busy
 
-        def says_goodbye() -> None:
+        def says_goodbye(failure: str) -> None:
             with self._changed:
                 self._gone.add(worker)
+                if worker == CHIEF:
+                    self._failure = failure
                 self._changed.notify_all()
             if worker == CHIEF:
                 self._schedule.chief_left()

@@ -336,8 +336,18 @@ class IsOver(msgspec.Struct, frozen=True, tag="is-over"):
     """Has the chief said goodbye? FitOver: yes; Done: no."""
 
 
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """From a worker that `asks` for it: let the chief end this `fit` with the epoch; from the chief: has anybody asked?
+    FitOver: yes; Done: no."""
+
+    fit: int
+    asks: bool
+
+
 class Bye(msgspec.Struct, frozen=True, tag="bye"):
-    """The worker has no more to do."""
+    """The worker has no more to do, or has met an error, which `failure` names."""
+
+    failure: str = ""
 
 
 # Answers.
@@ -446,6 +456,7 @@ Question = (
     | EndFit
     | Alive
     | IsOver
+    | Stop
     | Bye
 )
 Answer = Ticket | EpochOver | FitOver | Values | Attached | Sharing | Done | Refusal

@@ -110,9 +110,12 @@ class Recovery:
                 self._schedule.await_rejoins()
             self._must_rebuild = False
             missing = max(0, message.version - self._restored)
-            if self.took_over and missing > self._lost_updates:
+            # One that only its network had cut off has seen nothing that this process has not.
+            ahead = self._lost_updates < 0 or message.version > self._store.version
+            if self.took_over and ahead and missing > self._lost_updates:
+                more = missing - max(0, self._lost_updates)
                 self._lost_updates = missing
-                self._store.outrun(message.version)
+                self._store.outrun(message.version, more)
                 logger.warning("%s: %d updates of its variables are lost.", self._me.task, self._lost_updates)
         if scheduled:
             order = np.frombuffer(buffers[0], np.int64) if buffers else None

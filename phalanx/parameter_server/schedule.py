@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.backends.layout import Weight
-from phalanx.errors import CollectiveTimeoutError, EvictedError, PeerLostError, PhalanxError
+from phalanx.errors import CollectiveTimeoutError, EvictedError, PeerLostError, PhalanxError, RendezvousError
 from phalanx.parameter_server.messages import EpochOver, FitOver, Rejoin, Report, Rules, State, Ticket
 
 logger = logging.getLogger(__name__)
@@ -79,6 +79,7 @@ class Schedule:
         self._present: dict[Worker, str] = {}
         self._evicted: set[str] = set()
         self._chief_left = False
+        self.stop_asked = -1  # in which `fit` a worker has asked for its end
         self._failure: Callable[[], PhalanxError] | None = None  # what has ended the training for all
         self._rules: Rules | None = None
         self._epoch: _Epoch | None = None
@@ -627,6 +628,11 @@ class Schedule:
             raise lost(self._names[CHIEF], "fit")
         remaining = until - time.monotonic()
         if remaining <= 0:
+            if CHIEF not in self._seen:
+                raise RendezvousError(
+                    f"{self._names[CHIEF]} has not come to the job within the time set. Is it started, with the same "
+                    f"cluster?"
+                )
             if CHIEF not in self._present:
                 raise lost(self._names[CHIEF], "fit; it did not come back within the time set")
             raise _did_not_come(reason())

@@ -44,6 +44,7 @@ from phalanx.parameter_server.messages import (
     SetRate,
     Share,
     Sharing,
+    Stop,
     Take,
     Tell,
     Values,
@@ -107,13 +108,13 @@ class Serving:
         incarnation: str,
         link: Link,
         *,
-        says_goodbye: Callable[[], None],
+        says_goodbye: Callable[[str], None],
         is_closing: Callable[[], bool],
     ) -> None:
         """Answer one worker until it says goodbye or its link ends; the link is closed then.
 
         Args:
-            says_goodbye: called before that is answered.
+            says_goodbye: called before that is answered, with the error that ended the worker, if one did.
             is_closing: whether this server hangs up itself.
         """
         lanes: Lanes | None = None
@@ -122,7 +123,7 @@ class Serving:
                 header, buffers = link.receive(deadline=time.monotonic() + IDLE_S)
                 question = _QUESTIONS.decode(header)
                 if isinstance(question, Bye):
-                    says_goodbye()
+                    says_goodbye(question.failure)
                     _answer(link, Done())
                     return
                 if isinstance(question, Share):
@@ -247,6 +248,10 @@ class Serving:
                 schedule.heard_of_chief()
             case IsOver():
                 return FitOver() if schedule.has_chief_left else Done(), ()
+            case Stop(fit, asks):
+                if asks:
+                    schedule.stop_asked = fit
+                return FitOver() if schedule.stop_asked == fit else Done(), ()
             case BeginSession(session):
                 schedule.begin_session(worker, session)
             case Tell(subject, fit, once):

@@ -251,10 +251,13 @@ class Store:
             self._schedule.resume(state)
             self._changed.notify_all()
 
-    def outrun(self, version: int) -> None:
-        """Somebody has seen this version, which is lost: the next ones must not be taken for it."""
+    def outrun(self, version: int, lost: int) -> None:
+        """Somebody has seen this version, which is lost: the next ones must not be taken for it. The optimizer counts
+        the updates that were lost as well: schedules go by the steps of the job, the same on all servers."""
         with self._changed:
             self.version = max(self.version, version) + 1
+            if self._updater is not None and lost:
+                self._updater.count(lost)
 
     # Its copy on another server.
 

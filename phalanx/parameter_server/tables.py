@@ -97,6 +97,10 @@ class TableUpdater:
             self._state[place] = _own(values[place])
         self._updater.load({}, {place: value for place, value in enumerate(values) if place not in self._state})
 
+    def count(self, updates: int) -> None:
+        """So many updates count as made, which were not."""
+        self._updater.count(updates)
+
     def set_learning_rate(self, rate: float) -> None:
         """The learning rate from now on; a schedule stays what it is."""
         self._updater.set_learning_rate(rate)

@@ -297,7 +297,7 @@ def _join(
         _member = (me.spec, worker)
         if me.settings.timeline is not None and me.rank >= 0:
             tracing.begin_among_servers(me, me.settings.timeline)
-        exit_codes.at_exit(worker.client.close)
+        exit_codes.at_exit(lambda: worker.client.close(exit_codes.failure()))
         _share_random_state(worker)
         return worker
     spec, worker = _member

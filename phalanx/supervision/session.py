@@ -30,7 +30,7 @@ from phalanx.settings import Settings
 from phalanx.supervision.events import EventWriter
 from phalanx.supervision.loops import Loops
 from phalanx.training import checkpoints, hook
-from phalanx.training.callbacks import ChiefCallback
+from phalanx.training.callbacks import ChiefCallback, Onlooker
 from phalanx.training.checkpoints import Checkpoint, Checkpoints
 
 logger = logging.getLogger(__name__)
@@ -94,9 +94,10 @@ class ManagedSession:
     @property
     def global_step(self) -> int:
         """How many steps the model has made, those before it was restored included."""
-        if self._is_ours:
-            if not self._reads_at_once:
-                hook.synchronise_variables(self.model)
+        if self._reads_at_once:
+            self._step = self._read_step()
+        elif self._is_ours:
+            hook.synchronise_variables(self.model)
             self._step = self._read_step()
         return self._step
 
@@ -212,6 +213,7 @@ class ManagedSession:
             arguments["callbacks"] = [
                 _Epochs(self),
                 *(callbacks if isinstance(callbacks, Sequence) else [callbacks]),
+                _Steps(self),
                 _Boundaries(self),
                 _Stop(self._loops),
             ]
@@ -231,6 +233,7 @@ class ManagedSession:
         def accompanied(*args: Any, **kwargs: Any) -> Any:
             result = train_on_batch(*args, **kwargs)
             self.trained(1)
+            self.boundary()
             return result
 
         return accompanied
@@ -249,7 +252,6 @@ class ManagedSession:
     def trained(self, steps: int) -> None:
         """After so many batches."""
         self._step = self._read_step() if self._reads_at_once else self._step + steps
-        self.boundary()
 
     def enter_epoch(self, epoch: int) -> None:
         self._epoch = epoch
@@ -259,6 +261,11 @@ class ManagedSession:
         if self._services.writer is not None and logs:
             self._note({f"epoch_{name}": value for name, value in logs.items()}, self.global_step)
         self.boundary()
+
+    @property
+    def has_directory(self) -> bool:
+        """Whether there is a place where it saves by itself."""
+        return self._directory is not None
 
     @property
     def _reads_at_once(self) -> bool:
@@ -315,8 +322,8 @@ class _Epochs(ChiefCallback):
         self._session.enter_epoch(epoch + 1)
 
 
-class _Boundaries(ChiefCallback):
-    """Tells the session of the chief that a step or an epoch has ended."""
+class _Steps(Onlooker):
+    """Counts the steps for other threads, on every worker."""
 
     def __init__(self, session: ManagedSession) -> None:
         super().__init__()
@@ -324,6 +331,18 @@ class _Boundaries(ChiefCallback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._session.trained(int(self._session.model.steps_per_execution))
+
+
+class _Boundaries(ChiefCallback):
+    """Tells the session of the chief that a step or an epoch has ended."""
+
+    def __init__(self, session: ManagedSession) -> None:
+        super().__init__()
+        self._session = session
+        self.saves = session.has_directory
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._session.boundary()
         if self._session.should_stop():
             self.model.stop_training = True  # of `self.model` JAX makes copies: only when it must be
 
@@ -341,3 +360,4 @@ class _Stop(keras.callbacks.Callback):  # type: ignore[misc]
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if self._loops.should_stop():
             self.model.stop_training = True
+            hook.ask_all_to_stop(self.model)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -15,8 +16,21 @@ from phalanx.plain import decode, encode, is_plain
 
 
 class ChiefCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Base of callbacks of our own that run on the chief alone."""
+    """Base of callbacks of our own that run on the chief alone.
 
+    Attributes:
+        saves: whether it may save the model between any two steps.
+    """
+
+    saves = False
+
+
+class Onlooker(keras.callbacks.Callback):  # type: ignore[misc]
+    """Base of callbacks of our own that run on every rank and decide nothing."""
+
+
+_ORBAX = [keras.callbacks.OrbaxCheckpoint] if hasattr(keras.callbacks, "OrbaxCheckpoint") else []  # not in Keras 3.12
+_SAVERS = (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore, *_ORBAX)
 
 # What these do is for all: files, services, the terminal. The chief does it once.
 CHIEF_ONLY = (
@@ -27,7 +41,7 @@ CHIEF_ONLY = (
     keras.callbacks.RemoteMonitor,
     keras.callbacks.ProgbarLogger,
     ChiefCallback,
-    *([keras.callbacks.OrbaxCheckpoint] if hasattr(keras.callbacks, "OrbaxCheckpoint") else []),  # not in Keras 3.12
+    *_ORBAX,
 )
 
 _BATCH_HOOKS = {
@@ -105,8 +119,18 @@ _running = threading.local()
 
 
 def runs_alone() -> bool:
-    """Whether this thread is inside a callback that only the chief runs."""
+    """Whether this thread is inside a callback that the other ranks do not run now."""
     return getattr(_running, "alone", False)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """While inside, what callbacks evaluate or predict is this rank's own matter."""
+    before, _running.alone = runs_alone(), True
+    try:
+        yield
+    finally:
+        _running.alone = before
 
 
 def mark(callbacks: CallbackList) -> None:
@@ -135,11 +159,8 @@ class _Alone:
         self._hook = hook
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        before, _running.alone = runs_alone(), True
-        try:
+        with alone():
             return self._hook(*args, **kwargs)
-        finally:
-            _running.alone = before
 
 
 def flat(callbacks: Any) -> list[Any]:
@@ -162,7 +183,11 @@ def watches_batches(callbacks: Any, phase: str) -> bool:
     """
     if isinstance(callbacks, CallbackList):
         callbacks = callbacks.callbacks
-    own = [callback for callback in flat(callbacks) if not isinstance(callback, (*CHIEF_ONLY, keras.callbacks.History))]
+    own = [
+        callback
+        for callback in flat(callbacks)
+        if not isinstance(callback, (*CHIEF_ONLY, Onlooker, keras.callbacks.History))
+    ]
     return any(_overrides(callback, hook) for callback in own for hook in _BATCH_HOOKS[phase])
 
 
@@ -211,10 +236,15 @@ def _needs_weights(callbacks: CallbackList, *hooks: str) -> bool:
     )
 
 
-def saves_between_batches(callbacks: CallbackList) -> bool:
-    """Whether a callback of Keras's in this rank's list saves the model in the middle of epochs."""
-    savers = (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore)
-    return any(isinstance(c, savers) and getattr(c, "save_freq", "epoch") != "epoch" for c in callbacks.callbacks)
+def saves_between_batches(callbacks: Any) -> bool:
+    """Whether a callback of Keras's among these, a list of either kind, saves the model in the middle of epochs."""
+    given = callbacks.callbacks if isinstance(callbacks, CallbackList) else flat(callbacks)
+    return any(isinstance(c, _SAVERS) and getattr(c, "save_freq", "epoch") != "epoch" for c in given)
+
+
+def needs_whole_optimizer(callbacks: Any) -> bool:
+    """Whether something that is passed to `fit` may save the optimizer between any two steps."""
+    return saves_between_batches(callbacks) or any(getattr(callback, "saves", False) for callback in flat(callbacks))
 
 
 def _only_counts(callback: Any) -> bool:

@@ -115,6 +115,14 @@ def is_server_worker(model: Any) -> bool:
     return isinstance(member_of(model), ServerWorker)
 
 
+def ask_all_to_stop(model: Any) -> None:
+    """In `fit` among parameter servers, where the chief alone decides: have it stop with the epoch. Replicas agree on
+    `model.stop_training` anyhow."""
+    trainer = vars(model).get(_TRAINER)
+    if isinstance(trainer, ServerTrainer):
+        trainer.ask_all_to_stop()
+
+
 def synchronise_variables(model: Any) -> None:
     """Put the state that a loop of JAX has among its arguments into the model's variables."""
     if hasattr(model, "jax_state_sync"):
@@ -230,7 +238,8 @@ def _dispatching(original: Callable[..., Any]) -> Callable[..., Any]:
             if original.__name__ in ("fit", "train_on_batch"):
                 raise UnsupportedError(
                     f"{original.__name__}() was called in a callback that only the chief runs, as it derives from one "
-                    f"of Keras's that write files. Derive it from keras.callbacks.Callback, which runs on every rank."
+                    f"of Keras's that write files (derive it from keras.callbacks.Callback, which runs on every rank), "
+                    f"or where a worker that joins a running fit() begins its callbacks."
                 )
             return original(self, *args, **kwargs)
         arguments = signature.bind(self, *args, **kwargs).arguments
@@ -255,6 +264,9 @@ def _writing_whole(original: Callable[..., Any], suffixes: tuple[str, ...]) -> C
     @functools.wraps(original)
     def method(self: Any, filepath: Any, overwrite: bool = True, *args: Any, **kwargs: Any) -> Any:
         member = member_of(self)
+        if isinstance(member, Replica) and member.is_candidate and os.path.exists(filepath):
+            logger.warning("%s is left as it is: this worker came late, and may not have what others saved.", filepath)
+            return None
         if member is not None and not overwrite and not member.is_chief and os.path.exists(filepath):
             logger.warning("%s is there, and left as it is: only the chief asks whether to overwrite it.", filepath)
             return None

@@ -47,12 +47,18 @@ class Served:
     def __init__(self, worker: ServerWorker, merge: ServerMerge, optimizer: Any, variables: Sequence[Any]) -> None:
         self.optimizer = optimizer
         self.variables = list(variables)
+        if not self.variables:
+            raise UnsupportedError(
+                "The model has no trainable weights (`trainable` is False everywhere?), so there is nothing that "
+                "servers could train. Use evaluate() to measure it."
+            )
         self._worker = worker
         self._client = worker.client
         self._merge = merge
         self._rate: float | None = None
         self._fit = -1
         self._known: dict[int, int] = {}
+        self._known_optimizer: dict[str, Any] = {}
         self.tables: tuple[int, ...] = ()
         self._described = described = [Variable(v.path, tuple(v.shape), _dtype_of(v)) for v in self.variables]
         self._shards = shards = place(described, self._client.servers, worker.partitioner)
@@ -150,12 +156,24 @@ class Served:
             tables: also of those of which single rows travel.
         """
         self._known = self._checksums(tables)
+        self._known_optimizer = self._facts_of_optimizer()
 
     def tell_changes(self) -> bool:
-        """Give the servers the variables that were changed here since `remember`; whether there were any."""
+        """Give the servers the variables that were changed here since `remember`; whether there were any.
+
+        Raises: UnsupportedError if anything else of the optimizer was changed than its learning rate.
+        """
         known = self._known
         if not known:
             return False  # no epoch has begun
+        now_of_optimizer = self._facts_of_optimizer()
+        changed_facts = [name for name, fact in self._known_optimizer.items() if now_of_optimizer.get(name) != fact]
+        if changed_facts:
+            raise UnsupportedError(
+                f"The optimizer's {', '.join(changed_facts[:3])} was changed between two epochs. The servers have the "
+                f"optimizer, and hear of a new learning rate and new weights only. Change it before fit(), or call "
+                f"fit() once for each setting."
+            )
         now = self._checksums(any(table in known for table in self.tables))
         changed = tuple(number for number, checksum in now.items() if checksum != known[number])
         if not changed:
@@ -165,6 +183,14 @@ class Served:
         servers = range(self._client.servers)
         self._client.ask_all([(message, self._placed.cut(values, server)) for server in servers])
         return True
+
+    def _facts_of_optimizer(self) -> dict[str, Any]:
+        """What only the servers change, by name: arguments and variables, but the learning rate."""
+        facts = {name: value for name, value in self.optimizer.get_config().items() if name != "learning_rate"}
+        for slot, variable in zip(self.slots, self.optimizer.variables, strict=True):
+            if slot != Slot(-1, "learning_rate") and slot.variable not in self.tables:
+                facts[variable.path] = checksum(to_host(variable))
+        return facts
 
     def _checksums(self, tables: bool) -> dict[int, int]:
         return {

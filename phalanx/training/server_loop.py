@@ -44,6 +44,7 @@ from phalanx.parameter_server.messages import (
     NoBatch,
     OpenEpoch,
     Report,
+    Stop,
     Ticket,
     Values,
     arrays_of,
@@ -60,6 +61,7 @@ logger = logging.getLogger(__name__)
 
 Array = np.ndarray[Any, Any]
 
+_SETS_ITS_WEIGHTS = (keras.layers.SpectralNormalization,)
 AGREEMENT_S = 2.0
 """How long the servers may take to apply what is still on its way. One that a lost worker's last update did not reach
 never has as many as the others."""
@@ -185,6 +187,7 @@ class ServerTrainer:
             timeline.current.enter("pull", epoch=epoch)
             if not worker.is_chief:
                 self._assign(self._merge.pull())
+                model.optimizer.iterations.assign(worker.global_step)
             elif epoch == first_epoch:  # else it has pulled when the last one ended
                 self._assign(self._merge.pull())
                 self._require_served().remember(tables=False)
@@ -276,6 +279,12 @@ class ServerTrainer:
             raise UnsupportedError(
                 "The model has several optimizers; on parameter servers one optimizer trains all variables."
             )
+        normalises = next((x for x in self._model._flatten_layers() if isinstance(x, _SETS_ITS_WEIGHTS)), None)
+        if normalises is not None:
+            raise UnsupportedError(
+                f"The layer {normalises.name!r} ({type(normalises).__name__}) sets its own weights when it is called, "
+                f"and parameter servers, which have them, do not hear of it. Use MultiWorkerMirroredStrategy."
+            )
         if self._engine is None:
             self._engine = make_engine(self._model, self._merge)
         self._peeked = self._engine.builds_from_a_batch
@@ -351,6 +360,7 @@ class ServerTrainer:
             return
         assert self._engine is not None
         self._leave_steps()
+        self._tell_learning_rate()
         with self._between_steps():
             until = time.monotonic() + AGREEMENT_S
             while True:
@@ -549,6 +559,7 @@ class ServerTrainer:
                 for variable, value in zip(metrics, arrays_of(buffers, answer.dtypes), strict=True):
                     variable.assign(value.reshape(variable.shape))
         if self._worker.is_chief:
+            self._tell_learning_rate()  # set after the last batch, it would be overwritten by what is pulled
             self._assign(self._merge.pull())
             self._pull_optimizer(tables=looks)
             if looks:
@@ -570,7 +581,14 @@ class ServerTrainer:
 
     def _stops_after(self, answer: EpochOver | FitOver) -> bool:
         """Whether there are no more epochs. The chief decides for all: what other workers see is only a part."""
-        return isinstance(answer, FitOver) or (self._worker.is_chief and self._model.stop_training)
+        if not self._worker.is_chief:
+            return isinstance(answer, FitOver)
+        asked, _ = self._client.ask(HEAD, Stop(self._worker.last_fit, asks=False))
+        return isinstance(answer, FitOver) or isinstance(asked, FitOver) or self._model.stop_training
+
+    def ask_all_to_stop(self) -> None:
+        """From any worker: the chief ends the running `fit` with the epoch."""
+        self._client.ask(HEAD, Stop(self._worker.last_fit, asks=True))
 
     def _validate(self, call: FitArguments, callbacks: Any) -> Mapping[str, Any]:
         """The chief evaluates, as Keras's `fit` does."""

@@ -35,7 +35,10 @@ def main() -> None:
     keras.utils.set_random_seed(1)
     with strategy.scope():
         model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(width, "tanh"), keras.layers.Dense(1)])
-        model.compile(keras.optimizers.Adam(0.001), "mse")
+        if kind == "spectral":
+            model.add(keras.layers.SpectralNormalization(keras.layers.Dense(1)))
+        model.trainable = kind != "frozen"
+        model.compile(keras.optimizers.SGD(0.001) if kind == "momentum" else keras.optimizers.Adam(0.001), "mse")
     x = np.random.default_rng(0).normal(size=(1024, 8)).astype("float32")
     y = x[:, :1] + np.random.default_rng(1).normal(size=(1024, 1)).astype("float32")
     if kind == "other data":
@@ -51,6 +54,10 @@ def main() -> None:
         model.stop_training = (folder / "enough").exists()
 
     def grow(epoch: int, logs: object) -> None:
+        if strategy.rank:
+            assert int(model.optimizer.iterations) == strategy.global_step
+        if kind == "momentum" and epoch == 1:
+            model.optimizer.momentum = 0.5
         if kind == "grows" and epoch == 1:
             model.layers[0].enable_lora(1)  # makes variables
 

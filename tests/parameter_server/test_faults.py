@@ -21,7 +21,7 @@ from phalanx.errors import (
     PeerLostError,
     UnsupportedError,
 )
-from tests.parameter_server.tasks import Tasks
+from tests.parameter_server.tasks import BOUND_S, Tasks
 from tests.support.backends import FIRST
 
 pytestmark = pytest.mark.timeout(600)
@@ -97,8 +97,9 @@ def test_a_killed_server_ends_the_workers_with_its_name(start: Start) -> None:
     for worker in range(2):
         trains(tasks, worker)
     tasks.send("ps/1", signal.SIGKILL)
-    assert set(tasks.ends("worker/0", "worker/1").values()) == {PeerLostError.exit_code}
+    assert set(tasks.ends("worker/0", "worker/1", "ps/0").values()) == {PeerLostError.exit_code}
     assert "PeerLostError: lost ps/1" in tasks.said("worker/0")
+    assert "worker/0 has ended with an error: PeerLostError: lost ps/1" in tasks.said("ps/0")
 
 
 def test_a_killed_chief_ends_the_others_with_its_name(start: Start) -> None:
@@ -177,6 +178,25 @@ def test_a_stopped_worker_holds_nobody_back_for_ever(start: Start) -> None:
 
 
 @pytest.mark.slow
+def test_a_worker_that_was_left_out_may_be_replaced_while_it_still_stands(start: Start) -> None:
+    tasks = start("bounded", epochs=10_000, timeout_s=8)
+    trains(tasks, worker=1)
+    stopped = tasks.processes["worker/1"]
+    try:
+        tasks.send("worker/1", signal.SIGSTOP)
+        tasks.wait_for(lambda: "worker/1 makes no progress" in tasks.said("ps/0"), "it is noticed")
+        (tasks.folder / "1.epoch").unlink(missing_ok=True)
+        tasks.restart("worker/1")
+        trains(tasks, worker=1)
+        stopped.send_signal(signal.SIGCONT)
+        assert stopped.wait(BOUND_S) == EvictedError.exit_code
+        assert made_enough(tasks, "worker/0", "worker/1", "ps/0")
+    finally:
+        stopped.kill()
+        stopped.wait()
+
+
+@pytest.mark.slow
 def test_a_worker_that_was_left_out_says_so_when_it_goes_on(start: Start) -> None:
     tasks = start("synchronous", epochs=100_000, timeout_s=8, workers=3)
     trains(tasks)
@@ -251,6 +271,7 @@ def test_a_server_of_workers_is_refused() -> None:
     [
         (lambda k: k.LossScaleOptimizer(k.SGD()), {}, "scales the loss"),
         (lambda k: k.Adafactor(), {}, "Adafactor does not say"),
+        (lambda k: k.SGD(lambda: 0.1), {}, "a function as its learning rate"),
         (lambda k: k.Lamb(), {"cut": True, "whole": False}, "looks at each variable as a whole"),
         (lambda k: k.SGD(global_clipnorm=1.0), {"whole": False, "late": True}, "the norm of the first gradients"),
         (
@@ -269,3 +290,69 @@ def test_optimizers_that_servers_cannot_run_are_refused(
 
     with pytest.raises(UnsupportedError, match=message):
         check_optimizer(make(keras.optimizers), **{"cut": False, "whole": True} | options)
+
+
+def test_an_optimizer_of_unknown_classes_is_refused_with_the_rule() -> None:
+    from phalanx.backends import make_updater
+
+    described = '{"module": "mine", "class_name": "Odd", "config": {}, "registered_name": "mine>Odd"}'
+    with pytest.raises(ConfigurationError, match=r"'Odd' of the chief.*before the strategy is made"):
+        make_updater(described, [])
+
+
+def test_updates_that_were_lost_count_for_schedules() -> None:
+    import keras
+    import numpy as np
+
+    from phalanx.backends import make_updater
+    from phalanx.backends.updater import Piece, description_of
+
+    decay = keras.optimizers.schedules.ExponentialDecay(1.0, 10, 0.5, staircase=True)
+    updater = make_updater(
+        description_of(keras.optimizers.SGD(decay)), [Piece("w", np.zeros(1, "float32"), None, True)]
+    )
+    updater.count(10)
+    updater.apply([np.ones(1, "float32")])
+    np.testing.assert_allclose(updater.values()[0], [-0.5])
+
+
+def test_layers_that_set_their_own_weights_are_refused(start: Start) -> None:
+    tasks = start("spectral")
+    assert set(tasks.ends("worker/0", "worker/1").values()) == {UnsupportedError.exit_code}
+    assert "sets its own weights when it is called" in tasks.said("worker/0")
+
+
+def test_what_a_description_leaves_out_and_names_that_are_given_twice() -> None:
+    import keras
+    import numpy as np
+
+    from phalanx.backends.updater import Slot, slots_of_model
+
+    class Odd(keras.optimizers.SGD):
+        def __init__(self, boost: float = 1.0, **options: object) -> None:
+            super().__init__(**options)
+            self.boost = boost
+
+        def build(self, variables: list[object]) -> None:
+            super().build(variables)
+            for _ in range(2):
+                for variable in variables:
+                    self.add_variable_from_reference(variable, "moment")
+
+    weight = keras.Variable(np.zeros(2, "float32"))
+    optimizer = Odd()
+    optimizer.build([weight])
+    assert {Slot(0, "moment"), Slot(0, "moment#2")} <= set(slots_of_model(optimizer, [weight]))
+    optimizer.boost = 5.0
+    with pytest.raises(UnsupportedError, match="does not tell `boost`"):
+        slots_of_model(optimizer, [weight])
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("momentum", "The optimizer's momentum was changed between two epochs"), ("frozen", "no trainable weights")],
+)
+def test_what_servers_would_not_hear_of_is_refused(start: Start, kind: str, message: str) -> None:
+    tasks = start(kind, workers=1)
+    assert tasks.ends("worker/0") == {"worker/0": UnsupportedError.exit_code}
+    assert message in tasks.said("worker/0")

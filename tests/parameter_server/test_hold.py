@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import pytest
 
-from phalanx.errors import CollectiveTimeoutError, PeerLostError
+from phalanx.errors import CollectiveTimeoutError, PeerLostError, RendezvousError
 from phalanx.parameter_server.messages import EpochOver
 from phalanx.parameter_server.schedule import Schedule
 from tests.launcher.conftest import wait_until
@@ -105,8 +105,12 @@ def test_a_session_begins_on_others_when_it_has_on_the_chief() -> None:
 def test_a_chief_that_does_not_begin_its_session_is_named() -> None:
     schedule = Schedule(NAMES[:2], start_s=SHORT_S)
     schedule.attach(1, "incarnation 1")
-    with pytest.raises(PeerLostError, match="lost worker/0"):
+    with pytest.raises(RendezvousError, match="worker/0 has not come"):
         schedule.begin_session(1, 0)
+    schedule.attach(0, "incarnation 0")
+    schedule.detach(0, "incarnation 0")
+    with pytest.raises(PeerLostError, match="lost worker/0"):
+        schedule.begin_session(1, 1)
     schedule.attach(0, "incarnation 0")
     with pytest.raises(CollectiveTimeoutError, match="worker/0 did not begin its managed session"):
         schedule.begin_session(1, 0)

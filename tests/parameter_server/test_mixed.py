@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -35,16 +36,29 @@ class OnOtherServers(Mixed):
         return super(Mixed, self).start(name)
 
 
+class UnderAnotherChief(Mixed):
+    """The chief, which describes the optimizer. Keras has ones of its own for PyTorch."""
+
+    others = ("worker/0",)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(len(BACKENDS) < 2, reason="BACKENDS names one only")
-def test_workers_on_two_backends_train_as_those_on_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("chief", "kinds"),
+    # The chief's backend draws the first weights and the order of the data.
+    [(FIRST, (Tasks, Mixed, OnOtherServers)), (BACKENDS[-1], (Tasks, UnderAnotherChief))],
+)
+def test_workers_on_two_backends_train_as_those_on_one(
+    tmp_path: Path, chief: str, kinds: Sequence[type[Tasks]]
+) -> None:
     weights = []
-    for kind in (Tasks, Mixed, OnOtherServers):
+    for kind in kinds:
         folder = tmp_path / kind.__name__
         folder.mkdir()
         program = ["-m", "tests.parameter_server.program", str(folder), "synchronous", str(EPOCHS)]
-        with kind(folder, program, servers=2, workers=2, backend=FIRST) as tasks:
+        with kind(folder, program, servers=2, workers=2, backend=chief) as tasks:
             assert set(tasks.ends().values()) == {0}, tasks.everything()
         assert (folder / "0.end").read_text() == f"{EPOCHS * BATCHES} True"
         with np.load(folder / "1.weights.npz") as archive:
