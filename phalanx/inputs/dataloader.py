@@ -118,7 +118,6 @@ class MapStyleSource(Anywhere):
         self._worker_seed = seed
         if len(self._batches) == 0:
             raise ConfigurationError("The DataLoader is empty. Expected at least one batch.")
-        self.checked = world_size > 1
         self.reads_ahead = loader.num_workers > 0
         self.reason = (
             "each replica loads only its own samples"
@@ -126,6 +125,10 @@ class MapStyleSource(Anywhere):
             else "its dataset makes whole batches, so every replica makes each and keeps its part"
         )
         self.signature = f"{_KIND} of {len(self._batches)} batches over {len(loader.dataset)} items"
+
+    @property
+    def checked(self) -> bool:
+        return self._world_size > 1
 
     @property
     def num_batches(self) -> int | None:

@@ -130,10 +130,13 @@ class PyDatasetSource(Anywhere):
             raise ConfigurationError("The PyDataset has length 0. Expected at least one batch.")
         self.uniform = self.num_batches is not None
         self.endless = self.num_batches is None
-        self.checked = world_size > 1
         self.reads_ahead = self._pooled
         self.by_number = self.uniform and not self._pooled
         self.signature = f"PyDataset of {self.num_batches} batches, shuffle={shuffle}"
+
+    @property
+    def checked(self) -> bool:
+        return self._world_size > 1
 
     @property
     def num_batches(self) -> int | None:

@@ -147,6 +147,9 @@ class StreamSource:
             the same iterator each time, for data that cannot be read twice.
         once: the data cannot be read twice.
         per_rank: the elements are already this rank's own and are not cut.
+
+    Attributes:
+        taken: how many elements have been read, of data that cannot be read twice.
     """
 
     by_number = False
@@ -176,7 +179,6 @@ class StreamSource:
         self.num_batches = num_batches
         self.uniform = uniform
         self.endless = endless
-        self.checked = not per_rank and world_size > 1
         self.reads_ahead = reads_ahead
         self.draws = draws
         self.signature = kind if signature is None else signature
@@ -189,6 +191,12 @@ class StreamSource:
         self._running: Iterator[Any] | None = None
         self._last: list[Any] = []
         self._untouched = False  # `_running` was opened by `peek` and still has all elements
+        self.taken = 0
+        self._remembered: list[Any] | None = None
+
+    @property
+    def checked(self) -> bool:
+        return not self._per_rank and self._world_size > 1
 
     def read(self, key: int, start: int, stop: int | None) -> Iterator[Share]:
         running = self._running
@@ -198,6 +206,10 @@ class StreamSource:
         limited = running if stop is None else itertools.islice(running, stop - start)
         for element in limited:
             self._last = [element]
+            if self._once:
+                self.taken += 1
+                if self._remembered is not None:
+                    self._remembered.append(element)
             yield self._share(element)
 
     def peek(self, *, restart: bool = False) -> Share:
@@ -235,7 +247,19 @@ class StreamSource:
             self._running = self._open_pass(key)
         self._untouched = True
         for _ in itertools.islice(self._running, count):
-            pass
+            self.taken += self._once
+
+    def remember(self, *, on: bool) -> None:
+        """Where data cannot be read twice: whether what is read from now on may have to be read again (`rewind`)."""
+        self._remembered = [] if on and self._once else None
+
+    def rewind(self) -> None:
+        """What has been read since `remember` comes again."""
+        if self._remembered and self._running is not None:
+            self._running = itertools.chain(self._remembered, self._running)
+            self._untouched = True
+            self.taken -= len(self._remembered)
+            self._remembered = []
 
     def shares(self, world_size: int) -> list[str]:
         return same_stream(self.kind, world_size) if self._shares is None else self._shares

@@ -92,7 +92,9 @@ def tf_source(
         shares = [_name_files(files[r::world_size]) for r in range(world_size)]
     elif not by_rows:
         shares = [
-            "reads every element of its dataset" if policy is AutoShardPolicy.OFF else f"reads shard {r}"
+            "reads every element of its dataset"
+            if policy is AutoShardPolicy.OFF
+            else f"reads shard {r} of what names SHARD_HINT, else every element"
             for r in range(world_size)
         ]
 

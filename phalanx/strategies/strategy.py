@@ -85,8 +85,10 @@ class Strategy:
 
     @property
     def rank(self) -> int:
-        """This replica's number, 0 to `num_replicas_in_sync` - 1; 0 is the chief."""
-        return self._replica.rank
+        """This replica's number, 0 to `num_replicas_in_sync` - 1; 0 is the chief. Who came late and waits to be let
+        in is never 0."""
+        replica = self._replica
+        return max(1, replica.replicas - 1) if replica.is_candidate else replica.rank
 
     @property
     def is_chief(self) -> bool:

@@ -47,11 +47,12 @@ class Position(msgspec.Struct):
         place: of the running epoch in the data, see `ShardedInput.place`.
         epochs, history: what `History` has noted so far (`plain`).
         logs: of the last epoch that is over (`plain`).
-        callbacks: what the chief's callbacks remember (`memories.memories`).
+        callbacks: what the chief's callbacks have learnt since it began (`memories.Memories`).
         watched: whether anybody's callbacks see single batches, of the training and of evaluations.
         ledger: see `Ledger.encoded`.
         applied: steps in all epochs so far, where the training is saved.
         randomness: see `ShardedInput.randomness`; of the data, and of those for validation.
+        validated: of these, see `ShardedInput.taken`.
     """
 
     epoch: int
@@ -65,6 +66,7 @@ class Position(msgspec.Struct):
     watched: tuple[bool, bool] = (False, False)
     applied: int = 0
     randomness: tuple[bytes, bytes] = (b"", b"")
+    validated: int = 0
 
 
 class Fitting:
@@ -92,7 +94,9 @@ class Fitting:
         self._logs: dict[str, Any] = {}
         self._ledger: Ledger | None = None
         self._prepared: dict[int, set[int]] = {}  # world sizes, and global batches of which the parts were prepared
-        self._memories: list[tuple[str, bytes]] | None = None  # of the callbacks, when this `fit` began
+        self._memories: memories.Memories | None = None
+        self._memories_of_chief: memories.Memories | None = None  # of callbacks that only a chief runs
+        self._ends_epoch = False  # while the chief may be busy with the end of an epoch
         self._trained = False  # whether this process has made a step
 
     def run(self) -> Any:
@@ -103,7 +107,9 @@ class Fitting:
         call, model, replica = self._call, self._model, self._replica
         self._source, self._validation = self._inputs()
         self._engine = self._trainer.prepare(self._source, "fit")
-        self._stepper = self._trainer.make_stepper(self._engine, repeats=self._resumption is not None)
+        saves = callback_lists.needs_whole_optimizer(call.callbacks)  # perhaps on the chief alone
+        repeats = self._resumption is not None or self._steadily(lambda: replica.any(saves))
+        self._stepper = self._trainer.make_stepper(self._engine, repeats=repeats)
         # A step of the model's own may update weights otherwise than through the engine, unseen.
         overridden = type(model).train_step is not keras.Model.train_step
         self._unchecked = overridden and self._stepper.every_step and not replica.is_alone
@@ -118,11 +124,11 @@ class Fitting:
         model.stop_training = False
         if self._elastic is not None:
             self._source.read_directly()
+        over = False
         if self._elastic is not None or self._resumption is not None:
             self._ledger = Ledger.of(self._source)
-        over = False
-        if self._resumption is not None:
-            self._memories = memories.memories(call.callbacks)
+            self._memories = memories.Memories(call.callbacks)
+            self._memories_of_chief = memories.Memories(callback_lists.only_for_chiefs(call.callbacks))
         if replica.is_candidate:
             self._join()
         else:
@@ -193,6 +199,7 @@ class Fitting:
                 self._source.go_between(self._source.place_of(self._epoch, call.initial_epoch) or (0, 0))
             else:
                 self._model.reset_metrics()
+                self._begin_epoch_again()
                 self._enter(place, step)
 
     def _restore(self) -> bool:
@@ -216,18 +223,26 @@ class Fitting:
         self._epoch, self._logs = noted.epoch, dict(noted.logs)
         if self._ledger is not None and noted.ledger:
             self._ledger.load(noted.ledger)
+        if self._validation is not None:
+            self._validation.catch_up(noted.validated)
         history = self._model.history
         history.epoch, history.history = list(noted.epochs), dict(noted.history)
-        memories.remember_all(self._call.callbacks, noted.callbacks)
         if noted.step == 0:
             self._source.go_between(noted.place, noted.randomness)
-            return
-        self._enter(noted.place, noted.step, noted.randomness)
+        else:
+            self._begin_epoch_again()
+            self._enter(noted.place, noted.step, noted.randomness)
+        memories.remember_all(self._call.callbacks, noted.callbacks)
+
+    def _begin_epoch_again(self) -> None:
+        """For callbacks that were not there, or did not live to see its end. What they do to weights and learning rate
+        was done when the epoch began."""
+        with state.unchanged(self._model):
+            self._callbacks.on_epoch_begin(self._epoch)
 
     def _enter(self, place: tuple[int, int], step: int, randomness: bytes = b"") -> None:
-        """Begin in the middle of an epoch."""
+        """Begin in the middle of an epoch. What callbacks changed when it began is contained in the model's state."""
         self._source.go_to(place, step, randomness)
-        self._callbacks.on_epoch_begin(self._epoch)
         self._engine.begin()
         self._walk = JointBatches(self._source, self._epoch, self._replica, done=step)
 
@@ -245,12 +260,17 @@ class Fitting:
             epochs=list(history.epoch),
             history={name: [_plain(value) for value in values] for name, values in history.history.items()},
             logs={name: _plain(value) for name, value in self._logs.items()},
-            callbacks=memories.memories(self._call.callbacks, since=self._memories),
+            callbacks=self._what_callbacks_learnt(),
             is_over=is_over,
             stopped=bool(self._model.stop_training),
             pooled=pooled,
             random_states=self._replica.random_states(),
+            validated=0 if self._validation is None else self._validation.taken,
         )
+
+    def _what_callbacks_learnt(self) -> list[tuple[str, bytes]]:
+        assert self._memories is not None, "it is made where a `fit` can be entered in the middle"
+        return self._memories.of(self._call.callbacks)
 
     def _may_save(self, *, ends_epoch: bool = False) -> None:
         """Between two steps: save, or stop, if it is time to."""
@@ -305,7 +325,9 @@ class Fitting:
         timeline.current.enter("callbacks", epoch=epoch)
         self._callbacks.on_epoch_end(epoch, self._logs)
         timeline.current.leave()
+        self._ends_epoch = True
         model.stop_training = self._steadily(lambda: replica.any(model.stop_training))
+        self._ends_epoch = False
         if self._elastic is not None:
             self._share_what_the_chief_remembers()
         self._epoch += 1
@@ -528,10 +550,11 @@ class Fitting:
                     epochs=list(history.epoch),
                     history=encode(history.history),
                     logs=encode(self._logs),
-                    callbacks=memories.memories(self._call.callbacks),
+                    callbacks=self._what_callbacks_learnt(),
                     watched=(self._watched, self._watched_test),
                     ledger=b"" if self._ledger is None else self._ledger.encoded(),
                     applied=0 if self._resumption is None else self._resumption.applied,
+                    validated=0 if self._validation is None else self._validation.taken,
                 )
             )
         self._replica.communicator.broadcast_bytes(payload)
@@ -564,14 +587,17 @@ class Fitting:
             self._ledger.load(position.ledger)
         if self._resumption is not None:
             self._resumption.count_from(position.applied)
-        self._callbacks.on_train_begin()
+        with state.unchanged(self._model), callback_lists.alone():
+            self._callbacks.on_train_begin()
+            self._callbacks.on_epoch_begin(self._epoch)
         history = self._model.history
         history.epoch, history.history = list(position.epochs), decode(position.history)
-        memories.remember_all(self._call.callbacks, position.callbacks)
         self._watched, self._watched_test = position.watched
         if self._validation is not None:
             self._validation.continue_with(position.randomness[1])
+            self._validation.catch_up(position.validated)
         self._enter(position.place, position.step, position.randomness[0])
+        memories.remember_all(self._call.callbacks, position.callbacks)
 
     def _warm_up(self) -> None:
         """Compile what a step needs, before others wait for it. The state that comes of it is overwritten."""
@@ -598,14 +624,20 @@ class Fitting:
         callback_lists.succeed(self._callbacks, former)
         new = [c for c in self._callbacks.callbacks if c not in kept]
         callback_lists.take_over(new, self._epoch)
+        if self._ends_epoch:  # nobody knows what the former chief still did
+            for callback in new:
+                callback.on_epoch_end(self._epoch, self._logs)
 
     def _share_what_the_chief_remembers(self) -> None:
         """After each epoch all ranks know what the chief's own callbacks do, should one become chief."""
         # Ranks may have been given different callbacks (`if rank == 0: ...`), so this is done in any case.
-        own = memories.memories(callback_lists.only_for_chiefs(self._call.callbacks))
+        waiting = callback_lists.only_for_chiefs(self._call.callbacks)
+        assert self._memories_of_chief is not None, "in a job whose members come and go"
+        own = self._memories_of_chief.of(waiting)
+        self._what_callbacks_learnt()  # what is another now may not be so when it is asked for
         chiefs: Any = self._steadily(lambda: self._replica.from_chief(own))
         if not self._replica.is_chief:
-            memories.remember_all(callback_lists.only_for_chiefs(self._call.callbacks), chiefs)
+            memories.remember_all(waiting, chiefs)
 
 
 def _resized(data: Any, size: int) -> Any:

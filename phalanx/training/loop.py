@@ -38,7 +38,7 @@ from phalanx.training.policy import EVERY_STEP, Policy
 from phalanx.training.replica import EntryOverError, Replica, own_seed
 from phalanx.training.results import decode_history, decode_outputs, encode_history, encode_outputs
 from phalanx.training.resuming import kept
-from phalanx.training.stepping import EveryStep, Stepper, inner_optimizer
+from phalanx.training.stepping import EveryStep, Stepper, inner_optimizer, steps_to_hold, unit_of_gradients
 
 logger = logging.getLogger(__name__)
 
@@ -54,11 +54,14 @@ class ReplicaTrainer:
         self._policy = policy
         # Where the ranks exchange weights, these are what is compressed, and gradients are those of single batches.
         self.merge = StepMerge(replica, policy.compression if policy.period is None else None)
+        # The same for all steps: functions are traced for it. Replicas with a rhythm hold nothing.
+        self.merge.holds = policy.period is None and steps_to_hold(model) > 1
+        self.merge.unit = unit_of_gradients(getattr(model, "optimizer", None))
         self._stepper: Periodic | None = None
         self._engine: Engine | None = None
         self._synchronised = False
         self._peeked = False
-        self._announced = False
+        self._announced: set[Any] = set()
         self._seeds_given = 0
 
     def resynchronise(self) -> None:
@@ -84,6 +87,10 @@ class ReplicaTrainer:
                         entry.result = encode_history(history)
             except EntryOverError as over:
                 history = decode_history(over.result, self.model)
+                logger.warning(
+                    "This worker came when this fit() was over: its model has the weights of before, until it is let "
+                    "in at another fit(), and it overwrites no file."
+                )
         return history
 
     def evaluate(
@@ -301,12 +308,14 @@ class ReplicaTrainer:
             self.replica.steadily(lambda: compare_samples(source, self.replica))
 
     def announce(self, source: ShardedInput, verbose: Any) -> None:
-        """The chief says once for each model how its training data are divided."""
-        if self.replica.is_chief and not self._announced:
-            self._announced = True
-            logger.info("%s", source.policy_line)
-            if verbose != 0:
-                io_utils.print_msg(source.policy_line)
+        """The chief says how the training data of a model are divided, once for each way."""
+        line = source.policy_line
+        if not self.replica.is_chief:
+            return
+        for say, wanted in ((logger.info, True), (io_utils.print_msg, verbose != 0)):
+            if wanted and (say, line) not in self._announced:
+                self._announced.add((say, line))
+                say(line)
 
     def has_synchronised(self) -> None:
         """All ranks have the same state now."""
@@ -417,9 +426,17 @@ class ReplicaTrainer:
         def regroup() -> None:
             source.regroup(self.replica.rank, self.replica.world_size)
 
-        if adapt is None and self.replica.elastic is not None:
+        if self.replica.elastic is None:
+            return action()
+        if adapt is None:
             regroup()  # the members may have changed since it was cut
-        return self.replica.steadily(action, adapt or regroup)
+        with source.remembering() as rewind:
+
+            def begin_again() -> None:
+                (adapt or regroup)()
+                rewind()
+
+            return self.replica.steadily(action, begin_again)
 
     def _wait_for_the_result(self) -> None:
         """Members are let in to a `fit` only: a candidate waits for what comes of all else."""

@@ -11,17 +11,27 @@ import msgspec
 from phalanx.training.callbacks import flat, remember, remembered
 
 
-def memories(callbacks: Any, since: Sequence[tuple[str, bytes]] | None = None) -> list[tuple[str, bytes]]:
-    """For each callback its class, and what it remembers.
+def memories(callbacks: Any) -> list[tuple[str, bytes]]:
+    """For each callback its class, and what it remembers."""
+    return [(type(callback).__name__, remembered(callback)) for callback in flat(callbacks)]
 
-    Args:
-        since: an earlier answer: then only what has changed, so that what a program sets differently when it is started
-            again stays as it sets it.
-    """
-    found = [(type(callback).__name__, remembered(callback)) for callback in flat(callbacks)]
-    if since is None:
-        return found
-    return [(name, _changes(now, then)) for (name, now), (_, then) in zip(found, since, strict=True)]
+
+class Memories:
+    """What callbacks have learnt since this was made. What has once been another than then is told from there on, also
+    where it is the same again."""
+
+    def __init__(self, callbacks: Any) -> None:
+        self._then = memories(callbacks)
+        self._changed: list[set[str]] = [set() for _ in self._then]
+
+    def of(self, callbacks: Any) -> list[tuple[str, bytes]]:
+        """For each callback its class, and what it has learnt."""
+        told = []
+        for (name, now), (_, then), changed in zip(memories(callbacks), self._then, self._changed, strict=False):
+            after, before = msgspec.msgpack.decode(now), msgspec.msgpack.decode(then)
+            changed |= {key for key, value in after.items() if key not in before or before[key] != value}
+            told.append((name, msgspec.msgpack.encode({key: after[key] for key in changed if key in after})))
+        return told
 
 
 def remember_all(callbacks: Any, memories: Sequence[tuple[str, bytes]]) -> None:
@@ -36,11 +46,3 @@ def append_to_files(callbacks: Any) -> None:
     for callback in flat(callbacks):
         if isinstance(callback, keras.callbacks.CSVLogger):
             callback.append = True
-
-
-def _changes(now: bytes, then: bytes) -> bytes:
-    if now == then:
-        return msgspec.msgpack.encode({})
-    before = msgspec.msgpack.decode(then)
-    after = msgspec.msgpack.decode(now)
-    return msgspec.msgpack.encode({k: v for k, v in after.items() if k not in before or before[k] != v})

@@ -59,6 +59,7 @@ class Noted:
         ledger: encoded; empty without one.
         pooled: see `Stepper.pooled`.
         randomness: see `ShardedInput.randomness`.
+        validated: of the validation's data, see `ShardedInput.taken`.
     """
 
     epoch: int
@@ -79,6 +80,7 @@ class Noted:
     ledger: bytes = b""
     pooled: dict[str, Any] = field(default_factory=dict)
     randomness: bytes = b""
+    validated: int = 0
 
 
 class Resumption:

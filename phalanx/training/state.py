@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -50,6 +51,18 @@ def synchronise(model: Any, replica: Replica, *, metrics: bool = False, take: bo
         if not np.array_equal(old, new):
             variable.assign(new)
     draw_own_numbers(chiefs, replica.rank)
+
+
+@contextmanager
+def unchanged(model: Any) -> Iterator[None]:
+    """Whatever is done inside, weights, layer state, optimizer state and what metrics have counted are afterwards what
+    they were before."""
+    variables = [*variables_of(model), *model.metrics_variables]
+    before = [np.array(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
+    yield
+    for variable, value in zip(variables, before, strict=True):
+        if not np.array_equal(keras.ops.convert_to_numpy(variable.value), value):
+            variable.assign(value)
 
 
 def average_optimizers(model: Any, replica: Replica, share: float) -> None:

@@ -66,6 +66,8 @@ class Run:
         for name, values in other.result["history"].items():
             np.testing.assert_allclose(self.result["history"][name], values, rtol=1e-3, atol=1e-3, err_msg=name)
         np.testing.assert_allclose(self.result["loss"], other.result["loss"], rtol=1e-3, atol=1e-3)
+        finished = self.of_kind("finished")
+        assert {event["weights"] for event in finished} == {finished[0]["weights"]}, finished
         assert self.result["ledger"] == {str(epoch): [1] for epoch in range(len(other.result["history"]["loss"]))}
 
 

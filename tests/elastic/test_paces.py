@@ -53,6 +53,10 @@ def test_a_moment_makes_no_straggler():
     assert job.goes_on(2, a=1.0, b=0.0, c=0.0) + job.goes_on(20, a=0.9, b=0.9, c=0.9) == []
 
 
+def test_where_all_wait_for_something_else_nobody_is_slow():
+    assert Job().goes_on(30, a=0.0, b=0.0, c=0.0) == []
+
+
 def test_where_nobody_waits_nobody_is_slow():
     job = Job()
     assert job.goes_on(30, a=0.45, b=0.9, c=0.9) == []

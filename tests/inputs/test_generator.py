@@ -141,3 +141,37 @@ def test_elements_must_be_tuples_as_in_keras(element):
     sharded = shard_input((element for _ in range(1)), rank=0, world_size=1, seed=0)
     with pytest.raises(ValueError, match="the generator must return a tuple"):
         list(sharded.epoch(0))
+
+
+def test_what_was_read_in_an_evaluation_can_be_read_again():
+    """A member was lost in the middle: the others begin the evaluation anew, cut for themselves."""
+    sharded = shard_input(endless(), steps_per_epoch=3, rank=0, world_size=2, seed=0)
+    sharded.peek()
+    with sharded.remembering() as rewind:
+        walk = sharded.epoch(0)
+        assert [next(walk).data[0][0, 0] for _ in range(2)] == [0, 1]
+        walk.close()
+        rewind()
+        sharded.regroup(0, 1)
+        assert [(len(batch.data[0]), batch.data[0][0, 0]) for batch in sharded.epoch(0)] == [(4, 0), (4, 1), (4, 2)]
+    assert sharded.taken == 3
+    assert [batch.data[0][0, 0] for batch in sharded.epoch(1)] == [3, 4, 5], "and the next one goes on after it"
+
+
+def test_one_that_comes_later_catches_up_with_former_evaluations():
+    sharded = shard_input(endless(), steps_per_epoch=2, rank=1, world_size=2, seed=0)
+    sharded.peek()
+    sharded.catch_up(4)
+    assert sharded.taken == 4
+    assert [batch.data[0][0, 0] for batch in sharded.epoch(2)] == [4, 5]
+
+
+def test_whether_batches_are_compared_follows_the_number_of_ranks():
+    sharded = shard_input(endless(), steps_per_epoch=2, rank=0, world_size=1, seed=0)
+    assert sharded.fingerprint is None
+    sharded.regroup(0, 2)
+    next(sharded.epoch(0))
+    assert sharded.fingerprint is not None
+    assert isinstance(sharded.fingerprint(), int)
+    sharded.regroup(0, 1)
+    assert sharded.fingerprint is None

@@ -25,17 +25,15 @@ def cases(table: Table) -> list[Any]:
             for scenario in table.values():
                 if _runs(scenario, backend, world_size):
                     marks = [getattr(pytest.mark, backend), *([pytest.mark.slow] if scenario.slow else [])]
+                    if missing := [module for module in scenario.needs if not importlib.util.find_spec(module)]:
+                        marks.append(pytest.mark.skip(reason=f"needs {', '.join(missing)}"))
                     name = f"{backend}-{world_size}-{scenario.name}"
                     found.append(pytest.param(backend, world_size, scenario.name, marks=marks, id=name))
     return found
 
 
 def _runs(scenario: Scenario, backend: str, world_size: int) -> bool:
-    return (
-        backend in scenario.backends
-        and world_size in scenario.worlds
-        and all(importlib.util.find_spec(module) for module in scenario.needs)
-    )
+    return backend in scenario.backends and world_size in scenario.worlds
 
 
 def assert_replicas_are_one(scenario: Scenario, backend: str, world_size: int, findings: FindingsOf) -> None:

@@ -335,3 +335,33 @@ def all_ranks_may_save_the_same_file_and_read_it(setting: Setting) -> dict[str, 
     setting.gather(b"")
     assert sorted(path.name for path in setting.shared.glob("*model*")) == ["model.keras", "model.weights.h5"]
     return {"weights": found}
+
+
+@scenario()
+def saved_between_two_updates(setting: Setting) -> dict[str, Any]:
+    """What the optimizer has accumulated is in the file as well. Only the chief is given the callback."""
+    path = setting.shared / "middle.keras"
+    model = compiled(setting, optimizer=keras.optimizers.SGD(0.2, gradient_accumulation_steps=3))
+    saver = [callbacks.ModelCheckpoint(path, save_freq=2)] if setting.rank == 0 else []
+    model.fit(features(), labels(), batch_size=16, shuffle=False, verbose=0, callbacks=saver)
+    setting.gather(b"written")
+    saved = keras.models.load_model(path)
+    return {"optimizer": [keras.ops.convert_to_numpy(variable) for variable in saved.optimizer.variables]}
+
+
+@scenario(plain=False)
+def the_way_of_dividing_is_told_whenever_it_is_another(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting)
+    told = []
+    for verbose, data in (
+        (0, (features(), labels())),
+        (2, (features(), labels())),
+        (2, (features(), labels())),
+        (2, ((part for part in [(features(8), labels(8))]),)),
+    ):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            model.fit(*data, verbose=verbose)
+        told.append(printed.getvalue().count("Input sharding: DATA"))
+    assert told == ([0, 1, 0, 1] if setting.rank == 0 else [0, 0, 0, 0]), told
+    return {}
