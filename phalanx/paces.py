@@ -168,8 +168,8 @@ class Paces:
 
 def _is_more(own: _Sums, part: float, seconds: float) -> bool:
     """Whether a member has computed more than that: of its time, as it may be known for longer than others, and in
-    seconds, as it may have fallen silent."""
-    return own.computed_s >= part * own.known_s and own.computed_s >= seconds
+    seconds, as it may have fallen silent. Where nobody computes, all wait for something else."""
+    return own.computed_s >= max(part, WAITING) * own.known_s and own.computed_s >= seconds
 
 
 def _compared(own: _Sums, others: list[_Sums]) -> str:

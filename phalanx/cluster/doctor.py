@@ -325,6 +325,6 @@ def _row(entry: TaskReport) -> dict[str, str]:
         "state": escape(entry.state) or "not asked (listens nowhere)",
         "round trip": f"{line.round_trip_s * 1e3:.2f} ms" if line else "-",
         "clock": f"{line.clock_offset_s * 1e3:+.1f} ms" if line else "-",
-        "bandwidth": f"{line.bytes_per_s / 1e6:.0f} MB/s" if line else "-",
+        "bandwidth": f"{line.bytes_per_s / 1e6:.3g} MB/s" if line else "-",
         "software": str(entry.software or "-"),
     }

@@ -88,13 +88,21 @@ class Membership:
     def local_rank(self) -> int:
         return self.local_ranks.index(self.rank)
 
-    def peer_lost(self, rank: Rank, during: str) -> PeerLostError:
-        """The error that names a lost member; `during` says what this process was doing."""
+    def peer_lost(self, rank: Rank, during: str, why: str = "") -> PeerLostError:
+        """The error that names a lost member.
+
+        Args:
+            during: what this process was doing.
+            why: what is known of its connection, a sentence; empty: it was closed.
+        """
         member = self.members[rank]
+        why = why or (
+            "its connection closed, so the process or its host died. Look at the end of that task's output for the "
+            "cause."
+        )
         return PeerLostError(
             f"{self.me.task} (rank {self.rank}) lost {member.task} (rank {rank}, pid {member.pid} on "
-            f"{member.host}, {member.address}) during {during}: its connection closed, so the process or its "
-            f"host died. Look at the end of that task's output for the cause.",
+            f"{member.host}, {member.address}) during {during}: {why}",
             rank=rank,
             task=member.task,
             host=member.host,

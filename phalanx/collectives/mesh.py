@@ -24,6 +24,7 @@ rank needs nothing more from that member in this collective; only then it gets `
 
 from __future__ import annotations
 
+import errno
 import select
 import time
 from collections import deque
@@ -73,6 +74,9 @@ def let_threads_run(timeout_ms: int) -> None:
 
 _FATAL = (Kind.DESCRIBE, Kind.ABORT)
 """What ends a collective. From a peer that is ahead they wait: this rank can finish what the peer has finished."""
+
+_PEER_CLOSED = getattr(select, "POLLRDHUP", 0)  # Linux alone has it
+_OF_NETWORK = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
 class _Abort(msgspec.Struct, frozen=True):
@@ -130,6 +134,7 @@ class Mesh:
         self._sending: set[Rank] = set()
         self._present: dict[Rank, int] = {}
         self._ended: dict[Rank, float] = {}
+        self._why: dict[Rank, str] = {}  # what is known of those whose connection did not just close
         self._hung_up: dict[Rank, float] = {}
         self._left: set[Rank] = set()
         self._descriptions: dict[Rank, Description | None] = {}
@@ -325,8 +330,10 @@ class Mesh:
             if header.kind in _FATAL and self._is_ahead(header):
                 return False
             message = channel.message()
-        except LinkClosedError:
+        except LinkClosedError as error:
             self._ended[rank] = time.monotonic()
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno in _OF_NETWORK:
+                self._why[rank] = f"{error} Its host is down, or the network between is."
             self._hung_up.pop(rank, None)
             return False
         if message is None:
@@ -410,7 +417,7 @@ class Mesh:
             # To its end: TLS may hold decrypted bytes that poll does not see.
             while self._receive(rank):
                 pass
-            if events & (select.POLLRDHUP | select.POLLHUP | select.POLLERR) and rank not in self._ended:
+            if events & (_PEER_CLOSED | select.POLLHUP | select.POLLERR) and rank not in self._ended:
                 self._hung_up.setdefault(rank, time.monotonic())
 
     def _set_mask(self, rank: Rank, channel: Channel) -> None:
@@ -418,7 +425,7 @@ class Mesh:
             mask = 0
         else:
             # Not for input while a packet is parked, or poll would return at once for ever.
-            mask = select.POLLRDHUP | (0 if self._is_parked(rank, channel) else select.POLLIN)
+            mask = _PEER_CLOSED | (0 if self._is_parked(rank, channel) else select.POLLIN)
             mask |= select.POLLOUT if channel.sending and self._may_send(channel) else 0
         if mask != self._masks.get(rank, 0):
             if mask:
@@ -459,13 +466,14 @@ class Mesh:
                     channel.link.check_alive()
                 except LinkClosedError as error:
                     self._ended[rank] = now
+                    self._why[rank] = str(error)
                     raise self._lost(rank) from error
 
     def _lost(self, rank: Rank) -> PeerLostError:
         if rank in self._left:
             return self._gone(rank, "closed its communicator and left")
         self.membership.course.unheard.add(rank)
-        return self.membership.peer_lost(rank, str(self._call or "setup"))
+        return self.membership.peer_lost(rank, str(self._call or "setup"), self._why.get(rank, ""))
 
     def _missing(self, needed: Collection[Rank]) -> list[Rank]:
         """The ranks that have not come to the running collective, as far as this rank knows."""

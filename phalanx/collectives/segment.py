@@ -13,6 +13,7 @@ another namespace) finds out.
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import secrets
@@ -60,6 +61,8 @@ class Segment:
         """Make a segment with `size` bytes of zeros after its header. Raises OSError if that cannot be."""
         size += HEADER_BYTES
         if method == "memfd":
+            if not hasattr(os, "memfd_create"):
+                raise OSError(errno.ENOSYS, "memfd_create is Linux's")
             descriptor = os.memfd_create("phalanx")
             path = f"/proc/{os.getpid()}/fd/{descriptor}"
         else:
@@ -67,7 +70,10 @@ class Segment:
             descriptor, path = tempfile.mkstemp(prefix="phalanx-", dir=directory)
         try:
             # Reserves the memory: a file system that is full says so now, not by a SIGBUS at the first write.
-            os.posix_fallocate(descriptor, 0, size)
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(descriptor, 0, size)
+            else:
+                os.truncate(descriptor, size)
             offer = Offer(path, size, secrets.token_bytes(TOKEN_BYTES))
             os.pwrite(descriptor, offer.token, 0)
             return cls(descriptor, offer, named=method != "memfd")

@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, Protocol
 
-import cloudpickle
 import keras
 
 from phalanx.backends.tensors import Tensors
 from phalanx.errors import PhalanxError, UnsupportedError
+from phalanx.launcher.pickling import Pickler
 from phalanx.training.made import KINDS, Made, Name
 
 # Most of what a pickle is made of, so that little time is lost by asking whether it travels as a reference.
@@ -162,7 +162,7 @@ def unpack(data: bytes | memoryview, load: Loader) -> Any:
     return _Unpickler(io.BytesIO(data), load).load()
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(Pickler):
     def __init__(self, file: io.BytesIO, references: References) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self._references = references

@@ -13,9 +13,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import cloudpickle
-
 from phalanx.launcher import exit_codes, words
+from phalanx.launcher.pickling import dumps
 
 
 class Call(NamedTuple):
@@ -35,7 +34,7 @@ class Raised(NamedTuple):
 
 def encode(call: Call) -> bytes:
     # The path comes first and on its own: functions of modules are pickled by name and found through it.
-    return pickle.dumps((list(sys.path), cloudpickle.dumps(call)))
+    return pickle.dumps((list(sys.path), dumps(call)))
 
 
 def decode_result(content: bytes) -> Returned | Raised:
@@ -52,7 +51,7 @@ def run(function_fd: int, result_fd: int, error_fd: int) -> int:
         sys.path[:] = path
         call: Call = pickle.loads(pickled)
         result: Returned | Raised = Returned(call.function(*call.args, **call.kwargs))
-        content = cloudpickle.dumps(result)
+        content = dumps(result)
         code = 0
     except Exception as error:
         words.write(error_fd, words.of_error(error))
@@ -67,10 +66,10 @@ def encode_error(error: Exception) -> bytes:
     """The pickle of a `Raised`; of a stand-in with the same words, if the error itself cannot travel."""
     text = "".join(traceback.format_exception(error))
     try:
-        content: bytes = cloudpickle.dumps(Raised(error.with_traceback(None), text))
+        content: bytes = dumps(Raised(error.with_traceback(None), text))
         pickle.loads(content)  # an error whose __init__ wants other arguments pickles well and unpickles badly
     except Exception:
         # Any error may come from a class's own pickling code; the original's text is not lost by it.
         stand_in = RuntimeError(f"{type(error).__name__}: {error}")
-        content = cloudpickle.dumps(Raised(stand_in, text))
+        content = dumps(Raised(stand_in, text))
     return content

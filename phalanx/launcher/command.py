@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import selectors
 import shutil
 import signal
@@ -44,6 +45,9 @@ Handler = Callable[[int, FrameType | None], object] | signal.Handlers
 IMPATIENCE = 3
 # Before hosts that did not come are tried again.
 GATHER_AGAIN_S = 10.0
+# What this process keeps open: for itself, and for each task on this host (pipes, a file of progress, a port, ...).
+OWN_FILES = 32
+FILES_PER_TASK = 8
 # Narrower than this a progress bar is no use, and wrapping lines are the lesser evil.
 MIN_COLUMNS = 20
 
@@ -99,6 +103,7 @@ def run(
     if preemption_signal is not None and signal_of(preemption_signal) not in ending:
         ending = (*ending, signal_of(preemption_signal))
     adopt_orphans()
+    _make_room(len(tasks))
     terminal = sys.stdout.isatty()
     merged = _same_place(1, 2)
     with contextlib.ExitStack() as stack:
@@ -353,6 +358,16 @@ def _signals(job: Job, ending: Sequence[signal.Signals], resize: Callable[[], No
         signal.set_wakeup_fd(previous_wakeup)
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _make_room(tasks: int) -> None:
+    """Raise the soft limit of open files, as far as the hard one allows, where so many tasks may need more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = OWN_FILES + FILES_PER_TASK * tasks
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else min(needed, hard), hard)
+        )
 
 
 def _terminal_size(prefix: int) -> TerminalSize:

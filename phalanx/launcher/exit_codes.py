@@ -78,7 +78,8 @@ MEANINGS: dict[int, Meaning] = {
     errors.PeerLostError.exit_code: Meaning(
         "PeerLostError",
         "another member of the job died or left",
-        "the end of the lost task's output: it is the cause, this is the consequence",
+        "the end of the lost task's output: it is the cause, this is the consequence; if its host did not answer, "
+        "the network between the two",
     ),
     errors.FrameError.exit_code: Meaning(
         "FrameError",
@@ -223,6 +224,14 @@ def at_exit(function: Callable[[], object]) -> None:
 def has_failed() -> bool:
     """Whether this process ends because of an uncaught error; for exit handlers."""
     return _failed
+
+
+def failure() -> str:
+    """The uncaught error because of which this process ends, in a line; empty where there is none."""
+    error = getattr(sys, "last_value", None)
+    if not _failed or error is None:
+        return ""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]

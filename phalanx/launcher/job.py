@@ -16,8 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from phalanx.errors import EvictedError, PeerLostError, RendezvousError
+from msgspec.structs import replace as replace_words
+
+from phalanx.errors import EvictedError, PeerLostError, PreemptedError, RendezvousError
 from phalanx.launcher.environment import DEFAULT_EVALUATOR_GRACE_S, DEFAULT_GRACE_S, DEFAULT_PREEMPTION_GRACE_S
+from phalanx.launcher.exit_codes import CONSEQUENCES
 from phalanx.launcher.messages import Event, Exited, Heeding, LastWords, Order, Output, Paced, Started
 from phalanx.launcher.restarts import Restarts
 from phalanx.launcher.verdict import End, Verdict, judge
@@ -37,6 +40,9 @@ LEFT_OUT_S = 10.0
 BELATED_S = 10.0
 # A worker that is not wanted any more ends by itself, which takes seconds at most.
 RELEASE_S = 60.0
+# Of what a task has written to its standard error, for the page where it left no traceback.
+SAID_BYTES = 4096
+SAID_LINES = 8
 POLL_S = 0.05
 # How often those who watch over a job's pace, and a job that is idle, look at all.
 PACE_S = 1.0
@@ -253,6 +259,7 @@ class Job:
         self._stops = 0
         self._ending = False  # whether the launcher has sent a signal to end
         self._hung: set[int] = set()
+        self._said: dict[int, bytes] = {}  # the end of each task's standard error
 
     def stop(self, number: int) -> None:
         """End the job because this process received signal `number`; the second time at once.
@@ -389,11 +396,12 @@ class Job:
 
     def _causes(self, ends: Sequence[End]) -> list[End]:
         """The ends to judge the job by. One of which nobody was left to go on failed by those whom it lost, though they
-        were just being started again: what became of these is a consequence."""
+        were just being started again: what became of these is a consequence, unless they had gone on and met an error
+        of their own."""
         before = self._ends_before_giving_up
         if before is None:
             return list(ends)
-        causes = [self._fallen.get(end.rank, end) if end.by_launcher or end.order >= before else end for end in ends]
+        causes = [self._fallen.get(end.rank, end) if _is_echo(end, before) else end for end in ends]
         causes += [self._fallen[rank] for rank in sorted(self._idle) if rank in self._fallen]
         return [replace(end, outlived=False) for end in causes]
 
@@ -417,10 +425,13 @@ class Job:
     def _take(self, event: Event) -> None:
         match event:
             case Output(rank, error, data):
+                if error:
+                    self._said[rank] = (self._said.get(rank, b"") + data)[-SAID_BYTES:]
                 self._observer.output(rank, error, data)
             case Started(rank, pid):
                 self._pids[rank] = pid
                 self._started[rank] = self._clock()
+                self._said.pop(rank, None)
                 self._observer.started(rank, pid)
             case Paced():
                 self._observer.paced(event)
@@ -431,6 +442,8 @@ class Job:
                 self._leaving.pop(rank, None)
                 self._killed.pop(rank, None)
                 placement = self._placements[rank]
+                if returncode and words.error is None:
+                    words = replace_words(words, output=self._last_lines(rank))
                 end = End(
                     rank=rank,
                     task=placement.task,
@@ -465,6 +478,10 @@ class Job:
                     self._observer.returns(end, self._restarts.describe(rank))
                     return
                 self._take_end(end)
+
+    def _last_lines(self, rank: int) -> str:
+        lines = self._said.get(rank, b"").decode(errors="replace").splitlines()
+        return "\n".join(line for line in lines[-SAID_LINES:] if line.strip())
 
     def _take_end(self, end: End) -> None:
         """A task has ended for good."""
@@ -636,3 +653,11 @@ class Job:
                 for host in self._hosts:
                     for event in host.events():  # whether some take a checkpoint first
                         self._take(event)
+
+
+def _is_echo(end: End, before: int) -> bool:
+    """Whether a task ended because the job did, which was clear when so many others had ended."""
+    error = end.words.error
+    not_own = (*CONSEQUENCES, RendezvousError.exit_code, EvictedError.exit_code, PreemptedError.exit_code)
+    own = error is not None and not error.interrupted and error.code not in not_own
+    return (end.by_launcher or end.order >= before) and not own

@@ -18,6 +18,7 @@ class LastWords(msgspec.Struct, frozen=True):
             `T` stopped); empty if they were not.
         stacks: the Python stacks of its threads, if they were asked for or native code crashed.
         error: the uncaught error that ended it.
+        output: where it failed without one, the last lines that it wrote to its standard error.
     """
 
     phase: str | None = None
@@ -27,6 +28,7 @@ class LastWords(msgspec.Struct, frozen=True):
     state: str = ""
     stacks: str = ""
     error: ErrorWords | None = None
+    output: str = ""
 
 
 # From a host to the job.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import psutil
 import pytest
 
 from phalanx.errors import CollectiveTimeoutError, ConfigurationError, PeerLostError
+from phalanx.launcher import pickling
 from phalanx.launcher.function import WorkerTraceback, launch
 
 
@@ -160,3 +162,15 @@ def test_bad_arguments_are_explained() -> None:
         launch(own_rank, workers=0)
     with pytest.raises(ConfigurationError, match="pass a function"):
         launch(own_rank.__name__)  # type: ignore[arg-type]
+
+
+def test_functions_of_torch_and_of_keras_travel() -> None:
+    """Cloudpickle takes `torch.ops` for something that the function refers to."""
+    torch = pytest.importorskip("torch")
+    from keras import ops
+
+    def both() -> object:
+        return torch, ops
+
+    content = pickling.dumps(both)
+    assert pickle.loads(content)()[0] is torch

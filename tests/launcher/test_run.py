@@ -227,6 +227,36 @@ def test_the_failing_workers_traceback_comes_last_and_its_code_is_returned(launc
     assert "worker/0  ended by the launcher" in job.err
 
 
+def test_what_a_worker_said_without_a_traceback_comes_last(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        if rank == 1:
+            sys.exit("stopped: bad data")
+        hang()
+        """
+    )
+    job = launcher.run("-n", "2", script)
+    assert job.code == 1
+    lines = [line for line in job.err.splitlines() if line.strip("-")]
+    assert lines[-2:] == ["worker/1 said last:", "stopped: bad data"]
+
+
+def test_more_tasks_than_open_files_are_allowed(launcher: Launcher) -> None:
+    script = launcher.script("import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 48)")
+    limited = launcher.script(
+        """
+        import resource, runpy
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (34, limits[1]))
+        sys.argv = ["phalanx", "run", "-n", "2", sys.argv[1]]
+        runpy.run_module("phalanx", run_name="__main__")
+        """,
+        "limited.py",
+    )
+    job = launcher.python(limited, script)
+    assert sorted(job.lines) == ["[worker/0] True", "[worker/1] True"], job.err
+
+
 def test_a_survivors_lost_peer_is_a_consequence_even_if_seen_first(launcher: Launcher) -> None:
     script = launcher.script(
         """

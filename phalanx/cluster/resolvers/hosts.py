@@ -54,14 +54,13 @@ def parse_hosts(text: str, *, where: str) -> HostTasks:
     """
     hosts: HostTasks = []
     for part in text.split(","):
-        host, _, slots = part.strip().partition(":")
-        slots = slots or "1"
-        if not host or not re.fullmatch("[1-9][0-9]{0,5}", slots):
+        match = re.fullmatch(r"(\[[^\]\s]+\]|[^\s:]+)(?::([1-9][0-9]{0,5})?)?", part.strip())
+        if match is None:
             raise ConfigurationError(
                 f"{where} is {text!r}: {part.strip()!r} is not like 'host' or 'host:2' (a host and how many "
-                f"tasks it has). Write for example 'host0:2,host1:2'."
+                f"tasks it has). Write for example 'host0:2,host1:2', an IPv6 address in brackets."
             )
-        hosts.append((host, int(slots)))
+        hosts.append((match[1].strip("[]"), int(match[2] or "1")))
     return hosts
 
 

@@ -1,0 +1,33 @@
+"""Cloudpickle, for functions that travel to other processes of the job."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import sys
+import types
+from typing import Any
+
+import cloudpickle
+
+
+class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Takes modules that can be imported by name, whatever their class.
+
+    Cloudpickle takes a module of a class of its own, as `torch.ops` is, for an object, and fails at it. A function
+    refers to that module if it uses `torch` and, for example, `keras.ops`: cloudpickle goes by the names alone.
+    """
+
+    def reducer_override(self, thing: Any) -> Any:
+        if isinstance(thing, types.ModuleType) and type(thing) is not types.ModuleType:
+            name = getattr(thing, "__name__", "")
+            if sys.modules.get(name) is thing:
+                return importlib.import_module, (name,)
+        return super().reducer_override(thing)
+
+
+def dumps(thing: Any) -> bytes:
+    """As `cloudpickle.dumps`."""
+    file = io.BytesIO()
+    Pickler(file).dump(thing)
+    return file.getvalue()
