@@ -11,6 +11,9 @@ from phalanx.transport.link import Link
 
 Rank = int
 
+CLOSED = "its connection closed, so the process or its host died. Look at the end of that task's output for the cause."
+"""What is known of a lost task where nothing else is."""
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -96,13 +99,9 @@ class Membership:
             why: what is known of its connection, a sentence; empty: it was closed.
         """
         member = self.members[rank]
-        why = why or (
-            "its connection closed, so the process or its host died. Look at the end of that task's output for the "
-            "cause."
-        )
         return PeerLostError(
             f"{self.me.task} (rank {self.rank}) lost {member.task} (rank {rank}, pid {member.pid} on "
-            f"{member.host}, {member.address}) during {during}: {why}",
+            f"{member.host}, {member.address}) during {during}: {why or CLOSED}",
             rank=rank,
             task=member.task,
             host=member.host,

@@ -127,10 +127,6 @@ class MapStyleSource(Anywhere):
         self.signature = f"{_KIND} of {len(self._batches)} batches over {len(loader.dataset)} items"
 
     @property
-    def checked(self) -> bool:
-        return self._world_size > 1
-
-    @property
     def num_batches(self) -> int | None:
         return len(self._batches)
 

@@ -41,6 +41,10 @@ class PerRankSource:
     def num_batches(self) -> int | None:
         return self._source.num_batches
 
+    @property
+    def taken(self) -> int:
+        return self._source.taken
+
     def read(self, key: int, start: int, stop: int | None) -> Iterator[Share]:
         return map(_own, self._source.read(key, start, stop))
 
@@ -61,6 +65,12 @@ class PerRankSource:
 
     def skip(self, key: int, count: int) -> None:
         self._source.skip(key, count)
+
+    def remember(self, *, on: bool) -> None:
+        self._source.remember(on=on)
+
+    def rewind(self) -> None:
+        self._source.rewind()
 
     def shares(self, world_size: int) -> list[str]:
         return [f"reads all of the {self.kind} that its own function returned" for _ in range(world_size)]

@@ -135,10 +135,6 @@ class PyDatasetSource(Anywhere):
         self.signature = f"PyDataset of {self.num_batches} batches, shuffle={shuffle}"
 
     @property
-    def checked(self) -> bool:
-        return self._world_size > 1
-
-    @property
     def num_batches(self) -> int | None:
         # Asked anew each time: `on_epoch_end` may change it.
         length = self._dataset.num_batches

@@ -16,7 +16,7 @@ from phalanx.inputs.batch import LocalBatch
 from phalanx.inputs.elements import Array, Form, unpack
 from phalanx.inputs.policy import AutoShardPolicy
 from phalanx.inputs.prefetch import DEPTH, Prefetch
-from phalanx.inputs.source import Source, StreamSource
+from phalanx.inputs.source import Source
 from phalanx.inputs.split import Share, stand_in
 
 
@@ -228,25 +228,21 @@ class ShardedInput:
     def remembering(self) -> Iterator[Callable[[], None]]:
         """While inside, what is read can be read again; yields what goes back to where it was entered."""
         position = self._position
-        stream = self._source if isinstance(self._source, StreamSource) else None
 
         def rewind() -> None:
             self._position = position
-            if stream is not None:
-                stream.rewind()
+            self._source.rewind()
 
-        if stream is not None:
-            stream.remember(on=True)
+        self._source.remember(on=True)
         try:
             yield rewind
         finally:
-            if stream is not None:
-                stream.remember(on=False)
+            self._source.remember(on=False)
 
     @property
     def taken(self) -> int:
         """Of data that are read on from one evaluation to the next, how many batches; 0 of all others."""
-        return self._source.taken if isinstance(self._source, StreamSource) else 0
+        return self._source.taken
 
     def catch_up(self, taken: int) -> None:
         """Other ranks, or a former life, have taken so many batches."""

@@ -24,6 +24,7 @@ class Source(Protocol):
         reads_ahead: whether it makes its next batch while it is not asked, so that a thread would not pay.
         by_number: whether `read` may begin anywhere in a pass, and any number of times.
         draws: whether it draws all random numbers itself that Keras would draw to open a pass.
+        taken: how many batches have been read of data that cannot be read twice; 0 of all others.
         signature: a line that is the same on every rank if the ranks were given the same data.
     """
 
@@ -56,6 +57,9 @@ class Source(Protocol):
 
     @property
     def draws(self) -> bool: ...
+
+    @property
+    def taken(self) -> int: ...
 
     @property
     def signature(self) -> str: ...
@@ -96,6 +100,15 @@ class Source(Protocol):
         """Others have read so many batches of the pass `key`; the next `read` goes on from there."""
         ...
 
+    def remember(self, *, on: bool) -> None:
+        """Whether what is read from now on may have to be read again (`rewind`), also where it cannot be opened
+        twice."""
+        ...
+
+    def rewind(self) -> None:
+        """What has been read since `remember` comes again, in a `read` that begins where they began."""
+        ...
+
     def shares(self, world_size: int) -> list[str]:
         """What each rank reads: one phrase for each, in rank order."""
         ...
@@ -105,10 +118,15 @@ class Anywhere:
     """What sources have in common whose `read` may begin anywhere in a pass."""
 
     draws = False
+    taken = 0
 
     _rank: int
     _world_size: int
     _kept: tuple[int, Any] | None = None  # the key of a pass, and its order
+
+    @property
+    def checked(self) -> bool:
+        return self._world_size > 1
 
     def forget_order(self) -> None:
         """Make that of the running pass anew when it is wanted."""
@@ -129,6 +147,12 @@ class Anywhere:
     def skip(self, key: int, count: int) -> None:
         pass
 
+    def remember(self, *, on: bool) -> None:
+        pass
+
+    def rewind(self) -> None:
+        pass
+
 
 def same_stream(kind: str, world_size: int) -> list[str]:
     """What each rank reads under DATA where it must read everything to find its part."""
@@ -147,9 +171,6 @@ class StreamSource:
             the same iterator each time, for data that cannot be read twice.
         once: the data cannot be read twice.
         per_rank: the elements are already this rank's own and are not cut.
-
-    Attributes:
-        taken: how many elements have been read, of data that cannot be read twice.
     """
 
     by_number = False
@@ -250,11 +271,9 @@ class StreamSource:
             self.taken += self._once
 
     def remember(self, *, on: bool) -> None:
-        """Where data cannot be read twice: whether what is read from now on may have to be read again (`rewind`)."""
         self._remembered = [] if on and self._once else None
 
     def rewind(self) -> None:
-        """What has been read since `remember` comes again."""
         if self._remembered and self._running is not None:
             self._running = itertools.chain(self._remembered, self._running)
             self._untouched = True

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.backends.layout import Weight
+from phalanx.cluster.membership import CLOSED
 from phalanx.errors import CollectiveTimeoutError, EvictedError, PeerLostError, PhalanxError, RendezvousError
 from phalanx.parameter_server.messages import EpochOver, FitOver, Rejoin, Report, Rules, State, Ticket
 
@@ -663,8 +664,7 @@ def _did_not_come(reason: str) -> CollectiveTimeoutError:
 def lost(name: str, during: str) -> PeerLostError:
     """The error that names a lost task that has no rank."""
     return PeerLostError(
-        f"lost {name} during {during}: its connection closed, so the process or its host died. Look at the end of that "
-        f"task's output for the cause.",
+        f"lost {name} during {during}: {CLOSED}",
         rank=-1,
         task=name,
         host="",

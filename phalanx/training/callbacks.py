@@ -34,14 +34,12 @@ _SAVERS = (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore, *_
 
 # What these do is for all: files, services, the terminal. The chief does it once.
 CHIEF_ONLY = (
-    keras.callbacks.ModelCheckpoint,
-    keras.callbacks.BackupAndRestore,
+    *_SAVERS,
     keras.callbacks.CSVLogger,
     keras.callbacks.TensorBoard,
     keras.callbacks.RemoteMonitor,
     keras.callbacks.ProgbarLogger,
     ChiefCallback,
-    *_ORBAX,
 )
 
 _BATCH_HOOKS = {
@@ -170,6 +168,11 @@ def flat(callbacks: Any) -> list[Any]:
     return list(callbacks) if isinstance(callbacks, Sequence) else [callbacks]
 
 
+def _each(callbacks: Any) -> list[Any]:
+    """The callbacks that were passed to a method, or those of a list that is made already."""
+    return callbacks.callbacks if isinstance(callbacks, CallbackList) else flat(callbacks)
+
+
 def progress_bar(callbacks: CallbackList) -> ReplicaProgbar | None:
     """The bar that counts samples, if this rank shows one."""
     bar = getattr(callbacks, "_progbar", None)
@@ -181,11 +184,9 @@ def watches_batches(callbacks: Any, phase: str) -> bool:
 
     Takes what the user passed, which is the same on every rank, not this rank's list.
     """
-    if isinstance(callbacks, CallbackList):
-        callbacks = callbacks.callbacks
     own = [
         callback
-        for callback in flat(callbacks)
+        for callback in _each(callbacks)
         if not isinstance(callback, (*CHIEF_ONLY, Onlooker, keras.callbacks.History))
     ]
     return any(_overrides(callback, hook) for callback in own for hook in _BATCH_HOOKS[phase])
@@ -238,8 +239,7 @@ def _needs_weights(callbacks: CallbackList, *hooks: str) -> bool:
 
 def saves_between_batches(callbacks: Any) -> bool:
     """Whether a callback of Keras's among these, a list of either kind, saves the model in the middle of epochs."""
-    given = callbacks.callbacks if isinstance(callbacks, CallbackList) else flat(callbacks)
-    return any(isinstance(c, _SAVERS) and getattr(c, "save_freq", "epoch") != "epoch" for c in given)
+    return any(isinstance(c, _SAVERS) and getattr(c, "save_freq", "epoch") != "epoch" for c in _each(callbacks))
 
 
 def needs_whole_optimizer(callbacks: Any) -> bool:

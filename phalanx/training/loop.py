@@ -56,7 +56,7 @@ class ReplicaTrainer:
         self.merge = StepMerge(replica, policy.compression if policy.period is None else None)
         # The same for all steps: functions are traced for it. Replicas with a rhythm hold nothing.
         self.merge.holds = policy.period is None and steps_to_hold(model) > 1
-        self.merge.unit = unit_of_gradients(getattr(model, "optimizer", None))
+        self.merge.unit = unit_of_gradients(model)
         self._stepper: Periodic | None = None
         self._engine: Engine | None = None
         self._synchronised = False

@@ -176,9 +176,10 @@ def steps_to_hold(model: Any) -> int:
     return (getattr(optimizer, "gradient_accumulation_steps", None) or 1) if simple else 1
 
 
-def unit_of_gradients(optimizer: Any) -> float:
+def unit_of_gradients(model: Any) -> float:
     """By what the loss is always multiplied; see `loss_scale` where that moves."""
-    return float(getattr(inner_optimizer(optimizer), "loss_scale_factor", None) or 1.0)
+    optimizer = inner_optimizer(getattr(model, "optimizer", None))
+    return float(getattr(optimizer, "loss_scale_factor", None) or 1.0)
 
 
 def inner_optimizer(optimizer: Any) -> Any:

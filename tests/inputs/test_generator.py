@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from phalanx.errors import ConfigurationError
-from phalanx.inputs import shard_input
+from phalanx.inputs import ShardedInput, shard_input
+from phalanx.inputs.distributed import PerRankSource
+from phalanx.inputs.source import StreamSource
 from tests.inputs.merging import WORLD_SIZES, assert_same_batches, keras_batches, merged_epoch, ranks_of
 
 SIZES = [7, 7, 2, 1]
@@ -175,3 +177,16 @@ def test_whether_batches_are_compared_follows_the_number_of_ranks():
     assert isinstance(sharded.fingerprint(), int)
     sharded.regroup(0, 1)
     assert sharded.fingerprint is None
+
+
+def test_so_can_what_an_input_function_of_this_rank_made():
+    stream = StreamSource(lambda key: source, kind="generator", rank=0, world_size=1, once=True)
+    source = endless()
+    sharded = ShardedInput(PerRankSource(stream), rank=0, world_size=2, steps_per_epoch=3)
+    with sharded.remembering() as rewind:
+        walk = sharded.epoch(0)
+        assert [next(walk).data[0][0, 0] for _ in range(2)] == [0, 1]
+        walk.close()
+        rewind()
+        assert [batch.data[0][0, 0] for batch in sharded.epoch(0)] == [0, 1, 2]
+    assert sharded.taken == 3
