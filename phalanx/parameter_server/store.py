@@ -52,6 +52,7 @@ class _Joint:
     extras: list[Array] | None = None  # merged, when it is complete
     finite: bool = True
     given_up: bool = False  # the chief has begun anew
+    disagreement: str = ""  # two contributions cannot be merged, and why
 
 
 _Key = tuple[int, int]
@@ -459,6 +460,7 @@ class Store:
             self.late += 1
             return extras, f"it came too late and was left out, as {self.late} of the workers' have been so far"
         joint = self._joints.setdefault(key, _Joint())
+        joint.disagreement = joint.disagreement or self._difference(joint, ticket.member, extras)
         joint.contributions[ticket.member] = (message.share, gradients, extras)
         joint.finite &= message.finite or not message.share
         until = time.monotonic() + rules.timeout_s
@@ -466,6 +468,9 @@ class Store:
             self._schedule.check()
             if joint.given_up:
                 return extras, "the chief has begun anew"
+            if joint.disagreement:
+                self._changed.notify_all()
+                raise DisagreementError(joint.disagreement)
             if self._is_complete(joint, ticket, rules):
                 joint.extras = self._merge(key, joint, message, rules)
                 self._joints.pop(key, None)
@@ -477,6 +482,17 @@ class Store:
             else:
                 self._changed.wait(POLL_S)
         return joint.extras, ""
+
+    def _difference(self, joint: _Joint, member: Worker, extras: Sequence[Array]) -> str:
+        """How what a member merges beside its gradients differs from what another one does; "" if it does not."""
+        for other, (_, _, theirs) in joint.contributions.items():
+            if [array.size for array in theirs] != [array.size for array in extras]:
+                return (
+                    f"{self._names[member]} merges {_described(extras)} in a step, and {self._names[other]} "
+                    f"{_described(theirs)}: metrics, states of layers and what train_step returns must be the same on "
+                    f"all workers."
+                )
+        return ""
 
     def _remember(self, key: _Key, result: _Result) -> None:
         self._completed[key] = None
@@ -558,6 +574,10 @@ def _weighted_sum(arrays: Sequence[Array], weights: Sequence[float]) -> Array:
     for array, weight in counted[1:]:
         result += array * array.dtype.type(weight)
     return result
+
+
+def _described(extras: Sequence[Array]) -> str:
+    return f"{len(extras)} arrays of {', '.join(str(array.size) for array in extras)} values" if extras else "nothing"
 
 
 def _arrays_of(gradient: Gradient) -> Sequence[Array]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +22,7 @@ from phalanx.supervision import best, finished
 from phalanx.supervision.best import Best
 from phalanx.supervision.end_of_job import EndOfJob, Signs, patience
 from phalanx.supervision.events import EventWriter
+from phalanx.supervision.scratch import scratch
 from phalanx.supervision.watch import Found, Watch
 
 logger = logging.getLogger(__name__)
@@ -136,8 +136,8 @@ class SidecarEvaluator:
         end = EndOfJob(patience(settings, self._patience_s), time.monotonic(), launched=bool(settings.job_id))
         signs = Signs(self._spec, self._task, settings, time.monotonic)
         over = False
-        with tempfile.TemporaryDirectory(prefix="phalanx-evaluator-") as scratch:
-            watch = Watch(self._directory, Path(scratch), ignored=best.NAME)
+        with scratch() as copies:
+            watch = Watch(self._directory, copies, ignored=best.NAME)
             try:
                 while self.evaluations != self._max_evaluations:
                     found = watch.next()

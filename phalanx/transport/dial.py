@@ -150,7 +150,7 @@ def _shake_hands(link: Link, secret: bytes | None, deadline: float) -> None:
         if handshake.waits_for_proof:
             raise WrongSecretError(
                 f"{link.peer} hung up when it saw our proof of the secret: PHALANX_SECRET differs, or is set "
-                f"at only one of the two ends"
+                f"at only one of the two ends (or it had no room for one more connection: its log says so)"
             ) from error
         if isinstance(error.__cause__, ssl.SSLError):
             raise HandshakeError(f"TLS with {link.peer} failed: {error.__cause__}") from error

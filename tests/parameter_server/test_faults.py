@@ -135,6 +135,14 @@ def test_another_model_on_one_worker_is_named(start: Start) -> None:
     assert "[8, 9] on this task" in tasks.said("worker/1")
 
 
+def test_other_metrics_on_one_worker_are_named(start: Start) -> None:
+    tasks = start("other metrics")
+    assert set(tasks.ends("worker/0", "worker/1").values()) == {DisagreementError.exit_code}
+    for worker in ("worker/0", "worker/1"):
+        assert "worker/1 merges" in tasks.said(worker) or "worker/0 merges" in tasks.said(worker)
+        assert "must be the same on all workers" in tasks.said(worker)
+
+
 def test_other_data_on_one_worker_are_named(start: Start) -> None:
     tasks = start("other data")
     assert tasks.ends("worker/1") == {"worker/1": DisagreementError.exit_code}

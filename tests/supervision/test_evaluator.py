@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ import pytest
 import phalanx
 from phalanx.errors import ConfigurationError, RendezvousError
 from phalanx.supervision import finished
+from phalanx.supervision.scratch import scratch
 from phalanx.training.checkpoints import Checkpoints, load, read
 from tests.supervision.models import make_data, make_model
 
@@ -284,3 +288,33 @@ def test_it_waits_for_a_file_that_keras_is_still_writing(saved: list[Path], tmp_
     thread.join(BOUND_S)
     assert not thread.is_alive()
     assert note.steps == [10]
+
+
+def test_what_a_killed_evaluator_left_is_removed_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    program = (
+        "import time; from phalanx.supervision.scratch import scratch\n"
+        "with scratch() as it: print(it, flush=True); time.sleep(99)"
+    )
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program], stdout=subprocess.PIPE, env=os.environ | {"TMPDIR": str(tmp_path)}
+        )
+        for _ in range(2)
+    ]
+    try:
+        killed, living = (
+            Path(str(process.stdout and process.stdout.readline(), "utf-8").strip()) for process in processes
+        )
+        (killed / "copy").write_text("of a checkpoint")
+        processes[0].kill()
+        processes[0].wait()
+        with scratch() as own:
+            assert {killed.exists(), living.exists(), own.exists()} == {False, True}
+            assert len(list(tmp_path.iterdir())) == 2
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
