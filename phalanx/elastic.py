@@ -39,7 +39,8 @@ class State:
 
     Args:
         model: a Keras model; its weights, layer state and optimizer, if it is compiled.
-        optimizer: a Keras optimizer that is not the model's own.
+        optimizer: a Keras optimizer that is not the model's own. One that is not built yet is built for the model's
+            trainable variables: all that a loop goes back to must be there at its first commit.
         values: anything plain by name (numbers, strings, NumPy arrays, lists and dictionaries of them); each becomes an
             attribute.
 
@@ -61,7 +62,10 @@ class State:
         self._callbacks: list[Callable[[], None]] = []
         for name, value in values.items():
             setattr(self, name, value)
-        self._check()
+        if model is not None and model.built:
+            for each in (getattr(model, "optimizer", None), optimizer):
+                if each is not None and not each.built:
+                    each.build(model.trainable_variables)
         self.commit()
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
@@ -75,14 +79,24 @@ class State:
         self._check()
         self._committed = (
             encode({name: getattr(self, name) for name in self._names}),
-            [np.array(keras.ops.convert_to_numpy(variable.value)) for variable in self._variables()],
+            [(variable, np.array(keras.ops.convert_to_numpy(variable.value))) for variable in self._variables()],
         )
 
     def restore(self) -> None:
-        """Go back to the last commit."""
+        """Go back to the last commit.
+
+        Raises: ConfigurationError if variables have been made since: nobody knows what they were.
+        """
         values, arrays = self._committed
+        known = {id(variable) for variable, _ in arrays}
+        for variable in self._variables():
+            if id(variable) not in known:
+                raise ConfigurationError(
+                    f"The variable {variable.path!r} was made after the last commit: there is nothing to go back to. "
+                    f"Make all variables, and commit, before the first step."
+                )
         vars(self).update(decode(values))
-        for variable, array in zip(self._variables(), arrays, strict=False):
+        for variable, array in arrays:
             variable.assign(array)
 
     def sync(self, replica: Replica) -> None:
@@ -93,6 +107,14 @@ class State:
         for variable, array in zip(self._variables(), replica.communicator.broadcast(arrays), strict=True):
             variable.assign(array)
         self.commit()
+
+    def _check_built(self) -> None:
+        for thing, how in ((self._model, "build(shape)"), (self._optimizer, "build(model.trainable_variables)")):
+            if thing is not None and not thing.built:
+                raise ConfigurationError(
+                    f"The state's {thing.name!r} has no variables yet, and members that come later could not be given "
+                    f"them. Call its {how} before the State is made."
+                )
 
     def _reset(self) -> None:
         for callback in self._callbacks:
@@ -154,6 +176,7 @@ def _until_done(replica: Replica, elastic: ElasticCommunicator, state: State, bo
                         "All members that had the state of the job were lost.", rank=0, task="chief", host=""
                     )
                 replica.tell_of_the_entry()  # a chief that was lost may not have come to it
+                state._check_built()
                 state.sync(replica)
                 elastic.welcomed()
                 return body()

@@ -8,6 +8,8 @@ import msgspec
 import numpy as np
 
 _ARRAY, _TUPLE = "\0array", "\0tuple"
+INTEGERS = (-(2**63), 2**64 - 1)
+"""The least and the greatest that MessagePack has."""
 
 
 def is_plain(value: Any) -> bool:
@@ -17,8 +19,12 @@ def is_plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(isinstance(key, str) and is_plain(item) for key, item in value.items())
     if isinstance(value, np.ndarray):
-        return not value.dtype.hasobject
-    return isinstance(value, (type(None), bool, int, float, str, bytes, np.generic))
+        return not value.dtype.hasobject and value.dtype.names is None and value.dtype.subdtype is None
+    if isinstance(value, np.generic):
+        value = value.item()  # what Python has no number for, such as a date, stays what it is
+    if isinstance(value, int):
+        return INTEGERS[0] <= value <= INTEGERS[1]
+    return isinstance(value, (type(None), float, str, bytes))
 
 
 def encode(value: Any) -> bytes:
@@ -34,7 +40,7 @@ def decode(content: bytes) -> Any:
 def _packed(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         content = value.reshape(-1).tolist() if value.dtype.hasobject else value.tobytes()
-        return {_ARRAY: [value.dtype.name, list(value.shape), content]}
+        return {_ARRAY: [_name(value.dtype), list(value.shape), content]}
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, tuple):
@@ -46,6 +52,12 @@ def _packed(value: Any) -> Any:
     return value
 
 
+def _name(dtype: np.dtype[Any]) -> str:
+    """With the order of its bytes, the length of its strings, the unit of its times. Those of `ml_dtypes` have only
+    names: `dtype.str` calls them all void."""
+    return dtype.name if dtype.kind == "V" or dtype.hasobject else dtype.str
+
+
 def _unpacked(value: Any) -> Any:
     if isinstance(value, list):
         return [_unpacked(item) for item in value]
@@ -55,7 +67,7 @@ def _unpacked(value: Any) -> Any:
         dtype, shape, content = value[_ARRAY]
         if isinstance(content, list):
             return np.array(content, object).reshape(shape)
-        return np.frombuffer(bytearray(content), np.dtype(dtype)).reshape(shape)
+        return np.ndarray(shape, np.dtype(dtype), bytearray(content))
     if _TUPLE in value:
         return tuple(_unpacked(item) for item in value[_TUPLE])
     return {key: _unpacked(item) for key, item in value.items()}

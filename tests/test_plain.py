@@ -1,0 +1,47 @@
+"""Plain values come back as they were, and what would not is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from phalanx.plain import decode, encode, is_plain
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["<f4", ">f4", ">i8", "?", "<U3", "S2", "<c8", "<M8[D]", "<m8[s]", "<f2", np.longdouble, ml_dtypes.bfloat16],
+    ids=str,
+)
+def test_arrays_keep_their_type_and_values(dtype: Any) -> None:
+    values = np.array([[0, 1], [2, 10]])
+    array = values.astype("<m8[s]" if np.dtype(dtype).kind == "m" else dtype)
+    assert is_plain({"a": [array]})
+    back = decode(encode({"a": [array]}))["a"][0]
+    assert (back.dtype, back.shape) == (array.dtype, array.shape)
+    np.testing.assert_array_equal(back, array)
+    back[0, 0] = back[1, 1]  # it may be written
+
+
+def test_empty_ones_too() -> None:
+    for array in (np.zeros((0, 3), "float32"), np.array([], "U"), np.array(5.0)):
+        assert decode(encode(array)).shape == array.shape
+
+
+def test_numbers_and_containers() -> None:
+    value = {"a": (1, [2.5, None, True], "s", b"b"), "b": np.float32(0.5), "c": 2**64 - 1, "d": -(2**63)}
+    assert is_plain(value)
+    assert decode(encode(value)) == value | {"b": 0.5}
+
+
+NOT_PLAIN: list[Any] = [2**64, -(2**63) - 1, 1j, np.complex64(1), np.longdouble(1), np.datetime64("2020-01-01")]
+NOT_PLAIN += [object(), {1: 2}, {1}, np.array([object()]), np.zeros(2, [("a", "f4")])]
+
+
+@pytest.mark.parametrize("value", NOT_PLAIN, ids=repr)
+def test_what_would_not_come_back_is_refused(value: Any) -> None:
+    assert not is_plain(value)
+    assert not is_plain([value])
