@@ -11,13 +11,14 @@
 
     train(state)
 
-When a member is lost, or one joins, all go back to their last commit and call the function again. `fit` needs none of
-this.
+When a member is lost, or one joins, all go back to their last commit and call the function again. A single `fit` needs
+none of this; where the function calls `fit` itself, others join at its commits.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -32,6 +33,7 @@ from phalanx.training import state as model_states
 from phalanx.training.replica import EntryOverError, Replica
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 class State:
@@ -60,6 +62,7 @@ class State:
         self._model, self._optimizer = model, optimizer
         self._names = tuple(values)
         self._callbacks: list[Callable[[], None]] = []
+        self._elastic: ElasticCommunicator | None = None  # while a loop runs
         for name, value in values.items():
             setattr(self, name, value)
         if model is not None and model.built:
@@ -75,7 +78,15 @@ class State:
 
     def commit(self) -> None:
         """Keep what there is now: a change of the members leads back here. It copies the model; call it every few steps
-        where that takes long."""
+        where that takes long, and on all members alike.
+
+        Raises: MembershipChangedError, for `run`, if others came while the loop was in methods of Keras.
+        """
+        self._keep()
+        if self._elastic is not None:
+            self._elastic.let_others_in()
+
+    def _keep(self) -> None:
         self._check()
         self._committed = (
             encode({name: getattr(self, name) for name in self._names}),
@@ -106,7 +117,7 @@ class State:
         arrays = [np.asarray(keras.ops.convert_to_numpy(variable.value)) for variable in self._variables()]
         for variable, array in zip(self._variables(), replica.communicator.broadcast(arrays), strict=True):
             variable.assign(array)
-        self.commit()
+        self._keep()
 
     def _check_built(self) -> None:
         for thing, how in ((self._model, "build(shape)"), (self._optimizer, "build(model.trainable_variables)")):
@@ -160,7 +171,10 @@ def run(function: Callable[..., T]) -> Callable[..., T]:
                 entry.result = encode(result) if is_plain(result) else encode(None)
                 return result
         except EntryOverError as over:
-            state.commit()
+            logger.warning(
+                "The others have finished this loop: here is its result, and not the state that it ended with."
+            )
+            state._keep()
             return decode(over.result)  # type: ignore[no-any-return]
 
     return repeated
@@ -179,12 +193,15 @@ def _until_done(replica: Replica, elastic: ElasticCommunicator, state: State, bo
                 state._check_built()
                 state.sync(replica)
                 elastic.welcomed()
+                state._elastic = elastic
                 return body()
             except Exception as error:
                 if not _is_change(error) or elastic.generation == generation:
                     raise
                 state.restore()
                 state._reset()
+            finally:
+                state._elastic = None
 
 
 def _is_change(error: Exception) -> bool:

@@ -174,7 +174,14 @@ def _is_more(own: _Sums, part: float, seconds: float) -> bool:
 
 def _compared(own: _Sums, others: list[_Sums]) -> str:
     if own.steps and all(other.steps for other in others):
+        mine = own.computed_s / own.steps
         theirs = statistics.median(other.computed_s / other.steps for other in others)
-        return f"it computes {own.computed_s / own.steps * 1000:.3g} ms a step, they {theirs * 1000:.3g} ms"
+        if mine > theirs:  # else it has made more steps in the time that is known of
+            return f"it computes {_ms(mine)} a step, they {_ms(theirs)}"
     theirs = statistics.median(other.computed_s / other.known_s for other in others)
     return f"it computes {own.computed_s / own.known_s:.0%} of the time, they {theirs:.0%}"
+
+
+def _ms(seconds: float) -> str:
+    ms = seconds * 1000
+    return f"{ms:.0f} ms" if ms >= 100 else f"{ms:.3g} ms"

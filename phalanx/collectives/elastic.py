@@ -67,7 +67,7 @@ class ElasticCommunicator:
         self._last: Any = None
         self._changed = False
         self._fresh = node.candidate
-        self._open = self._closed_to_others = False
+        self._open = self._closed_to_others = self._was_closed = False
         self._sent = (0, 0, 0)  # bytes, bytes on links, collectives: of former generations
         self._waited_s = 0.0  # in former generations
         self.at_boundary = False
@@ -158,7 +158,16 @@ class ElasticCommunicator:
             yield
         finally:
             self._open = before
-            self._closed_to_others = False
+            self._closed_to_others, self._was_closed = False, True
+
+    def let_others_in(self) -> None:
+        """Between two things that were done with `closed_to_others`: a place where others may join.
+
+        Raises: MembershipChangedError if they have.
+        """
+        if self._was_closed:
+            self._was_closed = False
+            self.barrier()
 
     def welcomed(self) -> None:
         """This process has been given the job's state."""

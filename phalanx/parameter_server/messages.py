@@ -250,6 +250,13 @@ class NoBatch(msgspec.Struct, frozen=True, tag="no-batch"):
     ends: bool
 
 
+class EndEpoch(msgspec.Struct, frozen=True, tag="end-epoch"):
+    """From the chief: hand out no more steps of this epoch. Answered with `EpochOver`: how many it has now."""
+
+    fit: int
+    epoch: int
+
+
 class Order(msgspec.Struct, frozen=True, tag="order"):
     """Ask for the order of the samples in the pass that began with this epoch. Where the chief has gone back, or has
     ended the `fit`, the answer is what `Take` would get."""
@@ -445,6 +452,7 @@ Question = (
     | OpenEpoch
     | Take
     | NoBatch
+    | EndEpoch
     | Order
     | Report
     | Collect

@@ -385,6 +385,16 @@ class Schedule:
             return EpochOver(back_to=self._epoch.number, era=self.era)
         return None
 
+    def end_epoch(self, fit: int, number: int) -> int:
+        """No more steps of this epoch are handed out; returns how many there are. Asked for twice it is the same."""
+        with self._changed:
+            epoch = self._epoch
+            if epoch is not None and (epoch.fit, epoch.number) == (fit, number):
+                epoch.steps = self._steps_made()
+                epoch.returned = []
+                self._changed.notify_all()
+            return self._steps_made()
+
     def has_ended(self, fit: int) -> bool:
         """Whether the chief has ended this `fit`."""
         return self._ended_fit >= fit

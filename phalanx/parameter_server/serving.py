@@ -24,7 +24,9 @@ from phalanx.parameter_server.messages import (
     Collect,
     Declare,
     Done,
+    EndEpoch,
     EndFit,
+    EpochOver,
     FitOver,
     Hear,
     Hold,
@@ -230,6 +232,8 @@ class Serving:
             case Order(fit, epoch, era):
                 found = schedule.order(fit, epoch, era, timeout_s)
                 return (Values(0), [found]) if isinstance(found, np.ndarray) else (found, ())
+            case EndEpoch(fit, epoch):
+                return EpochOver(schedule.end_epoch(fit, epoch)), ()
             case NoBatch(ticket, ends):
                 schedule.no_batch(ticket, ends=ends)
             case Report():

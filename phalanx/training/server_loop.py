@@ -37,6 +37,7 @@ from phalanx.parameter_server.client import HEAD, Client
 from phalanx.parameter_server.messages import (
     Alive,
     Collect,
+    EndEpoch,
     EndFit,
     EpochOver,
     FitOver,
@@ -176,12 +177,12 @@ class ServerTrainer:
         logs: dict[str, Any] = {}
         epoch = first_epoch
         while True:
-            if epoch >= call.epochs:
+            if epoch >= call.epochs or (epoch > first_epoch and not worker.is_chief):
                 answer = self._await_end(fit, epoch)
                 if (back_to := self._goes_back(fit, source, answer)) is not None:
                     epoch = back_to
                     continue
-                if not isinstance(answer, Ticket):
+                if isinstance(answer, FitOver) or (epoch >= call.epochs and not isinstance(answer, Ticket)):
                     break
             progress.report("pull", epoch=epoch)
             timeline.current.enter("pull", epoch=epoch)
@@ -214,6 +215,8 @@ class ServerTrainer:
         self._tell_changes()
         if worker.is_chief:
             self._client.ask(HEAD, EndFit(fit))
+        else:
+            model.optimizer.iterations.assign(worker.global_step)
         self._assign(self._merge.pull())
         if self._stale_slots and worker.is_chief:
             self._pull_optimizer()
@@ -407,8 +410,8 @@ class ServerTrainer:
         return told
 
     def _await_end(self, fit: int, epoch: int) -> Ticket | EpochOver | FitOver:
-        """The chief ends a `fit` when its callbacks have had the last word on the weights; what it does instead: one
-        more epoch, or again one that it had begun before it was started again."""
+        """What the chief does next. It ends a `fit` when its callbacks have had the last word on the weights, perhaps
+        before the last epoch; or it begins an epoch, perhaps one that it had begun before it was started again."""
         if self._worker.is_chief:
             return FitOver()
         answer = self._merge.next_ticket(fit, epoch)
@@ -446,6 +449,7 @@ class ServerTrainer:
             self._tells_state = bool(engine.layer_state())
             self._client.ask(HEAD, OpenEpoch(fit, epoch, -1 if steps is None else steps), order)
         samples = step = 0
+        ended = False
         self._ahead.clear()
         listened = callback_lists.listens_to_batches(callbacks, "train")
         made = source.num_batches or 0
@@ -461,6 +465,9 @@ class ServerTrainer:
                 if step == 0 and not self._worker.is_chief:
                     self._take_changes(engine)
                 self._reported = None  # the chief has it, since it has opened this epoch
+                if ended and len(ticket.members) == 1:  # else others are making the step already
+                    self._tell_of_no_batch(ticket, ends=True)
+                    continue
                 batch = self._ahead.pop(ticket.serial, None) or self._batch(source, ticket)
                 timeline.current.leave()
                 if batch is None:
@@ -485,6 +492,9 @@ class ServerTrainer:
                 if listened:
                     callbacks.on_train_batch_end(ticket.batch, engine.logs())
                 step += 1
+                if self._worker.is_chief and self._model.stop_training and not ended:
+                    self._end_epoch(fit, epoch)
+                    ended = True
                 if self._stops_within_epoch():
                     made = step
                     return samples, FitOver()
@@ -534,6 +544,13 @@ class ServerTrainer:
             return None
         part = cut(batch.data, ticket.members.index(ticket.member), len(ticket.members), "the input")
         return LocalBatch(part.data, part.size, part.global_size)
+
+    def _end_epoch(self, fit: int, epoch: int) -> None:
+        """The chief's callbacks stop the training: nobody begins another step."""
+        self._merge.flush()
+        answer, _ = self._client.ask(HEAD, EndEpoch(fit, epoch))
+        assert isinstance(answer, EpochOver)
+        self._steps = answer.steps
 
     def _tell_of_no_batch(self, ticket: Ticket, *, ends: bool) -> None:
         self._merge.flush()

@@ -193,6 +193,28 @@ def test_a_loop_of_ones_own(tmp_path):
     assert all(resets >= 1 for _, _, resets in results[:1])
 
 
+def test_a_loop_of_ones_own_that_fits(tmp_path):
+    """A loss within a `fit` is survived there, and who was lost comes back at a commit, with all that the others have."""
+    done = subprocess.run(
+        [sys.executable, "-m", "phalanx", "run", "--workers", "2:3"]
+        + [str(PROGRAM.with_name("fits.py")), str(tmp_path)],
+        env={**os.environ, "KERAS_BACKEND": FIRST},
+        capture_output=True,
+        text=True,
+        timeout=BOUND_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("result-*"))]
+    assert len(results) == 3
+    epochs, sizes, weights = results[0]
+    assert results == [results[0]] * 3
+    assert epochs == len(sizes) == 40
+    assert sizes[1] == 2
+    assert sizes[-1] == 3
+    np.testing.assert_allclose(weights[0], np.ones((4, 1)), atol=0.05)
+
+
 def test_fewer_and_more_are_wanted(tmp_path, undisturbed):
     """`phalanx scale`, while the job runs: the model is the same all the same."""
     environment = {**os.environ, "KERAS_BACKEND": FIRST, "PHALANX_JOBS": str(tmp_path / "jobs")}

@@ -30,6 +30,7 @@ class Case:
         looks: whether a callback looks at the model between batches.
         sets: whether a callback sets weights between epochs.
         idles: whether a fit without epochs to make comes first.
+        stops: whether a callback stops the training in the middle of the second epoch.
     """
 
     workers: int
@@ -43,6 +44,7 @@ class Case:
     looks: bool = False
     sets: bool = False
     idles: bool = False
+    stops: bool = False
 
 
 def _shards(count: int) -> Any:
@@ -97,6 +99,7 @@ CASES = {
     "alone_with_fewer_steps_than_data": Case(1, {}, fit={"steps_per_epoch": 4, "epochs": 3, "validation_data": None}),
     "alone_looked_at": Case(1, {}, model=_wide, looks=True),
     "alone_set_by_a_callback": Case(1, {}, fit={"epochs": 4}, sets=True),
+    "alone_stopped_within_an_epoch": Case(1, {}, fit={"epochs": 4}, stops=True),
     "alone_wide": Case(1, {"variable_partitioner": 2}, model=_wide),
     "alone_in_float64": Case(1, {}, model=_of_float64),
     "alone_with_lamb": Case(1, {}, lambda keras: keras.optimizers.Lamb(0.01)),
@@ -197,6 +200,20 @@ def _setter(keras: Any) -> Any:
     return Sets()
 
 
+def _stopper(keras: Any) -> Any:
+    """Stops the training after the third batch of the second epoch."""
+
+    class Stops(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self._epoch, self._batches = epoch, 0
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self._batches += 1
+            self.model.stop_training = (self._epoch, self._batches) == (1, 3)
+
+    return Stops()
+
+
 def train(case: Case, scope: Any) -> dict[str, Any]:
     """What a case comes to, in the scope of a strategy or in none."""
     import keras
@@ -231,7 +248,8 @@ def train(case: Case, scope: Any) -> dict[str, Any]:
         **{"batch_size": BATCH, "epochs": 2, "verbose": 0, "sample_weight": weights, "validation_data": (x, y)}
         | case.fit
         | ({"callbacks": [looks.callback]} if looks else {})
-        | ({"callbacks": [_setter(keras)]} if case.sets else {}),
+        | ({"callbacks": [_setter(keras)]} if case.sets else {})
+        | ({"callbacks": [_stopper(keras)]} if case.stops else {}),
     )
     # First of all: Keras itself evaluates on JAX with buffers that an optimizer which averages weights shares.
     state = [np.array(keras.ops.convert_to_numpy(variable)) for variable in model.optimizer.variables]

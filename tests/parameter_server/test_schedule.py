@@ -187,6 +187,19 @@ def test_data_that_end_end_the_epoch() -> None:
     assert isinstance(ask(schedule, 0, epoch=0), EpochOver)
 
 
+def test_the_chief_ends_an_epoch_and_what_was_begun_is_made() -> None:
+    schedule = begun(None)
+    first, second, third = take(schedule, 0), take(schedule, 1), take(schedule, 0)
+    schedule.done(first)
+    assert schedule.end_epoch(0, 0) == schedule.end_epoch(0, 0) == 3
+    assert at_hand(schedule, 0) is None
+    schedule.no_batch(third, ends=True)  # the chief's own next one
+    schedule.done(second)
+    answers = [ask(schedule, worker, epoch=0) for worker in (0, 1)]
+    assert answers == [EpochOver(2), EpochOver(2)]
+    assert schedule.end_epoch(0, 1) == 2, "not the epoch that is open"
+
+
 def test_who_waits_for_a_chief_that_left_is_told() -> None:
     schedule = begun(1)
     schedule.chief_left()
