@@ -124,7 +124,7 @@ class Settings:
             job_id=values.get(JOB_ID, ""),
             rendezvous_timeout_s=_seconds(values, RENDEZVOUS_TIMEOUT, DEFAULT_RENDEZVOUS_TIMEOUT_S),
             timeout_s=_seconds(values, TIMEOUT, DEFAULT_TIMEOUT_S),
-            return_timeout_s=_seconds(values, RETURN_TIMEOUT, 0.0) if values.get(RETURN_TIMEOUT) else None,
+            return_timeout_s=_seconds(values, RETURN_TIMEOUT, 60.0) if values.get(RETURN_TIMEOUT) else None,
             snapshots=_two_paths(values, SNAPSHOTS),
             keeper=values.get(KEEPER) or None,
             host_id=values.get(HOST_ID) or None,

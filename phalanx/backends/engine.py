@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -15,8 +15,22 @@ Array = np.ndarray[Any, Any]
 Batch = tuple[Any, Any, Any]
 Exchange = Callable[[Sequence[Array]], list[Array | None]]
 """See `Merge.exchange`."""
-GradientRows = tuple[Array, Array]
-"""Numbers of rows of a variable, some perhaps several times, and a gradient for each."""
+
+
+class GradientRows(NamedTuple):
+    """Single rows of a variable's gradient.
+
+    Attributes:
+        numbers: of the rows, some perhaps several times.
+        gradients: one for each.
+        of_any_batch: whether they were looked up whatever is in the batch: positions, a table that is read whole.
+    """
+
+    numbers: Array
+    gradients: Array
+    of_any_batch: bool = False
+
+
 Gather = Callable[[Sequence[GradientRows], float], list[GradientRows]]
 """See `Merge.gather`."""
 
@@ -41,8 +55,8 @@ class Merge(Protocol):
     @property
     def gather(self) -> Gather | None:
         """Where gradients that are single rows of a variable (`tf.IndexedSlices`) may be merged as such: gives for each
-        variable the rows of all ranks, one rank's after the other's, weighted with their shares. None where they must
-        be made whole first."""
+        variable the rows of all ranks, weighted with their shares; one rank's after the other's, but those that any
+        batch looks up summed. None where they must be made whole first."""
         ...
 
     @property

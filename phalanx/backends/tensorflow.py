@@ -22,7 +22,7 @@ from keras.src import tree
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
 from phalanx.backends import model_state
-from phalanx.backends.engine import Batch, Merge
+from phalanx.backends.engine import Batch, GradientRows, Merge
 from phalanx.backends.global_losses import ScaledLosses, check_losses, has_samples, scales
 from phalanx.backends.layout import Layout, Weight
 from phalanx.backends.log_origins import LogOrigins
@@ -294,17 +294,20 @@ class TensorFlowEngine(model_state.Packing):
         return dense
 
     def _gather_slices(self, gradients: Sequence[Any]) -> dict[int, Any]:
-        """The gradients of single rows, by number: those of all ranks one after the other. Keras's optimizers treat a
-        row that occurs twice otherwise than one that occurs once with the sum: what plain Keras has must stay apart."""
+        """The gradients of single rows, by number, merged. Keras's optimizers treat a row that occurs twice otherwise
+        than one that occurs once with the sum: what plain Keras has apart must stay apart, and what it has summed over
+        the whole batch must be summed over the ranks."""
         gather_rows = self._merge.gather
         slices = {i: g for i, g in enumerate(gradients) if isinstance(g, tf.IndexedSlices)}
         if gather_rows is None or not slices:
             return {}
         tensors = [part for one in slices.values() for part in (one.indices, one.values)]
+        of_any_batch = [_is_of_any_batch(one.indices) for one in slices.values()]
 
         def gather(arrays: Sequence[Array]) -> list[Array]:
-            merged = gather_rows(list(zip(arrays[::2], arrays[1::2], strict=True)), self._share)
-            return [part for pair in merged for part in pair]
+            own = [GradientRows(*each) for each in zip(arrays[::2], arrays[1::2], of_any_batch, strict=True)]
+            merged = gather_rows(own, self._share)
+            return [part for rows in merged for part in (rows.numbers, rows.gradients)]
 
         gathered = self._on_host(gather, tensors, [tensor.dtype for tensor in tensors])
         merged = {}
@@ -436,6 +439,15 @@ def _of_any_size(tensor: Any) -> Any:
     if tensor is None or not tensor.shape.rank:
         return tensor
     return tf.compat.v1.placeholder_with_default(tensor, [None, *tensor.shape[1:]])
+
+
+def _is_of_any_batch(indices: Any) -> bool:
+    """Whether as many rows are looked up in a batch of any size: in a graph, where the size of the batch is unknown,
+    the number of the others is as well."""
+    if isinstance(indices, tf.__internal__.EagerTensor):
+        numbers = indices.numpy()
+        return len(np.unique(numbers)) == len(numbers)  # the samples of a batch would look up the same
+    return bool(indices.shape.is_fully_defined())
 
 
 def _described(array: Array) -> Any:

@@ -55,7 +55,7 @@ MEANINGS: dict[int, Meaning] = {
         "RendezvousError",
         "the tasks of the job did not find each other in time",
         "that the tasks named in the message run, that their addresses can be reached (`phalanx doctor`), "
-        "and that all have the same PHALANX_SECRET",
+        "and that all have the same PHALANX_SECRET (and, with TLS, certificates of one PHALANX_TLS_CA)",
     ),
     errors.DisagreementError.exit_code: Meaning(
         "DisagreementError",

@@ -316,7 +316,9 @@ class Schedule:
         if not self._rules.synchronous:
             self._held = {ticket.serial: ticket for ticket in tickets}
             known = len(self._held) + sum(message.made for message in same)
-            if (unknown := self._epoch.next - known) > 0:
+            # Who has gone on was told that the epoch is over: then nobody held any of it.
+            ahead = any((m.fit, m.epoch) > (chief.fit, chief.epoch) for m in here)
+            if not ahead and (unknown := self._epoch.next - known) > 0:
                 self.lost_batches += unknown
                 logger.warning(
                     "Up to %d batches of epoch %d are lost: they had been handed out, and no worker that is here has "

@@ -91,12 +91,18 @@ class Best:
 
     def _recall(self) -> None:
         """What an evaluator before this one has kept."""
+        place = self._directory / f"{NAME}.json"
         try:
-            content = json.loads((self._directory / f"{NAME}.json").read_text())
+            content = json.loads(place.read_text())
+            known = content.get("monitor") == self._monitor and self._monitor in content["metrics"]
+            value = float(content["metrics"][self._monitor]) if known else None
         except FileNotFoundError:
             return
-        if content.get("monitor") == self._monitor and self._monitor in content["metrics"]:
-            self.value = float(content["metrics"][self._monitor])
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            logger.warning("%s is damaged, so what was the best until now is not known (%s).", place, error)
+            return
+        if value is not None:
+            self.value = value
             kept = [self._directory / f"{NAME}{suffix}" for suffix in (checkpoints.SUFFIX, KERAS_SUFFIX)]
             self.path = next((path for path in kept if os.path.exists(path)), None)
             if self.path is None:

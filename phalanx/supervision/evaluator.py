@@ -103,6 +103,10 @@ class SidecarEvaluator:
         self._model = model
         self._data = data
         self._directory = Path(checkpoint_dir)
+        if self._directory.exists() and not self._directory.is_dir():
+            raise ConfigurationError(
+                f"checkpoint_dir is {str(self._directory)!r}, which is a file, and not a directory."
+            )
         self._steps = steps
         self._max_evaluations = max_evaluations
         self._callbacks = callbacks

@@ -95,12 +95,12 @@ class Watch:
         self._clock = clock
         self._files: dict[str, _File] = {}
         self._contents: dict[str, str] = {}  # of those that were taken
-        self._began = False
+        self._began = self._is_there = False
 
     @property
     def pending(self) -> bool:
         """Whether a file was seen that may become a checkpoint."""
-        return any(file.state is _State.PENDING for file in self._files.values())
+        return self._is_there and any(file.state is _State.PENDING for file in self._files.values())
 
     def next(self) -> Found | None:
         """The next new checkpoint; None if there is none at the moment. The copy of the one before is deleted.
@@ -131,8 +131,10 @@ class Watch:
         """The names of the pending files, in the order in which they were last written."""
         try:
             entries = [entry for entry in os.scandir(self._directory) if self._is_checkpoint(entry.name)]
-        except FileNotFoundError:
-            entries = []
+            self._is_there = True
+        except FileNotFoundError:  # not yet, or for the moment: what was taken is remembered
+            self._is_there = False
+            return []
         times: dict[str, tuple[int, str]] = {}
         for entry in entries:
             try:

@@ -23,6 +23,7 @@ import json
 import logging
 import os
 import re
+import secrets
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -289,7 +290,8 @@ def _temporary(place: Path) -> Iterator[Path]:
     """A name beside a file's own, for this process alone; nothing has it afterwards."""
     # Keras wants its suffix. The dot hides it from those who look for checkpoints.
     stem = place.name.removesuffix(SUFFIX)
-    temporary = place.with_name(f".{stem}.{os.getpid()}{SUFFIX}")
+    # Processes of two containers may have the same number.
+    temporary = place.with_name(f".{stem}.{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}")
     try:
         yield temporary
     finally:

@@ -111,10 +111,17 @@ class StepMerge:
         timeline.current.enter("merge")
         all_gather = self._replica.communicator.all_gather
         found = []
-        for numbers, gradients in rows:
+        for numbers, gradients, of_any_batch in rows:
             own = len(numbers) if share else 0  # a stand-in batch counts nowhere
             weighted = gradients[:own] * gradients.dtype.type(share)
-            found.append((np.concatenate(all_gather(numbers[:own])), np.concatenate(all_gather(weighted))))
+            numbers_of, weighted_of = all_gather(numbers[:own]), all_gather(weighted)
+            if of_any_batch and (counting := [rank for rank, each in enumerate(numbers_of) if len(each)]):
+                first = numbers_of[counting[0]]
+                if all(np.array_equal(numbers_of[rank], first) for rank in counting):
+                    total = sum((weighted_of[rank] for rank in counting[1:]), start=weighted_of[counting[0]])
+                    found.append(GradientRows(first, total))
+                    continue
+            found.append(GradientRows(np.concatenate(numbers_of), np.concatenate(weighted_of)))
         return found
 
     @contextmanager

@@ -124,6 +124,15 @@ def _connect(address: Address, peer: str, tls: TLS | None, deadline: float) -> s
     raise LinkClosedError(f"{address} cannot be reached ({failure.strerror or failure})") from failure
 
 
+def _tls_failure(peer: str, error: ssl.SSLError) -> str:
+    """Whose certificate is at fault: an alert is about our own."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"the certificate of {peer} is not accepted here: {error.verify_message} (PHALANX_TLS_CA of this task)"
+    if "ALERT" in str(error):
+        return f"{peer} does not accept the certificate of this task, PHALANX_TLS_CERT: {error}"
+    return f"TLS with {peer} failed: {error}"
+
+
 def _shake_hands(link: Link, secret: bytes | None, deadline: float) -> None:
     handshake = Handshake(Role.DIALER, secret)
     try:
@@ -153,7 +162,7 @@ def _shake_hands(link: Link, secret: bytes | None, deadline: float) -> None:
                 f"at only one of the two ends (or it had no room for one more connection: its log says so)"
             ) from error
         if isinstance(error.__cause__, ssl.SSLError):
-            raise HandshakeError(f"TLS with {link.peer} failed: {error.__cause__}") from error
+            raise HandshakeError(_tls_failure(link.peer, error.__cause__)) from error
         raise LinkClosedError(
             f"{link.peer} hung up when we called: its process is about to end, or only one of the two ends "
             f"has TLS (PHALANX_TLS_CERT, _KEY and _CA must be set on all tasks or none)"

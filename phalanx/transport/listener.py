@@ -412,6 +412,8 @@ def _describe_break(error: LinkClosedError, *, tls: bool) -> str:
     text = str(error.__cause__ or error)
     if not tls:
         return "it hung up in the middle of the handshake"
+    if "ALERT" in text:
+        return f"it refused the certificate of this task, PHALANX_TLS_CERT ({text})"
     if "HTTP_REQUEST" in text:
         return "it is an HTTP client and this port speaks TLS"
     if "WRONG_VERSION_NUMBER" in text or "UNKNOWN_PROTOCOL" in text or "RECORD_LAYER" in text:

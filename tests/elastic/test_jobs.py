@@ -194,10 +194,9 @@ def test_a_loop_of_ones_own(tmp_path):
 
 
 def test_a_loop_of_ones_own_that_fits(tmp_path):
-    """A loss within a `fit` is survived there, and who was lost comes back at a commit, with all that the others have."""
+    """A loss within a `fit` is survived there, and who was lost comes back at a commit, to what the others have."""
     done = subprocess.run(
-        [sys.executable, "-m", "phalanx", "run", "--workers", "2:3"]
-        + [str(PROGRAM.with_name("fits.py")), str(tmp_path)],
+        [sys.executable, "-m", "phalanx", "run", "--workers", "2:3", PROGRAM.with_name("fits.py"), tmp_path],
         env={**os.environ, "KERAS_BACKEND": FIRST},
         capture_output=True,
         text=True,

@@ -318,3 +318,21 @@ def test_what_a_killed_evaluator_left_is_removed_by_the_next_one(
         for process in processes:
             process.kill()
             process.communicate()
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"monitor": "loss", "metrics": null}'])
+def test_a_damaged_record_of_the_best_is_told_and_begun_anew(
+    content: str, saved: list[Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(saved[0], tmp_path)
+    (tmp_path / "best_evaluation.json").write_text(content)
+    watcher = evaluator(tmp_path, max_evaluations=1)
+    assert "best_evaluation.json is damaged" in caplog.text
+    watcher.start()
+    assert json.loads((tmp_path / "best_evaluation.json").read_text())["monitor"] == "loss"
+
+
+def test_a_file_is_no_directory_of_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match="which is a file"):
+        evaluator(tmp_path / "file")

@@ -240,3 +240,15 @@ def test_the_number_in_a_name_is_the_step_where_no_optimizer_was_saved(
     found = settled(watch, clock)
     assert found is not None
     assert found.step == 12
+
+
+def test_a_directory_that_is_gone_for_a_moment_is_known_again(
+    files: dict[str, Path], folder: Path, watch: Watch
+) -> None:
+    put(files["ours"], folder, "checkpoint-1.weights.h5")
+    assert watch.next() is not None
+    away = folder.rename(folder.with_name("away"))
+    assert watch.next() is None
+    assert not watch.pending
+    away.rename(folder)
+    assert watch.next() is None

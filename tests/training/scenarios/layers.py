@@ -155,6 +155,28 @@ def strings(setting: Setting) -> dict[str, Any]:
     return {**found, "evaluated": model.evaluate(words, y, batch_size=8, verbose=0)}
 
 
+@scenario()
+def embeddings_of_positions(setting: Setting) -> dict[str, Any]:
+    """Rows that each batch looks up once, whatever is in it, beside rows of each sample: an optimizer that divides by
+    the squares of gradients tells a sum from its parts."""
+
+    class Positions(layers.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = layers.Embedding(FEATURES, 3)
+
+        def call(self, inputs: Any) -> Any:
+            return inputs + self.table(ops.arange(0, FEATURES))
+
+    def build() -> Any:
+        inputs = keras.Input((FEATURES,), dtype="int32")
+        hidden = layers.Embedding(5, 3)(inputs) + layers.Embedding(2, 3)(ops.zeros_like(inputs))
+        return keras.Model(inputs, layers.Dense(CLASSES, activation="softmax")(layers.Flatten()(Positions()(hidden))))
+
+    model = compiled(setting, build, optimizer=keras.optimizers.Adam(0.01))
+    return fitted(model, (np.abs(features()) * 2 % 5).astype("int32"))
+
+
 @scenario(plain=False)
 def noise_of_keras_random_differs_between_ranks(setting: Setting) -> dict[str, Any]:
     def build() -> Any:
