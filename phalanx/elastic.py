@@ -181,6 +181,7 @@ def run(function: Callable[..., T]) -> Callable[..., T]:
 
 
 def _until_done(replica: Replica, elastic: ElasticCommunicator, state: State, body: Callable[[], T]) -> T:
+    began = elastic.fresh and elastic.late  # a newcomer: what the others do after a change, it does as well
     with elastic.open_to_others():
         while True:
             generation = elastic.generation
@@ -193,13 +194,15 @@ def _until_done(replica: Replica, elastic: ElasticCommunicator, state: State, bo
                 state._check_built()
                 state.sync(replica)
                 elastic.welcomed()
+                if began:
+                    state._reset()
+                began = True
                 state._elastic = elastic
                 return body()
             except Exception as error:
                 if not _is_change(error) or elastic.generation == generation:
                     raise
                 state.restore()
-                state._reset()
             finally:
                 state._elastic = None
 

@@ -156,7 +156,10 @@ def is_unbuilt(model: Any) -> bool:
 
 def has_built_parts(model: Any) -> bool:
     """Whether all that the model is made of has its variables, be it itself built or not."""
-    parts = [model._compile_metrics, model._compile_loss]
+    metrics = model._compile_metrics
+    if metrics is not None and not leaves([metrics._user_metrics or (), metrics._user_weighted_metrics or ()]):
+        metrics = None  # there is nothing to build
+    parts = [metrics, model._compile_loss]
     layers = [layer for layer in model._flatten_layers() if layer is not model]
     return bool(layers) and all(part is None or part.built for part in [*layers, *parts])
 

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-import keras
 import numpy as np
 
 from phalanx.backends.layout import WEIGHT_OF_AGGREGATION, Weight
@@ -48,12 +47,12 @@ def _metric_variables(made: Made) -> Iterator[tuple[Place, Any, Any]]:
 
 
 def _layer_variables(made: Made) -> dict[Place, Any]:
-    """The floating state of layers that is not trained."""
+    """The state of layers that is not trained, but for that of random generators, which is each worker's own."""
     return {
         (name, index): variable
         for name, layer in made.layers()
         for index, variable in enumerate(layer._non_trainable_variables)
-        if keras.backend.is_float_dtype(variable.dtype)
+        if all(variable is not generator.state for generator in layer._seed_generators)
     }
 
 

@@ -515,9 +515,11 @@ class Job:
         return [p for rank, p in self._placements.items() if rank not in self._ends and rank not in self._idle]
 
     def _is_over(self) -> bool:
-        """Whether nobody waits for those that still run: evaluators, and, where there are servers and these and the
-        chief have ended, workers that were left out."""
+        """Whether nobody waits for those that still run: evaluators; servers whose workers have all ended; and, where
+        there are servers and these and the chief have ended, workers that were left out."""
         running = self._running
+        if self._has_servers and not any(p.order.trains for p in running) and not self._returning:
+            return True
         servers = [p for p in running if p.task.startswith(SERVERS)]
         # Who was started again when the job was over already hears nothing of its end.
         if self._has_servers and 0 in self._ends and all(self._is_belated(p.order.rank) for p in servers):

@@ -183,6 +183,11 @@ class Client:
                 break
             except LinkClosedError as error:
                 self._return(server, error)
+            except LinkTimeoutError as error:
+                if not (self._copied and self.return_s):
+                    raise
+                # It hangs, or the way to it does: its copy is as good, and once that leads this one is refused.
+                self._return(server, LinkClosedError(str(error)))
         self._unanswered[server] = None
         return answer
 

@@ -148,17 +148,7 @@ def compare_inputs(source: ShardedInput, replica: Replica, method: str) -> None:
     Args:
         method: of the model, that was called.
     """
-    told = [
-        one.decode().partition("\n")
-        for one in replica.communicator.all_gather_bytes(f"{method}\n{source.signature}".encode())
-    ]
-    methods, signatures = [name for name, _, _ in told], [signature for _, _, signature in told]
-    other = next((rank for rank, name in enumerate(methods) if name != methods[0]), None)
-    if other is not None:
-        raise DisagreementError(
-            f"Rank 0 called {methods[0]}() where rank {other} called {methods[other]}(). Every rank must call the same "
-            f"methods of the model: do not put them under `if strategy.is_chief`."
-        )
+    signatures = tell_method(replica, method, source.signature)
     different = next((rank for rank, signature in enumerate(signatures) if signature != signatures[0]), None)
     if different is not None:
         raise DisagreementError(
@@ -166,6 +156,20 @@ def compare_inputs(source: ShardedInput, replica: Replica, method: str) -> None:
             f"{signatures[different]}. Every rank must pass the same data; Phalanx divides it. To give each "
             f"rank its own, use `strategy.distribute_datasets_from_function`."
         )
+
+
+def tell_method(replica: Replica, method: str, text: str) -> list[str]:
+    """Every rank's text about the method of the model that it called. Raises DisagreementError, on every rank, if they
+    called different ones."""
+    told = [one.decode().partition("\n") for one in replica.communicator.all_gather_bytes(f"{method}\n{text}".encode())]
+    methods = [name for name, _, _ in told]
+    other = next((rank for rank, name in enumerate(methods) if name != methods[0]), None)
+    if other is not None:
+        raise DisagreementError(
+            f"Rank 0 called {methods[0]}() where rank {other} called {methods[other]}(). Every rank must call the same "
+            f"methods of the model: do not put them under `if strategy.is_chief`."
+        )
+    return [text for _, _, text in told]
 
 
 def check_batch_size(model: Any, batch: LocalBatch, replicas: int) -> None:

@@ -32,6 +32,7 @@ from phalanx.training.ledger import Ledger
 from phalanx.training.replica import own_seed
 from phalanx.training.resuming import Noted, Resumption
 from phalanx.training.step_check import StepCheck
+from phalanx.training.told_alike import compare_training
 
 if TYPE_CHECKING:
     from phalanx.training.loop import ReplicaTrainer
@@ -150,6 +151,7 @@ class Fitting:
 
     def _inputs(self) -> tuple[ShardedInput, ShardedInput | None]:
         call, trainer = self._call, self._trainer
+        self._steadily(lambda: compare_training(self._model, call, self._replica))
         source = self._source = trainer.shard(
             call.x,
             call.y,

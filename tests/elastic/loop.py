@@ -24,6 +24,7 @@ def main(folder: Path) -> None:
 
     def note() -> None:
         state.resets += 1
+        assert len(strategy.gather(np.ones(1), axis=0)) == replica.world_size  # on all members, newcomers included
 
     state.register_reset_callbacks([note])
 

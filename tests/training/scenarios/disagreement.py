@@ -38,6 +38,29 @@ def other_optimizer_on_one_rank(setting: Setting) -> dict[str, Any]:
     return fitted(compiled(setting, optimizer=optimizer))
 
 
+@scenario(error=_on_all("DisagreementError", "momentum of SGD is 0.9 on rank 0, and 0.8 on rank 1"))
+def other_momentum_on_one_rank(setting: Setting) -> dict[str, Any]:
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9 if setting.rank == 0 else 0.8)
+    return fitted(compiled(setting, optimizer=optimizer))
+
+
+@scenario(error=_on_all("DisagreementError", "metrics is ['accuracy'] on rank 0, and ['mae'] on rank 1"))
+def other_metrics_on_one_rank(setting: Setting) -> dict[str, Any]:
+    return fitted(compiled(setting, metrics=["mae" if setting.rank else "accuracy"]))
+
+
+@scenario(error=_on_all("DisagreementError", "epochs of fit() is 2 on rank 0, and 3 on rank 1"))
+def other_epochs_on_one_rank(setting: Setting) -> dict[str, Any]:
+    return fitted(compiled(setting), epochs=3 if setting.rank else 2)
+
+
+@scenario(
+    error=_on_all("DisagreementError", "validation data of fit() is 'given' on rank 0, and 'not given' on rank 1")
+)
+def validation_data_on_one_rank(setting: Setting) -> dict[str, Any]:
+    return fitted(compiled(setting), validation_data=None if setting.rank else (features(9), labels(9)))
+
+
 @scenario(error=_on_all("DisagreementError", "different data"))
 def other_length_of_data_on_one_rank(setting: Setting) -> dict[str, Any]:
     samples = 33 + setting.rank
