@@ -14,7 +14,7 @@ from phalanx.plain import decode, encode, is_plain
 @pytest.mark.parametrize(
     "dtype",
     ["<f4", ">f4", ">i8", "?", "<U3", "S2", "<c8", "<M8[D]", "<m8[s]", "<f2", np.longdouble, ml_dtypes.bfloat16],
-    ids=str,
+    ids=lambda dtype: np.dtype(dtype).str + np.dtype(dtype).name,
 )
 def test_arrays_keep_their_type_and_values(dtype: Any) -> None:
     values = np.array([[0, 1], [2, 10]])
@@ -41,7 +41,7 @@ NOT_PLAIN: list[Any] = [2**64, -(2**63) - 1, 1j, np.complex64(1), np.longdouble(
 NOT_PLAIN += [object(), {1: 2}, {1}, np.array([object()]), np.zeros(2, [("a", "f4")])]
 
 
-@pytest.mark.parametrize("value", NOT_PLAIN, ids=repr)
+@pytest.mark.parametrize("value", NOT_PLAIN, ids=range(len(NOT_PLAIN)))
 def test_what_would_not_come_back_is_refused(value: Any) -> None:
     assert not is_plain(value)
     assert not is_plain([value])

@@ -76,7 +76,7 @@ class ClusterCoordinator:
         self._variables = ChiefVariables(worker, trainers=len(me.tasks) - 1)
         self._account = state.Account(worker.made)
         self._account_lock = threading.Lock()
-        self._dispatcher = Dispatcher(me, self._note_answer)
+        self._dispatcher = Dispatcher(me, self._note_answer, worker.client.without)
         self._dispatcher.start()
         atexit.register(self._dispatcher.close)
 

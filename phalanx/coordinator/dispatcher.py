@@ -111,10 +111,12 @@ class Dispatcher:
     Args:
         me: this task.
         on_answer: called with each result that counts: its changes' pickle, the worker's global step. One at a time.
+        silent: is kept: the names of workers that were lost because they do not answer, and have not come back.
     """
 
-    def __init__(self, me: Identity, on_answer: Callable[[memoryview, int], None]) -> None:
+    def __init__(self, me: Identity, on_answer: Callable[[memoryview, int], None], silent: set[str]) -> None:
         self._me = me
+        self._silent = silent
         self._on_answer = on_answer
         self._names = {rank: str(task) for rank, task in enumerate(me.tasks) if rank != me.rank}
         self._changed = threading.Condition()  # protects everything below
@@ -291,6 +293,7 @@ class Dispatcher:
                 worker.outbox.append((Stop(), ()))
             self._workers[number] = worker
             self._came.add(number)
+            self._silent.discard(hello.task)
             self._account_for_lost(self._queue.enter(number, incarnation), hello.task)
             self._changed.notify_all()
         if former is not None:
@@ -358,6 +361,8 @@ class Dispatcher:
                 header, buffers = worker.link.receive(deadline=time.monotonic() + patience_s)
                 self._take(worker, _ANSWERS.decode(header), buffers)
         except (LinkClosedError, LinkTimeoutError, FrameError, msgspec.MsgspecError) as error:
+            if isinstance(error, LinkTimeoutError):
+                self._silent.add(worker.name)
             self._lose(worker, str(error))
 
     def _take(self, worker: _Worker, answer: Answer, buffers: list[memoryview]) -> None:

@@ -81,6 +81,7 @@ class Client:
 
     Attributes:
         starting: whether an answer may have to wait for tasks that are only starting.
+        without: tasks that do not answer any more, which the servers need not wait for when this one, the chief, ends.
         whereabouts: what to tell a server, given its number, that comes back in the middle of a `fit`; else None.
         bytes_sent, bytes_received: of all messages until now, those through shared memory included.
 
@@ -94,6 +95,7 @@ class Client:
         self.return_s = return_s
         self._copied = copied
         self.starting = True
+        self.without: set[str] = set()
         self.whereabouts: Callable[[int], Sequence[Asked]] | None = None
         self.bytes_sent = self.bytes_received = 0
         self.tasks = tuple(task for task in me.spec.tasks if task.type == PS)
@@ -358,7 +360,7 @@ class Client:
         Args:
             failure: the error because of which this worker ends, if there is one, in a line.
         """
-        bye = Bye(failure)
+        bye = Bye(failure, tuple(sorted(self.without)))
         for link in self._links:
             try:
                 deadline = time.monotonic() + GOODBYE_S

@@ -23,7 +23,7 @@ from phalanx.cluster.roll_call import Identity
 from phalanx.cluster.spec import Task
 from phalanx.errors import FrameError, PeerLostError, PhalanxError, RendezvousError
 from phalanx.parameter_server import copying
-from phalanx.parameter_server.messages import Applied, EndFit, Over, SetRate, State
+from phalanx.parameter_server.messages import Applied, Bye, EndFit, Over, SetRate, State
 from phalanx.parameter_server.recovery import Recovery
 from phalanx.parameter_server.schedule import CHIEF, Schedule, Worker, lost
 from phalanx.parameter_server.serving import IDLE_S, Serving
@@ -345,14 +345,16 @@ class Group:
     def _serve(self, worker: Worker, incarnation: str, link: Link) -> None:
         self._store.notice()  # not in the listener's thread: the store may be busy
 
-        def says_goodbye(failure: str) -> None:
+        def says_goodbye(bye: Bye) -> None:
             with self._changed:
                 self._gone.add(worker)
                 if worker == CHIEF:
-                    self._failure = failure
+                    self._failure = bye.failure
                 self._changed.notify_all()
             if worker == CHIEF:
                 self._schedule.chief_left()
+                for name in set(bye.without).intersection(self._names):
+                    self._schedule.evict(self._names.index(name))
 
         try:
             self._serving.serve(worker, incarnation, link, says_goodbye=says_goodbye, is_closing=self._closing.is_set)

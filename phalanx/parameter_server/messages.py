@@ -352,9 +352,11 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class Bye(msgspec.Struct, frozen=True, tag="bye"):
-    """The worker has no more to do, or has met an error, which `failure` names."""
+    """The worker has no more to do, or has met an error, which `failure` names. The chief may name tasks `without`
+    which it has ended the job: they are not waited for."""
 
     failure: str = ""
+    without: tuple[str, ...] = ()
 
 
 # Answers.

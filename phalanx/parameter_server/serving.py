@@ -110,13 +110,13 @@ class Serving:
         incarnation: str,
         link: Link,
         *,
-        says_goodbye: Callable[[str], None],
+        says_goodbye: Callable[[Bye], None],
         is_closing: Callable[[], bool],
     ) -> None:
         """Answer one worker until it says goodbye or its link ends; the link is closed then.
 
         Args:
-            says_goodbye: called before that is answered, with the error that ended the worker, if one did.
+            says_goodbye: called before that is answered.
             is_closing: whether this server hangs up itself.
         """
         lanes: Lanes | None = None
@@ -125,7 +125,7 @@ class Serving:
                 header, buffers = link.receive(deadline=time.monotonic() + IDLE_S)
                 question = _QUESTIONS.decode(header)
                 if isinstance(question, Bye):
-                    says_goodbye(question.failure)
+                    says_goodbye(question)
                     _answer(link, Done())
                     return
                 if isinstance(question, Share):
