@@ -53,6 +53,8 @@ class World:
             self.normalize = keras.layers.BatchNormalization(center=False, scale=False)
             self.normalize.build((None, FEATURES))
             self.drop = keras.layers.Dropout(0.5)
+            self.counter = keras.layers.Layer()
+            self.counter.count = self.counter.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False)
 
 
 def steps_of(world: World) -> Callable[..., float]:
@@ -354,11 +356,12 @@ def state_of_layers(coordinator: ClusterCoordinator, world: World) -> Any:
 
     def normalize() -> Any:
         layer(keras.ops.convert_to_tensor(x), training=True)
+        world.counter.count.assign(world.counter.count + 3)
         return mean()
 
     at_worker = coordinator.schedule(normalize).fetch()
     coordinator.join()
-    return {"worker": at_worker, "chief": mean()}
+    return {"worker": at_worker, "chief": mean(), "count": int(world.counter.count)}
 
 
 def run_inside(coordinator: ClusterCoordinator, world: World) -> Any:

@@ -150,6 +150,7 @@ def test_the_state_of_layers_comes_to_the_chief(found: Found, backend: str) -> N
     result = found(backend, "state_of_layers")
     assert np.any(result["worker"])
     np.testing.assert_array_equal(result["chief"], result["worker"])
+    assert result["count"] == 3
 
 
 def test_the_strategy_runs_and_reduces_inside_a_function(found: Found, backend: str) -> None:

@@ -105,6 +105,23 @@ def undisturbed(folder: Path, epochs: int) -> list[np.ndarray[Any, Any]]:
         return weights(tasks)
 
 
+def test_with_copies_a_server_that_hangs_costs_no_update(start: Start, tmp_path: Path) -> None:
+    """Its copy leads when it has not answered for too long, and when it wakes it is the copy."""
+    tasks = start("synchronous", epochs=10_000, servers=2, timeout_s=5, settings={"REPLICATION": "2"})
+    trains(tasks)
+    tasks.send("ps/0", signal.SIGSTOP)
+    trains_on(tasks)
+    assert "ps/1 leads the shards of group 0 from now on" in tasks.said("ps/1")
+    copies = tasks.said("ps/1").count("ps/0 holds a copy")
+    tasks.send("ps/0", signal.SIGCONT)
+    wait_for_copies(tasks, "ps/1", "ps/0", copies + 2)
+    trains_on(tasks)
+    epochs = made_enough(tasks, *tasks.names)
+    expected_weights = undisturbed(tmp_path / "undisturbed", epochs)
+    for found, expected in zip(weights(tasks), expected_weights, strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-3)
+
+
 @pytest.mark.parametrize(
     "kills", [["ps/0", "ps/1"], pytest.param(["ps/1", "ps/0"] * 3, marks=pytest.mark.slow)], ids=len
 )
