@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from phalanx import errors
-from phalanx.cluster.admission import DISAGREEMENT
+from phalanx.cluster.admission import DISAGREEMENT, PROBE
 from phalanx.cluster.agreement import Statement
 from phalanx.cluster.dialling import ATTEMPT_TIMEOUT_S, HANDSHAKE_FAILURES_S
 from phalanx.cluster.roll_call import Identity
@@ -104,6 +104,8 @@ class Client:
         self._unanswered: list[Asked | None] = [None] * len(self.tasks)
         self._leaders = list(range(len(self.tasks)))  # of each group, by number of the server
         self._alone = [False] * len(self.tasks)  # whether the group's copy cannot take over
+        self._probe_s = me.settings.timeout_s / 4
+        self._probed_at = 0.0
         self._hosts = [""] * len(self.tasks)
         self._lanes: dict[int, Lanes] = {}
         try:
@@ -150,8 +152,8 @@ class Client:
         in_lane: Sequence[Array] = ()
         try:
             in_lane = self._send(server, question, buffers)
-        except LinkClosedError as error:
-            self._return(server, error)
+        except (LinkClosedError, LinkTimeoutError) as error:
+            self._return(server, self._as_closed(error))
         if reused:
             kept = in_lane or ([buffer.copy() for buffer in buffers] if self.return_s else ())
             self._unanswered[server] = (question, kept)
@@ -183,21 +185,48 @@ class Client:
             try:
                 answer = self._receive(server, self._mend_others if self.return_s else None)
                 break
-            except LinkClosedError as error:
-                self._return(server, error)
-            except LinkTimeoutError as error:
-                if not (self._copied and self.return_s):
-                    raise
-                # It hangs, or the way to it does: its copy is as good, and once that leads this one is refused.
-                self._return(server, LinkClosedError(str(error)))
+            except (LinkClosedError, LinkTimeoutError) as error:
+                self._return(server, self._as_closed(error))
         self._unanswered[server] = None
         return answer
 
-    def _mend_others(self) -> None:
-        """Make broken links anew: who is waited for at one server may wait for this worker at another."""
+    def _as_closed(self, error: LinkClosedError | LinkTimeoutError) -> LinkClosedError:
+        """A server that hangs, or the way to it: its copy is as good, and once that leads this one is refused."""
+        if isinstance(error, LinkClosedError):
+            return error
+        if not (self._copied and self.return_s):
+            raise error
+        return LinkClosedError(str(error))
+
+    def _mend_others(self, waited_s: float) -> None:
+        """Make broken links anew: who is waited for at one server may wait for this worker at another. After a while
+        also those to servers that hang, before one that does not leaves this worker out."""
         while broken := self._broken():
             group = min(broken)
             self._return(group, LinkClosedError(f"the connection to {self._links[group].peer} is broken."))
+        if self._copied and waited_s > self._probe_s and (hanging := self._hanging()):
+            server = min(hanging)
+            self._return(server, LinkClosedError(f"{self.tasks[self._leaders[server]]} hangs."), hanging)
+
+    def _hanging(self) -> set[int]:
+        """The groups that owe an answer and whose leader's process does nothing; looks not too often."""
+        if time.monotonic() - self._probed_at < self._probe_s:
+            return set()
+        self._probed_at = time.monotonic()
+        owing = {group for group, question in enumerate(self._unanswered) if question is not None}
+        leaders = {self._leaders[group] for group in owing}
+        silent = {leader for leader in leaders if not self._lives(self.tasks[leader])}
+        return {group for group in owing if self._leaders[group] in silent}
+
+    def _lives(self, server: Task) -> bool:
+        try:
+            link, _ = self._me.dial(server, PROBE, deadline=time.monotonic() + self._probe_s)
+        except LinkTimeoutError:
+            return False
+        except PhalanxError:
+            return True  # something answers, or its link is about to break
+        link.close()
+        return True
 
     def _broken(self) -> set[int]:
         """The groups whose leader has closed its link."""
@@ -220,15 +249,18 @@ class Client:
                 self.bytes_sent += sum(lengths)
         header, arrays = _encode(question), [np.ascontiguousarray(buffer) for buffer in buffers]
         self.bytes_sent += len(header) + sum(array.nbytes for array in arrays)
-        self._links[server].send(header, arrays, deadline=time.monotonic() + self._me.settings.timeout_s)
+        # Where a copy can take over, before other servers leave this worker out for what this one keeps it from.
+        patience_s = self._me.settings.timeout_s / (2 if self._copied else 1)
+        self._links[server].send(header, arrays, deadline=time.monotonic() + patience_s)
         return in_lane
 
-    def _receive(self, server: int, look: Callable[[], None] | None = None) -> tuple[Answer, list[memoryview]]:
-        """The next message of a server. `look` is called from time to time until it is there."""
+    def _receive(self, server: int, look: Callable[[float], None] | None = None) -> tuple[Answer, list[memoryview]]:
+        """The next message of a server. `look` is told from time to time for how long it was waited for."""
         # More than the time after which the servers themselves give up on somebody, and say whom.
         settings = self._me.settings
         patience_s = max(settings.timeout_s, settings.rendezvous_timeout_s) if self.starting else settings.timeout_s
-        deadline = time.monotonic() + settings.timeout_s + patience_s
+        asked = time.monotonic()
+        deadline = asked + settings.timeout_s + patience_s
         while True:
             until = min(deadline, time.monotonic() + LOOK_S) if look else deadline
             try:
@@ -237,12 +269,12 @@ class Client:
             except LinkTimeoutError:
                 if look is None or until == deadline:
                     raise
-                look()
+                look(time.monotonic() - asked)
         self.bytes_received += len(header) + sum(buffer.nbytes for buffer in buffers)
         answer = _ANSWERS.decode(header)
         if isinstance(answer, Values):
-            asked = self._unanswered[server]
-            if asked is not None and isinstance(asked[0], Push):
+            question = self._unanswered[server]
+            if question is not None and isinstance(question[0], Push):
                 self._alone[server] = answer.alone
             if answer.lengths:
                 self.bytes_received += sum(answer.lengths)
@@ -266,8 +298,9 @@ class Client:
         if made is not None:
             self._lanes[server] = made
 
-    def _return(self, server: int, cause: LinkClosedError) -> None:
-        """Wait until a server is back, tell it where this worker is, and repeat what it has not answered."""
+    def _return(self, server: int, cause: LinkClosedError, hanging: Collection[int] = ()) -> None:
+        """Wait until a server is back, tell it where this worker is, and repeat what it has not answered; so for others
+        that hang."""
         task = self.tasks[self._leaders[server]]
         if not self.return_s:
             raise lost(str(task), "training") from cause
@@ -276,9 +309,10 @@ class Client:
         until = time.monotonic() + self.return_s
         # A server that was lost may have led several groups. All must hear of this worker before one is waited for: the
         # others may wait for this one there.
-        away = {server, *self._broken()}
+        away = {server, *hanging, *self._broken()}
 
-        def look() -> None:
+        def look(waited_s: float) -> None:
+            del waited_s
             if more := self._broken() - away:
                 away.update(more)
                 raise LinkClosedError("more connections are broken.")
@@ -306,12 +340,12 @@ class Client:
         self._tell(group, told[:1])
         return told[1:]
 
-    def _repeat(self, group: int, more: Sequence[Asked], look: Callable[[], None]) -> None:
+    def _repeat(self, group: int, more: Sequence[Asked], look: Callable[[float], None]) -> None:
         self._tell(group, more, look)
         if unanswered := self._unanswered[group]:
             self._send(group, *unanswered)
 
-    def _tell(self, group: int, told: Sequence[Asked], look: Callable[[], None] | None = None) -> None:
+    def _tell(self, group: int, told: Sequence[Asked], look: Callable[[float], None] | None = None) -> None:
         for question, buffers in told:
             self._send(group, question, buffers)
             answer, _ = self._receive(group, look)

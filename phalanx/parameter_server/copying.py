@@ -4,8 +4,9 @@ Chain replication (van Renesse and Schneider 2004) with a chain of two: the lead
 on to the copy, which applies it as the leader does, and answers the workers when both have. A server that is lost then
 costs no update that was answered: the chief, which alone may do so, calls upon the copy to lead.
 
-Of two servers that both think they lead, one is wrong, and the chief's link says which: a leader answers updates only
-while the chief is linked to it, and the chief is linked to one.
+Of two servers that both think they lead, one is wrong: it was stopped or cut off while the chief called upon the other,
+whose lead has the greater term. They tell each other the terms, and it steps back. Until then it answers no update: a
+leader does so only while the chief is linked to it, and the chief is linked to one.
 """
 
 from __future__ import annotations

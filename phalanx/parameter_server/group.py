@@ -61,10 +61,16 @@ END_S = 5.0
 
 
 class Newcomer(msgspec.Struct, frozen=True):
-    """What a server says of itself that wants to lead and asks for a copy: `fresh` if it has no values yet."""
+    """What a server says of itself that leads and asks for a copy.
+
+    Attributes:
+        fresh: it has no values yet.
+        term: of its lead.
+    """
 
     statement: Statement
     fresh: bool
+    term: int
 
 
 class Group:
@@ -76,10 +82,18 @@ class Group:
         other: the other server of the group; None if there is no copy.
         snapshots: where to keep what another process goes on with if this one is killed; None: nowhere.
         snapshot_s: seconds between two of them.
+        clock: by which workers are late.
     """
 
     def __init__(
-        self, me: Identity, number: int, *, other: Task | None, snapshots: Snapshots | None, snapshot_s: float
+        self,
+        me: Identity,
+        number: int,
+        *,
+        other: Task | None,
+        snapshots: Snapshots | None,
+        snapshot_s: float,
+        clock: Callable[[], float],
     ):
         self._me = me
         self.number = number
@@ -87,7 +101,7 @@ class Group:
         self._names = tuple(str(task) for task in me.tasks)
         servers = [task for task in me.spec.tasks if task.type == me.task.type]
         is_head = number == 0
-        self._schedule = Schedule(self._names, start_s=me.settings.rendezvous_timeout_s)
+        self._schedule = Schedule(self._names, start_s=me.settings.rendezvous_timeout_s, clock=clock)
         self._store = Store(number, self._schedule, self._names, is_head=is_head)
         self._recovery = Recovery(me, self._store, self._schedule, snapshots, is_head=is_head, copied_by=other)
         self._serving = Serving(
@@ -105,6 +119,7 @@ class Group:
         self._is_own = servers[number] == me.task
         self._leading = self._is_own and other is None
         self._settled = not self._is_own or other is None  # whether it is known who leads
+        self._term = 0  # one more with each change of the leader; of two that lead, the greater is right
         self._following: Link | None = None
         self._over = self._noticed = False
         self._failure = ""  # of the chief, as it says when it leaves
@@ -214,6 +229,7 @@ class Group:
                 return
             logger.warning("%s leads the shards of group %d from now on.", self._me.task, self.number)
             self._leading = self._settled = True
+            self._term += 1
             self._recovery.take_the_lead()
             if self._following is not None:
                 self._following.close()
@@ -228,6 +244,7 @@ class Group:
             links = [link for _, link in self._links.values()]
             self._gone.clear()
             self._lost.clear()
+            self._schedule.forget_evicted()
             self._changed.notify_all()
         for link in links:
             link.close()
@@ -242,7 +259,7 @@ class Group:
                 wanted = (self._leading or not self._settled) and not self._over
             if not wanted or self._store.is_copied:
                 continue
-            newcomer = msgspec.msgpack.encode(Newcomer(self._me.statement, self._store.fit < 0))
+            newcomer = msgspec.msgpack.encode(Newcomer(self._me.statement, self._store.fit < 0, self._term))
             try:
                 link, _ = self._me.dial(
                     self._other, f"{COPY}/{self.number}", newcomer, deadline=time.monotonic() + ATTEMPT_S
@@ -270,8 +287,12 @@ class Group:
             return Welcome(refusal=DISAGREEMENT, reason=disagreement)
         if newcomer.fresh and self._store.fit >= 0:
             self.lead()
-        if self._leading:
-            return Welcome(refusal=LEADING, reason=f"{self._me.task} leads group {self.number} now.")
+        with self._changed:
+            if self._leading and self._term >= newcomer.term:
+                return Welcome(refusal=LEADING, reason=f"{self._me.task} leads group {self.number} now.")
+            was_leading, self._term = self._leading, newcomer.term
+        if was_leading:  # it was stopped or cut off while the chief called upon the other one
+            self._step_back()
         return Welcome()
 
     def adopt_leader(self, hello: Hello, link: Link) -> None:
@@ -379,6 +400,11 @@ class Group:
             return
         return_s = self._me.settings.return_timeout_s or RETURN_S
         with self._changed:
-            settled = self._changed.wait_for(lambda: CHIEF in self._links or CHIEF in self._gone, return_s)
+            settled = self._changed.wait_for(
+                lambda: not self._leading or CHIEF in self._links or CHIEF in self._gone, return_s
+            )
+            leading = self._leading
+        if not leading:
+            raise PhalanxError(f"{self._me.task} leads the shards of group {self.number} no more.")
         if not settled:
             raise lost(self._names[CHIEF], f"training; it did not come back within {return_s:g} s")

@@ -73,8 +73,9 @@ class Schedule:
         start_s: how long to wait for tasks that are only starting; all other waits are as long as the caller says.
     """
 
-    def __init__(self, names: tuple[str, ...], *, start_s: float):
+    def __init__(self, names: tuple[str, ...], *, start_s: float, clock: Callable[[], float] = time.monotonic):
         self._names = names
+        self.clock = clock
         self._start_s = start_s
         self._changed = threading.Condition()
         self._present: dict[Worker, str] = {}
@@ -124,7 +125,7 @@ class Schedule:
 
     def heard_of_chief(self) -> None:
         """It lives, and is about something: who waits for it does not wait in vain."""
-        self._chief_heard_at = time.monotonic()
+        self._chief_heard_at = self.clock()
 
     @property
     def has_chief_left(self) -> bool:
@@ -206,12 +207,17 @@ class Schedule:
             self._leave(worker)
             self._changed.notify_all()
 
+    def forget_evicted(self) -> None:
+        """This schedule was not the one that counts: who was missed here was elsewhere."""
+        with self._changed:
+            self._evicted.clear()
+
     def is_evicted(self, incarnation: str) -> bool:
         return incarnation in self._evicted
 
     def is_present(self, worker: Worker) -> bool:
         """Whether a worker is linked, or is expected to be in a moment."""
-        return worker in self._present or (worker in self._awaited and time.monotonic() < self._awaited_until)
+        return worker in self._present or (worker in self._awaited and self.clock() < self._awaited_until)
 
     def _leave(self, worker: Worker) -> None:
         self._present.pop(worker, None)
@@ -246,13 +252,13 @@ class Schedule:
         """Another process led before, and its workers are on their way here: they are not lost."""
         with self._changed:
             self._awaited = set(range(len(self._names))) - self._present.keys()
-            self._awaited_until = time.monotonic() + REJOIN_S
+            self._awaited_until = self.clock() + REJOIN_S
 
     def await_rejoins(self) -> None:
         """This schedule is new in the middle of a `fit`: it is made anew from what the workers tell of themselves."""
         with self._changed:
             self._rebuilt = False
-            self._rebuild_since = time.monotonic()
+            self._rebuild_since = self.clock()
             self._rejoined.clear()
             self._fresh.clear()
 
@@ -276,7 +282,7 @@ class Schedule:
             if not self._rebuilt and worker not in self._rejoined:
                 self._fresh.add(worker)
             while not self._rebuilt:
-                waited_s = time.monotonic() - self._rebuild_since
+                waited_s = self.clock() - self._rebuild_since
                 all_came = len(self._rejoined.keys() | self._fresh) == len(self._names)
                 if CHIEF in self._rejoined and (all_came or waited_s > REJOIN_S):
                     self._rebuild()
@@ -311,7 +317,7 @@ class Schedule:
         self._order = (chief.fit, chief.order_of, np.zeros(0, np.int64) if order is None else order)
         # Those that are ahead have reported, and do so once more.
         self._took = {w for w, (m, _) in self._rejoined.items() if m in here and m.epoch >= chief.epoch}
-        self._last_progress = time.monotonic()
+        self._last_progress = self.clock()
         assert self._rules is not None
         if not self._rules.synchronous:
             self._held = {ticket.serial: ticket for ticket in tickets}
@@ -347,7 +353,7 @@ class Schedule:
                     self._order = (fit, number, order)
                 return
             if self._rules.synchronous and self._epoch is None:
-                until = time.monotonic() + self._start_s
+                until = self.clock() + self._start_s
                 while len(self._seen) < len(self._names):
                     self._wait(until, lambda: f"{self._missing()} did not come to `fit`")
                 absent = self._seen - self._present.keys()
@@ -358,7 +364,7 @@ class Schedule:
             self._reports.clear()
             self._epoch = _Epoch(fit, number, steps)
             self._began = True
-            self._last_progress = time.monotonic()
+            self._last_progress = self.clock()
             if order is not None:
                 self._order = (fit, number, order)
             self._joint = None
@@ -369,7 +375,7 @@ class Schedule:
         """The order of the samples in the pass that began with this epoch; waits until the chief has told it, or will
         not any more."""
         with self._changed:
-            asked, patience_s = time.monotonic(), timeout_s if self._began else self._start_s
+            asked, patience_s = self.clock(), timeout_s if self._began else self._start_s
             while True:
                 self.check()
                 if (over := self._is_over(fit, era)) is not None:
@@ -429,7 +435,7 @@ class Schedule:
     ) -> Ticket | EpochOver | FitOver:
         """The worker's next ticket in this epoch; waits until there is one or will be none."""
         with self._changed:
-            asked = since = time.monotonic()
+            asked = since = self.clock()
             blocked_since: float | None = None
             while True:
                 self.check()
@@ -445,15 +451,15 @@ class Schedule:
                     if answer is not None:
                         self._changed.notify_all()
                         return answer
-                    asked = time.monotonic()  # it is being trained: nobody waits in vain
-                    idle_s = time.monotonic() - max(since, self._last_progress)
+                    asked = self.clock()  # it is being trained: nobody waits in vain
+                    idle_s = self.clock() - max(since, self._last_progress)
                     if epoch.exhausted and self._held and idle_s > timeout_s:
                         for ticket in list(self._held.values()):
                             self.evict(ticket.member)
                         continue
                     slowest = None if epoch.exhausted else self._holding_back(worker)
-                    blocked_since = (blocked_since or time.monotonic()) if slowest is not None else None
-                    if slowest is not None and blocked_since and time.monotonic() - blocked_since > timeout_s:
+                    blocked_since = (blocked_since or self.clock()) if slowest is not None else None
+                    if slowest is not None and blocked_since and self.clock() - blocked_since > timeout_s:
                         self.evict(slowest)
                         continue
                 patience_s = timeout_s if self._began else self._start_s
@@ -522,7 +528,7 @@ class Schedule:
             # Those of updates outside of epochs are negative.
             is_repeated = 0 <= ticket.serial <= self._proved
             self.global_step += applied and not is_repeated
-            self._last_progress = time.monotonic()
+            self._last_progress = self.clock()
             if ticket.member in self._steps_of:
                 self._steps_of[ticket.member] += 1
             self.confirm(ticket)
@@ -555,9 +561,9 @@ class Schedule:
         """Hand out no more steps, and wait until all have been made but the chief's own, which asks for this."""
         with self._changed:
             self._on_hold = True
-            until = time.monotonic() + timeout_s
+            until = self.clock() + timeout_s
             while late := {ticket.member for ticket in self._held.values()} - {CHIEF}:
-                if time.monotonic() > until:
+                if self.clock() > until:
                     for worker in late:
                         self.evict(worker)
                 else:
@@ -576,7 +582,7 @@ class Schedule:
             if worker == CHIEF:
                 self._session = max(self._session, session)
                 self._changed.notify_all()
-            until = time.monotonic() + self._start_s
+            until = self.clock() + self._start_s
             while self._session < session:
                 self._wait(until, lambda: f"{self._names[CHIEF]} did not begin its managed session")
 
@@ -593,7 +599,7 @@ class Schedule:
     def hear(self, subject: str, fit: int) -> list[Array] | None:
         """What the chief has told of this for `fit` or a later one; waits until it has. None if it left without."""
         with self._changed:
-            until = time.monotonic() + self._start_s
+            until = self.clock() + self._start_s
             while subject not in self._told or self._told[subject][0] < fit:
                 if self._chief_left:
                     return None
@@ -622,13 +628,13 @@ class Schedule:
     def collect(self, fit: int, epoch: int, timeout_s: float) -> tuple[list[Array], int, int]:
         """The merged report of an epoch, its samples, and how many steps it had; waits for all workers present."""
         with self._changed:
-            until = time.monotonic() + timeout_s
+            until = self.clock() + timeout_s
             while True:
                 reports = self._reports.get((fit, epoch), {})
                 late = [worker for worker in self._took if worker in self._present and worker not in reports]
                 if not late:
                     break
-                if time.monotonic() > until:
+                if self.clock() > until:
                     for worker in late:
                         self.evict(worker)
                     continue
@@ -639,7 +645,7 @@ class Schedule:
     def _wait(self, until: float, reason: Callable[[], str]) -> None:
         if self._chief_left:
             raise lost(self._names[CHIEF], "fit")
-        remaining = until - time.monotonic()
+        remaining = until - self.clock()
         if remaining <= 0:
             if CHIEF not in self._seen:
                 raise RendezvousError(

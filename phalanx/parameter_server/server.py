@@ -10,6 +10,7 @@ from pathlib import Path
 
 from phalanx.cluster.admission import PROBE, Probe
 from phalanx.cluster.roll_call import Identity
+from phalanx.parameter_server.clock import RunningClock
 from phalanx.parameter_server.group import COPY, LEAD, PURPOSE, SNAPSHOT_S, Group
 from phalanx.parameter_server.schedule import CHIEF, POLL_S
 from phalanx.parameter_server.snapshot import Snapshots
@@ -36,9 +37,12 @@ class ParameterServer:
         own = servers.index(me.task)
         following, before = (own + 1) % len(servers), (own - 1) % len(servers)
         other = servers[following] if copied else None
-        self._groups = [Group(me, own, other=other, snapshots=snapshots, snapshot_s=snapshot_s)]
+        self._clock = clock = RunningClock()
+        self._groups = [Group(me, own, other=other, snapshots=snapshots, snapshot_s=snapshot_s, clock=clock)]
         if copied:
-            self._groups.append(Group(me, before, other=servers[before], snapshots=None, snapshot_s=snapshot_s))
+            self._groups.append(
+                Group(me, before, other=servers[before], snapshots=None, snapshot_s=snapshot_s, clock=clock)
+            )
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve until all workers have said goodbye, or `stop`.
@@ -64,6 +68,7 @@ class ParameterServer:
                 for group in self._groups:
                     group.start()
                 while not self._stopped and not self._is_over():
+                    self._clock.tick()
                     self._groups[0].wait(POLL_S)
             finally:
                 for group in self._groups:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -186,9 +185,9 @@ class Store:
         Raises: DisagreementError naming the first variable that differs.
         """
         with self._changed:
-            until = time.monotonic() + timeout_s
+            until = self._schedule.clock() + timeout_s
             while self._fit < fit or self._declared is None:
-                if time.monotonic() > until:
+                if self._schedule.clock() > until:
                     raise CollectiveTimeoutError(f"{self._names[CHIEF]} did not begin `fit` within {timeout_s:g} s.")
                 self._changed.wait(POLL_S)
             if fit < self._fit:
@@ -463,7 +462,7 @@ class Store:
         joint.disagreement = joint.disagreement or self._difference(joint, ticket.member, extras)
         joint.contributions[ticket.member] = (message.share, gradients, extras)
         joint.finite &= message.finite or not message.share
-        until = time.monotonic() + rules.timeout_s
+        until = self._schedule.clock() + rules.timeout_s
         while joint.extras is None:
             self._schedule.check()
             if joint.given_up:
@@ -475,7 +474,7 @@ class Store:
                 joint.extras = self._merge(key, joint, message, rules)
                 self._joints.pop(key, None)
                 self._changed.notify_all()
-            elif time.monotonic() > until:
+            elif self._schedule.clock() > until:
                 for member in ticket.members:
                     if member not in joint.contributions:
                         self._schedule.evict(member)

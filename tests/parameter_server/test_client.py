@@ -5,8 +5,9 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -15,9 +16,11 @@ from phalanx.cluster.roll_call import Identity
 from phalanx.cluster.spec import ClusterSpec, Task
 from phalanx.errors import PhalanxError
 from phalanx.parameter_server.client import Client
+from phalanx.parameter_server.group import LEADING, Group, Newcomer
 from phalanx.parameter_server.messages import BeginSession, Done, IsOver, OpenEpoch, Pull, Push, Ticket
 from phalanx.parameter_server.server import ParameterServer
 from phalanx.settings import Settings
+from phalanx.transport.handshake import Hello
 from tests.launcher.conftest import wait_until
 
 BOUND_S = 60.0
@@ -30,18 +33,30 @@ Cluster = tuple[list[ParameterServer], list[Client]]
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
     """Two servers and two workers."""
+    with started() as servers_and_clients:
+        yield servers_and_clients
+
+
+@contextmanager
+def started(*, copied: bool = False) -> Iterator[Cluster]:
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(SERVERS)]
     addresses = [f"127.0.0.1:{sock.getsockname()[1]}" for sock in sockets]
     spec = ClusterSpec({"ps": addresses, "worker": ["127.0.0.1:1", "127.0.0.1:2"]})
     settings = Settings(secret=b"0123456789abcdef", rendezvous_timeout_s=BOUND_S, timeout_s=BOUND_S)
     with ExitStack() as stack:
-        servers = [ParameterServer(Identity(spec, Task("ps", index), Facts(), settings)) for index in range(SERVERS)]
+        servers = [
+            ParameterServer(Identity(spec, Task("ps", index), Facts(), settings), copied=copied)
+            for index in range(SERVERS)
+        ]
         for server, sock in zip(servers, sockets, strict=True):
             thread = threading.Thread(target=server.run, args=([sock],))
             thread.start()
             stack.callback(thread.join, BOUND_S)
             stack.callback(server.stop)
-        clients = [Client(Identity(spec, Task("worker", n), Facts(), settings), return_s=BOUND_S) for n in range(2)]
+        clients = [
+            Client(Identity(spec, Task("worker", n), Facts(), settings), return_s=BOUND_S, copied=copied)
+            for n in range(2)
+        ]
         for client in clients:
             stack.callback(client.close)
         yield servers, clients
@@ -89,3 +104,22 @@ def test_what_may_have_to_be_repeated_is_kept_when_its_buffer_is_used_again(
     np.testing.assert_array_equal(np.frombuffer(kept[1][0], np.float32), 1.0)
     with pytest.raises(PhalanxError):  # nothing has been declared
         client.receive(0)
+
+
+def test_of_two_servers_that_lead_the_one_that_was_called_upon_later_is_right() -> None:
+    """The other was stopped, and asks or is asked first when it wakes: the answer is the same."""
+    with started(copied=True) as (servers, _):
+        was_stopped, called = servers[0]._groups[0], servers[1]._groups[1]
+        wait_until(lambda: called._following is not None)
+        me = was_stopped._me
+
+        def asks(group: Group, term: int) -> str:
+            newcomer = Newcomer(me.statement, fresh=False, term=term)
+            return group.admit_leader(Hello(purpose="", task="", details=msgspec.msgpack.encode(newcomer))).refusal
+
+        called.lead()
+        assert asks(called, term=0) == LEADING
+        assert asks(was_stopped, term=1) == ""
+        assert called._leading
+        assert not was_stopped._leading
+        wait_until(lambda: was_stopped._following is not None)
