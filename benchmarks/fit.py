@@ -67,8 +67,10 @@ def main() -> None:
             pauses = [Pause(work.slow_ms)]
     if args.apart:
         config = json.loads(os.environ["TF_CONFIG"])
-        number, parts = config["task"]["index"], len(config["cluster"]["worker"])
-        batch //= parts
+        number, workers = config["task"]["index"], len(config["cluster"]["worker"])
+        if not args.local_batch:
+            parts = workers
+            batch //= parts
     # Weights are not seeded: `keras.utils.set_random_seed` imports TensorFlow on every backend where it is installed,
     # which takes seconds of the start, and no time here depends on the weights.
     with scope:

@@ -117,6 +117,17 @@ def _apart(backend: str) -> Tool:
     return Tool(f"apart-{backend}", title, Kind.PHALANX, Share.OWN, "benchmarks.fit", ("--apart",), backend=backend)
 
 
+def _apart_among_servers(backend: str) -> Tool:
+    """What workers could reach at most, if servers, and the way to them, cost nothing but the optimizer's step."""
+    return replace(
+        _apart(backend),
+        name=f"apart-servers-{backend}",
+        title=f"(two processes of Keras on {TITLES[backend]}, a batch each, that merge nothing)",
+        arguments=("--apart", "--local-batch"),
+        works=("servers64",),
+    )
+
+
 def _one_replica(backend: str) -> Tool:
     return Tool(
         f"one-replica-{backend}",
@@ -199,6 +210,7 @@ TOOLS = {
         *(_one_replica(backend) for backend in TITLES),
         *(servers(backend) for backend in TITLES),
         *(_mirrored(backend) for backend in TITLES),
+        *(_apart_among_servers(backend) for backend in TITLES),
         Tool(
             "tf-servers",
             "tf.distribute with a server, tf_keras fit",

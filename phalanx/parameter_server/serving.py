@@ -183,7 +183,9 @@ class Serving:
             case Push():
                 self._wait_for_chief()
                 version, values, rows, extras, note = store.push(question, buffers)
-                if not store.is_copied:
+                # Not asked where there is no copy: the other workers' updates keep the store's lock.
+                alone = self._copied and not store.is_copied
+                if alone:
                     self._wait_for_chief()  # the copy may lead by now, and have been lost for that reason
                 ticket = None
                 if self._is_head and question.gradients:
@@ -191,7 +193,6 @@ class Serving:
                     ticket = schedule.try_take(worker, incarnation, now.fit, now.epoch, now.era)
                 arrays = [*values, *rows, *extras]
                 step = schedule.global_step
-                alone = self._copied and not store.is_copied
                 answer = Values(
                     version, step, dtypes_of(arrays), len(values), note, ticket=ticket, alone=alone, rows=len(rows)
                 )
