@@ -101,6 +101,11 @@ class Layout:
             sizes[buffer] = max(sizes[buffer], stop)
         return [_aligned(size, np.dtype(dtype)) for size, dtype in zip(sizes, self.flat_dtypes, strict=True)]
 
+    @property
+    def elements(self) -> int:
+        """Of all arrays."""
+        return sum(math.prod(shape) for shape in self.shapes)
+
     def cut(self, flats: Sequence[Any]) -> list[Any]:
         """The arrays inside flat buffers: views of NumPy buffers, slices of traced ones."""
         return [
@@ -113,15 +118,15 @@ class Layout:
 SMALL = 4096
 
 
-def bundles(layout: Layout) -> list[list[int]]:
-    """The arrays of a layout grouped for the way: the small ones that count alike may travel as one.
+def bundles(layout: Layout, small: int = SMALL) -> list[list[int]]:
+    """The arrays of a layout grouped for the way: those below `small` elements that count alike may travel as one.
 
     Each large array is a group of its own. `layout.chosen` of all groups in a row describes the same flat buffers
     as the layout of the joined arrays.
     """
     groups: dict[object, list[int]] = {}
     for index, (shape, dtype, weight) in enumerate(zip(layout.shapes, layout.dtypes, layout.weights, strict=True)):
-        key = (dtype, weight) if math.prod(shape) < SMALL else index
+        key = (dtype, weight) if math.prod(shape) < small else index
         groups.setdefault(key, []).append(index)
     return list(groups.values())
 

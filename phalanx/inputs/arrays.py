@@ -118,7 +118,6 @@ class ArraySource(Anywhere):
         self._world_size = world_size
         self._seed = seed
         self._shuffling = shuffling
-        self.draws = bool(shuffle) and shuffling is not None  # the orders come from an iterator of Keras's own
         self._own_orders: Iterator[Array] | None = None
         self.num_batches: int | None = -(-self._samples // self._batch_size)
         self.signature = (

@@ -75,11 +75,17 @@ def shuffled_orders(
     # In one batch, unless only the rows within each are to be shuffled: the order is the same and comes at once.
     size = batch_size if shuffle == "batch" else samples
     passes = EpochIterator(np.arange(samples), batch_size=size, shuffle=shuffle)
+    if keras.backend.backend() == "torch":
+        # What opening a pass draws (`draw_as_a_loader`) is not the sampler's.
+        sampler = passes.data_adapter.get_torch_dataloader().batch_sampler
+        if peeked:
+            next(iter(sampler))
+        while True:
+            yield np.concatenate([np.asarray(batch) for batch in sampler])
     passes._get_iterator = {
         "jax": passes.data_adapter.get_jax_iterator,
         # Once for all passes, as Keras does it: making one takes some 80 ms.
         "tensorflow": functools.cache(passes.data_adapter.get_tf_dataset),
-        "torch": passes.data_adapter.get_torch_dataloader,
     }[keras.backend.backend()]
     if peeked:
         next(next(passes._enumerate_iterator())[2])

@@ -24,6 +24,7 @@ from phalanx.supervision.end_of_job import EndOfJob, Signs, patience
 from phalanx.supervision.events import EventWriter
 from phalanx.supervision.scratch import scratch
 from phalanx.supervision.watch import Found, Watch
+from phalanx.training.stepping import count_steps, inner_optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -194,7 +195,7 @@ class SidecarEvaluator:
                 f"the evaluator as in training."
             ) from error
         if optimizer is not None:
-            optimizer.iterations.assign(found.step)
+            count_steps(optimizer, found.step * (inner_optimizer(optimizer).gradient_accumulation_steps or 1))
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(self._data)
         logs: Mapping[str, Any] = model.evaluate(
             x,

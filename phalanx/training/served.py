@@ -220,7 +220,7 @@ class Served:
         )
         values = [to_host(v) for v in trained]
         state = self._optimizer_state()
-        step = self._worker.global_step = max(self._worker.global_step, int(to_host(optimizer.iterations)))
+        step = self._worker.global_step = max(self._worker.global_step, int(to_host(optimizer._iterations)))
         questions, era = [], time.time_ns()
         for server in range(self._client.servers):
             places = _slots_on(self.slots, placed, server)

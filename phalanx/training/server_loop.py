@@ -57,6 +57,7 @@ from phalanx.training.fit_arguments import FitArguments
 from phalanx.training.served import Served, to_host
 from phalanx.training.server_merge import ServerMerge
 from phalanx.training.server_worker import ServerWorker
+from phalanx.training.stepping import count_steps
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +189,7 @@ class ServerTrainer:
             timeline.current.enter("pull", epoch=epoch)
             if not worker.is_chief:
                 self._assign(self._merge.pull())
-                model.optimizer.iterations.assign(worker.global_step)
+                count_steps(model.optimizer, worker.global_step)
             elif epoch == first_epoch:  # else it has pulled when the last one ended
                 self._assign(self._merge.pull())
                 self._require_served().remember(tables=False)
@@ -216,7 +217,7 @@ class ServerTrainer:
         if worker.is_chief:
             self._client.ask(HEAD, EndFit(fit))
         else:
-            model.optimizer.iterations.assign(worker.global_step)
+            count_steps(model.optimizer, worker.global_step)
         self._assign(self._merge.pull())
         if self._stale_slots and worker.is_chief:
             self._pull_optimizer()

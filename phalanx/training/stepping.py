@@ -189,6 +189,12 @@ def inner_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
+def count_steps(optimizer: Any, steps: int) -> None:
+    """So many steps count as made: batches, also where the gradients of several make an update (`iterations` counts the
+    updates then, and cannot be assigned)."""
+    inner_optimizer(optimizer)._iterations.assign(steps)
+
+
 def loss_scale(optimizer: Any) -> Any:
     """The variable by which the loss is multiplied; None where it is not, or always by the same number."""
     return optimizer.dynamic_scale if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else None

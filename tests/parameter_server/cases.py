@@ -118,6 +118,9 @@ CASES = {
     "synchronous_clipped_one_by_one": Case(
         2, {"synchronous": True}, lambda keras: keras.optimizers.SGD(1.0, clipnorm=0.05)
     ),
+    "synchronous_accumulating": Case(
+        2, {"synchronous": True}, lambda keras: keras.optimizers.Adam(0.02, gradient_accumulation_steps=3)
+    ),
     "synchronous_class_weights": Case(2, {"synchronous": True}, fit={"class_weight": {0: 0.5, 1: 1.0, 2: 2.0}}),
     "synchronous_with_own_train_step": Case(2, {"synchronous": True}, model=_own_step),
     "synchronous_with_a_loss_divided_by_weights": Case(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -218,10 +219,21 @@ def test_a_checkpoint_of_another_model_is_an_error(saved: list[Path], tmp_path: 
         sidecar.start()
 
 
-def test_another_optimizer_than_in_training_does_not_matter(saved: list[Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        keras.optimizers.SGD,
+        lambda: keras.optimizers.SGD(gradient_accumulation_steps=3),
+        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()),
+    ],
+    ids=["plain", "accumulating", "scaling"],
+)
+def test_another_optimizer_than_in_training_does_not_matter(
+    saved: list[Path], tmp_path: Path, optimizer: Callable[[], Any]
+) -> None:
     put(saved[0], tmp_path)
     note = Note()
-    model = make_model(optimizer=keras.optimizers.SGD())
+    model = make_model(optimizer=optimizer())
     phalanx.SidecarEvaluator(model, make_data(), tmp_path, max_evaluations=1, callbacks=[note], verbose=0).start()
     assert note.steps == [10]
 

@@ -50,6 +50,25 @@ def steps_per_epoch_of_arrays(setting: Setting) -> dict[str, Any]:
 
 
 @scenario()
+def steps_per_epoch_of_shuffled_arrays(setting: Setting) -> dict[str, Any]:
+    """Epochs end within passes over the data, and the last one leaves a pass there."""
+    model = compiled(setting)
+    first = fitted(model, steps_per_epoch=2, epochs=4, shuffle=True)
+    return {"first": first, "second": fitted(model, shuffle=True)}
+
+
+@scenario()
+def a_fit_after_one_that_was_stopped_within_a_pass(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting)
+
+    def stop(batch: int, logs: Any) -> None:
+        model.stop_training = batch == 1
+
+    first = fitted(model, shuffle=True, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=stop)])
+    return {"first": first, "second": fitted(model, shuffle=True)}
+
+
+@scenario()
 def evaluate_and_predict_steps(setting: Setting) -> dict[str, Any]:
     model = compiled(setting)
     return {
