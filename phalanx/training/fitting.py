@@ -151,7 +151,6 @@ class Fitting:
 
     def _inputs(self) -> tuple[ShardedInput, ShardedInput | None]:
         call, trainer = self._call, self._trainer
-        self._steadily(lambda: compare_training(self._model, call, self._replica))
         source = self._source = trainer.shard(
             call.x,
             call.y,
@@ -162,6 +161,9 @@ class Fitting:
             class_weight=call.class_weight,
             seed=self._seed(),
         )
+        # After what every method does first, so that ranks which call different ones are told so; and before the
+        # validation's data, which one of them may lack.
+        self._steadily(lambda: compare_training(self._model, call, self._replica))
         if call.validation_data is None:
             return source, None
         x, y, weight = data_adapter_utils.unpack_x_y_sample_weight(call.validation_data)

@@ -193,7 +193,7 @@ class ReplicaTrainer:
                 raise ValueError("Arguments `sample_weight` and `class_weight` cannot be specified at the same time.")
             sample_weight = data_adapter_utils.class_weight_to_sample_weights(y, class_weight)
         batch, engine = self._single("train_on_batch", x, y, sample_weight)
-        self.model.reset_metrics()
+        self._reset_for_a_single_batch()
         # Nothing is held back: the program may save the model after it.
         stepper = EveryStep(self.model, engine, self.merge, self.replica, holds=False)
         engine.begin()
@@ -209,7 +209,7 @@ class ReplicaTrainer:
     def test_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False) -> Any:
         self.model._assert_compile_called("test_on_batch")
         batch, engine = self._single("test_on_batch", x, y, sample_weight)
-        self.model.reset_metrics()
+        self._reset_for_a_single_batch()
         engine.begin()
         try:
             timeline.current.enter("forward")
@@ -230,6 +230,11 @@ class ReplicaTrainer:
         return tree.map_structure(lambda part: self._in_order([part], [batch.sizes]), outputs)
 
     # Their parts.
+
+    def _reset_for_a_single_batch(self) -> None:
+        """Metrics of single batches are of the batch alone since Keras 3.15; before, of all since the last reset."""
+        if tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 15):
+            self.model.reset_metrics()
 
     def shard(
         self,

@@ -42,6 +42,7 @@ def _facts(model: Any, call: FitArguments) -> dict[str, str]:
         facts |= {"loss": loss._user_loss, "loss_weights": loss._user_loss_weights}
     if metrics is not None:
         facts |= {"metrics": metrics._user_metrics, "weighted_metrics": metrics._user_weighted_metrics}
+    facts["optimizer"] = [type(optimizer).__name__ for optimizer in optimizers(model)]
     for number, optimizer in enumerate(optimizers(model)):
         kind = type(optimizer).__name__ if number == 0 else f"{type(optimizer).__name__} ({number + 1})"
         facts |= {f"{name} of {kind}": value for name, value in _settings(optimizer).items()}
