@@ -9,7 +9,6 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-import cloudpickle
 import numpy as np
 
 from phalanx.errors import ConfigurationError
@@ -17,6 +16,7 @@ from phalanx.horovod import operations
 from phalanx.horovod.process_sets import ProcessSet, global_process_set
 from phalanx.horovod.request import Array
 from phalanx.horovod.world import current
+from phalanx.launcher.pickling import dumps
 from phalanx.settings import SECRET
 
 
@@ -29,7 +29,7 @@ def broadcast_object(
     """
     check_trust("broadcast_object")
     is_root = current().membership.rank == root_rank
-    payload = broadcast_bytes(cloudpickle.dumps(obj) if is_root else b"", root_rank, name, process_set)
+    payload = broadcast_bytes(dumps(obj) if is_root else b"", root_rank, name, process_set)
     return obj if is_root else pickle.loads(payload)
 
 
@@ -39,7 +39,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     Raises: ConfigurationError in a job without a secret.
     """
     check_trust("allgather_object")
-    payload = np.frombuffer(cloudpickle.dumps(obj), np.uint8)
+    payload = np.frombuffer(dumps(obj), np.uint8)
     name = name or "allgather_object"
     sizes = operations.allgather(
         [np.array([payload.size], np.int64)], name=f"{name}.sizes", process_set=process_set, wake=False

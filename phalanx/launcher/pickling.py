@@ -12,18 +12,28 @@ import cloudpickle
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Takes modules that can be imported by name, whatever their class.
+    """Takes modules that can be imported by name, whatever their class, and lets code keep the name of its file.
 
     Cloudpickle takes a module of a class of its own, as `torch.ops` is, for an object, and fails at it. A function
     refers to that module if it uses `torch` and, for example, `keras.ops`: cloudpickle goes by the names alone.
+
+    Since 3.1.3 it drops the name of the file that code comes from. Tracebacks would lack their lines of source, and
+    AutoGraph, which reads the source of a `tf.function`, could not convert its `if` and `for`.
     """
 
     def reducer_override(self, thing: Any) -> Any:
+        if isinstance(thing, types.CodeType):
+            _, args = self.dispatch_table[types.CodeType](thing)
+            return _code, (thing.co_filename, args)
         if isinstance(thing, types.ModuleType) and type(thing) is not types.ModuleType:
             name = getattr(thing, "__name__", "")
             if sys.modules.get(name) is thing:
                 return importlib.import_module, (name,)
         return super().reducer_override(thing)
+
+
+def _code(filename: str, args: tuple[Any, ...]) -> types.CodeType:
+    return types.CodeType(*args).replace(co_filename=filename)
 
 
 def dumps(thing: Any) -> bytes:

@@ -174,3 +174,12 @@ def test_functions_of_torch_and_of_keras_travel() -> None:
 
     content = pickling.dumps(both)
     assert pickle.loads(content)()[0] is torch
+
+
+def test_code_that_travels_keeps_its_file_for_tracebacks_and_autograph() -> None:
+    def outer() -> object:
+        return lambda: None
+
+    loaded = pickle.loads(pickling.dumps(outer))
+    assert loaded.__code__ is not outer.__code__
+    assert loaded.__code__.co_filename == loaded().__code__.co_filename == __file__
