@@ -149,7 +149,8 @@ class Strategy:
             try:
                 return fn(*args, **(kwargs or {}))
             except Exception as error:
-                if (behind := self._tensors.failure_behind(error)) is not None:
+                behind = self._tensors.failure_behind(error)  # no `:=`, which AutoGraph cannot convert
+                if behind is not None:
                     raise behind from None
                 raise
 

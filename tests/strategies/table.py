@@ -362,6 +362,21 @@ def an_iterator_of_a_distributed_dataset(setting: Setting) -> dict[str, Any]:
     return {}
 
 
+@scenario(plain=False, backends=("tensorflow",))
+def tensors_decide_in_what_is_run(setting: Setting) -> dict[str, Any]:
+    import tensorflow as tf
+
+    def step(x: Any) -> Any:  # AutoGraph must reach it through `run`
+        if tf.reduce_sum(x) > 0:
+            return 2 * x
+        return x
+
+    run = tf.function(lambda x: setting.strategy.run(step, args=(x,)))
+    assert run(tf.constant([1.0, 2.0])).numpy().tolist() == [2.0, 4.0]
+    assert run(tf.constant([-1.0, -2.0])).numpy().tolist() == [-1.0, -2.0]
+    return {}
+
+
 @scenario(plain=False)
 def average_loss(setting: Setting) -> dict[str, Any]:
     losses, weights = tensor(np.array([1.0, 2.0, 3.0], "float32")), tensor(np.array([1.0, 0.5, 0.0], "float32"))
