@@ -32,7 +32,7 @@ from phalanx.parameter_server.messages import (
 )
 from phalanx.parameter_server.placement import Shard, Variable, shard_shape
 from phalanx.parameter_server.rows import Rows, weighted_sum
-from phalanx.parameter_server.schedule import CHIEF, POLL_S, Schedule, Worker
+from phalanx.parameter_server.schedule import CHIEF, POLL_S, Schedule, Worker, lost
 from phalanx.parameter_server.tables import TableUpdater
 from phalanx.transport.frames import byte_view
 
@@ -182,11 +182,13 @@ class Store:
         """Wait until the chief has declared this `fit`; compare the models. Returns the first epoch, and the tables;
         None if the chief has declared another one since.
 
-        Raises: DisagreementError naming the first variable that differs.
+        Raises: DisagreementError naming the first variable that differs; PeerLostError if the chief left without.
         """
         with self._changed:
             until = self._schedule.clock() + timeout_s
             while self._fit < fit or self._declared is None:
+                if self._schedule.has_chief_left:
+                    raise lost(self._names[CHIEF], "the start of `fit`")
                 if self._schedule.clock() > until:
                     raise CollectiveTimeoutError(f"{self._names[CHIEF]} did not begin `fit` within {timeout_s:g} s.")
                 self._changed.wait(POLL_S)
@@ -251,13 +253,13 @@ class Store:
             self._schedule.resume(state)
             self._changed.notify_all()
 
-    def outrun(self, version: int, lost: int) -> None:
+    def outrun(self, version: int, updates: int) -> None:
         """Somebody has seen this version, which is lost: the next ones must not be taken for it. The optimizer counts
-        the updates that were lost as well: schedules go by the steps of the job, the same on all servers."""
+        the `updates` that were lost as well: schedules go by the steps of the job, the same on all servers."""
         with self._changed:
             self.version = max(self.version, version) + 1
-            if self._updater is not None and lost:
-                self._updater.count(lost)
+            if self._updater is not None and updates:
+                self._updater.count(updates)
 
     # Its copy on another server.
 

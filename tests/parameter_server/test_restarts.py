@@ -72,6 +72,22 @@ def test_a_server_that_comes_back_without_a_snapshot_says_so(start: Start, tmp_p
     assert "ps/0 was killed and started again, and has no snapshot of this training" in tasks.said("worker/0")
 
 
+def test_a_worker_that_comes_after_the_chief_has_ended_with_an_error_ends_as_well(start: Start, tmp_path: Path) -> None:
+    snapshots = tmp_path / "snapshots"
+    tasks = start("late worker", epochs=10_000, settings={"SNAPSHOT_DIR": str(snapshots)})
+    trains(tasks)
+    tasks.wait_for((tasks.folder / "waits").exists, "worker/1 is about to train")
+    tasks.send("ps/0", signal.SIGKILL)
+    tasks.processes["ps/0"].wait()
+    for file in snapshots.iterdir():
+        file.unlink()
+    tasks.restart("ps/0")
+    assert tasks.ends("worker/0") == {"worker/0": PeerLostError.exit_code}
+    (tasks.folder / "go").touch()
+    assert tasks.ends("worker/1") == {"worker/1": PeerLostError.exit_code}
+    assert "lost worker/0 during the start of `fit`" in tasks.said("worker/1")
+
+
 @pytest.mark.slow
 def test_a_full_disk_is_said_and_training_goes_on(start: Start) -> None:
     tasks = start("asynchronous", settings={"PHALANX_SNAPSHOTS": "/dev/full:/dev/full"})
