@@ -178,6 +178,7 @@ def _push(
     from phalanx.parameter_server.client import Client
     from phalanx.parameter_server.messages import (
         Attach,
+        Attached,
         Declare,
         EndFit,
         Model,
@@ -201,9 +202,9 @@ def _push(
         rules = Rules(synchronous=False, at_least=0, staleness=-1, refuse_nan=True, timeout_s=BOUND_S)
         client.ask(0, Declare(0, 0, model, rules, slots, step=0, era=1), [*gradients, *state])
     answer, _ = client.ask(0, Attach(0, variables))
-    assert isinstance(answer, Values)
+    assert isinstance(answer, Attached)
     client.share_memory(0, [gradient.nbytes for gradient in gradients])
-    era = answer.version
+    era = answer.era
     if number == 0:
         client.ask(0, OpenEpoch(0, 0, -1))
     ticket, _ = client.ask(0, Take(0, 0, era))

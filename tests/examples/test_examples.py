@@ -183,6 +183,7 @@ def test_a_coordinated_loop_learns_the_digits(run: Run, backend: str) -> None:
     assert output.count("epoch 1:") == 1, "only the chief comes so far"
 
 
+@each_backend(slow_after_the_first=True)
 def test_rows_of_a_large_table_travel_alone(run: Run, backend: str) -> None:
     small = ("examples/embedding_rows.py", "--samples", 20_000, "--verbose", 0, "--users", 200_000)
     output = run("--ps", 1, *small, workers=2, backend=backend)
