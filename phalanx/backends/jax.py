@@ -19,7 +19,7 @@ the merge, and `gradients` of the next step computes from them where they lie.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -416,6 +416,10 @@ class JaxTensors:
     @staticmethod
     def failure_behind(error: BaseException) -> BaseException | None:
         return None  # errors come as they are
+
+    @staticmethod
+    def trace_apart(key: Callable[[], Hashable | None]) -> None:
+        pass  # compiled functions merge nothing
 
     def reduce(self, thing: Any) -> Any:
         return NotImplemented

@@ -12,7 +12,7 @@ A model that overrides `train_step` calls the optimizer itself; there the gradie
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -29,6 +29,7 @@ from phalanx.backends.log_origins import LogOrigins
 from phalanx.backends.stand_in import StandIn
 from phalanx.backends.step_means import StepMeans
 from phalanx.backends.tensorflow_adam import fused
+from phalanx.backends.tensorflow_tracing import trace_apart
 from phalanx.backends.tensors import Gradient, HostFunction, Shape, same_shape
 from phalanx.backends.updater import Updater
 from phalanx.inputs.elements import Form
@@ -600,6 +601,10 @@ class TensorFlowTensors:
         failure = _failures.pop()
         first_line = str(failure).partition("\n")[0]
         return failure if type(failure).__name__ in str(error) and first_line[:80] in str(error) else None
+
+    @staticmethod
+    def trace_apart(key: Callable[[], Hashable | None]) -> None:
+        trace_apart(key)
 
     def reduce(self, thing: Any) -> Any:
         if isinstance(thing, tf.types.experimental.PolymorphicFunction):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -52,6 +52,12 @@ class Tensors(Protocol):
     @staticmethod
     def failure_behind(error: BaseException) -> BaseException | None:
         """The error of a host function of which the backend has made this one of its own; None if there is none."""
+        ...
+
+    @staticmethod
+    def trace_apart(key: Callable[[], Hashable | None]) -> None:
+        """Have functions that the backend compiles traced for each value of `key` apart, if what a trace decides in
+        Python would hold for others: merging may depend on the key."""
         ...
 
     def reduce(self, thing: Any) -> Any:

@@ -8,7 +8,7 @@ rest afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -407,6 +407,10 @@ class TorchTensors:
     @staticmethod
     def failure_behind(error: BaseException) -> BaseException | None:
         return None  # errors come as they are
+
+    @staticmethod
+    def trace_apart(key: Callable[[], Hashable | None]) -> None:
+        pass  # nothing is traced
 
     def reduce(self, thing: Any) -> Any:
         return NotImplemented

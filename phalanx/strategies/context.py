@@ -108,6 +108,11 @@ def current_replica_context() -> ReplicaContext | None:
     return _stack.replicas[-1] if _stack.replicas else None
 
 
+def trace_key() -> int | None:
+    """What a trace of compiled code depends on: the strategy whose `run` this code is in; None outside of all."""
+    return id(_stack.replicas[-1].strategy) if _stack.replicas else None
+
+
 def in_cross_replica_context() -> bool:
     """Whether this code is inside a scope and not inside `strategy.run`."""
     return has_strategy() and not _stack.replicas

@@ -57,6 +57,7 @@ class Strategy:
         self._merge = GradientMerge(replica, policy.compression)
         self._cluster_resolver = cluster_resolver
         self._tensors = make_tensors()
+        self._tensors.trace_apart(context.trace_key)
         exit_codes.reveal(self._tensors.failure_behind)
 
     def __reduce__(self) -> str | tuple[Any, ...]:

@@ -377,6 +377,38 @@ def tensors_decide_in_what_is_run(setting: Setting) -> dict[str, Any]:
     return {}
 
 
+@scenario(plain=False, backends=("tensorflow",))
+def a_function_is_traced_apart_in_run_and_outside(setting: Setting) -> dict[str, Any]:
+    import tensorflow as tf
+
+    strategy, rank = setting.strategy, setting.rank
+    with strategy.scope():
+        variable = keras.Variable(np.zeros(1, "float32"))
+        optimizer = keras.optimizers.SGD(1.0)
+        optimizer.build([variable])
+
+    def step(x: Any) -> Any:
+        optimizer.apply_gradients([(tf.reshape(x, [1]), variable)])
+        return phalanx.get_replica_context().all_reduce("SUM", x)
+
+    def moved_by(call: Callable[[], Any]) -> list[float]:
+        variable.assign([0.0])
+        total = float(call())
+        return [-float(variable.value[0]), total]
+
+    x = tf.constant(float(rank + 1))
+    everyones = [sum(range(1, setting.world_size + 1))] * 2
+    inner, outer, late = tf.function(step), tf.function(lambda x: strategy.run(inner, args=(x,))), tf.function(step)
+    assert moved_by(lambda: inner(x)) == [rank + 1] * 2
+    assert moved_by(lambda: strategy.run(inner, args=(x,))) == everyones
+    assert moved_by(lambda: outer(x)) == everyones
+    assert moved_by(lambda: inner(x)) == [rank + 1] * 2
+    assert moved_by(lambda: strategy.run(late, args=(x,))) == everyones
+    assert moved_by(lambda: late(x)) == [rank + 1] * 2
+    assert inner.experimental_get_tracing_count() == late.experimental_get_tracing_count() == 2
+    return {}
+
+
 @scenario(plain=False)
 def average_loss(setting: Setting) -> dict[str, Any]:
     losses, weights = tensor(np.array([1.0, 2.0, 3.0], "float32")), tensor(np.array([1.0, 0.5, 0.0], "float32"))

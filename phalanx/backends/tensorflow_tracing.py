@@ -1,0 +1,49 @@
+"""Functions compiled by TensorFlow are traced anew where more differs than their arguments.
+
+A `tf.function` keeps a trace for each kind of arguments, with all that was decided in Python while it was made. Whether
+an optimizer merges its gradients is such a decision: a function that was first called outside of `strategy.run` would
+never merge inside it. TensorFlow makes the context of its own strategies part of what traces are kept by
+(`EagerContext.in_cross_replica_context`), and offers no way to do so for others. So the function that says what they are
+kept by is wrapped. Tested with TensorFlow 2.21.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+Key = Callable[[], Hashable | None]
+_keys: list[Key] = []
+
+
+def trace_apart(key: Key) -> None:
+    """Keep traces apart by what `key` returns from now on; where that is None, they are kept as ever. Safe to call
+    twice."""
+    if key in _keys:
+        return
+    if not _keys:
+        _wrap()
+    _keys.append(key)
+
+
+def _wrap() -> None:
+    try:
+        from tensorflow.python.eager.polymorphic_function import function_context
+
+        make = function_context.make_function_context
+    except (ImportError, AttributeError):
+        logger.warning(
+            "This version of TensorFlow does not let traces be kept apart: call a tf.function either inside "
+            "strategy.run or outside, not both ways."
+        )
+        return
+
+    def make_with_keys(*args: Any, **kwargs: Any) -> Any:
+        context = make(*args, **kwargs)
+        own = [value for key in _keys if (value := key()) is not None]
+        return context._replace(context=(context.context, *own)) if own else context
+
+    function_context.make_function_context = make_with_keys
