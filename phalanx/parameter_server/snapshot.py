@@ -42,14 +42,16 @@ class Snapshots:
     def write(self, header: bytes, arrays: Sequence[Array]) -> None:
         """Replace the older snapshot.
 
-        Raises: OSError if the disk is full or cannot be written; the newer snapshot is still there then.
+        Raises: OSError if the disk is full or cannot be written; the newer snapshot is still there then, and stays
+            there until another one is whole.
         """
-        self._number += 1
+        number = self._number + 1
         raw = {str(index): np.ascontiguousarray(a).reshape(-1).view(np.uint8) for index, a in enumerate(arrays)}
-        with open(self._paths[self._number % 2], "wb") as file:
-            np.savez(file, **{_NUMBER: np.int64(self._number), _HEADER: np.frombuffer(header, np.uint8)}, **raw)  # type: ignore[arg-type]
+        with open(self._paths[number % 2], "wb") as file:
+            np.savez(file, **{_NUMBER: np.int64(number), _HEADER: np.frombuffer(header, np.uint8)}, **raw)  # type: ignore[arg-type]
             file.flush()
             os.fsync(file.fileno())
+        self._number = number  # not before: what comes after a failure goes to the same file
 
     def newest(self) -> tuple[bytes, list[memoryview]] | None:
         """The header and the arrays' bytes of the newest snapshot that is whole; None if there is none."""
