@@ -20,6 +20,7 @@ from phalanx.cluster.spec import PS, Task
 from phalanx.collectives.segment import Offer
 from phalanx.errors import (
     DisagreementError,
+    EvictedError,
     HandshakeError,
     LinkClosedError,
     LinkTimeoutError,
@@ -106,6 +107,7 @@ class Client:
         self._alone = [False] * len(self.tasks)  # whether the group's copy cannot take over
         self._probe_s = me.settings.timeout_s / 4
         self._probed_at = 0.0
+        self._left_out = False  # whether the servers go on without this process
         self._hosts = [""] * len(self.tasks)
         self._lanes: dict[int, Lanes] = {}
         try:
@@ -234,7 +236,9 @@ class Client:
 
     def _accepted(self, server: int, answer: tuple[Answer, list[memoryview]]) -> tuple[Answer, list[memoryview]]:
         if isinstance(answer[0], Refusal):
-            raise _refused(answer[0], str(self.tasks[self._leaders[server]]))
+            error = _refused(answer[0], str(self.tasks[self._leaders[server]]))
+            self._left_out |= isinstance(error, EvictedError)
+            raise error
         return answer
 
     def _send(self, server: int, question: Question, buffers: Sequence[Array]) -> Sequence[Array]:
@@ -389,11 +393,15 @@ class Client:
         return isinstance(self.ask(HEAD, IsOver())[0], FitOver)
 
     def close(self, failure: str = "") -> None:
-        """Take leave of all servers; safe to call twice.
+        """Take leave of all servers, but as one who was left out: another process may take that place. Safe to call
+        twice.
 
         Args:
             failure: the error because of which this worker ends, if there is one, in a line.
         """
+        if self._left_out:
+            self.hang_up()
+            return
         bye = Bye(failure, tuple(sorted(self.without)))
         for link in self._links:
             try:
@@ -418,7 +426,7 @@ class Client:
 def _refused(answer: Refusal, server: str) -> PhalanxError:
     """The error that a server has named."""
     if answer.kind == PeerLostError.__name__:
-        return PeerLostError(answer.reason, rank=0, task=server, host="")
+        return PeerLostError(answer.reason, rank=answer.rank, task=answer.task or server, host="")
     kind: type[PhalanxError] = getattr(errors, answer.kind, PhalanxError)
     return kind(answer.reason)
 

@@ -367,6 +367,8 @@ class Group:
         self._store.notice()  # not in the listener's thread: the store may be busy
 
         def says_goodbye(bye: Bye) -> None:
+            if self._schedule.is_evicted(incarnation):
+                return  # it speaks for nobody: another process may take its place
             with self._changed:
                 self._gone.add(worker)
                 if worker == CHIEF:

@@ -434,10 +434,17 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
-    """No, for good: the worker raises. `kind` names the class of error."""
+    """No, for good: the worker raises.
+
+    Attributes:
+        kind: names the class of error.
+        task, rank: of a PeerLostError: who was lost.
+    """
 
     kind: str
     reason: str
+    task: str = ""
+    rank: int = -1
 
 
 Question = (

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from phalanx.cluster.roll_call import Identity
-from phalanx.errors import EvictedError, FrameError, LinkClosedError, LinkTimeoutError, PhalanxError
+from phalanx.errors import EvictedError, FrameError, LinkClosedError, LinkTimeoutError, PeerLostError, PhalanxError
 from phalanx.parameter_server.lanes import TO_SERVER, Lanes
 from phalanx.parameter_server.messages import (
     Alive,
@@ -164,6 +164,8 @@ class Serving:
                     f"it again to take part."
                 )
             return self._handle(worker, incarnation, question, buffers)
+        except PeerLostError as error:
+            return Refusal(type(error).__name__, str(error), error.task, error.rank), ()
         except PhalanxError as error:
             return Refusal(type(error).__name__, str(error)), ()
         except Exception as error:

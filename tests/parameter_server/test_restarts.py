@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from phalanx.errors import PeerLostError
+from phalanx.errors import EvictedError, PeerLostError
 from tests.parameter_server.tasks import Tasks
 from tests.parameter_server.test_faults import BATCHES, Start, made_enough, start, steps, trains
 from tests.support.backends import FIRST
@@ -86,6 +86,17 @@ def test_a_worker_that_comes_after_the_chief_has_ended_with_an_error_ends_as_wel
     (tasks.folder / "go").touch()
     assert tasks.ends("worker/1") == {"worker/1": PeerLostError.exit_code}
     assert "lost worker/0 during the start of `fit`" in tasks.said("worker/1")
+
+
+@pytest.mark.slow
+def test_a_chief_that_was_left_out_ends_nobody_when_it_goes_on(start: Start) -> None:
+    tasks = start("chief stops", epochs=EPOCHS, timeout_s=20)
+    tasks.wait_for(lambda: "worker/0 makes no progress" in tasks.said("ps/0"), "it is left out")
+    tasks.send("worker/0", signal.SIGCONT)
+    assert tasks.ends("worker/0") == {"worker/0": EvictedError.exit_code}
+    tasks.restart("worker/0")
+    assert set(tasks.ends().values()) == {0}, tasks.everything()
+    assert "The chief was started again" in tasks.said("worker/1")
 
 
 @pytest.mark.slow
