@@ -3,8 +3,8 @@
 A `tf.function` keeps a trace for each kind of arguments, with all that was decided in Python while it was made. Whether
 an optimizer merges its gradients is such a decision: a function that was first called outside of `strategy.run` would
 never merge inside it. TensorFlow makes the context of its own strategies part of what traces are kept by
-(`EagerContext.in_cross_replica_context`), and offers no way to do so for others. So the function that says what they are
-kept by is wrapped. Tested with TensorFlow 2.21.
+(`EagerContext.in_cross_replica_context`), and offers no way to do so for others. So the function that says what they
+are kept by is wrapped. Tested with TensorFlow 2.21.
 """
 
 from __future__ import annotations

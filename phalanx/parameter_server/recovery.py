@@ -129,9 +129,9 @@ class Recovery:
                 f"was killed and started again, and so was {self._copied_by}, which had the copy of its variables, "
                 f"before this one had them back. Give servers hosts of their own, so that not both are lost at once."
                 if self._copied_by is not None
-                else "was killed and started again, and has no snapshot of this training. If its output tells of damaged ones, "
-                "look for a full disk; else pass snapshot_dir or replication=2 to ParameterServerStrategy, or start the "
-                "job with `phalanx run`."
+                else "was killed and started again, and has no snapshot of this training. If its output tells of "
+                "damaged ones, look for a full disk; else pass snapshot_dir or replication=2 to "
+                "ParameterServerStrategy, or start the job with `phalanx run`."
             )
             raise PeerLostError(
                 f"{self._me.task} {what}",
