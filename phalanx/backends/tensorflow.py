@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 import keras
@@ -32,6 +33,7 @@ from phalanx.backends.tensorflow_adam import fused
 from phalanx.backends.tensorflow_tracing import trace_apart
 from phalanx.backends.tensors import Gradient, HostFunction, Shape, same_shape
 from phalanx.backends.updater import Updater
+from phalanx.errors import UnsupportedError
 from phalanx.inputs.elements import Form
 from phalanx.nested import leaves, map_leaves
 
@@ -615,11 +617,25 @@ class TensorFlowTensors:
                 "jit_compile": thing._jit_compile,
                 "reduce_retracing": thing._reduce_retracing,
             }
-            return _function, (thing.python_function, options)
+            return _function, (_unbound(thing.python_function), options)
+        if isinstance(thing, tf.RaggedTensor):
+            return tf.RaggedTensor.from_row_splits, (thing.values, thing.row_splits)
+        if isinstance(thing, tf.SparseTensor):
+            return tf.SparseTensor, (thing.indices, thing.values, thing.dense_shape)
         if isinstance(thing, tf.data.Dataset):
             graph = tf.raw_ops.DatasetToGraphV2(input_dataset=thing._variant_tensor)
             return _dataset, (graph.numpy(), thing.element_spec)
         return NotImplemented
+
+
+def _unbound(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What a `tf.function` calls, without the weak references by which TensorFlow binds one that is a method."""
+    target = getattr(getattr(function, "__wrapped__", None), "__self__", None)
+    if type(target).__name__ != "TfMethodTarget":
+        return function
+    if target.target is None:
+        raise UnsupportedError(f"The object whose method {function.__qualname__} is does not exist any more.")
+    return MethodType(target.weakrefself_func__(), target.target)
 
 
 def _function(python_function: Callable[..., Any], options: dict[str, Any]) -> Any:

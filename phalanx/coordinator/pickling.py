@@ -66,8 +66,8 @@ class References:
         return self._other(thing)
 
     def _other(self, thing: Any) -> tuple[Any, ...] | None:
-        if not keras.ops.is_tensor(thing):
-            return None
+        if not keras.ops.is_tensor(thing) or self._tensors.reduce(thing) is not NotImplemented:
+            return None  # ragged and sparse ones are taken apart
         if hasattr(thing, "assign_add"):
             raise UnsupportedError(
                 f"A {type(thing).__name__} that is no Keras variable would be a copy of its own on each worker. Use "

@@ -56,11 +56,13 @@ class Recovery:
         self._must_rebuild = False  # whether the schedule must be made anew
         self._restored = 0  # the version with which this went on
         self._lost_updates = 0
+        self._met: set[Worker] = set()  # those that have nothing to tell any more of who led before
 
     def take_the_lead(self) -> None:
         """This process has become the leader, with the values that it has."""
         self.took_over = self._must_rebuild = self._store.fit >= 0
         self._restored, self._lost_updates = self._store.version, 0
+        self._met.clear()
         self._schedule.await_workers()
 
     def declare(self, message: Declare, buffers: Sequence[memoryview]) -> None:
@@ -100,6 +102,10 @@ class Recovery:
                 return False
         return True
 
+    def meet(self, worker: Worker) -> None:
+        """A worker begins a `fit` here: all that it knows from now on is this process's."""
+        self._met.add(worker)
+
     def take_back(self, worker: Worker, message: Rejoin, buffers: Sequence[memoryview]) -> None:
         """A worker has lost its link to this task in the middle of a `fit`, perhaps because the process is new."""
         with self._restoring:
@@ -110,8 +116,10 @@ class Recovery:
                 self._schedule.await_rejoins()
             self._must_rebuild = False
             missing = max(0, message.version - self._restored)
-            # One that only its network had cut off has seen nothing that this process has not.
-            ahead = self._lost_updates < 0 or message.version > self._store.version
+            # One that only its network had cut off has seen nothing that this process has not. Others may come late, when
+            # as many new updates have been made as were lost.
+            ahead = self._lost_updates < 0 or worker not in self._met or message.version > self._store.version
+            self._met.add(worker)
             if self.took_over and ahead and missing > self._lost_updates:
                 more = missing - max(0, self._lost_updates)
                 self._lost_updates = missing

@@ -221,6 +221,7 @@ class Serving:
                 # Between two fits the chief may be long about something; at the first it must be there in time.
                 start_s = self._me.settings.rendezvous_timeout_s
                 attached = store.attach(fit, variables, max(start_s, timeout_s) if fit else start_s)
+                self._recovery.meet(worker)
                 if attached is None:
                     return FitOver(), ()
                 first_epoch, table_numbers = attached
