@@ -12,8 +12,9 @@ DEFAULT = 10
 """How often one task is started again."""
 SHORT_S = 5.0
 """A task that lives no longer than this has hardly come to train: its imports alone take some seconds."""
-SHORT_LIVES = 5
-"""After so many of those in a row it is given up."""
+SHORT_LIVES = 7
+"""After so many of those in a row it is given up. A server on a fast machine may be back and be killed again within
+SHORT_S, and should survive that a few times."""
 FIRST_DELAY_S = 0.5
 """Before a second attempt in a row, and twice as long before each further one."""
 

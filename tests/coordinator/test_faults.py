@@ -165,6 +165,8 @@ def test_an_interrupted_chief_ends_all_tasks(start: Start) -> None:
     tasks.send("chief/0", signal.SIGINT)
     codes = tasks.ends()
     assert codes.pop("chief/0") == -signal.SIGINT
+    assert codes.pop("ps/0") == PeerLostError.exit_code
+    assert "chief/0 has ended with an error: KeyboardInterrupt" in tasks.said("ps/0")
     assert set(codes.values()) == {0}
     assert "KeyboardInterrupt" in tasks.said("chief/0")
 

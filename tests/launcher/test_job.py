@@ -254,7 +254,7 @@ class TestRestarts:
 
     def test_one_that_dies_at_once_waits_longer_and_is_given_up(self) -> None:
         restarts = Restarts(10)
-        assert [restarts.delay_s(0, -9, 1.0) for _ in range(5)] == [0.0, 0.5, 1.0, 2.0, None]
+        assert [restarts.delay_s(0, -9, 1.0) for _ in range(7)] == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, None]
 
     def test_a_long_life_makes_up_for_short_ones(self) -> None:
         restarts = Restarts(10)
