@@ -572,6 +572,11 @@ class TensorFlowTensors:
         shape_of: Callable[[Shape], Shape] = same_shape,
         gradient: Gradient | None = None,
     ) -> list[Any]:
+        if any(isinstance(tensor, tf.RaggedTensor) for tensor in tensors):
+            raise UnsupportedError(
+                "Ragged tensors of several replicas cannot be merged: their rows differ in length. Merge what you "
+                "compute of them, or tensor.to_tensor() where the replicas' shapes agree."
+            )
         tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]  # of sparse gradients too
         if gradient is None:
             return _on_host(function, tensors, _shapes_of(shape_of, tensors))
@@ -619,7 +624,7 @@ class TensorFlowTensors:
             }
             return _function, (_unbound(thing.python_function), options)
         if isinstance(thing, tf.RaggedTensor):
-            return tf.RaggedTensor.from_row_splits, (thing.values, thing.row_splits)
+            return _ragged, (thing.values, thing.row_splits)
         if isinstance(thing, tf.SparseTensor):
             return tf.SparseTensor, (thing.indices, thing.values, thing.dense_shape)
         if isinstance(thing, tf.data.Dataset):
@@ -630,7 +635,7 @@ class TensorFlowTensors:
 
 def _unbound(function: Callable[..., Any]) -> Callable[..., Any]:
     """What a `tf.function` calls, without the weak references by which TensorFlow binds one that is a method."""
-    target = getattr(getattr(function, "__wrapped__", None), "__self__", None)
+    target: Any = getattr(getattr(function, "__original_wrapped__", None), "__self__", None)
     if type(target).__name__ != "TfMethodTarget":
         return function
     if target.target is None:
@@ -640,6 +645,10 @@ def _unbound(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _function(python_function: Callable[..., Any], options: dict[str, Any]) -> Any:
     return tf.function(python_function, **options)
+
+
+def _ragged(values: Any, row_splits: Any) -> Any:
+    return tf.RaggedTensor.from_row_splits(values, row_splits)
 
 
 def _dataset(graph: bytes, element_spec: Any) -> Any:

@@ -62,5 +62,5 @@ class Tensors(Protocol):
 
     def reduce(self, thing: Any) -> Any:
         """How a thing of the backend's own is pickled where the backend itself does not know: as `__reduce_ex__` says
-        it. NotImplemented for everything else."""
+        it. NotImplemented for everything else, dense tensors among it."""
         ...

@@ -9,6 +9,7 @@ travels as a reference, or is taken to be constant, by its identity.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from types import (
     BuiltinFunctionType,
@@ -62,6 +63,8 @@ def trace(function: Any, is_constant: Callable[[Any], bool], pickled: Callable[[
             left += [thing.__func__, thing.__self__]
         elif isinstance(thing, functools.partial):
             left += [thing.func, thing.args, *thing.keywords, *thing.keywords.values()]
+        elif isinstance(thing, weakref.ref):  # as TensorFlow binds methods that it has compiled
+            left.append(thing())
         elif type(thing) is tuple:
             found.append((False, len(thing)))
             left.extend(thing)

@@ -215,7 +215,9 @@ class FunctionServer:
             with self._strategy.scope():
                 return thing(context) if _takes_an_argument(thing) else thing()
         except Exception as error:  # it is raised where the value is used
-            error.add_note(f"This happened where {self._me.task} made its own value.")
+            note = f"This happened where {self._me.task} made its own value."
+            if note not in getattr(error, "__notes__", ()):  # as of the dataset whose iterator this is
+                error.add_note(note)
             return _NotMade(error)
 
     def _call(self, order: Call, buffers: list[memoryview]) -> tuple[Answer, list[bytes]]:

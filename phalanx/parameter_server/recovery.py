@@ -116,8 +116,8 @@ class Recovery:
                 self._schedule.await_rejoins()
             self._must_rebuild = False
             missing = max(0, message.version - self._restored)
-            # One that only its network had cut off has seen nothing that this process has not. Others may come late, when
-            # as many new updates have been made as were lost.
+            # One that only its network had cut off has seen nothing that this process has not. Others may come late,
+            # when as many new updates have been made as were lost.
             ahead = self._lost_updates < 0 or worker not in self._met or message.version > self._store.version
             self._met.add(worker)
             if self.took_over and ahead and missing > self._lost_updates:

@@ -107,6 +107,7 @@ class Schedule:
         self.global_step = 0
         self.lost_batches = 0
         """Of this `fit`: handed out, and trained by nobody as far as is known."""
+        self._losses_described = 0
         self._rejoined: dict[Worker, tuple[Rejoin, Array | None]] = {}
         self._rebuilt = True  # False while this is to be made anew from what the workers say
         self._rebuild_since = 0.0
@@ -148,7 +149,7 @@ class Schedule:
             self._proved = -1
             self._order = (-1, -1, np.zeros(0, np.int64))
             self._made.clear()
-            self.lost_batches = 0
+            self.lost_batches = self._losses_described = 0
             self._began = False
             self._epoch = None
             self._joint = None
@@ -617,13 +618,12 @@ class Schedule:
             self._changed.notify_all()
 
     def describe_losses(self) -> str:
-        """What the chief should know of batches that nobody has trained, or nothing."""
+        """What the chief should know of batches that nobody has trained, if there are more than it was told of."""
         count = self.lost_batches
-        return (
-            f"{count} {'batch' if count == 1 else 'batches'} of this fit() lost with workers or a server"
-            if count
-            else ""
-        )
+        if count <= self._losses_described:
+            return ""
+        self._losses_described = count
+        return f"{count} {'batch' if count == 1 else 'batches'} of this fit() lost with workers or a server"
 
     def collect(self, fit: int, epoch: int, timeout_s: float) -> tuple[list[Array], int, int]:
         """The merged report of an epoch, its samples, and how many steps it had; waits for all workers present."""

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 import numpy as np
@@ -201,6 +201,7 @@ class Server:
         server_or_cluster_def: the cluster: a `ClusterSpec` or a dict.
         job_name: "ps".
         task_index: which of the servers this process is.
+        protocol, config, start: taken as `tf.distribute.Server` does; there is nothing to choose.
         replication, snapshot_dir, snapshot_seconds: as for `ParameterServerStrategy`.
 
     >>> phalanx.Server({"ps": ["a:2222"], "worker": ["b:2222"]}, job_name="ps", task_index=0).join()  # doctest: +SKIP
@@ -211,11 +212,15 @@ class Server:
         server_or_cluster_def: ClusterSpec | dict[str, Any],
         job_name: str = PS,
         task_index: int = 0,
+        protocol: Any = None,
+        config: Any = None,
+        start: bool = True,
         *,
         replication: int = 1,
         snapshot_dir: str | os.PathLike[str] | None = None,
         snapshot_seconds: float = SNAPSHOT_S,
     ):
+        del protocol, config, start
         if job_name != PS:
             raise ConfigurationError(
                 f"A Server of job {job_name!r} has nothing to serve. Make a ParameterServerStrategy in the processes "
@@ -225,9 +230,11 @@ class Server:
         self._me = _identify(SimpleClusterResolver(spec, task_type=job_name, task_id=task_index))
         self._durability = snapshot_dir, snapshot_seconds, replication
 
-    def join(self) -> None:
-        """Serve until the job is over."""
+    def join(self) -> NoReturn:
+        """Serve until the job is over, and end the process then with exit code 0: `tf.distribute.Server.join` does not
+        return either, so programs go on below it as if only workers came there."""
         serve(self._me, *self._durability)
+        sys.exit(0)
 
 
 def serve(me: Identity, snapshot_dir: str | os.PathLike[str] | None, snapshot_s: float, replication: int) -> None:

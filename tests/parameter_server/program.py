@@ -24,7 +24,6 @@ def main() -> None:
         config = json.loads(os.environ["TF_CONFIG"])
         if config["task"]["type"] == "ps":
             phalanx.Server(config["cluster"], job_name="ps", task_index=config["task"]["index"]).join()
-            return
     strategy = phalanx.ParameterServerStrategy(
         synchronous=kind in ("synchronous", "other metrics"),
         staleness=2 if kind == "bounded" else None,

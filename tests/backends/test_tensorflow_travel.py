@@ -1,0 +1,80 @@
+"""What TensorFlow itself does not pickle, or not as it is, and what travels with functions of a coordinator."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.tensorflow
+
+PROGRAM = """
+import tensorflow as tf
+
+from phalanx.backends import make_tensors
+from phalanx.coordinator.pickling import References, pack, unpack
+from phalanx.coordinator.unchanged import same, trace
+from phalanx.errors import UnsupportedError
+from phalanx.training.made import Made
+
+references = References({}, Made(), make_tensors())
+
+
+def travel(thing, load=references.load):
+    return unpack(pack(thing, references, "It"), load)
+
+
+ragged = tf.ragged.constant([[[1.0], []], [[2.0, 3.0, 4.0]]])
+for load in (references.load, references.load_on_host):
+    assert travel({"a": [ragged]}, load)["a"][0].to_list() == ragged.to_list()
+sparse = travel(tf.sparse.from_dense([[0.0, 5.0]]))
+assert isinstance(sparse, tf.SparseTensor)
+assert tf.sparse.to_dense(sparse).numpy().tolist() == [[0.0, 5.0]]
+
+
+class Trainer:
+    def __init__(self, factor):
+        self.factor = factor
+
+    @tf.function
+    def step(self, x):
+        if x > 0:
+            return x * self.factor
+        return x
+
+
+trainer = Trainer(2.0)
+assert float(trainer.step(tf.constant(3.0))) == 6.0
+step, other = travel((trainer.step, trainer))
+assert float(step(tf.constant(3.0))) == float(other.step(tf.constant(3.0))) == 6.0
+assert float(step(tf.constant(-3.0))) == -3.0
+
+
+def traced():
+    return trace(trainer.step, lambda thing: False, lambda thing: pack(thing, references, "It"))
+
+
+before = traced()
+assert same(before, traced())
+trainer.factor = 3.0
+assert not same(before, traced())
+gone = Trainer(1.0).step
+try:
+    travel(gone)
+except UnsupportedError as error:
+    assert "does not exist any more" in str(error), error
+else:
+    raise AssertionError("the object of the method is gone")
+print("travelled")
+"""
+
+
+def test_ragged_tensors_and_methods_travel_as_they_are(tmp_path: object) -> None:
+    program = f"{tmp_path}/program.py"
+    with open(program, "w") as file:  # AutoGraph reads the source
+        file.write(PROGRAM)
+    environment = {**os.environ, "KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, check=False)
+    assert "travelled" in done.stdout, done.stderr
