@@ -159,7 +159,10 @@ def _check(verdict: Verdict, ends: Sequence[End]) -> str:
     if cause.returncode is None:
         return f"that {cause.host} runs and can be reached through ssh"
     if cause.returncode == 0:
-        return f"why {cause.task} ended early: os._exit, sys.exit, or less data than the others"
+        return (
+            f"why {cause.task} ended early: os._exit, sys.exit, less data than the others, or a fit, evaluate or "
+            f"predict that only some tasks call (under `is_chief`)"
+        )
     hung = [end.task for end in ends if end.hung]
     if hung and cause.code in exit_codes.CONSEQUENCES:
         return f"the stacks of {', '.join(hung)} below: that is where the job stood still"
