@@ -54,6 +54,9 @@ FIRST_SEEK_S = 0.05
 """Between two attempts to reach the other server at the start, which waits for it."""
 ATTEMPT_S = 5.0
 """For one of them."""
+RELINK_S = 6.0
+"""Where there is a copy, workers hang up to look for who leads, and come back within PREFER_COPY_S (`client`) and some
+tries. Until then a step that all make together waits for those who have gone: it would lack their samples."""
 NOTICE_AFTER_S = 5.0
 """When it is said once who has not come: not sooner, since workers import a backend first."""
 END_S = 5.0
@@ -101,7 +104,9 @@ class Group:
         self._names = tuple(str(task) for task in me.tasks)
         servers = [task for task in me.spec.tasks if task.type == me.task.type]
         is_head = number == 0
-        self._schedule = Schedule(self._names, start_s=me.settings.rendezvous_timeout_s, clock=clock)
+        relink_s = RELINK_S if other is not None else 0.0
+        start_s = me.settings.rendezvous_timeout_s
+        self._schedule = Schedule(self._names, start_s=start_s, relink_s=relink_s, clock=clock)
         self._store = Store(number, self._schedule, self._names, is_head=is_head)
         self._recovery = Recovery(me, self._store, self._schedule, snapshots, is_head=is_head, copied_by=other)
         self._serving = Serving(

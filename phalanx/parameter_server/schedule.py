@@ -71,12 +71,22 @@ class Schedule:
     Args:
         names: of the workers, by number.
         start_s: how long to wait for tasks that are only starting; all other waits are as long as the caller says.
+        relink_s: for how long a worker whose link has ended is expected to make it anew.
     """
 
-    def __init__(self, names: tuple[str, ...], *, start_s: float, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        *,
+        start_s: float,
+        relink_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self._names = names
         self.clock = clock
         self._start_s = start_s
+        self._relink_s = relink_s
+        self._expected_until: dict[Worker, float] = {}  # those whose link has ended
         self._changed = threading.Condition()
         self._present: dict[Worker, str] = {}
         self._evicted: set[str] = set()
@@ -170,6 +180,7 @@ class Schedule:
     def attach(self, worker: Worker, incarnation: str) -> None:
         with self._changed:
             self._leave(worker)
+            self._expected_until.pop(worker, None)
             self._present[worker] = incarnation
             self._awaited.discard(worker)
             self._seen.add(worker)
@@ -183,6 +194,7 @@ class Schedule:
             if self._present.get(worker) == incarnation:
                 self._leave(worker)
                 if not goodbye:
+                    self._expected_until[worker] = self.clock() + self._relink_s
                     self._miss(lambda: lost(self._names[worker], "training"))
                 self._changed.notify_all()
 
@@ -206,6 +218,7 @@ class Schedule:
                     logger.warning("%s makes no progress: going on without it.", self._names[worker])
                 self._evicted.add(incarnation)
             self._leave(worker)
+            self._expected_until.pop(worker, None)
             self._changed.notify_all()
 
     def forget_evicted(self) -> None:
@@ -218,7 +231,8 @@ class Schedule:
 
     def is_present(self, worker: Worker) -> bool:
         """Whether a worker is linked, or is expected to be in a moment."""
-        return worker in self._present or (worker in self._awaited and self.clock() < self._awaited_until)
+        awaited_until = self._awaited_until if worker in self._awaited else self._expected_until.get(worker, 0.0)
+        return worker in self._present or self.clock() < awaited_until
 
     def _leave(self, worker: Worker) -> None:
         self._present.pop(worker, None)

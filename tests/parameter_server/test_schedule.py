@@ -401,3 +401,16 @@ def test_a_chief_that_was_started_again_counts_from_what_it_has_restored() -> No
     schedule.attach(0, "second life")
     schedule.begin(rules(), 0, 34)
     assert schedule.global_step == 34
+
+
+def test_a_worker_that_makes_its_link_anew_is_expected_for_a_while() -> None:
+    now = [100.0]
+    schedule = Schedule(("worker/0", "worker/1"), start_s=60.0, relink_s=6.0, clock=lambda: now[0])
+    schedule.attach(1, "first")
+    schedule.detach(1, "first")
+    assert schedule.is_present(1)
+    now[0] += 7.0
+    assert not schedule.is_present(1)
+    schedule.attach(1, "second")
+    schedule.detach(1, "second", goodbye=True)
+    assert not schedule.is_present(1)
