@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from phalanx.absent import absent
 from phalanx.version import __version__
 
 if TYPE_CHECKING:
@@ -148,15 +149,6 @@ _EXPORTS = {
     "phalanx.strategies.average": ("compute_average_loss", "scale_regularization_loss"),
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
-_INSTEAD = {
-    "TPUStrategy": "there is no strategy for TPUs; on JAX, keras.distribution.DataParallel trains on several.",
-    "experimental_set_strategy": "enter the scope of the strategy, `with strategy.scope():`.",
-    "RunOptions": "strategy.run() ignores its options; leave them out.",
-    "DistributedValues": "strategy.run() and reduce() take and return plain values, as each process is one replica.",
-    "CrossDeviceOps": "pass HierarchicalCopyAllReduce() or ReductionToOneDevice(), or leave cross_device_ops out.",
-}
-"""Of names that `tf.distribute` has: what to do without."""
-
 __all__ = [
     "__version__",
     "callbacks",
@@ -232,8 +224,7 @@ _MODULES = {*__all__} - {*_MODULE_OF, "__version__"}
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF and name not in _MODULES:
-        instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
-        raise AttributeError(f"module 'phalanx' has no attribute {name!r}{instead}")
+        raise absent(__name__, name)
     # Lest a wrong argument of the first strategy end the process as an error of the program's own.
     importlib.import_module("phalanx.launcher.exit_codes").install()
     if name in _MODULES:

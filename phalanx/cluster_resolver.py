@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from phalanx.absent import absent
 from phalanx.cluster.resolvers import (
     ClusterResolver,
     KubernetesClusterResolver,
@@ -19,3 +22,7 @@ __all__ = [
     "SlurmClusterResolver",
     "TFConfigClusterResolver",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    raise absent(__name__, name)

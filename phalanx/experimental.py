@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from phalanx import coordinator
+from phalanx.absent import absent
 from phalanx.cluster.resolvers.resolver import ClusterResolver
 from phalanx.collectives import CollectiveCommunication, CommunicationImplementation, CommunicationOptions
 from phalanx.collectives.options import CollectiveHints
@@ -42,17 +43,5 @@ class MultiWorkerMirroredStrategy(_MultiWorkerMirroredStrategy):
         super().__init__(cluster_resolver, communication=communication)
 
 
-_RESUMING = "phalanx.callbacks.Checkpoint saves when the job is told to end, and resumes at the exact step."
-_INSTEAD = {
-    "PreemptionCheckpointHandler": _RESUMING,
-    "PreemptionWatcher": _RESUMING,
-    "TerminationConfig": "set PHALANX_PREEMPTION_SIGNAL to the signal by which the job is told to end.",
-    "TPUStrategy": "there is no strategy for TPUs; on JAX, keras.distribution.DataParallel trains on several.",
-    "rpc": "schedule functions with phalanx.coordinator.ClusterCoordinator.",
-}
-"""Of names that `tf.distribute.experimental` has: what to do without."""
-
-
 def __getattr__(name: str) -> Any:
-    instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
-    raise AttributeError(f"module 'phalanx.experimental' has no attribute {name!r}{instead}")
+    raise absent(__name__, name)

@@ -1,6 +1,7 @@
 """Functions scheduled on workers, with parameter servers behind them (`tf.distribute.coordinator`)."""
 
 from phalanx.coordinator.cluster_coordinator import ClusterCoordinator
+from phalanx.coordinator.current_worker import experimental_get_current_worker_index
 from phalanx.coordinator.remote import (
     OutOfRangeError,
     PerWorkerDataset,
@@ -9,11 +10,16 @@ from phalanx.coordinator.remote import (
     RemoteValue,
 )
 
+PerWorkerValue = PerWorkerValues
+"""Its name in `tf.distribute.coordinator`; the other one is that of `tf.distribute.experimental.coordinator`."""
+
 __all__ = [
     "ClusterCoordinator",
     "OutOfRangeError",
     "PerWorkerDataset",
     "PerWorkerIterator",
+    "PerWorkerValue",
     "PerWorkerValues",
     "RemoteValue",
+    "experimental_get_current_worker_index",
 ]

@@ -21,6 +21,7 @@ import msgspec
 from phalanx.backends import make_tensors
 from phalanx.backends.random_state import draw_own_numbers, random_state
 from phalanx.coordinator import state
+from phalanx.coordinator.current_worker import set_index
 from phalanx.coordinator.dispatcher import PURPOSE
 from phalanx.coordinator.messages import (
     FUNCTIONS_KEPT,
@@ -103,6 +104,7 @@ class FunctionServer:
         self._me = worker.client.identity
         self._chief = self._me.tasks[0]
         self._trainers = len(self._me.tasks) - 1
+        set_index(worker.number - 1)
         tensors = make_tensors()
         worker.made.settle()
         self._references = WorkerReferences({"strategy": strategy, "coordinator": coordinator}, worker.made, tensors)

@@ -86,7 +86,7 @@ class Schedule:
         self.clock = clock
         self._start_s = start_s
         self._relink_s = relink_s
-        self._expected_until: dict[Worker, float] = {}  # those whose link has ended
+        self._awaited_until: dict[Worker, float] = {}  # those without a link that are on their way here, perhaps
         self._changed = threading.Condition()
         self._present: dict[Worker, str] = {}
         self._evicted: set[str] = set()
@@ -123,8 +123,6 @@ class Schedule:
         self._rebuild_since = 0.0
         self._proved = -1  # steps up to this serial had been applied, and counted, when this schedule was made anew
         self._fresh: set[Worker] = set()  # those that came meanwhile, as new processes
-        self._awaited: set[Worker] = set()  # those that the process that led before had links to, perhaps
-        self._awaited_until = 0.0
 
     # Who is here.
 
@@ -180,9 +178,8 @@ class Schedule:
     def attach(self, worker: Worker, incarnation: str) -> None:
         with self._changed:
             self._leave(worker)
-            self._expected_until.pop(worker, None)
+            self._awaited_until.pop(worker, None)
             self._present[worker] = incarnation
-            self._awaited.discard(worker)
             self._seen.add(worker)
             # One that comes late is not behind: the others must not wait until it has made as many steps.
             self._steps_of[worker] = min(self._steps_of.values(), default=0)
@@ -194,7 +191,7 @@ class Schedule:
             if self._present.get(worker) == incarnation:
                 self._leave(worker)
                 if not goodbye:
-                    self._expected_until[worker] = self.clock() + self._relink_s
+                    self._awaited_until[worker] = self.clock() + self._relink_s
                     self._miss(lambda: lost(self._names[worker], "training"))
                 self._changed.notify_all()
 
@@ -208,17 +205,17 @@ class Schedule:
             self._failure = failure
 
     def evict(self, worker: Worker) -> None:
-        """Go on without a worker that is connected and does not come; what it still sends is refused."""
+        """Go on without a worker that does not come; what it still sends over the link that it has is refused."""
         with self._changed:
-            incarnation = self._present.get(worker)
-            if incarnation is not None:
+            if self.is_present(worker):
                 if self._rules is not None and self._rules.all_needed:
                     self._miss(lambda: _did_not_come(f"{self._names[worker]} did not make its part of a step"))
                 else:
                     logger.warning("%s makes no progress: going on without it.", self._names[worker])
-                self._evicted.add(incarnation)
+            if worker in self._present:
+                self._evicted.add(self._present[worker])
             self._leave(worker)
-            self._expected_until.pop(worker, None)
+            self._awaited_until.pop(worker, None)
             self._changed.notify_all()
 
     def forget_evicted(self) -> None:
@@ -231,8 +228,7 @@ class Schedule:
 
     def is_present(self, worker: Worker) -> bool:
         """Whether a worker is linked, or is expected to be in a moment."""
-        awaited_until = self._awaited_until if worker in self._awaited else self._expected_until.get(worker, 0.0)
-        return worker in self._present or self.clock() < awaited_until
+        return worker in self._present or self.clock() < self._awaited_until.get(worker, 0.0)
 
     def _leave(self, worker: Worker) -> None:
         self._present.pop(worker, None)
@@ -266,8 +262,8 @@ class Schedule:
     def await_workers(self) -> None:
         """Another process led before, and its workers are on their way here: they are not lost."""
         with self._changed:
-            self._awaited = set(range(len(self._names))) - self._present.keys()
-            self._awaited_until = self.clock() + REJOIN_S
+            absent = set(range(len(self._names))) - self._present.keys()
+            self._awaited_until = dict.fromkeys(absent, self.clock() + REJOIN_S)
 
     def await_rejoins(self) -> None:
         """This schedule is new in the middle of a `fit`: it is made anew from what the workers tell of themselves."""

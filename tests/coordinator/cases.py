@@ -266,12 +266,15 @@ def what_does_not_travel(coordinator: ClusterCoordinator, world: World) -> Any:
         "result": result,
         "next": raised_by(lambda: next(iter(coordinator.create_per_worker_dataset(lambda: [1])))),
         "run": raised_by(lambda: coordinator.strategy.run(lambda: 1)),
+        "index": raised_by(phalanx.coordinator.experimental_get_current_worker_index),
     }
 
 
 def own_datasets(coordinator: ClusterCoordinator, world: World) -> Any:
     def dataset(context: phalanx.InputContext) -> list[int]:
-        return [100 * context.input_pipeline_id + n for n in range(1000)]
+        index = phalanx.coordinator.experimental_get_current_worker_index()
+        assert index == context.input_pipeline_id
+        return [100 * index + n for n in range(1000)]
 
     def take(iterator: Any, count: int) -> tuple[int, list[int]]:
         return os.getpid(), [next(iterator) for _ in range(count)]

@@ -129,7 +129,9 @@ CASES = {
         loss=lambda keras: keras.losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight"),
         weighted=True,
     ),
-    "synchronous_of_the_first": Case(2, {"synchronous": True, "replicas_to_aggregate": 1}, exact=False),
+    "synchronous_of_the_first": Case(
+        2, {"synchronous": True, "replicas_to_aggregate": 1}, fit={"epochs": 12}, exact=False
+    ),
     "asynchronous": Case(2, {}, fit={"epochs": 12}, exact=False),
     "asynchronous_wide": Case(
         2, {}, lambda keras: keras.optimizers.Adam(0.0003), fit={"epochs": 12}, model=_wide, exact=False

@@ -414,3 +414,16 @@ def test_a_worker_that_makes_its_link_anew_is_expected_for_a_while() -> None:
     schedule.attach(1, "second")
     schedule.detach(1, "second", goodbye=True)
     assert not schedule.is_present(1)
+
+
+def test_a_worker_on_its_way_that_does_not_come_is_waited_for_no_longer() -> None:
+    schedule = Schedule(("worker/0", "worker/1"), start_s=60.0)
+    schedule.attach(0, "first")
+    schedule.begin(rules(synchronous=True), 0)
+    schedule.await_workers()
+    assert schedule.is_present(1)
+    schedule.evict(1)
+    assert not schedule.is_present(1)
+    schedule.attach(1, "second")
+    assert schedule.is_present(1)
+    assert not schedule.is_evicted("second")

@@ -1,0 +1,37 @@
+"""Names that `tf.distribute` has and Phalanx has not, and what to do without them."""
+
+from __future__ import annotations
+
+_RESUMING = "phalanx.callbacks.Checkpoint saves when the job is told to end, and resumes at the exact step."
+_TPU = "there is no strategy for TPUs; on JAX, keras.distribution.DataParallel trains on several."
+_ALL_TASKS = "pass a SimpleClusterResolver with the ClusterSpec of all tasks."
+_INSTEAD = {
+    "phalanx": {
+        "CrossDeviceOps": "pass HierarchicalCopyAllReduce() or ReductionToOneDevice(), or leave cross_device_ops out.",
+        "DistributedValues": "strategy.run() and reduce() take and return plain values, as each process is one "
+        "replica.",
+        "RunOptions": "strategy.run() ignores its options; leave them out.",
+        "StrategyExtended": "strategies have no `extended` here, as each replica is a process of its own.",
+        "TPUStrategy": _TPU,
+        "experimental_set_strategy": "enter the scope of the strategy, `with strategy.scope():`.",
+    },
+    "phalanx.cluster_resolver": {
+        "GCEClusterResolver": _ALL_TASKS,
+        "KubernetesExecutableLocation": "the pods are told their cluster, see KubernetesClusterResolver.",
+        "TPUClusterResolver": _TPU,
+        "UnionResolver": _ALL_TASKS,
+    },
+    "phalanx.experimental": {
+        "PreemptionCheckpointHandler": _RESUMING,
+        "PreemptionWatcher": _RESUMING,
+        "TPUStrategy": _TPU,
+        "TerminationConfig": "set PHALANX_PREEMPTION_SIGNAL to the signal by which the job is told to end.",
+        "rpc": "schedule functions with phalanx.coordinator.ClusterCoordinator.",
+    },
+}
+
+
+def absent(module: str, name: str) -> AttributeError:
+    """The error that says that a module has no such attribute, and what to do without where that is known."""
+    instead = _INSTEAD.get(module, {}).get(name)
+    return AttributeError(f"module {module!r} has no attribute {name!r}{f': {instead}' if instead else ''}")

@@ -1,0 +1,26 @@
+"""Which worker this is, for functions that are scheduled and those that make a worker's own values."""
+
+from __future__ import annotations
+
+_index: int | None = None
+
+
+def experimental_get_current_worker_index() -> int:
+    """The number of the worker that runs this function, from 0, the chief not counted
+    (`tf.distribute.coordinator.experimental_get_current_worker_index`).
+
+    Raises:
+        RuntimeError: this is not called on a worker that runs the functions of a coordinator.
+    """
+    if _index is None:
+        raise RuntimeError(
+            "experimental_get_current_worker_index() was called outside of the functions that workers run: call it in "
+            "one that is given to ClusterCoordinator.schedule() or create_per_worker_dataset()."
+        )
+    return _index
+
+
+def set_index(index: int) -> None:
+    """This process runs functions from now on, as the worker of this number."""
+    global _index
+    _index = index
