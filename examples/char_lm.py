@@ -60,7 +60,7 @@ def main() -> None:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--strategies", default="plain,diloco", help="of plain, local_sgd, diloco; by commas")
-    parser.add_argument("--compression", default=None, help="float16, bfloat16, int8, top_k or power_sgd")
+    parser.add_argument("--compression", default=None, help="float16, bfloat16, int8, int6, int4, top_k, ...")
     parser.add_argument("--sync-every", type=int, default=50, help="steps between two exchanges of DiLoCo")
     parser.add_argument("--outer-learning-rate", type=float, default=0.8)
     parser.add_argument("--outer-momentum", type=float, default=0.65)

@@ -65,7 +65,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=64, help="samples of a step, over all replicas")
     parser.add_argument("--learning-rate", type=float, default=1e-2)
-    parser.add_argument("--compression", default=None, help="float16, bfloat16, int8, top_k or power_sgd")
+    parser.add_argument("--compression", default=None, help="float16, bfloat16, int8, int6, int4, top_k, ...")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("runs"), help="folder for the plot")
     parser.add_argument("--verbose", default="auto", help="as in model.fit: 0 shows no progress bar")

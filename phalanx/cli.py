@@ -291,7 +291,7 @@ def run(
         tasks = task_names(number, evaluator=evaluator)
     else:
         tasks = task_names(sum(share.workers for share in shares), chief=chief, servers=ps, evaluator=evaluator)
-        shares = add_tasks(shares, chief + ps + evaluator)
+        shares = add_tasks(shares, chief + ps + evaluator, choose_hosts(None, hosts, hostfile))
     if not program:
         raise click.UsageError("Name the script to run, or a module with -m.")
     if module:

@@ -31,7 +31,6 @@ KEEPER = "PHALANX_KEEPER"
 """`host:port` of the launcher that keeps the members of an elastic job; set by `phalanx run --workers MIN:MAX`."""
 HOST_ID = "PHALANX_HOST_ID"
 """Replaces the identity of this host. For tests: local ranks pretend to be on different hosts."""
-LOG_DIR = "PHALANX_LOG_DIR"
 """Directory for one log file per task."""
 LISTEN_FD = "PHALANX_LISTEN_FD"
 """Descriptor of a listening socket that the launcher opened for this task, so that its port was never
@@ -100,7 +99,6 @@ class Settings:
     snapshots: tuple[Path, Path] | None = None
     keeper: str | None = None
     host_id: str | None = None
-    log_dir: Path | None = None
     listen_fd: int | None = None
     tls: TLSFiles | None = None
     seed: int | None = None
@@ -128,7 +126,6 @@ class Settings:
             snapshots=_two_paths(values, SNAPSHOTS),
             keeper=values.get(KEEPER) or None,
             host_id=values.get(HOST_ID) or None,
-            log_dir=Path(values[LOG_DIR]) if values.get(LOG_DIR) else None,
             listen_fd=_whole_number(values, LISTEN_FD),
             tls=_tls(values),
             seed=_whole_number(values, SEED),

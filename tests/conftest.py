@@ -61,6 +61,14 @@ CI_SCENARIOS_OF_ONE_BACKEND = """
 CI_SERVER_CASES = "alone_in_pieces_clipped alone_with_own_train_step synchronous_in_pieces_clipped asynchronous"
 
 
+CI_ON_ONE_BACKEND = (
+    "tests/parameter_server/test_alike.py",
+    "test_five_kills_at_random_moments",
+    "test_a_job_that_lost_a_worker_is_started_again_as_a_whole",
+)
+"""Parts of the names of tests that start jobs on each backend, though what they are about is the same for all."""
+
+
 CI_EXAMPLES = (
     "test_digits_reach_97_percent_on_two_replicas[jax]",
     "test_digits_with_a_parameter_server_reach_96_percent[jax]",
@@ -71,15 +79,22 @@ CI_EXAMPLES = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        parameters = getattr(getattr(item, "callspec", None), "params", {})
-        if {"backend", "world_size", "scenario"} <= parameters.keys():
-            chosen = CI_SCENARIOS if parameters["world_size"] == 2 else CI_SCENARIOS_OF_THREE_RANKS
-            alike = parameters["backend"] != FIRST and parameters["scenario"] in CI_SCENARIOS_OF_ONE_BACKEND.split()
-            of_interface = "/strategies/" in str(item.path) and parameters["world_size"] == 2
-            if (alike or parameters["scenario"] not in chosen.split()) and not of_interface:
-                item.add_marker(pytest.mark.slow)
-        of_servers = "/parameter_server/test_training" in str(item.path) and parameters["backend"] != "jax"
-        if of_servers and parameters["name"] not in CI_SERVER_CASES.split():
+        if _is_for_later(item):
             item.add_marker(pytest.mark.slow)
-        if "/examples/" in str(item.path) and not item.name.startswith(CI_EXAMPLES):
-            item.add_marker(pytest.mark.slow)
+
+
+def _is_for_later(item: pytest.Item) -> bool:
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    on_first = parameters.get("backend", FIRST) == FIRST
+    if "/examples/" in str(item.path):
+        return not item.name.startswith(CI_EXAMPLES)
+    if "/parameter_server/test_training" in str(item.path):
+        return not on_first and parameters["name"] not in CI_SERVER_CASES.split()
+    if {"backend", "world_size", "scenario"} <= parameters.keys():
+        of_two = parameters["world_size"] == 2
+        if of_two and "/strategies/" in str(item.path):
+            return False
+        chosen = CI_SCENARIOS if of_two else CI_SCENARIOS_OF_THREE_RANKS
+        everywhere = of_two and parameters["scenario"] not in CI_SCENARIOS_OF_ONE_BACKEND.split()
+        return parameters["scenario"] not in chosen.split() or not (on_first or everywhere)
+    return not on_first and any(part in item.nodeid for part in CI_ON_ONE_BACKEND)

@@ -76,6 +76,8 @@ class ScaledLosses:
         if tuple(values.shape) == () and of_samples and mask is None and reduction in _DIVIDED:
             loss = self._losses.original(values, None, None, reduction, dtype)
             return loss * ops.cast(self._mean_of(ops.cast(sample_weight, "float32")), loss.dtype)
+        if mask is not None and sample_weight is not None:
+            sample_weight = ops.copy(sample_weight)  # Keras scales them in place, by what of this part is not masked
         loss = self._losses.original(values, sample_weight, mask, reduction, dtype)
         if tuple(values.shape) == () or not _only_all_know(reduction, sample_weight, mask):
             return loss

@@ -541,7 +541,7 @@ class TensorFlowUpdater(Updater):
 
     def values(self) -> list[Any]:
         if self._values is None:
-            self._values = [np.asarray(variable.value.read_value()) for variable in self.variables]
+            self._values = [variable.value.read_value().numpy() for variable in self.variables]
         return self._values
 
     def load(self, values: Mapping[int, Any], state: Mapping[int, Any]) -> None:
@@ -553,7 +553,7 @@ class TensorFlowUpdater(Updater):
 
     def fetch(self, values: Sequence[int], state: Sequence[int]) -> tuple[list[Any], list[Any]]:
         own = self.optimizer.variables
-        return [np.asarray(self.variables[n].value) for n in values], [np.asarray(own[n].value) for n in state]
+        return [self.variables[n].value.numpy() for n in values], [own[n].value.numpy() for n in state]
 
 
 class TensorFlowTensors:

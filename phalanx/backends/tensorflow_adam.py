@@ -36,7 +36,7 @@ def fused(optimizer: Any) -> Iterator[None]:
         own = optimizer._momentums[place], optimizer._velocities[place]
         dtype = variable.dtype
         step = tf.cast(optimizer.iterations + 1, dtype)
-        beta_1, beta_2 = (tf.cast(beta, dtype) for beta in (optimizer.beta_1, optimizer.beta_2))
+        beta_1, beta_2 = (tf.constant(beta, dtype) for beta in (optimizer.beta_1, optimizer.beta_2))
         tf.raw_ops.ResourceApplyAdam(
             var=_handle(variable),
             m=_handle(own[0]),
@@ -46,7 +46,7 @@ def fused(optimizer: Any) -> Iterator[None]:
             lr=tf.cast(learning_rate, dtype),
             beta1=beta_1,
             beta2=beta_2,
-            epsilon=tf.cast(optimizer.epsilon, dtype),
+            epsilon=tf.constant(optimizer.epsilon, dtype),
             grad=tf.cast(gradient, dtype),
         )
 

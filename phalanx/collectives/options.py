@@ -38,8 +38,8 @@ class CommunicationOptions:
         bytes_per_pack: the largest number of bytes that travel as one. 0: as measured best for each kind.
             Must be equal on all ranks.
         timeout_seconds: how long one collective waits for a rank that is connected but does not come;
-            then it raises `CollectiveTimeoutError`. None: `DEFAULT_TIMEOUT_S`.
-        implementation: see `CommunicationImplementation`.
+            then it raises `CollectiveTimeoutError`. None: PHALANX_TIMEOUT, 600 if that is not set.
+        implementation: see `CommunicationImplementation`; its name as a string as well.
 
     Example: `CommunicationOptions(bytes_per_pack=1 << 20, timeout_seconds=120.0)`.
     """
@@ -58,11 +58,13 @@ class CommunicationOptions:
             )
         if self.timeout_seconds is not None and not self.timeout_seconds > 0:
             raise ConfigurationError(
-                f"timeout_seconds is {self.timeout_seconds}; it must be greater than 0, or None for "
-                f"{DEFAULT_TIMEOUT_S:g} s."
+                f"timeout_seconds is {self.timeout_seconds}; it must be greater than 0, or None for PHALANX_TIMEOUT."
             )
+        named = CommunicationImplementation.__members__.get(str(self.implementation).upper())
+        if named is not None:
+            object.__setattr__(self, "implementation", named)
         if not isinstance(self.implementation, CommunicationImplementation):
-            known = ", ".join(f"CommunicationImplementation.{item.name}" for item in CommunicationImplementation)
+            known = "CommunicationImplementation.AUTO, CommunicationImplementation.RING"
             raise ConfigurationError(f"implementation is {self.implementation!r}; choose one of {known}.")
 
     @classmethod

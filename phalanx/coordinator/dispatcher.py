@@ -182,6 +182,7 @@ class Dispatcher:
             self.raise_failure()
             if self._queue.unfinished and not self._workers:
                 self._give_up_if_late()
+                self.raise_failure()
             return not self._queue.unfinished
 
     def raise_failure(self) -> None:
@@ -260,10 +261,11 @@ class Dispatcher:
                 f"No worker came to run functions within {patience_s:g} s: {names} are missing. Each must run this "
                 f"program, up to ClusterCoordinator(strategy)."
             )
-        self._cancel(self._queue.fail())
-        self._queue.clear_failure()
-        self._failure = None
-        raise error
+        # Whoever waits is told: for one of them, or for all.
+        for number in self._queue.fail():
+            self._calls.pop(number).result.fail(error)
+        self._failure = error
+        self._changed.notify_all()
 
     def _tell_failure(self) -> None:
         if self._failure is not None:
@@ -325,20 +327,26 @@ class Dispatcher:
                     return worker.outbox.popleft()
                 number = None if self._paused else self._queue.next_for(worker.number, worker.incarnation)
                 if number is not None:
-                    return self._message(worker, number)
+                    self._put_out(worker, number)
+                    continue
                 if time.monotonic() - worker.told_at > PING_S:
                     return Ping(), ()
                 self._changed.wait(PING_S)
             return None
 
-    def _message(self, worker: _Worker, number: int) -> _Message:
-        """A function, or first what it refers to and this worker has not."""
+    def _put_out(self, worker: _Worker, number: int) -> None:
+        """A function for this worker, and before it what it refers to and the worker has not."""
         call = self._calls[number]
-        orders: list[_Message] = []
-        for kept, pickle in call.keeps.items():
-            if kept not in worker.kept:
-                worker.kept.add(kept)
-                orders.append((Keep(kept), [pickle()]))
+        try:
+            for kept, pickle in call.keeps.items():
+                if kept not in worker.kept:
+                    worker.outbox.append((Keep(kept), [pickle()]))
+                    worker.kept.add(kept)
+        except Exception as error:  # it has changed since it was scheduled: an array may have been given away
+            self._queue.finish(worker.number, worker.incarnation, number)
+            self._fail(self._calls.pop(number), error)
+            self._changed.notify_all()
+            return
         is_new = call.digest not in worker.has
         worker.has[call.digest] = None
         worker.has.move_to_end(call.digest)
@@ -350,9 +358,7 @@ class Dispatcher:
             call.arguments,
             *[need.finished() for need in call.needs],
         ]
-        orders.append((Call(number, call.digest, is_new, results), buffers))
-        worker.outbox.extend(orders[1:])
-        return orders[0]
+        worker.outbox.append((Call(number, call.digest, is_new, results), buffers))
 
     def _receive_from(self, worker: _Worker) -> None:
         patience_s = self._me.settings.timeout_s + PING_S

@@ -232,7 +232,7 @@ class FunctionServer:
             changes = self._tally.collect()
             pickled = pack(changes, self._references, "Its metrics") if any(changes) else b""
             return Returned(order.call, self._worker.global_step), [content, pickled]
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a function that ends its process would end the next worker's too
             return Raised(order.call), [calls.encode_error(self._told(error))]
         finally:
             self._calling = False
@@ -261,7 +261,7 @@ class FunctionServer:
         finally:
             self._variables.finish()
 
-    def _told(self, error: Exception) -> Exception:
+    def _told(self, error: BaseException) -> BaseException:
         """An error in the form in which it is told to the coordinator."""
         if self._variables.failure is not None:
             return self._variables.failure  # of which a compiled function made its own

@@ -30,6 +30,6 @@ def _standardize(element: Any) -> Any:
         raise ConfigurationError(
             "When passing a Python generator to a Keras model, the generator must return a tuple, either "
             "(input,) or (inputs, targets) or (inputs, targets, sample_weights). "
-            f"Received: {element!r:.100} of type {type(element).__name__}."
+            f"Received an element of type {type(element).__name__}."
         )
     return map_leaves(to_numpy, element)

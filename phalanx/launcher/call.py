@@ -62,7 +62,7 @@ def run(function_fd: int, result_fd: int, error_fd: int) -> int:
     return code
 
 
-def encode_error(error: Exception) -> bytes:
+def encode_error(error: BaseException) -> bytes:
     """The pickle of a `Raised`; of a stand-in with the same words, if the error itself cannot travel."""
     text = "".join(traceback.format_exception(error))
     try:

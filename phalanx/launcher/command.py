@@ -213,7 +213,6 @@ def _run_once(
             arguments,
             tasks,
             backend=backend,
-            log_dir=str(log_dir.absolute()) if log_dir else None,
             start_timeout_s=start_timeout_s,
             returns=restarts > 0,
             preemption_signal=preemption_signal,

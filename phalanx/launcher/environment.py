@@ -11,7 +11,6 @@ from phalanx.settings import (
     HOST_ID,
     JOB_ID,
     KEEPER,
-    LOG_DIR,
     PREEMPTION_SIGNAL,
     RENDEZVOUS_TIMEOUT,
     RETURN_TIMEOUT,
@@ -81,7 +80,6 @@ def job_settings(
     secret: str,
     job_id: str,
     backend: str | None = None,
-    log_dir: str | None = None,
     start_timeout_s: float | None = None,
     return_timeout_s: float | None = None,
     keeper: str | None = None,
@@ -95,8 +93,6 @@ def job_settings(
     }
     if backend is not None:
         settings["KERAS_BACKEND"] = backend
-    if log_dir is not None:
-        settings[LOG_DIR] = log_dir
     if start_timeout_s is not None:
         settings[RENDEZVOUS_TIMEOUT] = f"{start_timeout_s:g}"
     if return_timeout_s is not None:

@@ -87,7 +87,6 @@ def launch(
                 tasks,
                 function=pickled,
                 backend=backend,
-                log_dir=str(folder.absolute()) if folder else None,
                 start_timeout_s=start_timeout_s,
             ),
             selector,

@@ -161,11 +161,15 @@ def choose_hosts(
         )
     if every_place:
         return [replace(share, workers=min(share.workers, workers)) for share in shares]
+    return _first_places(shares, workers)
+
+
+def _first_places(shares: Sequence[HostShare], count: int) -> list[HostShare]:
     chosen: list[HostShare] = []
     for share in shares:
-        if workers:
-            chosen.append(replace(share, workers=min(share.workers, workers)))
-            workers -= chosen[-1].workers
+        if count:
+            chosen.append(replace(share, workers=min(share.workers, count)))
+            count -= chosen[-1].workers
     return chosen
 
 
@@ -187,10 +191,13 @@ def check_interfaces(names: str | None, shares: Sequence[HostShare]) -> None:
         )
 
 
-def add_tasks(shares: Sequence[HostShare], count: int) -> list[HostShare]:
-    """The shares with so many tasks more, which are not workers, on the last host."""
-    *others, last = shares
-    return [*others, replace(last, workers=last.workers + count)]
+def add_tasks(shares: Sequence[HostShare], count: int, places: Sequence[HostShare]) -> list[HostShare]:
+    """The shares of the workers with so many tasks more, which are not workers: in the places that the workers leave
+    free, and on the last host where there are none."""
+    total = sum(share.workers for share in shares) + count
+    *others, last = _first_places(places, total)
+    beyond = total - sum(share.workers for share in (*others, last))
+    return [*others, replace(last, workers=last.workers + beyond)]
 
 
 def _check(shares: Sequence[HostShare]) -> None:

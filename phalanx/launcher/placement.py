@@ -63,7 +63,6 @@ class Recipe:
     interpreter: Sequence[str] = ()
     function: bytes = b""
     backend: str | None = None
-    log_dir: str | None = None
     start_timeout_s: float | None = None
     returns: bool = False
     keeper: str | None = None
@@ -96,7 +95,6 @@ class Recipe:
                 secret=secret,
                 job_id=job_id,
                 backend=self.backend,
-                log_dir=self.log_dir,
                 start_timeout_s=self.start_timeout_s,
                 return_timeout_s=RETURN_TIMEOUT_S if self.returns else None,
                 keeper=self.keeper,

@@ -150,6 +150,9 @@ class Client:
         The buffers must stay as they are until then, unless they are to be `reused` as soon as this returns: what might
         have to be repeated is then kept elsewhere.
         """
+        if self._unanswered[server] is not None:
+            # An error kept us from its answer, which would be taken for the next one.
+            self._links[server].close()
         self._unanswered[server] = (question, buffers)
         in_lane: Sequence[Array] = ()
         try:
@@ -306,8 +309,9 @@ class Client:
         """Wait until a server is back, tell it where this worker is, and repeat what it has not answered; so for others
         that hang."""
         task = self.tasks[self._leaders[server]]
+        why = f"{cause} Look at the end of that task's output for the cause."
         if not self.return_s:
-            raise lost(str(task), "training") from cause
+            raise lost(str(task), "training", why) from cause
         other = ", or for its copy" if self._copied else ""
         logger.warning("%s is gone; waiting up to %g s for it to come back%s.", task, self.return_s, other)
         until = time.monotonic() + self.return_s
@@ -329,17 +333,18 @@ class Client:
                     away.discard(group)
             except LinkClosedError as error:  # killed once more, or another one too
                 if time.monotonic() > until:
-                    raise lost(str(task), "training") from error
+                    raise lost(str(task), "training", why) from error
             except RendezvousError as error:
-                raise lost(str(task), f"training; it did not come back within {self.return_s:g} s") from error
+                raise lost(str(task), f"training; it did not come back within {self.return_s:g} s", why) from error
         logger.warning("%s is back.", self.tasks[self._leaders[server]])
 
     def _rejoin(self, group: int, until: float) -> Sequence[Asked]:
         """Make the link again and say where this worker is; returns what else there is to tell."""
         if lanes := self._lanes.pop(group, None):  # the next `fit` makes others
             lanes.close()
-        self._links[group].close()
-        self._links[group] = self._connect(group, until, again=True)
+        # The new one is there first, so that a server that lives does not take this worker for gone meanwhile.
+        former, self._links[group] = self._links[group], self._connect(group, until, again=True)
+        former.close()
         told = self.whereabouts(group) if self.whereabouts else ()
         self._tell(group, told[:1])
         return told[1:]

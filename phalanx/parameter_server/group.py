@@ -9,6 +9,7 @@ leads. In both cases the workers tell it where they are.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -25,7 +26,7 @@ from phalanx.errors import FrameError, PeerLostError, PhalanxError, RendezvousEr
 from phalanx.parameter_server import copying
 from phalanx.parameter_server.messages import Applied, Bye, EndFit, Over, SetRate, State
 from phalanx.parameter_server.recovery import Recovery
-from phalanx.parameter_server.schedule import CHIEF, Schedule, Worker, lost
+from phalanx.parameter_server.schedule import CHIEF, Schedule, Worker, link_name, lost, process_of
 from phalanx.parameter_server.serving import IDLE_S, Serving
 from phalanx.parameter_server.snapshot import Snapshots
 from phalanx.parameter_server.store import Store
@@ -106,7 +107,11 @@ class Group:
         is_head = number == 0
         relink_s = RELINK_S if other is not None else 0.0
         start_s = me.settings.rendezvous_timeout_s
-        self._schedule = Schedule(self._names, start_s=start_s, relink_s=relink_s, clock=clock)
+        # Without the chief no leader knows that it leads still.
+        chief_relink_s = None if other is None else me.settings.return_timeout_s or RETURN_S
+        self._schedule = Schedule(
+            self._names, start_s=start_s, relink_s=relink_s, chief_relink_s=chief_relink_s, clock=clock
+        )
         self._store = Store(number, self._schedule, self._names, is_head=is_head)
         self._recovery = Recovery(me, self._store, self._schedule, snapshots, is_head=is_head, copied_by=other)
         self._serving = Serving(
@@ -129,6 +134,7 @@ class Group:
         self._over = self._noticed = False
         self._failure = ""  # of the chief, as it says when it leaves
         self._links: dict[Worker, tuple[str, Link]] = {}
+        self._links_made = itertools.count()
         self._gone: set[Worker] = set()  # those that said goodbye
         self._lost: dict[Worker, float] = {}  # those that did not, and since when
         self._closing = threading.Event()
@@ -352,19 +358,25 @@ class Group:
         return admit_worker(self._me, hello, range(len(self._names)), self._link_of)
 
     def _link_of(self, worker: Worker, newcomer: Statement) -> Link | None:
-        incarnation, link = self._links.get(worker, ("", None))
-        return None if self._schedule.is_evicted(incarnation) else link  # who was left out may be replaced
+        """Of another process; this one may have lost its link before we noticed, and who was left out may be
+        replaced."""
+        name, link = self._links.get(worker, ("", None))
+        return None if process_of(name) == newcomer.incarnation or self._schedule.is_evicted(name) else link
 
     def adopt(self, hello: Hello, link: Link) -> None:
         worker = self._me.rank_of(hello.task)
         assert worker is not None, "checked when it was admitted"
         with self._changed:
-            self._links[worker] = (hello.incarnation, link)
+            name = link_name(hello.incarnation, next(self._links_made))
+            _, former = self._links.get(worker, ("", None))
+            self._links[worker] = (name, link)
             self._gone.discard(worker)
             self._lost.pop(worker, None)
             self._changed.notify_all()
-        self._schedule.attach(worker, hello.incarnation)
-        self._run(hello.task, self._serve, worker, hello.incarnation, link)
+        self._schedule.attach(worker, name)
+        if former is not None:
+            former.close()
+        self._run(hello.task, self._serve, worker, name, link)
 
     # One worker.
 

@@ -191,7 +191,8 @@ class Push(msgspec.Struct, frozen=True, tag="push"):
         ticket: the step that they are of; see `Ticket`.
         phase: numbers the merges of one step.
         gradients: whether it carries any; else only extras are to be merged, and nothing is updated.
-        finite: whether all gradients of the step are, those for other servers included: all servers decide alike.
+        finite: whether all gradients of the step are, those for other servers included: all servers decide alike,
+            unless each takes other workers' parts as the first ones (`replicas_to_aggregate`).
         share: of the global batch on which the gradients were computed.
         dtypes: of the buffers.
         extras: how each of the buffers counts that are no gradients, and are merged in synchronous training all the

@@ -112,9 +112,10 @@ class Recovery:
             if self._store.fit < message.fit:
                 self._restore(message)
             scheduled = self._is_head and message.epoch >= 0 and message.era == self._schedule.era
-            if self._must_rebuild and scheduled and not self._schedule.has_ended(message.fit):
-                self._schedule.await_rejoins()
-            self._must_rebuild = False
+            if self._must_rebuild and scheduled:
+                self._must_rebuild = False
+                if not self._schedule.has_ended(message.fit):
+                    self._schedule.await_rejoins()
             missing = max(0, message.version - self._restored)
             # One that only its network had cut off has seen nothing that this process has not. Others may come late,
             # when as many new updates have been made as were lost.
@@ -124,7 +125,7 @@ class Recovery:
                 more = missing - max(0, self._lost_updates)
                 self._lost_updates = missing
                 self._store.outrun(message.version, more)
-                logger.warning("%s: %d updates of its variables are lost.", self._me.task, self._lost_updates)
+                logger.warning("%s: %d updates of its variables are lost in all.", self._me.task, self._lost_updates)
         if scheduled:
             order = np.frombuffer(buffers[0], np.int64) if buffers else None
             self._schedule.rejoin(worker, message, order)
@@ -132,7 +133,7 @@ class Recovery:
     def _restore(self, message: Rejoin) -> None:
         found = self._found
         state = None if found is None else _STATES.decode(found[0])
-        if found is None or state is None or (state.declared.fit, state.era) < (message.fit, message.era):
+        if found is None or state is None or state.era < message.era:  # eras grow, from job to job
             what = (
                 f"was killed and started again, and so was {self._copied_by}, which had the copy of its variables, "
                 f"before this one had them back. Give servers hosts of their own, so that not both are lost at once."

@@ -71,7 +71,8 @@ class Schedule:
     Args:
         names: of the workers, by number.
         start_s: how long to wait for tasks that are only starting; all other waits are as long as the caller says.
-        relink_s: for how long a worker whose link has ended is expected to make it anew.
+        relink_s: for how long a worker whose link has ended is expected to make it anew; `chief_relink_s`: the chief,
+            if that is longer.
     """
 
     def __init__(
@@ -80,12 +81,14 @@ class Schedule:
         *,
         start_s: float,
         relink_s: float = 0.0,
+        chief_relink_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._names = names
         self.clock = clock
         self._start_s = start_s
         self._relink_s = relink_s
+        self._chief_relink_s = relink_s if chief_relink_s is None else chief_relink_s
         self._awaited_until: dict[Worker, float] = {}  # those without a link that are on their way here, perhaps
         self._changed = threading.Condition()
         self._present: dict[Worker, str] = {}
@@ -111,7 +114,7 @@ class Schedule:
         self._joint_given: set[Worker] = set()
         self._steps_of: dict[Worker, int] = {}
         self._reports: dict[tuple[int, int], dict[Worker, tuple[Report, list[Array]]]] = {}
-        self._begun_by: str | None = None  # the incarnation of the chief that has declared the `fit`
+        self._begun_by = ""  # the incarnation of the chief that has declared the `fit`
         self._order: tuple[int, int, Array] = (-1, -1, np.zeros(0, np.int64))
         self._told: dict[str, tuple[int, list[Array]]] = {}
         self.global_step = 0
@@ -146,14 +149,15 @@ class Schedule:
         with self._changed:
             self._rules = rules
             self._rebuilt = True
-            chief = self._present.get(CHIEF)
+            chief = process_of(self._present.get(CHIEF, ""))
             # A chief that was started again goes on from what it has restored, and so does the count.
-            went_back = self._begun_by is not None and chief is not None and chief != self._begun_by
+            went_back = bool(self._begun_by and chief) and chief != self._begun_by
             self.global_step = step if went_back else max(self.global_step, step)
             self._begun_by = chief
             self._on_hold = False
             self.era = self.era + 1 if era is None else era
             self._ended_fit = fit - 1
+            self.stop_asked = -1
             self._proved = -1
             self._order = (-1, -1, np.zeros(0, np.int64))
             self._made.clear()
@@ -176,6 +180,7 @@ class Schedule:
                 self.end_fit(state.declared.fit)
 
     def attach(self, worker: Worker, incarnation: str) -> None:
+        """A worker is here, by the link of this name (`link_name`); one that it had before counts no more."""
         with self._changed:
             self._leave(worker)
             self._awaited_until.pop(worker, None)
@@ -191,7 +196,8 @@ class Schedule:
             if self._present.get(worker) == incarnation:
                 self._leave(worker)
                 if not goodbye:
-                    self._awaited_until[worker] = self.clock() + self._relink_s
+                    relink_s = self._chief_relink_s if worker == CHIEF else self._relink_s
+                    self._awaited_until[worker] = self.clock() + relink_s
                     self._miss(lambda: lost(self._names[worker], "training"))
                 self._changed.notify_all()
 
@@ -213,7 +219,7 @@ class Schedule:
                 else:
                     logger.warning("%s makes no progress: going on without it.", self._names[worker])
             if worker in self._present:
-                self._evicted.add(self._present[worker])
+                self._evicted.add(process_of(self._present[worker]))
             self._leave(worker)
             self._awaited_until.pop(worker, None)
             self._changed.notify_all()
@@ -224,7 +230,7 @@ class Schedule:
             self._evicted.clear()
 
     def is_evicted(self, incarnation: str) -> bool:
-        return incarnation in self._evicted
+        return process_of(incarnation) in self._evicted
 
     def is_present(self, worker: Worker) -> bool:
         """Whether a worker is linked, or is expected to be in a moment."""
@@ -295,7 +301,7 @@ class Schedule:
             while not self._rebuilt:
                 waited_s = self.clock() - self._rebuild_since
                 all_came = len(self._rejoined.keys() | self._fresh) == len(self._names)
-                if CHIEF in self._rejoined and (all_came or waited_s > REJOIN_S):
+                if CHIEF in self._rejoined and (all_came or waited_s > min(REJOIN_S, timeout_s / 2)):
                     self._rebuild()
                     self._changed.notify_all()
                 else:
@@ -573,7 +579,8 @@ class Schedule:
         with self._changed:
             self._on_hold = True
             until = self.clock() + timeout_s
-            while late := {ticket.member for ticket in self._held.values()} - {CHIEF}:
+            # Until the chief is lost, which asks for this.
+            while self._on_hold and (late := {ticket.member for ticket in self._held.values()} - {CHIEF}):
                 if self.clock() > until:
                     for worker in late:
                         self.evict(worker)
@@ -641,7 +648,7 @@ class Schedule:
             until = self.clock() + timeout_s
             while True:
                 reports = self._reports.get((fit, epoch), {})
-                late = [worker for worker in self._took if worker in self._present and worker not in reports]
+                late = [worker for worker in self._took if self.is_present(worker) and worker not in reports]
                 if not late:
                     break
                 if self.clock() > until:
@@ -682,6 +689,16 @@ def _merged(reports: list[tuple[Report, list[Array]]]) -> list[Array]:
     return merged
 
 
+def link_name(incarnation: str, number: int) -> str:
+    """Of one link of a process: what is asked over one that is gone must not be answered in the name of the next."""
+    return f"{incarnation}#{number}"
+
+
+def process_of(link: str) -> str:
+    """The incarnation of the process whose link this is."""
+    return link.partition("#")[0]
+
+
 def _did_not_come(reason: str) -> CollectiveTimeoutError:
     return CollectiveTimeoutError(
         f"{reason} within the time set (PHALANX_TIMEOUT). It is connected, so it is busy, stopped or waiting "
@@ -689,10 +706,10 @@ def _did_not_come(reason: str) -> CollectiveTimeoutError:
     )
 
 
-def lost(name: str, during: str) -> PeerLostError:
+def lost(name: str, during: str, why: str = CLOSED) -> PeerLostError:
     """The error that names a lost task that has no rank."""
     return PeerLostError(
-        f"lost {name} during {during}: {CLOSED}",
+        f"lost {name} during {during}: {why}",
         rank=-1,
         task=name,
         host="",

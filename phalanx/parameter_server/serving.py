@@ -64,7 +64,7 @@ logger = logging.getLogger(__name__)
 Array = np.ndarray[Any, Any]
 
 IDLE_S = 3600.0
-"""How long a link may say nothing: a worker may compile, or its program do something else. Its death is noticed."""
+"""Between two looks at a link that says nothing, which it may for ever: its worker's death is noticed otherwise."""
 SEND_S = 60.0
 """How long a worker may take to read an answer. One that is stopped holds up its own thread only."""
 
@@ -122,7 +122,7 @@ class Serving:
         lanes: Lanes | None = None
         try:
             while True:
-                header, buffers = link.receive(deadline=time.monotonic() + IDLE_S)
+                header, buffers = _next_message(link)
                 question = _QUESTIONS.decode(header)
                 if isinstance(question, Bye):
                     says_goodbye(question)
@@ -220,7 +220,7 @@ class Serving:
             case Attach(fit, variables):
                 # Between two fits the chief may be long about something; at the first it must be there in time.
                 start_s = self._me.settings.rendezvous_timeout_s
-                attached = store.attach(fit, variables, max(start_s, timeout_s) if fit else start_s)
+                attached = store.attach(worker, fit, variables, max(start_s, timeout_s) if fit else start_s)
                 self._recovery.meet(worker)
                 if attached is None:
                     return FitOver(), ()
@@ -274,6 +274,15 @@ class Serving:
                 store.tell_copy(question)
                 self._recovery.write_snapshot()
         return Done(), ()
+
+
+def _next_message(link: Link) -> tuple[bytes, list[memoryview]]:
+    """Waits for it as long as the worker lives: its program may be about something else for hours."""
+    while True:
+        try:
+            return link.receive(deadline=time.monotonic() + IDLE_S)
+        except LinkTimeoutError:
+            continue
 
 
 def _answer(link: Link, answer: Answer, arrays: Sequence[Array] = (), patience_s: float = SEND_S) -> None:

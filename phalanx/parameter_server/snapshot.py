@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -76,6 +75,6 @@ def _read(path: Path) -> tuple[int, bytes, list[memoryview]] | None:
             count = len(archive.files) - 2
             buffers = [memoryview(archive[str(index)]) for index in range(count)]
             return int(archive[_NUMBER]), archive[_HEADER].tobytes(), buffers
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except Exception as error:  # zipfile raises almost anything, by which byte it is that has changed
         logger.warning("The snapshot in %s is damaged and left aside: %s", path, error)
         return None

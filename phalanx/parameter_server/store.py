@@ -63,6 +63,9 @@ RESULTS = 8
 """Merges whose results are kept for workers that ask again after their link broke; each one's newest always is."""
 
 
+_NOTHING: tuple[int, list[Array], list[Array]] = (-1, [], [])
+
+
 @dataclass(frozen=True)
 class _Result:
     """Of a merge that is over: whose parts are in, and the merged extras."""
@@ -92,11 +95,8 @@ class Store:
         self._tables: list[Array] = []
         self._values: list[Array] = []
         self._joints: dict[_Key, _Joint] = {}
-        self._before: tuple[int, list[Array], list[Array]] = (
-            -1,
-            [],
-            [],
-        )  # the last values and tables of the one before
+        self._before = _NOTHING  # of the `fit` before: its number, its last values and tables
+        self._late: set[Worker] = set()  # those that may still ask for them
         self._newest: dict[Worker, int] = {}  # the newest step that each worker has pushed
         self._completed: dict[_Key, None] = {}  # the newest, in the order in which they were completed
         self._forgotten: _Key = (-1, -1)  # no merge up to this one is remembered
@@ -114,7 +114,7 @@ class Store:
         with self._changed:
             if self._declared is not None and (message.fit, message.era) == (self._fit, self._schedule.era):
                 return  # the chief asks once more after its link was lost
-            self._before = (self._fit, self._values, self._tables)
+            self._before, self._late = (self._fit, self._values, self._tables), set(range(len(self._names)))
             self._build(message, message.slots, buffers)
             self._forget()
             self.version += 1
@@ -178,7 +178,9 @@ class Store:
         self._newest.clear()
         self._forgotten = (-1, -1)
 
-    def attach(self, fit: int, variables: tuple[Variable, ...], timeout_s: float) -> tuple[int, tuple[int, ...]] | None:
+    def attach(
+        self, worker: Worker, fit: int, variables: tuple[Variable, ...], timeout_s: float
+    ) -> tuple[int, tuple[int, ...]] | None:
         """Wait until the chief has declared this `fit`; compare the models. Returns the first epoch, and the tables;
         None if the chief has declared another one since.
 
@@ -200,6 +202,9 @@ class Store:
                     f"The model is not the same on all tasks: {difference} Every task must build the same model, in "
                     f"the same order."
                 )
+            self._late.discard(worker)
+            if not self._late:
+                self._before = _NOTHING
             return self._declared.first_epoch, self._declared.model.tables
 
     # Its own end.
@@ -248,7 +253,7 @@ class Store:
             for serial, phase, members, number in state.completed:
                 self._remember((serial, phase), _Result(members, [next(extras) for _ in range(number)]))
             if state.completed:  # older ones are not known any more
-                self._forgotten = min((serial, phase) for serial, phase, _, _ in state.completed)
+                self._forgotten = max((serial, phase) for serial, phase, _, _ in state.completed)
             self.version, self.refused = state.version, state.refused
             self._schedule.resume(state)
             self._changed.notify_all()

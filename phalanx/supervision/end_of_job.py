@@ -144,8 +144,11 @@ class Signs:
             return Sign.ALIVE
         except LinkTimeoutError:
             return Sign.SILENT
-        except LinkClosedError:
-            return Sign.GONE
+        except LinkClosedError as error:
+            # Only who is reached can say that nobody listens: a network that is down, or a name that is not known for
+            # a while, says nothing of the task.
+            unreached = isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, ConnectionError)
+            return Sign.SILENT if unreached else Sign.GONE
         except HandshakeError as error:  # another program has the port, or the secrets differ
             self.trouble = str(error)
             return Sign.GONE

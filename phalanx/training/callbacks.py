@@ -39,6 +39,7 @@ CHIEF_ONLY = (
     keras.callbacks.TensorBoard,
     keras.callbacks.RemoteMonitor,
     keras.callbacks.ProgbarLogger,
+    keras.callbacks.TerminateOnNaN,  # it says so, and the others stop with the chief: the loss is the same
     ChiefCallback,
 )
 

@@ -30,8 +30,9 @@ Buffer = bytes | bytearray | memoryview | np.ndarray[Any, Any]
 MAGIC = b"PXF\x01"
 """First bytes of every frame; the last one is the version of this format."""
 
-MAX_HEADER_BYTES = 1 << 20
-"""1 MiB: headers describe, buffers carry. The structure of a model with 10,000 variables takes half of it."""
+MAX_HEADER_BYTES = 1 << 23
+"""8 MiB: headers describe, buffers carry. The structure of a model with 10,000 variables and of its optimizer takes a
+quarter of it."""
 
 MAX_BUFFERS = 1 << 16
 """65,536 buffers: more than any model has variables, and their length table takes only 512 KiB."""

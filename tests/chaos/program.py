@@ -23,6 +23,7 @@ from sklearn.datasets import load_digits
 
 import phalanx
 from tests.elastic.program import Log, Watch, life_of, model
+from tests.support.seeds import set_random_seed
 
 BATCH = 64
 VALIDATION = 0.1
@@ -64,7 +65,7 @@ def main() -> None:
     life = life_of(options.folder, task)
     log = Log(options.folder / f"{task.replace('/', '-')}.{life}.log")
     log.note("started", pid=os.getpid(), task=task)
-    keras.utils.set_random_seed(3)
+    set_random_seed(3)
     strategy = phalanx.MultiWorkerMirroredStrategy()
     signal.signal(signal.SIGUSR1, lambda *_: break_off(strategy))
     images, labels = load_digits(return_X_y=True)

@@ -10,6 +10,7 @@ import numpy as np
 
 import phalanx
 from phalanx.inputs import local_range
+from tests.support.seeds import set_random_seed
 from tests.training.scenarios.common import (
     BATCH,
     FEATURES,
@@ -93,7 +94,7 @@ def compressed_alike_on_all_ranks(setting: Setting) -> dict[str, Any]:
     found: dict[str, Any] = {}
     sent = {}
     for name in (None, "float16", "bfloat16", "int8", "int6", "int4", "top_k", "power_sgd"):
-        keras.utils.set_random_seed(1)
+        set_random_seed(1)
         own = _compressed(setting, name)
         model = compiled(own, _wide, optimizer=keras.optimizers.Adam(0.01))
         before = own.strategy.bytes_sent
@@ -201,7 +202,7 @@ def _recomputed(make: Any, outer: Any, overlap: bool = False) -> dict[str, Any]:
     """Two replicas with Adam and batch normalisation in one process: three steps an epoch, exchanges after two."""
     models = []
     for _ in range(REPLICAS):
-        keras.utils.set_random_seed(1)
+        set_random_seed(1)
         models.append(make())
     x, y = features(), labels()
     anchor = [np.array(w) for w in models[0].get_weights()]
@@ -293,7 +294,7 @@ def diloco_compressed(setting: Setting) -> dict[str, Any]:
     """Ranks agree after exchanges with each compression, at the end of each epoch, and evaluate one model."""
     found: dict[str, Any] = {}
     for name in ("int8", "power_sgd", "top_k", "float16"):
-        keras.utils.set_random_seed(1)
+        set_random_seed(1)
         own = _with(setting, phalanx.DiLoCoStrategy, EVERY, compression=name)
         model = compiled(own, _wide, optimizer=keras.optimizers.Adam(0.01), metrics=["accuracy"])
         found[name] = fitted(model, validation_data=(features(), labels())) | observed(model)
@@ -327,7 +328,7 @@ def streams_of_unequal_length(setting: Setting) -> dict[str, Any]:
         "diloco": lambda: phalanx.DiLoCoStrategy(EVERY, compression="power_sgd", overlap=True),
     }
     for name, make in makers.items():
-        keras.utils.set_random_seed(1)
+        set_random_seed(1)
         strategy = make()
         with strategy.scope():
             model = _wide()
@@ -347,7 +348,7 @@ def ranks_without_data_do_not_count(setting: Setting) -> dict[str, Any]:
         "local_sgd": lambda: _with(setting, phalanx.LocalSGDStrategy, EVERY),
         "top_k": lambda: _compressed(setting, phalanx.compression.TopK(1.0, values=None)),
     }.items():
-        keras.utils.set_random_seed(1)
+        set_random_seed(1)
         optimizer = keras.optimizers.SGD(0.2, momentum=0.5)
         model = compiled(setting_of(), _wide_without_state, optimizer=optimizer)
         found[name] = fitted(model, features(5), labels(5), batch_size=1)

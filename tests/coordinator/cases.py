@@ -21,6 +21,7 @@ import numpy as np
 
 import phalanx
 from phalanx.coordinator import ClusterCoordinator
+from tests.support.seeds import set_random_seed
 
 WORKERS_COME_S = 60.0
 
@@ -38,7 +39,7 @@ class World:
     """What the program made in scope, on every task alike."""
 
     def __init__(self, scope: Any) -> None:
-        keras.utils.set_random_seed(KERNELS_DRAWN_WITH_SEED)
+        set_random_seed(KERNELS_DRAWN_WITH_SEED)
         with scope:
             self.model = keras.Sequential(
                 [

@@ -13,6 +13,7 @@ import keras
 import numpy as np
 
 import phalanx
+from tests.support.seeds import set_random_seed
 
 EPOCHS = 40
 
@@ -20,7 +21,7 @@ EPOCHS = 40
 def main(folder: Path) -> None:
     task = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     strategy = phalanx.MultiWorkerMirroredStrategy()
-    keras.utils.set_random_seed(1)
+    set_random_seed(1)
     with strategy.scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
         model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")

@@ -26,6 +26,7 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 import phalanx
+from tests.support.seeds import set_random_seed
 
 GATE_BOUND_S = 120.0
 
@@ -179,7 +180,7 @@ def main() -> None:
     log = Log(options.folder / f"{task.replace('/', '-')}.{life}.log")
     log.note("started", pid=os.getpid())
     kills = {(t, int(n)): s for t, n, s in (kill.rsplit(":", 2) for kill in options.kill)}
-    keras.utils.set_random_seed(3)
+    set_random_seed(3)
     strategy = phalanx.DiLoCoStrategy(options.period) if options.period else phalanx.MultiWorkerMirroredStrategy()
     log.note("joined" if not strategy._replica.is_candidate else "candidate")
     images, labels = load_digits(return_X_y=True)

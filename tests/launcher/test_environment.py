@@ -49,7 +49,7 @@ def test_settings_of_the_user_win_over_defaults_and_those_of_the_job_over_both()
 
 
 def test_only_what_was_asked_for_is_set() -> None:
-    assert {"KERAS_BACKEND", "PHALANX_LOG_DIR", "PHALANX_RENDEZVOUS_TIMEOUT"}.isdisjoint(settings())
+    assert {"KERAS_BACKEND", "PHALANX_RENDEZVOUS_TIMEOUT"}.isdisjoint(settings())
     assert settings(start_timeout_s=2.5)["PHALANX_RENDEZVOUS_TIMEOUT"] == "2.5"
 
 

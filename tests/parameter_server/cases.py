@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.support.seeds import set_random_seed
+
 SAMPLES, FEATURES, CLASSES = 101, 6, 3
 BATCH = 20  # the last one has a single sample: fewer than there are workers
 
@@ -229,7 +231,7 @@ def train(case: Case, scope: Any) -> dict[str, Any]:
     y = np.argmax(x[:, :CLASSES] + 0.1 * x[:, CLASSES:], axis=1).astype("int32")
     weights = np.linspace(0.2, 2.0, SAMPLES).astype("float32") if case.weighted else None
     keras.backend.clear_session()  # the chief makes models more than the others, which must have the same names
-    keras.utils.set_random_seed(1)
+    set_random_seed(1)
     with scope:
         model = (
             case.model(keras)

@@ -16,6 +16,7 @@ from typing import Any
 
 from tests.parameter_server.cases import CASES as SERVER_CASES
 from tests.parameter_server.cases import Case, train
+from tests.support.seeds import set_random_seed
 
 
 def _stop_early() -> Any:
@@ -87,7 +88,7 @@ def batches(scope: Any) -> dict[str, Any]:
     x = np.random.default_rng(0).normal(size=(60, 4)).astype("float32")
     y = x.sum(axis=1, keepdims=True)
     keras.backend.clear_session()
-    keras.utils.set_random_seed(2)
+    set_random_seed(2)
     with scope:
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(5, "tanh"), keras.layers.Dense(1)])
         model.compile(keras.optimizers.Adam(0.05), "mse")

@@ -10,11 +10,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.support.seeds import set_random_seed
+
 SAMPLES, BATCH, EPOCHS = 4096, 64, 12
 
 
 def make_model(keras: Any, height: int) -> Any:
-    keras.utils.set_random_seed(1)
+    set_random_seed(1)
     model = keras.Sequential(
         [
             keras.Input((1,), dtype="int32"),

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.support.seeds import set_random_seed
+
 SAMPLES, BATCH = 101, 20  # the last batch has a single sample: fewer than there are workers
 USERS, ITEMS, LENGTH = 300, 40, 5
 
@@ -132,7 +134,7 @@ def _train(case: Case, scope: Any, *, plain: bool = False) -> dict[str, Any]:
 
     x, y = data(case)
     keras.backend.clear_session()
-    keras.utils.set_random_seed(1)
+    set_random_seed(1)
     with scope:
         model = (case.model or two_tables)(keras)
         model.compile(case.optimizer(keras), "mse", metrics=["mae"])

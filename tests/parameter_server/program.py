@@ -12,6 +12,8 @@ import sys
 import time
 from pathlib import Path
 
+from tests.support.seeds import set_random_seed
+
 
 def main() -> None:
     import keras
@@ -33,7 +35,7 @@ def main() -> None:
         replication=int(os.environ.get("REPLICATION", "1")),
     )
     width = 9 if kind == "other model" and strategy.rank == 1 else 8
-    keras.utils.set_random_seed(1)
+    set_random_seed(1)
     with strategy.scope():
         model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(width, "tanh"), keras.layers.Dense(1)])
         if kind == "spectral":

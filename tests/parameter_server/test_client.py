@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -14,7 +15,7 @@ import pytest
 from phalanx.cluster.agreement import Facts
 from phalanx.cluster.roll_call import Identity
 from phalanx.cluster.spec import ClusterSpec, Task
-from phalanx.errors import PhalanxError
+from phalanx.errors import LinkTimeoutError, PhalanxError
 from phalanx.parameter_server.client import Client
 from phalanx.parameter_server.group import LEADING, Group, Newcomer
 from phalanx.parameter_server.messages import BeginSession, Done, IsOver, OpenEpoch, Pull, Push, Ticket
@@ -38,11 +39,11 @@ def cluster() -> Iterator[Cluster]:
 
 
 @contextmanager
-def started(*, copied: bool = False) -> Iterator[Cluster]:
+def started(*, copied: bool = False, timeout_s: float = BOUND_S) -> Iterator[Cluster]:
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(SERVERS)]
     addresses = [f"127.0.0.1:{sock.getsockname()[1]}" for sock in sockets]
     spec = ClusterSpec({"ps": addresses, "worker": ["127.0.0.1:1", "127.0.0.1:2"]})
-    settings = Settings(secret=b"0123456789abcdef", rendezvous_timeout_s=BOUND_S, timeout_s=BOUND_S)
+    settings = Settings(secret=b"0123456789abcdef", rendezvous_timeout_s=BOUND_S, timeout_s=timeout_s)
     with ExitStack() as stack:
         servers = [
             ParameterServer(Identity(spec, Task("ps", index), Facts(), settings), copied=copied)
@@ -123,3 +124,32 @@ def test_of_two_servers_that_lead_the_one_that_was_called_upon_later_is_right() 
         assert called._leading
         assert not was_stopped._leading
         wait_until(lambda: was_stopped._following is not None)
+
+
+def test_an_answer_that_came_too_late_is_not_taken_for_the_next_one() -> None:
+    with started(timeout_s=0.5) as (servers, (_, other)):
+        other.starting = False
+        store = servers[0]._groups[0]._store
+        goes_on = threading.Event()
+
+        def pull(fit: int, version: int) -> tuple[int, list[np.ndarray]]:
+            del fit, version
+            goes_on.wait(BOUND_S)
+            return 77, []
+
+        store.pull = pull
+        with pytest.raises(LinkTimeoutError):
+            other.ask(0, Pull(0, -1))
+        goes_on.set()
+        assert isinstance(other.ask(0, IsOver())[0], Done)
+
+
+def test_a_link_whose_end_only_the_worker_has_noticed_is_replaced(cluster: Cluster) -> None:
+    servers, (_, other) = cluster
+    group = servers[0]._groups[0]
+    _, former = group._links[1]
+    abandoned = other._links[0]
+    other._links[0] = other._connect(0, time.monotonic() + BOUND_S, again=True)
+    assert isinstance(other.ask(0, IsOver())[0], Done)
+    assert group._links[1][1] is not former
+    abandoned.close()

@@ -77,6 +77,18 @@ def test_a_chief_that_does_not_come_back_from_it_holds_nobody_up(end: str) -> No
         assert schedule.take(1, "incarnation 1", 0, 0, schedule.era, BOUND_S).batch == 0
 
 
+def test_a_chief_that_is_lost_meanwhile_leaves_nobody_out() -> None:
+    schedule = begun(5)
+    own = take(schedule, 1)
+    with ThreadPoolExecutor() as pool:
+        held = pool.submit(schedule.hold, 20 * SHORT_S)
+        assert runs(held)
+        schedule.detach(0, "incarnation 0")
+        held.result(BOUND_S)
+    assert not schedule.is_evicted("incarnation 1")
+    schedule.done(own)
+
+
 def test_the_global_step_goes_on_from_a_checkpoint_and_never_back() -> None:
     schedule = Schedule(NAMES[:1], start_s=BOUND_S)
     schedule.begin(rules(), 0, 1000)

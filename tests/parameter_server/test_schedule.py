@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from phalanx.errors import CollectiveTimeoutError, PeerLostError, PhalanxError
+from phalanx.errors import CollectiveTimeoutError, EvictedError, PeerLostError, PhalanxError
 from phalanx.parameter_server.messages import EpochOver, FitOver, Rejoin, Report, Rules, Ticket
-from phalanx.parameter_server.schedule import Schedule
+from phalanx.parameter_server.schedule import Schedule, link_name
 
 BOUND_S = 20.0
 NAMES = ("worker/0", "worker/1", "worker/2")
@@ -427,3 +427,58 @@ def test_a_worker_on_its_way_that_does_not_come_is_waited_for_no_longer() -> Non
     schedule.attach(1, "second")
     assert schedule.is_present(1)
     assert not schedule.is_evicted("second")
+
+
+# A process and its links.
+
+
+def test_who_waits_at_a_link_that_was_replaced_gets_no_ticket() -> None:
+    schedule = begun(2, synchronous=True)
+    schedule.attach(1, link_name("incarnation 1", 0))
+    schedule.attach(1, link_name("incarnation 1", 1))
+    with pytest.raises(EvictedError):
+        ask(schedule, 1, incarnation=link_name("incarnation 1", 0))
+    assert isinstance(ask(schedule, 1, incarnation=link_name("incarnation 1", 1)), Ticket)
+
+
+def test_a_process_that_was_left_out_is_so_by_any_link() -> None:
+    schedule = begun(2)
+    schedule.attach(1, link_name("incarnation", 0))
+    schedule.evict(1)
+    assert schedule.is_evicted(link_name("incarnation", 1))
+    assert not schedule.is_evicted(link_name("another", 2))
+
+
+def test_a_chief_that_only_linked_anew_is_no_other_chief() -> None:
+    schedule = Schedule(("chief", "worker"), start_s=BOUND_S)
+    schedule.attach(0, link_name("life", 0))
+    schedule.begin(rules(), 0, 0)
+    schedule.global_step = 70
+    schedule.attach(0, link_name("life", 1))
+    schedule.begin(rules(), 1, 60)
+    assert schedule.global_step == 70
+
+
+def test_a_stop_that_was_asked_for_is_of_that_fit_alone() -> None:
+    schedule = begun(3)
+    schedule.stop_asked = 0
+    schedule.attach(0, "second chief")
+    schedule.begin(rules(), 0)
+    assert schedule.stop_asked == -1
+
+
+def test_the_chief_may_be_away_for_longer() -> None:
+    now = [100.0]
+    schedule = Schedule(NAMES[:2], start_s=60.0, relink_s=6.0, chief_relink_s=60.0, clock=lambda: now[0])
+    for worker in (0, 1):
+        schedule.attach(worker, "life")
+        schedule.detach(worker, "life")
+    now[0] += 50.0
+    assert (schedule.is_present(0), schedule.is_present(1)) == (True, False)
+
+
+def test_a_new_leader_does_without_a_worker_that_does_not_come_before_the_time_is_up() -> None:
+    schedule = begun(5)
+    schedule.await_rejoins()
+    schedule.rejoin(0, Rejoin(0, 1, 0, 2, (), 2, 2, 2, 5), None)
+    schedule.wait_until_rebuilt(0, 0.4)

@@ -94,3 +94,16 @@ def test_nothing_stays_when_all_is_over(tmp_path: Path) -> None:
     snapshots.write(b"2", [])
     snapshots.clear()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("offset", "value"), [(6, 0xFF), (8, 0x01)], ids=["unknown version", "encrypted"])
+def test_one_whose_directory_is_damaged_is_left_aside(tmp_path: Path, offset: int, value: int) -> None:
+    first = Snapshots.of_task(tmp_path, "ps/0")
+    paths = []
+    for header in (b"1", b"2"):
+        first.write(header, ARRAYS)
+        paths.append(first._paths[first._number % 2])
+    content = bytearray(paths[1].read_bytes())
+    content[content.index(b"PK\x01\x02") + offset] = value  # in the first entry of the directory, as zip has it
+    paths[1].write_bytes(content)
+    assert contents(Snapshots.of_task(tmp_path, "ps/0")) == (b"1", [array.tobytes() for array in ARRAYS])

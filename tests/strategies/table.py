@@ -14,6 +14,7 @@ import phalanx
 from phalanx import ReduceOp
 from phalanx.strategies.strategy import Strategy
 from phalanx.training import hook
+from tests.support.seeds import set_random_seed
 from tests.training.scenarios.common import classifier, features, labels, numbers, regressor
 from tests.training.scenarios.registry import BACKENDS, Setting, Table
 
@@ -256,7 +257,7 @@ def sharding_is_explained(setting: Setting) -> dict[str, Any]:
 
 def _train_own_data(rank: int) -> Any:
     """On data of this rank's own, without a scope."""
-    keras.utils.set_random_seed(5)
+    set_random_seed(5)
     model = classifier()
     model.compile(keras.optimizers.SGD(0.2), "sparse_categorical_crossentropy", metrics=["accuracy"])
     history = model.fit(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.support.seeds import set_random_seed
+
 SAMPLES, FEATURES, BATCH = 160, 4, 16
 STEPS = SAMPLES // BATCH
 
@@ -11,7 +13,7 @@ STEPS = SAMPLES // BATCH
 def make_model(width: int = 3, optimizer: Any = None, seed: int = 1, metrics: Any = ("mae",)) -> Any:
     import keras
 
-    keras.utils.set_random_seed(seed)
+    set_random_seed(seed)
     model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(width, "tanh"), keras.layers.Dense(1)])
     model.compile(optimizer or keras.optimizers.Adam(0.01), "mse", metrics=list(metrics))
     return model

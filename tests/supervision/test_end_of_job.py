@@ -133,3 +133,7 @@ def test_servers_are_asked_before_the_chief() -> None:
 
 def test_no_thread_is_left() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("phalanx-loop")]
+
+
+def test_a_network_that_is_down_says_nothing_of_the_job() -> None:
+    assert look(ClusterSpec({"worker": ["no-such-host.invalid:1"]})).look() is Sign.SILENT

@@ -16,6 +16,7 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 import phalanx
+from tests.support.seeds import set_random_seed
 
 EPOCHS, BATCH = 4, 100
 STEPS = 15
@@ -45,7 +46,7 @@ class AtStep(keras.callbacks.Callback):
 
 def main() -> None:
     folder, result = Path(sys.argv[1]), Path(sys.argv[2])
-    keras.utils.set_random_seed(1)
+    set_random_seed(1)
     x, y = load_digits(return_X_y=True)
     x, y = (x[: STEPS * BATCH] / 16).astype("float32"), y[: STEPS * BATCH]
     if "diloco" in sys.argv:

@@ -19,6 +19,7 @@ import phalanx
 from phalanx.errors import ConfigurationError, PreemptedError
 from phalanx.training import resuming
 from phalanx.training.saving import Saver
+from tests.support.seeds import set_random_seed
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -62,7 +63,7 @@ def data(samples: int = SAMPLES) -> tuple[Any, Any]:
 
 
 def model(dropout: float = 0.0) -> Any:
-    keras.utils.set_random_seed(3)
+    set_random_seed(3)
     layers = [keras.Input((6,)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dropout(dropout)]
     made = keras.Sequential([*layers, keras.layers.Dense(1)])
     made.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"], run_eagerly=True)  # compiling takes longer

@@ -22,6 +22,7 @@ import keras
 import numpy as np
 
 import phalanx
+from tests.support.seeds import set_random_seed
 from tests.training.scenarios.registry import Scenario, Setting
 
 SEED = 1
@@ -42,7 +43,7 @@ def main(kind: str, table: str, folder: Path, names: list[str]) -> None:
 
 def _run(scenario: Scenario, strategy: Any, folder: Path) -> dict[str, Any]:
     keras.utils.clear_session()
-    keras.utils.set_random_seed(SEED)
+    set_random_seed(SEED)
     rank = 0 if strategy is None else strategy.rank
     own, shared = folder / f"{scenario.name}.folder.{rank}", folder / f"{scenario.name}.shared"
     own.mkdir()

@@ -29,7 +29,6 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
             "PHALANX_RENDEZVOUS_TIMEOUT": "1.5",
             "PHALANX_TIMEOUT": "2",
             "PHALANX_HOST_ID": "host",
-            "PHALANX_LOG_DIR": "logs",
             "PHALANX_LISTEN_FD": "5",
             "PHALANX_SEED": "0",
             **files,
@@ -37,7 +36,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
     )
     assert (settings.secret, settings.job_id, settings.host_id) == (b"0123456789abcdef", "job", "host")
     assert (settings.rendezvous_timeout_s, settings.timeout_s) == (1.5, 2)
-    assert (settings.log_dir, settings.listen_fd, settings.seed) == (Path("logs"), 5, 0)
+    assert (settings.listen_fd, settings.seed) == (5, 0)
     assert settings.tls is not None
     assert settings.tls.authority == tmp_path / "CA"
 

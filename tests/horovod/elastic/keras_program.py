@@ -16,6 +16,7 @@ import numpy as np
 
 import phalanx.horovod.keras as hvd
 from tests.horovod.elastic.lives import Life, until_others_come
+from tests.support.seeds import set_random_seed
 
 SAMPLES, BATCH, STEPS, EPOCHS = 96, 8, 4, 5
 
@@ -50,7 +51,7 @@ def main(folder: Path) -> None:
     life = Life(folder)
     hvd.init()
     life.note("joined", rank=hvd.rank(), size=hvd.size())
-    keras.utils.set_random_seed(life.index + 10 * life.number)  # so only what is synchronised is alike
+    set_random_seed(life.index + 10 * life.number)  # so only what is synchronised is alike
     random = np.random.default_rng(0)
     x = random.normal(size=(SAMPLES, 4)).astype("float32")
     y = (x @ np.array([[1.0], [-2.0], [0.5], [3.0]]) + 0.5).astype("float32")

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 from keras import callbacks
 
+from tests.support.seeds import set_random_seed
 from tests.training.scenarios.common import compiled, features, fitted, labels, regressor
 from tests.training.scenarios.registry import Setting, scenario
 
@@ -219,10 +220,10 @@ def backup_resumes_exactly(setting: Setting) -> dict[str, Any]:
     model = compiled(setting, optimizer=keras.optimizers.Adam(0.02))
     with contextlib.suppress(InterruptedError):
         fitted(model, callbacks=[callbacks.BackupAndRestore(backup), Break()], epochs=4)
-    keras.utils.set_random_seed(99)
+    set_random_seed(99)
     again = compiled(setting, optimizer=keras.optimizers.Adam(0.02))
     found = fitted(again, callbacks=[callbacks.BackupAndRestore(backup)], epochs=4)
-    keras.utils.set_random_seed(1)
+    set_random_seed(1)
     whole = fitted(compiled(setting, optimizer=keras.optimizers.Adam(0.02)), epochs=4)
     for resumed, straight in zip(found["weights"], whole["weights"], strict=True):
         np.testing.assert_allclose(resumed, straight, atol=1e-6)

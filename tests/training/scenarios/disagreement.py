@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from tests.support.seeds import set_random_seed
 from tests.training.scenarios.common import FEATURES, compiled, features, fitted, labels
 from tests.training.scenarios.registry import BACKENDS, Setting, scenario
 
@@ -86,7 +87,7 @@ def a_stream_that_ends_early_on_one_rank(setting: Setting) -> dict[str, Any]:
 
 @scenario(plain=False)
 def other_initial_weights_are_the_chiefs(setting: Setting) -> dict[str, Any]:
-    keras.utils.set_random_seed(100 + setting.rank)
+    set_random_seed(100 + setting.rank)
     model = compiled(setting, optimizer=keras.optimizers.SGD(0.0))
     return fitted(model)
 

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from tests.support.seeds import set_random_seed
 from tests.training.scenarios.common import (
     BATCH,
     CLASSES,
@@ -111,7 +112,7 @@ def _unbuilt() -> Any:
 @scenario()
 def numbers_drawn_after_shuffled_arrays(setting: Setting) -> dict[str, Any]:
     """What a program that splits its data at random draws next; TensorFlow and PyTorch shuffle with others."""
-    keras.utils.set_random_seed(3)
+    set_random_seed(3)
     model = compiled(setting, classifier)
     history = _fit(model, features(), y=labels(), shuffle=True)
     return {**history, "drawn": np.random.permutation(20)}
@@ -286,7 +287,7 @@ def pipelines_of_three_ranks_merge_as_one_batch(setting: Setting) -> dict[str, A
 @scenario()
 def shuffled_between_other_passes(setting: Setting) -> dict[str, Any]:
     """On PyTorch each pass over data of any kind draws from the generator that shuffles."""
-    keras.utils.set_random_seed(3)
+    set_random_seed(3)
     model = compiled(setting)
     shuffled = {"batch_size": 8, "shuffle": True, "epochs": 3}
     found = [_fit(model, features(), y=labels(), validation_split=0.3, **shuffled)]

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 from keras import layers, ops
 
+from tests.support.seeds import set_random_seed
 from tests.training.scenarios.common import (
     BATCH,
     CLASSES,
@@ -131,7 +132,7 @@ def dropout_differs_between_ranks_on_the_same_start(setting: Setting) -> dict[st
 @scenario(plain=False)
 def dropout_without_a_seed_differs_between_ranks(setting: Setting) -> dict[str, Any]:
     """On PyTorch Keras draws it from the generator of the whole process."""
-    keras.utils.set_random_seed(1)
+    set_random_seed(1)
     model = compiled(setting, lambda: keras.Sequential([keras.Input((64,)), layers.Dropout(0.5)]), loss="mse")
     model.evaluate(np.ones((BATCH, 64), "float32"), np.zeros((BATCH, 64), "float32"), verbose=0)
     own = np.asarray(ops.convert_to_numpy(model.layers[0](np.ones((4, 64), "float32"), training=True)))
