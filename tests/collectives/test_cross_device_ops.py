@@ -118,6 +118,7 @@ def test_options_are_those_of_tf_distribute() -> None:
     assert options.timeout_s == DEFAULT_TIMEOUT_S
     assert CollectiveCommunication.RING is CommunicationImplementation.RING
     assert CollectiveHints(50 * 1024 * 1024, 120.0).timeout_s == 120.0
+    assert CommunicationOptions(implementation="ring").implementation is CommunicationImplementation.RING  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +127,7 @@ def test_options_are_those_of_tf_distribute() -> None:
         ({"bytes_per_pack": -1}, "number of bytes"),
         ({"timeout_seconds": 0}, "greater than 0"),
         ({"timeout_seconds": float("nan")}, "greater than 0"),
-        ({"implementation": "RING"}, "CommunicationImplementation.RING"),
+        ({"implementation": "tree"}, "CommunicationImplementation.RING"),
     ],
 )
 def test_wrong_options_say_what_to_write(wrong: dict[str, object], says: str) -> None:
