@@ -35,8 +35,10 @@ def scale(job: str | None, workers: int) -> int:
     """
     jobs = [entry for entry in running() if job is None or entry.job == job]
     if len(jobs) != 1:
-        known = ", ".join(entry.job for entry in running()) or "none"
-        raise ConfigurationError(f"Say which job with --job; those that run here: {known}.")
+        known = ", ".join(entry.job for entry in running())
+        raise ConfigurationError(
+            f"Say which job with --job; those that run here: {known}." if known else "No elastic job runs here."
+        )
     _ask(jobs[0], Wish(workers))
     click.echo(f"{jobs[0].job}: {workers} workers are wanted now; they come and go before a next step.")
     return 0
