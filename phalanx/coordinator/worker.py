@@ -265,6 +265,8 @@ class FunctionServer:
         """An error in the form in which it is told to the coordinator."""
         if self._variables.failure is not None:
             return self._variables.failure  # of which a compiled function made its own
+        if isinstance(error, SystemExit):
+            return PhalanxError(f"A function called sys.exit({error.code!r}): return from it, or raise an error.")
         if isinstance(error, StopIteration):
             ended = OutOfRangeError(
                 "The data of a worker ended: next() in a scheduled function found no more. Repeat the dataset, or "

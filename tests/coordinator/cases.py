@@ -256,9 +256,12 @@ def what_does_not_travel(coordinator: ClusterCoordinator, world: World) -> Any:
     fit = raised_by(coordinator.join)
     coordinator.schedule(lambda: coordinator.schedule(lambda: 1))
     nested = raised_by(coordinator.join)
+    coordinator.schedule(lambda: sys.exit(0))
+    exits = raised_by(coordinator.join)
     return {
         "fit": fit,
         "nested": nested,
+        "exits": exits,
         "lock": raised_by(lambda: coordinator.schedule(lambda: lock)),
         "generator": raised_by(lambda: coordinator.schedule(lambda x: x, args=((n for n in range(3)),))),
         "outside": raised_by(lambda: coordinator.schedule(lambda: metric.result())),

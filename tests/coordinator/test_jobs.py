@@ -103,6 +103,7 @@ def test_an_error_that_cannot_travel_has_a_stand_in(found: Found, backend: str) 
         ("run", "UnsupportedError", "for functions that a ClusterCoordinator has scheduled"),
         ("fit", "UnsupportedError", "fit() was called inside a function"),
         ("nested", "UnsupportedError", "Only the chief's program schedules functions"),
+        ("exits", "PhalanxError", "A function called sys.exit(0)"),
         ("index", "RuntimeError", "was called outside of the functions that workers run"),
     ],
 )
