@@ -149,6 +149,7 @@ _EXPORTS = {
     "phalanx.strategies.average": ("compute_average_loss", "scale_regularization_loss"),
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
+
 __all__ = [
     "__version__",
     "callbacks",

@@ -247,7 +247,7 @@ def run(
     """
     from phalanx.launcher import command, horovod_options
     from phalanx.launcher.environment import discovery_s
-    from phalanx.launcher.hosts import HostShare, add_tasks, check_interfaces, choose_hosts
+    from phalanx.launcher.hosts import HostShare, check_interfaces, choose_hosts
     from phalanx.launcher.placement import task_names
     from phalanx.launcher.pool import Script
     from phalanx.launcher.program import check_script
@@ -282,7 +282,10 @@ def run(
             )
         script = Script(host_discovery_script, slots_per_host, *discovery_s(os.environ))
     else:
-        shares = choose_hosts(None if workers is None else number, hosts, hostfile, every_place=minimum is not None)
+        beside = chief + ps + evaluator if minimum is None else 0
+        shares = choose_hosts(
+            None if workers is None else number, hosts, hostfile, every_place=minimum is not None, others=beside
+        )
     check_interfaces(network_interfaces, shares)
     if minimum is not None:
         if blacklist_cooldown_range[0] > blacklist_cooldown_range[1]:
@@ -290,8 +293,8 @@ def run(
         members = command.Members(minimum, number, begin, script, blacklist_cooldown_range)
         tasks = task_names(number, evaluator=evaluator)
     else:
-        tasks = task_names(sum(share.workers for share in shares), chief=chief, servers=ps, evaluator=evaluator)
-        shares = add_tasks(shares, chief + ps + evaluator, choose_hosts(None, hosts, hostfile))
+        trainers = sum(share.workers for share in shares) - beside
+        tasks = task_names(trainers, chief=chief, servers=ps, evaluator=evaluator)
     if not program:
         raise click.UsageError("Name the script to run, or a module with -m.")
     if module:

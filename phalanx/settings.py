@@ -31,7 +31,6 @@ KEEPER = "PHALANX_KEEPER"
 """`host:port` of the launcher that keeps the members of an elastic job; set by `phalanx run --workers MIN:MAX`."""
 HOST_ID = "PHALANX_HOST_ID"
 """Replaces the identity of this host. For tests: local ranks pretend to be on different hosts."""
-"""Directory for one log file per task."""
 LISTEN_FD = "PHALANX_LISTEN_FD"
 """Descriptor of a listening socket that the launcher opened for this task, so that its port was never
 free."""

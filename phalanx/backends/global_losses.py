@@ -76,9 +76,7 @@ class ScaledLosses:
         if tuple(values.shape) == () and of_samples and mask is None and reduction in _DIVIDED:
             loss = self._losses.original(values, None, None, reduction, dtype)
             return loss * ops.cast(self._mean_of(ops.cast(sample_weight, "float32")), loss.dtype)
-        if mask is not None and sample_weight is not None:
-            sample_weight = ops.copy(sample_weight)  # Keras scales them in place, by what of this part is not masked
-        loss = self._losses.original(values, sample_weight, mask, reduction, dtype)
+        loss = self._losses.original(values, _to_be_masked(sample_weight, mask), mask, reduction, dtype)
         if tuple(values.shape) == () or not _only_all_know(reduction, sample_weight, mask):
             return loss
         denominator = None if reduction == "sum" else _denominator(values, sample_weight, mask, reduction)
@@ -140,13 +138,17 @@ def _only_all_know(reduction: Any, sample_weight: Any, mask: Any) -> bool:
     return reduction == "sum" or (reduction in _DIVIDED and mask is not None)
 
 
+def _to_be_masked(sample_weight: Any, mask: Any) -> Any:
+    """The weights; a copy where Keras multiplies them in place by the mask, and by what of this part it leaves out."""
+    return sample_weight if sample_weight is None or mask is None else ops.copy(sample_weight)
+
+
 def _denominator(values: Any, sample_weight: Any, mask: Any, reduction: str) -> Any:
     """What Keras divides by, as in `reduce_weighted_values`; in float32, because 16 bits do not count beyond 2048."""
     if reduction in _DIVIDED:
         return ops.sum(ops.cast(mask, "float32"))
     values = ops.convert_to_tensor(values)
-    # A copy: Keras multiplies the weights by the mask in place.
-    weight = None if sample_weight is None else ops.copy(ops.convert_to_tensor(sample_weight))
+    weight = None if sample_weight is None else ops.convert_to_tensor(_to_be_masked(sample_weight, mask))
     mask = None if mask is None else ops.convert_to_tensor(mask)
     weight = keras_loss.apply_mask(weight, mask, dtype=values.dtype, reduction=reduction)
     _, weight = keras_loss.squeeze_or_expand_to_same_rank(values, weight)

@@ -92,14 +92,25 @@ class _Mesh:
         self._roll_call.enter(rank, Peer(newcomer, link))
 
 
+def link_name(incarnation: str, number: int) -> str:
+    """Of one link of a process: what is asked over one that is gone must not be answered in the name of the next."""
+    return f"{incarnation}#{number}"
+
+
+def process_of(link: str) -> str:
+    """The incarnation of the process whose link this is."""
+    return link.partition("#")[0]
+
+
 def admit_worker(
-    me: Identity, hello: Hello, ranks: Container[Rank | None], link_of: Callable[[Rank, Statement], Link | None]
+    me: Identity, hello: Hello, ranks: Container[Rank | None], link_of: Callable[[Rank], tuple[str, Link] | None]
 ) -> Welcome:
     """Whether a task may link to this one for a purpose beside the rendezvous.
 
     Args:
         ranks: of the tasks that may.
-        link_of: the link that another process has for this task already, if there is one.
+        link_of: the link that there is for this task already, if there is one, and its name. The same process may have
+            lost that one before it was noticed here, and replaces it.
     """
     try:
         newcomer = msgspec.msgpack.decode(hello.details, type=Statement)
@@ -110,8 +121,8 @@ def admit_worker(
     rank = me.rank_of(newcomer.task)
     if rank is None or rank not in ranks:
         return Welcome(refusal=DISAGREEMENT, reason=f"{newcomer.task} is no worker of this cluster.")
-    present = link_of(rank, newcomer)
-    if present is not None and not present.peer_closed():
+    name, present = link_of(rank) or ("", None)
+    if present is not None and process_of(name) != newcomer.incarnation and not present.peer_closed():
         return Welcome(
             refusal=DUPLICATE,
             reason=f"{newcomer.task} is here already. This process, pid {newcomer.pid} on {newcomer.host}, has the "

@@ -17,8 +17,7 @@ from typing import Any
 
 import msgspec
 
-from phalanx.cluster.admission import PROBE, Probe, admit_worker
-from phalanx.cluster.agreement import Statement
+from phalanx.cluster.admission import PROBE, Probe, admit_worker, link_name
 from phalanx.cluster.roll_call import Identity
 from phalanx.coordinator.messages import (
     FUNCTIONS_KEPT,
@@ -96,7 +95,6 @@ class _Worker:
 
     number: int
     name: str
-    process: str
     incarnation: str
     link: Link
     outbox: deque[_Message]
@@ -261,7 +259,7 @@ class Dispatcher:
                 f"No worker came to run functions within {patience_s:g} s: {names} are missing. Each must run this "
                 f"program, up to ClusterCoordinator(strategy)."
             )
-        # Whoever waits is told: for one of them, or for all.
+        # Told to all who wait: for one of these functions by its result, for all of them by `_tell_failure`.
         for number in self._queue.fail():
             self._calls.pop(number).result.fail(error)
         self._failure = error
@@ -278,18 +276,17 @@ class Dispatcher:
     def admit(self, hello: Hello) -> Welcome:
         return admit_worker(self._me, hello, self._names, self._link_of)
 
-    def _link_of(self, number: int, newcomer: Statement) -> Link | None:
-        """Of another process; this one may have lost its link before we noticed."""
+    def _link_of(self, number: int) -> tuple[str, Link] | None:
         with self._changed:
             present = self._workers.get(number)
-        return None if present is None or present.process == newcomer.incarnation else present.link
+        return None if present is None else (present.incarnation, present.link)
 
     def adopt(self, hello: Hello, link: Link) -> None:
         number = self._me.rank_of(hello.task)
         assert number is not None, "checked when it was admitted"
         with self._changed:
-            incarnation = f"{hello.incarnation} {next(self._links_made)}"
-            worker = _Worker(number, hello.task, hello.incarnation, incarnation, link, deque(self._news))
+            incarnation = link_name(hello.incarnation, next(self._links_made))
+            worker = _Worker(number, hello.task, incarnation, link, deque(self._news))
             former = self._workers.get(number)
             if self._closing:
                 worker.outbox.append((Stop(), ()))

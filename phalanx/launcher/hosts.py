@@ -135,13 +135,15 @@ def own_name(others: Sequence[HostShare]) -> str:
 
 
 def choose_hosts(
-    workers: int | None, hosts: str | None, hostfile: Path | None, *, every_place: bool = False
+    workers: int | None, hosts: str | None, hostfile: Path | None, *, every_place: bool = False, others: int = 0
 ) -> list[HostShare]:
-    """Where the workers run: on this host, or, of the hosts' places, as many as there are workers, first ones first.
+    """Where the tasks run: on this host, or, of the hosts' places, as many as there are workers, first ones first; then
+    the others, in the places that are left, and on the last host where there are none.
 
     Args:
         workers: None for all places of the hosts.
         hosts: the value of `--hosts`; `hostfile` says the same.
+        others: tasks that are not workers.
         every_place: the workers may go to any of the places, more or fewer than there are workers: all are returned.
 
     Raises: ConfigurationError if both name hosts, or there are fewer places than workers.
@@ -149,11 +151,11 @@ def choose_hosts(
     if hosts is not None and hostfile is not None:
         raise ConfigurationError("--hosts and --hostfile both name hosts. Give one of them.")
     if hosts is None and hostfile is None:
-        return [HostShare("localhost", workers or 1)]
+        return [HostShare("localhost", (workers or 1) + others)]
     shares = parse_hosts(hosts) if hosts is not None else parse_hostfile(hostfile.read_text() if hostfile else "")
     places = sum(share.workers for share in shares)
-    if workers is None or workers == places:
-        return shares
+    if workers is None:
+        workers = places
     if workers > places:
         raise ConfigurationError(
             f"{workers} workers are wanted, and the hosts have {places} places. Give more hosts, or larger numbers, "
@@ -161,16 +163,13 @@ def choose_hosts(
         )
     if every_place:
         return [replace(share, workers=min(share.workers, workers)) for share in shares]
-    return _first_places(shares, workers)
-
-
-def _first_places(shares: Sequence[HostShare], count: int) -> list[HostShare]:
     chosen: list[HostShare] = []
+    count = workers + others
     for share in shares:
         if count:
             chosen.append(replace(share, workers=min(share.workers, count)))
             count -= chosen[-1].workers
-    return chosen
+    return [*chosen[:-1], replace(chosen[-1], workers=chosen[-1].workers + count)]
 
 
 def check_interfaces(names: str | None, shares: Sequence[HostShare]) -> None:
@@ -189,15 +188,6 @@ def check_interfaces(names: str | None, shares: Sequence[HostShare]) -> None:
             "--network-interfaces: which network is used follows from the hosts' names. Leave the option out, and name "
             "the hosts in --hosts by their names or addresses in that network."
         )
-
-
-def add_tasks(shares: Sequence[HostShare], count: int, places: Sequence[HostShare]) -> list[HostShare]:
-    """The shares of the workers with so many tasks more, which are not workers: in the places that the workers leave
-    free, and on the last host where there are none."""
-    total = sum(share.workers for share in shares) + count
-    *others, last = _first_places(places, total)
-    beyond = total - sum(share.workers for share in (*others, last))
-    return [*others, replace(last, workers=last.workers + beyond)]
 
 
 def _check(shares: Sequence[HostShare]) -> None:

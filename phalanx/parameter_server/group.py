@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from phalanx.cluster.admission import DISAGREEMENT, admit_worker
+from phalanx.cluster.admission import DISAGREEMENT, admit_worker, link_name
 from phalanx.cluster.agreement import Statement, describe_disagreement
 from phalanx.cluster.roll_call import Identity
 from phalanx.cluster.spec import Task
@@ -26,8 +26,8 @@ from phalanx.errors import FrameError, PeerLostError, PhalanxError, RendezvousEr
 from phalanx.parameter_server import copying
 from phalanx.parameter_server.messages import Applied, Bye, EndFit, Over, SetRate, State
 from phalanx.parameter_server.recovery import Recovery
-from phalanx.parameter_server.schedule import CHIEF, Schedule, Worker, link_name, lost, process_of
-from phalanx.parameter_server.serving import IDLE_S, Serving
+from phalanx.parameter_server.schedule import CHIEF, Schedule, Worker, lost
+from phalanx.parameter_server.serving import Serving
 from phalanx.parameter_server.snapshot import Snapshots
 from phalanx.parameter_server.store import Store
 from phalanx.transport.dial import RefusedError
@@ -60,6 +60,8 @@ RELINK_S = 6.0
 tries. Until then a step that all make together waits for those who have gone: it would lack their samples."""
 NOTICE_AFTER_S = 5.0
 """When it is said once who has not come: not sooner, since workers import a backend first."""
+IDLE_S = 3600.0
+"""How long a leader may say nothing to its copy, which it links to anew then. Its death is noticed."""
 END_S = 5.0
 """For the threads to end when their links are closed: longer than any update takes."""
 
@@ -105,12 +107,14 @@ class Group:
         self._names = tuple(str(task) for task in me.tasks)
         servers = [task for task in me.spec.tasks if task.type == me.task.type]
         is_head = number == 0
-        relink_s = RELINK_S if other is not None else 0.0
-        start_s = me.settings.rendezvous_timeout_s
         # Without the chief no leader knows that it leads still.
-        chief_relink_s = None if other is None else me.settings.return_timeout_s or RETURN_S
+        chief_return_s = me.settings.return_timeout_s or RETURN_S
         self._schedule = Schedule(
-            self._names, start_s=start_s, relink_s=relink_s, chief_relink_s=chief_relink_s, clock=clock
+            self._names,
+            start_s=me.settings.rendezvous_timeout_s,
+            relink_s=RELINK_S if other is not None else 0.0,
+            chief_relink_s=chief_return_s if other is not None else 0.0,
+            clock=clock,
         )
         self._store = Store(number, self._schedule, self._names, is_head=is_head)
         self._recovery = Recovery(me, self._store, self._schedule, snapshots, is_head=is_head, copied_by=other)
@@ -357,11 +361,10 @@ class Group:
             )
         return admit_worker(self._me, hello, range(len(self._names)), self._link_of)
 
-    def _link_of(self, worker: Worker, newcomer: Statement) -> Link | None:
-        """Of another process; this one may have lost its link before we noticed, and who was left out may be
-        replaced."""
-        name, link = self._links.get(worker, ("", None))
-        return None if process_of(name) == newcomer.incarnation or self._schedule.is_evicted(name) else link
+    def _link_of(self, worker: Worker) -> tuple[str, Link] | None:
+        present = self._links.get(worker)
+        # Who was left out may be replaced.
+        return None if present is None or self._schedule.is_evicted(present[0]) else present
 
     def adopt(self, hello: Hello, link: Link) -> None:
         worker = self._me.rank_of(hello.task)

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.backends.layout import Weight
+from phalanx.cluster.admission import process_of
 from phalanx.cluster.membership import CLOSED
 from phalanx.errors import CollectiveTimeoutError, EvictedError, PeerLostError, PhalanxError, RendezvousError
 from phalanx.parameter_server.messages import EpochOver, FitOver, Rejoin, Report, Rules, State, Ticket
@@ -71,8 +72,7 @@ class Schedule:
     Args:
         names: of the workers, by number.
         start_s: how long to wait for tasks that are only starting; all other waits are as long as the caller says.
-        relink_s: for how long a worker whose link has ended is expected to make it anew; `chief_relink_s`: the chief,
-            if that is longer.
+        relink_s: for how long a worker whose link has ended is expected to make it anew; `chief_relink_s`: the chief.
     """
 
     def __init__(
@@ -81,14 +81,14 @@ class Schedule:
         *,
         start_s: float,
         relink_s: float = 0.0,
-        chief_relink_s: float | None = None,
+        chief_relink_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._names = names
         self.clock = clock
         self._start_s = start_s
         self._relink_s = relink_s
-        self._chief_relink_s = relink_s if chief_relink_s is None else chief_relink_s
+        self._chief_relink_s = chief_relink_s
         self._awaited_until: dict[Worker, float] = {}  # those without a link that are on their way here, perhaps
         self._changed = threading.Condition()
         self._present: dict[Worker, str] = {}
@@ -687,16 +687,6 @@ def _merged(reports: list[tuple[Report, list[Array]]]) -> list[Array]:
         result = values[0] if weight == Weight.FIRST.value else np.sum(values, axis=0)
         merged.append(np.asarray(result).astype(reports[0][1][index].dtype))
     return merged
-
-
-def link_name(incarnation: str, number: int) -> str:
-    """Of one link of a process: what is asked over one that is gone must not be answered in the name of the next."""
-    return f"{incarnation}#{number}"
-
-
-def process_of(link: str) -> str:
-    """The incarnation of the process whose link this is."""
-    return link.partition("#")[0]
 
 
 def _did_not_come(reason: str) -> CollectiveTimeoutError:

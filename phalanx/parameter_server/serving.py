@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -63,8 +64,6 @@ logger = logging.getLogger(__name__)
 
 Array = np.ndarray[Any, Any]
 
-IDLE_S = 3600.0
-"""Between two looks at a link that says nothing, which it may for ever: its worker's death is noticed otherwise."""
 SEND_S = 60.0
 """How long a worker may take to read an answer. One that is stopped holds up its own thread only."""
 
@@ -122,7 +121,8 @@ class Serving:
         lanes: Lanes | None = None
         try:
             while True:
-                header, buffers = _next_message(link)
+                # As long as the worker lives: its program may be about something else for hours.
+                header, buffers = link.receive(deadline=math.inf)
                 question = _QUESTIONS.decode(header)
                 if isinstance(question, Bye):
                     says_goodbye(question)
@@ -274,15 +274,6 @@ class Serving:
                 store.tell_copy(question)
                 self._recovery.write_snapshot()
         return Done(), ()
-
-
-def _next_message(link: Link) -> tuple[bytes, list[memoryview]]:
-    """Waits for it as long as the worker lives: its program may be about something else for hours."""
-    while True:
-        try:
-            return link.receive(deadline=time.monotonic() + IDLE_S)
-        except LinkTimeoutError:
-            continue
 
 
 def _answer(link: Link, answer: Answer, arrays: Sequence[Array] = (), patience_s: float = SEND_S) -> None:

@@ -96,7 +96,7 @@ class Store:
         self._values: list[Array] = []
         self._joints: dict[_Key, _Joint] = {}
         self._before = _NOTHING  # of the `fit` before: its number, its last values and tables
-        self._late: set[Worker] = set()  # those that may still ask for them
+        self._behind: set[Worker] = set()  # those that may still ask for that
         self._newest: dict[Worker, int] = {}  # the newest step that each worker has pushed
         self._completed: dict[_Key, None] = {}  # the newest, in the order in which they were completed
         self._forgotten: _Key = (-1, -1)  # no merge up to this one is remembered
@@ -114,7 +114,7 @@ class Store:
         with self._changed:
             if self._declared is not None and (message.fit, message.era) == (self._fit, self._schedule.era):
                 return  # the chief asks once more after its link was lost
-            self._before, self._late = (self._fit, self._values, self._tables), set(range(len(self._names)))
+            self._before, self._behind = (self._fit, self._values, self._tables), set(range(len(self._names)))
             self._build(message, message.slots, buffers)
             self._forget()
             self.version += 1
@@ -202,8 +202,8 @@ class Store:
                     f"The model is not the same on all tasks: {difference} Every task must build the same model, in "
                     f"the same order."
                 )
-            self._late.discard(worker)
-            if not self._late:
+            self._behind.discard(worker)
+            if not self._behind:
                 self._before = _NOTHING
             return self._declared.first_epoch, self._declared.model.tables
 

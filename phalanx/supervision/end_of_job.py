@@ -22,7 +22,7 @@ from phalanx.cluster.roll_call import Identity
 from phalanx.cluster.spec import PS, ClusterSpec, Task
 from phalanx.errors import HandshakeError, LinkClosedError, LinkTimeoutError
 from phalanx.settings import Settings
-from phalanx.transport.dial import RefusedError
+from phalanx.transport.dial import RefusedError, UnreachableError
 
 GONE_LAUNCHED_S = 3.0
 """For how long nobody must have listened under `phalanx run`: whatever it starts again has its port all the while."""
@@ -142,13 +142,10 @@ class Signs:
             link.close()
         except RefusedError:
             return Sign.ALIVE
-        except LinkTimeoutError:
+        except (LinkTimeoutError, UnreachableError):
             return Sign.SILENT
-        except LinkClosedError as error:
-            # Only who is reached can say that nobody listens: a network that is down, or a name that is not known for
-            # a while, says nothing of the task.
-            unreached = isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, ConnectionError)
-            return Sign.SILENT if unreached else Sign.GONE
+        except LinkClosedError:
+            return Sign.GONE
         except HandshakeError as error:  # another program has the port, or the secrets differ
             self.trouble = str(error)
             return Sign.GONE

@@ -25,6 +25,10 @@ RETRY_SHARE = 0.05
 and a peer that is minutes late is asked once a second."""
 
 
+class UnreachableError(LinkClosedError):
+    """No way leads to the address now, or its name is not known: nothing is said of who may listen there."""
+
+
 class RefusedError(HandshakeError):
     """The other task knows us and says no.
 
@@ -61,7 +65,8 @@ def dial(
     Returns: the link, and the other end's answer.
 
     Raises:
-        LinkClosedError: nobody listens there, the name is unknown, or it hung up. May pass: try again.
+        LinkClosedError: nobody listens there, or it hung up; UnreachableError: there is no way there, or the name is
+            unknown. May pass: try again.
         LinkTimeoutError: no answer. May pass as well.
         RefusedError: the other end did not accept the Hello.
         HandshakeError: who listens there is none of ours, or has another secret or version.
@@ -88,7 +93,9 @@ def _connect(address: Address, peer: str, tls: TLS | None, deadline: float) -> s
         candidates = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:  # UnicodeError: a label that is empty or too long
         reason = getattr(error, "strerror", None) or error
-        raise LinkClosedError(f"the host name {address.host!r} of {peer} cannot be resolved here ({reason})") from error
+        raise UnreachableError(
+            f"the host name {address.host!r} of {peer} cannot be resolved here ({reason})"
+        ) from error
     failure: OSError | None = None
     for tried, (family, kind, protocol, _, where) in enumerate(candidates):
         # Each gets its part of what is left: one that drops packets leaves time for the next.
@@ -119,9 +126,11 @@ def _connect(address: Address, peer: str, tls: TLS | None, deadline: float) -> s
             raise
     if isinstance(failure, ConnectionRefusedError):
         raise LinkClosedError(f"nothing listens at {address} yet (connection refused)") from failure
+    if isinstance(failure, ConnectionError):  # somebody has answered
+        raise LinkClosedError(f"{address} cannot be reached ({failure.strerror or failure})") from failure
     if failure is None or isinstance(failure, TimeoutError):
         raise LinkTimeoutError(f"{address} does not answer (wrong address, host down, or a firewall)")
-    raise LinkClosedError(f"{address} cannot be reached ({failure.strerror or failure})") from failure
+    raise UnreachableError(f"{address} cannot be reached ({failure.strerror or failure})") from failure
 
 
 def _tls_failure(peer: str, error: ssl.SSLError) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import ConfigurationError
-from phalanx.launcher.hosts import HostShare, add_tasks, check_interfaces, choose_hosts, parse_hostfile, parse_hosts
+from phalanx.launcher.hosts import HostShare, check_interfaces, choose_hosts, parse_hostfile, parse_hosts
 
 
 def test_hosts_are_names_with_numbers_of_workers() -> None:
@@ -80,8 +80,8 @@ def test_network_interfaces_are_checked() -> None:
 
 
 def test_servers_go_where_the_workers_leave_room() -> None:
-    places = [HostShare("a", 1), HostShare("b", 2), HostShare("c", 1)]
-    assert add_tasks(places[:1], 2, places) == [HostShare("a", 1), HostShare("b", 2)]
-    assert add_tasks(places, 2, places) == [HostShare("a", 1), HostShare("b", 2), HostShare("c", 3)]
-    here = choose_hosts(None, None, None)
-    assert add_tasks(choose_hosts(2, None, None), 3, here) == [HostShare("localhost", 5)]
+    places = "a:1,b:2,c:1"
+    assert choose_hosts(1, places, None, others=2) == [HostShare("a", 1), HostShare("b", 2)]
+    assert choose_hosts(4, places, None, others=2) == [HostShare("a", 1), HostShare("b", 2), HostShare("c", 3)]
+    assert choose_hosts(None, places, None, others=2) == [HostShare("a", 1), HostShare("b", 2), HostShare("c", 3)]
+    assert choose_hosts(2, None, None, others=3) == [HostShare("localhost", 5)]

@@ -9,9 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from phalanx.cluster.admission import link_name
 from phalanx.errors import CollectiveTimeoutError, EvictedError, PeerLostError, PhalanxError
 from phalanx.parameter_server.messages import EpochOver, FitOver, Rejoin, Report, Rules, Ticket
-from phalanx.parameter_server.schedule import Schedule, link_name
+from phalanx.parameter_server.schedule import Schedule
 
 BOUND_S = 20.0
 NAMES = ("worker/0", "worker/1", "worker/2")
