@@ -107,9 +107,17 @@ class LinkClosedError(PhalanxError, ConnectionError):
 
 
 class LinkTimeoutError(PhalanxError, TimeoutError):
-    """The other end of a link neither sent nor read anything until the deadline."""
+    """The other end of a link neither sent nor read anything until the deadline.
+
+    Attributes:
+        peer: who is at the other end, as far as that is known, for example `ps/0`.
+    """
 
     exit_code = 69
+
+    def __init__(self, message: str, peer: str = ""):
+        super().__init__(message)
+        self.peer = peer
 
 
 class HandshakeError(PhalanxError):

@@ -11,7 +11,8 @@ from phalanx.transport.link import Link
 
 Rank = int
 
-CLOSED = "its connection closed, so the process or its host died. Look at the end of that task's output for the cause."
+LOOK_THERE = "Look at the end of that task's output for the cause."
+CLOSED = f"its connection closed, so the process or its host died. {LOOK_THERE}"
 """What is known of a lost task where nothing else is."""
 
 

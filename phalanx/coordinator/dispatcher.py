@@ -50,6 +50,8 @@ POLL_S = 0.5
 """Longest time between two looks at the clock; whatever happens wakes the waiting at once."""
 PING_S = 5.0
 """Between two questions whether a worker is alive. Its death is noticed without them; that it is stopped is not."""
+PROBE_S = 5.0
+"""How long a server may take to say that it is there, when a worker has lost it."""
 GOODBYE_S = 5.0
 """For taking leave: a worker that is busy is not waited for longer."""
 
@@ -371,6 +373,9 @@ class Dispatcher:
     def _take(self, worker: _Worker, answer: Answer, buffers: list[memoryview]) -> None:
         if isinstance(answer, Pong):
             return
+        if isinstance(answer, Raised) and answer.missed and self._reaches(answer.missed):
+            self._lose(worker, f"it does not reach {answer.missed}, which answers here.")
+            return
         raised = _error_of(worker.name, buffers[0]) if isinstance(answer, Raised) else None
         with self._changed:
             if not self._queue.finish(worker.number, worker.incarnation, answer.call):
@@ -385,6 +390,20 @@ class Dispatcher:
             if raised is not None:
                 self._fail(call, raised)
             self._changed.notify_all()
+
+    def _reaches(self, name: str) -> bool:
+        """Whether a task answers this one."""
+        if name == str(self._me.task):
+            return True
+        task = next((task for task in self._me.spec.tasks if str(task) == name), None)
+        if task is None:
+            return False
+        try:
+            link, _ = self._me.dial(task, PROBE, deadline=time.monotonic() + PROBE_S)
+        except PhalanxError:
+            return False
+        link.close()
+        return True
 
     def _lose(self, worker: _Worker, why: str) -> None:
         worker.link.close()

@@ -86,9 +86,14 @@ class Returned(msgspec.Struct, frozen=True, tag="returned"):
 
 
 class Raised(msgspec.Struct, frozen=True, tag="raised"):
-    """Buffer: the error (`phalanx.launcher.call`)."""
+    """Buffer: the error (`phalanx.launcher.call`).
+
+    Attributes:
+        missed: the server that this worker has lost, or that did not answer it, and because of which it ends.
+    """
 
     call: int
+    missed: str = ""
 
 
 class Pong(msgspec.Struct, frozen=True, tag="pong"):

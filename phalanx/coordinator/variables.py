@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -135,7 +136,7 @@ class WorkerVariables:
     """A worker's side. Used by the thread that runs functions.
 
     Attributes:
-        failure: the error of the last update, whose text a compiled function would hide in its own.
+        failure: the error of the last exchange with the servers, which a compiled function would hide in its own.
     """
 
     def __init__(self, worker: ServerWorker, trainers: int, tensors: Tensors) -> None:
@@ -172,7 +173,8 @@ class WorkerVariables:
     def pull(self) -> None:
         """Before a function: the newest values."""
         if self._served is not None:
-            values = self._merge.pull()
+            with self._noting_failure():
+                values = self._merge.pull()
             if self._merge.values is not self._assigned:
                 self._served.assign(values)
                 self._assigned = self._merge.values
@@ -180,7 +182,8 @@ class WorkerVariables:
     def finish(self) -> None:
         """After a function: wait until what it sent has been applied."""
         if self._served is not None:
-            self._merge.flush()
+            with self._noting_failure():
+                self._merge.flush()
 
     def _apply(self, gradients: Any, variables: Any) -> None:
         """In the place of the optimizer's `apply`: the servers update, and the new values come here."""
@@ -221,13 +224,18 @@ class WorkerVariables:
         return ordered
 
     def _update(self, gradients: list[Array]) -> list[Array]:
-        try:
+        with self._noting_failure():
             values = self._merge.update(gradients)
+        self._assigned = self._merge.values
+        return values
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        try:
+            yield
         except PhalanxError as error:
             self.failure = error
             raise
-        self._assigned = self._merge.values
-        return values
 
     def _refuse(self, gradients: Any, variables: Any) -> None:
         raise UnsupportedError(

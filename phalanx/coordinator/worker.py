@@ -41,7 +41,14 @@ from phalanx.coordinator.messages import (
 from phalanx.coordinator.pickling import References, pack, unpack
 from phalanx.coordinator.remote import OutOfRangeError
 from phalanx.coordinator.variables import WorkerVariables
-from phalanx.errors import FrameError, LinkClosedError, LinkTimeoutError, PhalanxError, RendezvousError
+from phalanx.errors import (
+    FrameError,
+    LinkClosedError,
+    LinkTimeoutError,
+    PeerLostError,
+    PhalanxError,
+    RendezvousError,
+)
 from phalanx.inputs import DistributedIterator, InputContext
 from phalanx.launcher import call as calls
 from phalanx.parameter_server.client import connect
@@ -119,7 +126,8 @@ class FunctionServer:
 
         Raises:
             RendezvousError: the coordinator did not come in time.
-            PeerLostError: it was lost and did not come back.
+            PeerLostError: it was lost and did not come back; so for a server.
+            LinkTimeoutError: a server did not answer.
         """
         settings = self._me.settings
         self._worker.in_function = True
@@ -165,6 +173,7 @@ class FunctionServer:
                 answer = self._handle(*message)
                 if answer is not None:
                     session.send(*answer)
+                self._end_without_servers()
         except _ChiefGoneError as error:
             logger.warning("%s: %s Waiting for it to come back.", self._me.task, error)
         finally:
@@ -233,7 +242,7 @@ class FunctionServer:
             pickled = pack(changes, self._references, "Its metrics") if any(changes) else b""
             return Returned(order.call, self._worker.global_step), [content, pickled]
         except (Exception, SystemExit) as error:  # a function that ends its process would end the next worker's too
-            return Raised(order.call), [calls.encode_error(self._told(error))]
+            return Raised(order.call, self._missed), [calls.encode_error(self._told(error))]
         finally:
             self._calling = False
             self._references.results.clear()
@@ -260,6 +269,21 @@ class FunctionServer:
                 return function(*args, **kwargs)
         finally:
             self._variables.finish()
+
+    @property
+    def _missed(self) -> str:
+        """The server without which this worker can do nothing more."""
+        match self._variables.failure:
+            case PeerLostError(task=task):
+                return task
+            case LinkTimeoutError(peer=peer):
+                return peer
+        return ""
+
+    def _end_without_servers(self) -> None:
+        """Each further function would only fail here; another process may reach them."""
+        if self._missed and self._variables.failure is not None:
+            raise self._variables.failure
 
     def _told(self, error: BaseException) -> BaseException:
         """An error in the form in which it is told to the coordinator."""

@@ -320,6 +320,11 @@ class _Narrator:
             return  # all leave, each with its own word
         self._screen.message(f"phalanx: {end.task} (rank {end.rank}) failed with exit code {end.code}; ending the job")
 
+    def left_behind(self, end: End) -> None:
+        self._screen.message(
+            f"phalanx: {end.task} (rank {end.rank}) {exit_codes.ending(end.returncode)}; the others go on without it"
+        )
+
     def overdue(self, tasks: Sequence[str], seconds: float) -> None:
         bound = " (PHALANX_EVALUATOR_GRACE)" if any(task.startswith(EVALUATORS) for task in tasks) else ""
         self._screen.message(

@@ -134,6 +134,9 @@ class _Narrator:
     def failed(self, end: End) -> None:
         pass
 
+    def left_behind(self, end: End) -> None:
+        pass
+
     def overdue(self, tasks: Sequence[str], seconds: float) -> None:
         pass
 

@@ -200,6 +200,10 @@ class Observer(Protocol):
         """The first failure, upon which the job is being ended."""
         ...
 
+    def left_behind(self, end: End) -> None:
+        """A worker among servers has lost them, and is not started again: the others go on without it."""
+        ...
+
     def overdue(self, tasks: Sequence[str], seconds: float) -> None:
         """Evaluators, or workers that were left out, that still run so long after the training, and are being ended."""
         ...
@@ -455,8 +459,10 @@ class Job:
                     or rank in self._unneeded
                     or (returncode == EvictedError.exit_code and 0 in self._ends)
                     or (returncode == PeerLostError.exit_code and self._was_left_out(placement)),
-                    outlived=self._is_outlived(placement, returncode),
+                    outlived=self._is_outlived(placement, returncode)
+                    or self._has_lost_contact(placement, returncode, words),
                     hung=rank in self._hung,
+                    trains=placement.order.trains,
                     words=words,
                 )
                 if result:
@@ -488,9 +494,12 @@ class Job:
         self._ends[end.rank] = end
         if self._seating is not None:
             self._seating.retire(end.rank)
-        if end.failed and not end.by_launcher and not end.outlived and not self._schedule:
-            self._schedule = after_failure(self._clock(), self._grace_s)
-            self._observer.failed(end)
+        if end.failed and not end.by_launcher and not self._schedule:
+            if not end.outlived:
+                self._schedule = after_failure(self._clock(), self._grace_s)
+                self._observer.failed(end)
+            elif not self._elastic:  # whose seating says so
+                self._observer.left_behind(end)
         if not self._schedule and self._evaluates_until is None and self._is_over():
             self._evaluates_until = self._clock() + self._last_grace_s
 
@@ -570,12 +579,26 @@ class Job:
         gone = {*self._ends, *self._returning, *self._idle}
         return any(rank not in gone for rank in others)
 
+    def _has_lost_contact(self, placement: Placement, returncode: int | None, words: LastWords) -> bool:
+        """Whether a worker has ended because it, and not the chief, does not reach the servers any more, or with its
+        host: the others go on without it. What ends because a server is gone for good ends with the job."""
+        rank = placement.order.rank
+        if rank == 0 or not placement.order.trains or not self._has_servers or not self._restarts.any:
+            return False
+        if returncode is None:
+            return True
+        error = words.error
+        if error is None or self.is_ending:
+            return False
+        returned = rank in self._fallen and _lacks_a_server(self._fallen[rank].words)
+        return _lacks_a_server(words) or (returned and error.code == RendezvousError.exit_code)
+
     def _delay_s(self, placement: Placement, end: End) -> float | None:
         """Seconds after which an ended task is started again; None: it is not."""
         if not self._may_return(placement, end):
             return None
         lived_s = self._clock() - self._started.get(end.rank, self._clock())
-        return self._restarts.delay_s(end.rank, end.returncode, lived_s)
+        return self._restarts.delay_s(end.rank, end.returncode, lived_s, outlived=end.outlived)
 
     def _may_return(self, placement: Placement, end: End) -> bool:
         """Whether a task that has ended could do something still. Nobody returns to a job that ends, or whose chief has
@@ -655,6 +678,12 @@ class Job:
                 for host in self._hosts:
                     for event in host.events():  # whether some take a checkpoint first
                         self._take(event)
+
+
+def _lacks_a_server(words: LastWords) -> bool:
+    """Whether a task ended because it lost a server, or the way to it."""
+    error = words.error
+    return error is not None and (error.missed or "").startswith(SERVERS)
 
 
 def _is_echo(end: End, before: int) -> bool:

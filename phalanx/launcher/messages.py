@@ -6,6 +6,9 @@ import msgspec
 
 from phalanx.launcher.words import ErrorWords
 
+STOPPED = "T"
+"""The kernel's word for a process that was stopped by a signal."""
+
 
 class LastWords(msgspec.Struct, frozen=True):
     """What is known of a worker's end.

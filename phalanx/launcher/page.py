@@ -11,8 +11,8 @@ import msgspec
 
 from phalanx.errors import ConfigurationError
 from phalanx.launcher import exit_codes
-from phalanx.launcher.messages import LastWords
-from phalanx.launcher.verdict import End, Verdict
+from phalanx.launcher.messages import STOPPED, LastWords
+from phalanx.launcher.verdict import End, Verdict, waited_for
 
 PAGE_FILE = "failure.txt"
 JSON_FILE = "failure.json"
@@ -20,12 +20,11 @@ JSON_FILE = "failure.json"
 STACK_LINES_ON_TERMINAL = 16
 _RULE = "-" * 78
 
-_STOPPED = "T"
 _STATES = {
     "R": "it was computing",
     "S": "it was waiting",
     "D": "it was waiting for a disk or a network file system",
-    "T": "it was stopped (SIGSTOP or a debugger)",
+    STOPPED: "it was stopped (SIGSTOP or a debugger)",
     "Z": "it had ended",
 }
 
@@ -163,9 +162,12 @@ def _check(verdict: Verdict, ends: Sequence[End]) -> str:
             f"why {cause.task} ended early: os._exit, sys.exit, less data than the others, or a fit, evaluate or "
             f"predict that only some tasks call (under `is_chief`)"
         )
-    hung = [end.task for end in ends if end.hung]
+    hung = waited_for(cause, ends)
     if hung and cause.code in exit_codes.CONSEQUENCES:
         return f"the stacks of {', '.join(hung)} below: that is where the job stood still"
+    missed = None if cause.words.error is None else cause.words.error.missed
+    if missed in [end.task for end in ends if end.by_launcher and end.returncode is not None]:
+        return f"the network between {cause.task} and {missed}, which was still there when the launcher ended it"
     if cause.returncode > 0 and cause.words.error is None:
         return "the end of its output, and where the program ends itself with this code (`sys.exit`)"
     return exit_codes.meaning(verdict.code).check
@@ -175,7 +177,7 @@ def _end(end: End) -> str:
     if end.returncode is None:
         return "lost with its host"
     if end.by_launcher:
-        stopped = f"; {_STATES[_STOPPED]}" if end.words.state == _STOPPED and not end.words.stacks else ""
+        stopped = f"; {_STATES[STOPPED]}" if end.words.state == STOPPED and not end.words.stacks else ""
         return "ended by the launcher" + (" after the grace time" if end.hung else "") + stopped
     if end.returncode < 0:
         return f"killed by {exit_codes.signal_name(-end.returncode)}"

@@ -37,8 +37,9 @@ class Restarts:
     """The memory of a job's restarts.
 
     A task that was killed by a signal is started again (memory ran out, its host took the core away, somebody killed
-    it), and one that the others have left out as it was stopped. With servers, one that ended by itself, with an error,
-    would do so again. In an elastic job the error may be its host's, so it is tried.
+    it), and one that the others have left out as it was stopped, or go on without as it does not reach them. With
+    servers, one that ended by itself, with an error, would do so again. In an elastic job the error may be its host's,
+    so it is tried.
 
     Args:
         allowed: how often each task may be started again; 0: never.
@@ -54,10 +55,14 @@ class Restarts:
     def any(self) -> bool:
         return self._allowed > 0
 
-    def delay_s(self, rank: int, returncode: int | None, lived_s: float) -> float | None:
-        """Seconds to wait before this task is started again; None: it is not."""
+    def delay_s(self, rank: int, returncode: int | None, lived_s: float, *, outlived: bool = False) -> float | None:
+        """Seconds to wait before this task is started again; None: it is not.
+
+        Args:
+            outlived: whether the others go on without it.
+        """
         killed = returncode is not None and returncode < 0 and returncode != -signal.SIGINT  # that asks it to end
-        innocent = killed or returncode == errors.EvictedError.exit_code
+        innocent = killed or returncode == errors.EvictedError.exit_code or (outlived and returncode is not None)
         if self._elastic and returncode not in (None, 0):
             innocent = returncode not in _HOPELESS
         if not innocent or self._made[rank] >= self._allowed:

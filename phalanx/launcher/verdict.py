@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from phalanx import errors
 from phalanx.launcher import exit_codes
-from phalanx.launcher.messages import LastWords
+from phalanx.launcher.messages import STOPPED, LastWords
 
 _CONSEQUENCE = exit_codes.CONSEQUENCES
 # Of a job that a false success ended: what its survivors end with.
@@ -39,6 +39,7 @@ class End:
         by_launcher: whether it ended only after the launcher had sent it a signal to end.
         outlived: whether the others went on without it, in a job whose members come and go.
         hung: whether it still ran when the others' grace was over.
+        trains: whether it is a chief or a worker.
         words: what it left.
     """
 
@@ -51,6 +52,7 @@ class End:
     by_launcher: bool = False
     outlived: bool = False
     hung: bool = False
+    trains: bool = True
     words: LastWords = field(default_factory=LastWords)
 
     @property
@@ -68,6 +70,11 @@ class End:
         if self.words.error is None:
             return max(0, 2 * by_code - 1)
         return 2 * max(by_code, _CONSEQUENCE.get(self.words.error.code, 0))
+
+    @property
+    def stood_still(self) -> bool:
+        """Whether it hung. Servers and evaluators run until they are told to end: of them only one that was stopped."""
+        return self.hung and (self.trains or self.words.state == STOPPED)
 
     @property
     def has_own_error(self) -> bool:
@@ -123,12 +130,9 @@ def judge(ends: Sequence[End], *, interrupted_by: int | None = None) -> Verdict:
         return Verdict(0, None, "all workers ended without error, or were outlived by those that did")
     lost = _falsely_successful(ends, own)
     if lost is not None:
-        return Verdict(
-            FALSE_SUCCESS_CODE,
-            lost,
-            f"{lost.task} left the job {'and did not end' if lost.hung else 'with exit code 0'} while the others still "
-            f"depended on it",
-        )
+        how = "and did not end" if lost.stood_still else "with exit code 0"
+        reason = f"{lost.task} left the job {how} while the others still depended on it"
+        return Verdict(FALSE_SUCCESS_CODE, lost, reason)
     cause = min(own, key=lambda end: (end.remoteness, end.by_launcher, end.order))
     if cause.by_launcher and cause.words.error is not None:
         return Verdict(cause.words.error.code, cause, _reason(cause, ends))
@@ -141,9 +145,15 @@ def _falsely_successful(ends: Sequence[End], failed: Sequence[End]) -> End | Non
     if any(end.remoteness == 0 for end in failed):
         return None
     named = Counter(end.words.error.lost for end in failed if end.words.error is not None)
-    done = [end for end in ends if (end.hung if end.by_launcher else not end.failed)]
+    done = [end for end in ends if (end.stood_still if end.by_launcher else not end.failed)]
     missed = [end for end in done if named[end.task]]
     return min(missed, key=lambda end: end.order, default=None)
+
+
+def waited_for(cause: End, ends: Sequence[End]) -> list[str]:
+    """The tasks that stood still while `cause` waited: the one that its error names, if it names one."""
+    missed = None if cause.words.error is None else cause.words.error.missed
+    return [end.task for end in ends if end.stood_still and missed in (None, end.task)]
 
 
 def _reason(cause: End, ends: Sequence[End]) -> str:
@@ -153,10 +163,8 @@ def _reason(cause: End, ends: Sequence[End]) -> str:
         return f"{who} was lost with its host: the connection to it ended"
     if cause.returncode < 0 and not (cause.by_launcher and error is not None):
         return f"{who} was killed by {exit_codes.signal_name(-cause.returncode)}"
-    if cause.code in _CONSEQUENCE:
-        hung = [end.task for end in ends if end.hung]
-        if hung:
-            return f"{who} waited in vain: {', '.join(hung)} hung"
+    if cause.code in _CONSEQUENCE and (hung := waited_for(cause, ends)):
+        return f"{who} waited in vain: {', '.join(hung)} hung"
     if error is not None:
         first_line = error.message.partition("\n")[0]
         return f"{who} failed with {error.kind}: {first_line}" if first_line else f"{who} failed with {error.kind}"

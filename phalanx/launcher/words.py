@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from phalanx.errors import PeerLostError, PhalanxError
+from phalanx.errors import LinkTimeoutError, PeerLostError, PhalanxError
 
 # A traceback is shown on one page; an error that holds a whole array in its message is cut.
 MAX_TRACEBACK_CHARACTERS = 60_000
@@ -25,6 +25,7 @@ class ErrorWords(msgspec.Struct, frozen=True):
         lost: the task that a PeerLostError names.
         code: the exit code of the first error of Phalanx in the chain; 1 if there is none.
         interrupted: whether it came of an interruption.
+        silent: the task that did not answer in time, though nobody says that it is lost.
     """
 
     kind: str
@@ -33,6 +34,12 @@ class ErrorWords(msgspec.Struct, frozen=True):
     lost: str | None = None
     code: int = 1
     interrupted: bool = False
+    silent: str | None = None
+
+    @property
+    def missed(self) -> str | None:
+        """The task that was lost, or did not answer, if the error names one."""
+        return self.lost or self.silent
 
 
 def of_error(error: BaseException) -> ErrorWords:
@@ -45,6 +52,7 @@ def of_error(error: BaseException) -> ErrorWords:
         message=str(error)[:MAX_MESSAGE_CHARACTERS],
         traceback=text,
         lost=next((each.task for each in _chain(error) if isinstance(each, PeerLostError)), None),
+        silent=next((each.peer for each in _chain(error) if isinstance(each, LinkTimeoutError)), None),
         code=next((each.exit_code for each in _chain(error) if isinstance(each, PhalanxError)), 1),
         interrupted="KeyboardInterrupt" in text,  # others make errors of their own of it
     )

@@ -15,6 +15,7 @@ from phalanx import errors
 from phalanx.cluster.admission import DISAGREEMENT, PROBE
 from phalanx.cluster.agreement import Statement
 from phalanx.cluster.dialling import ATTEMPT_TIMEOUT_S, HANDSHAKE_FAILURES_S
+from phalanx.cluster.membership import LOOK_THERE
 from phalanx.cluster.roll_call import Identity
 from phalanx.cluster.spec import PS, Task
 from phalanx.collectives.segment import Offer
@@ -309,7 +310,7 @@ class Client:
         """Wait until a server is back, tell it where this worker is, and repeat what it has not answered; so for others
         that hang."""
         task = self.tasks[self._leaders[server]]
-        why = f"{cause} Look at the end of that task's output for the cause."
+        why = f"{cause} {LOOK_THERE}"
         if not self.return_s:
             raise lost(str(task), "training", why) from cause
         other = ", or for its copy" if self._copied else ""

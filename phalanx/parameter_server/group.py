@@ -224,7 +224,7 @@ class Group:
                 )
             since = self._lost.get(CHIEF)
             if since is not None and now - since > return_s and not self._links:
-                raise lost(self._names[CHIEF], f"training; it did not come back within {return_s:g} s")
+                raise self._schedule.lost(CHIEF, f"training; it did not come back within {return_s:g} s")
             some_may_come = len(came) < len(self._names) and now < first_contact_until and not self._recovery.took_over
             left_out = all(self._schedule.is_evicted(incarnation) for incarnation, _ in self._links.values())
             over = self._over = CHIEF in self._gone and not some_may_come and left_out
@@ -371,13 +371,13 @@ class Group:
         assert worker is not None, "checked when it was admitted"
         with self._changed:
             name = link_name(hello.incarnation, next(self._links_made))
-            _, former = self._links.get(worker, ("", None))
+            former_name, former = self._links.get(worker, ("", None))
             self._links[worker] = (name, link)
             self._gone.discard(worker)
             self._lost.pop(worker, None)
             self._changed.notify_all()
         self._schedule.attach(worker, name)
-        if former is not None:
+        if former is not None and not self._schedule.is_evicted(former_name):  # else it is told so, when it goes on
             former.close()
         self._run(hello.task, self._serve, worker, name, link)
 
@@ -399,12 +399,15 @@ class Group:
                 for name in set(bye.without).intersection(self._names):
                     self._schedule.evict(self._names.index(name))
 
+        why = ""
         try:
-            self._serving.serve(worker, incarnation, link, says_goodbye=says_goodbye, is_closing=self._closing.is_set)
+            why = self._serving.serve(
+                worker, incarnation, link, says_goodbye=says_goodbye, is_closing=self._closing.is_set
+            )
         finally:
-            self._forget(worker, incarnation, link)
+            self._forget(worker, incarnation, link, why)
 
-    def _forget(self, worker: Worker, incarnation: str, link: Link) -> None:
+    def _forget(self, worker: Worker, incarnation: str, link: Link, why: str) -> None:
         with self._changed:
             if self._links.get(worker, ("", None))[1] is not link:
                 return  # it has come back since
@@ -413,7 +416,7 @@ class Group:
             if not goodbye:
                 self._lost[worker] = time.monotonic()
             self._changed.notify_all()
-        self._schedule.detach(worker, incarnation, goodbye=goodbye)
+        self._schedule.detach(worker, incarnation, goodbye=goodbye, why=why)
         self._store.notice()
 
     def _wait_for_chief(self) -> None:
@@ -429,4 +432,4 @@ class Group:
         if not leading:
             raise PhalanxError(f"{self._me.task} leads the shards of group {self.number} no more.")
         if not settled:
-            raise lost(self._names[CHIEF], f"training; it did not come back within {return_s:g} s")
+            raise self._schedule.lost(CHIEF, f"training; it did not come back within {return_s:g} s")

@@ -21,7 +21,7 @@ import numpy as np
 
 from phalanx.backends.layout import Weight
 from phalanx.cluster.admission import process_of
-from phalanx.cluster.membership import CLOSED
+from phalanx.cluster.membership import CLOSED, LOOK_THERE
 from phalanx.errors import CollectiveTimeoutError, EvictedError, PeerLostError, PhalanxError, RendezvousError
 from phalanx.parameter_server.messages import EpochOver, FitOver, Rejoin, Report, Rules, State, Ticket
 
@@ -92,6 +92,7 @@ class Schedule:
         self._awaited_until: dict[Worker, float] = {}  # those without a link that are on their way here, perhaps
         self._changed = threading.Condition()
         self._present: dict[Worker, str] = {}
+        self._endings: dict[Worker, str] = {}  # of those that are not here any more: what is known of their end
         self._evicted: set[str] = set()
         self._chief_left = False
         self.stop_asked = -1  # in which `fit` a worker has asked for its end
@@ -184,22 +185,29 @@ class Schedule:
         with self._changed:
             self._leave(worker)
             self._awaited_until.pop(worker, None)
+            self._endings.pop(worker, None)
             self._present[worker] = incarnation
             self._seen.add(worker)
             # One that comes late is not behind: the others must not wait until it has made as many steps.
             self._steps_of[worker] = min(self._steps_of.values(), default=0)
             self._changed.notify_all()
 
-    def detach(self, worker: Worker, incarnation: str, *, goodbye: bool = False) -> None:
-        """The worker is gone, with a `goodbye` or without."""
+    def detach(self, worker: Worker, incarnation: str, *, goodbye: bool = False, why: str = "") -> None:
+        """The worker is gone, with a `goodbye` or without, and then perhaps it is known `why`: a sentence."""
         with self._changed:
             if self._present.get(worker) == incarnation:
                 self._leave(worker)
                 if not goodbye:
+                    self._endings[worker] = why
                     relink_s = self._chief_relink_s if worker == CHIEF else self._relink_s
                     self._awaited_until[worker] = self.clock() + relink_s
-                    self._miss(lambda: lost(self._names[worker], "training"))
+                    self._miss(lambda: self.lost(worker, "training"))
                 self._changed.notify_all()
+
+    def lost(self, worker: Worker, during: str) -> PeerLostError:
+        """The error that names a worker that is not here any more."""
+        ending = self._endings.get(worker)
+        return lost(self._names[worker], during, f"{ending} {LOOK_THERE}" if ending else CLOSED)
 
     def check(self) -> None:
         """Raise what has ended the training for all, if something has: the loss of a worker that was needed."""
@@ -218,6 +226,7 @@ class Schedule:
                     self._miss(lambda: _did_not_come(f"{self._names[worker]} did not make its part of a step"))
                 else:
                     logger.warning("%s makes no progress: going on without it.", self._names[worker])
+                    self._endings[worker] = "it made no progress for too long, and the others went on without it."
             if worker in self._present:
                 self._evicted.add(process_of(self._present[worker]))
             self._leave(worker)
@@ -375,7 +384,7 @@ class Schedule:
                     self._wait(until, lambda: f"{self._missing()} did not come to `fit`")
                 absent = self._seen - self._present.keys()
                 if absent and self._rules.all_needed:
-                    raise lost(self._names[min(absent)], "the start of `fit`")
+                    raise self.lost(min(absent), "the start of `fit`")
             self._note_steps()
             self._took.clear()
             self._reports.clear()
@@ -661,7 +670,7 @@ class Schedule:
 
     def _wait(self, until: float, reason: Callable[[], str]) -> None:
         if self._chief_left:
-            raise lost(self._names[CHIEF], "fit")
+            raise self.lost(CHIEF, "fit")
         remaining = until - self.clock()
         if remaining <= 0:
             if CHIEF not in self._seen:
@@ -670,7 +679,7 @@ class Schedule:
                     f"cluster?"
                 )
             if CHIEF not in self._present:
-                raise lost(self._names[CHIEF], "fit; it did not come back within the time set")
+                raise self.lost(CHIEF, "fit; it did not come back within the time set")
             raise _did_not_come(reason())
         self._changed.wait(min(remaining, POLL_S))
 

@@ -111,8 +111,10 @@ class Serving:
         *,
         says_goodbye: Callable[[Bye], None],
         is_closing: Callable[[], bool],
-    ) -> None:
+    ) -> str:
         """Answer one worker until it says goodbye or its link ends; the link is closed then.
+
+        Returns: how the link ended, a sentence; empty after a goodbye.
 
         Args:
             says_goodbye: called before that is answered.
@@ -127,7 +129,7 @@ class Serving:
                 if isinstance(question, Bye):
                     says_goodbye(question)
                     _answer(link, Done())
-                    return
+                    return ""
                 if isinstance(question, Share):
                     made = Lanes.accept(question.offer)
                     lanes = made or lanes
@@ -146,8 +148,10 @@ class Serving:
         except (LinkClosedError, LinkTimeoutError) as error:
             if not is_closing():
                 logger.warning("%s: %s", self._me.task, error)
+            return str(error)
         except (FrameError, msgspec.MsgspecError) as error:
             logger.warning("%s hangs up on %s: %s", self._me.task, self._names[worker], error)
+            return f"what it sent could not be read ({error})."
         finally:
             link.close()
             if lanes is not None:

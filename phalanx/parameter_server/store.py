@@ -32,7 +32,7 @@ from phalanx.parameter_server.messages import (
 )
 from phalanx.parameter_server.placement import Shard, Variable, shard_shape
 from phalanx.parameter_server.rows import Rows, weighted_sum
-from phalanx.parameter_server.schedule import CHIEF, POLL_S, Schedule, Worker, lost
+from phalanx.parameter_server.schedule import CHIEF, POLL_S, Schedule, Worker
 from phalanx.parameter_server.tables import TableUpdater
 from phalanx.transport.frames import byte_view
 
@@ -190,7 +190,7 @@ class Store:
             until = self._schedule.clock() + timeout_s
             while self._fit < fit or self._declared is None:
                 if self._schedule.has_chief_left:
-                    raise lost(self._names[CHIEF], "the start of `fit`")
+                    raise self._schedule.lost(CHIEF, "the start of `fit`")
                 if self._schedule.clock() > until:
                     raise CollectiveTimeoutError(f"{self._names[CHIEF]} did not begin `fit` within {timeout_s:g} s.")
                 self._changed.wait(POLL_S)

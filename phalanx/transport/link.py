@@ -136,10 +136,7 @@ class Link:
                     return frame.header, frame.buffers
             elif not self._wait(self._receive_waits_for, deadline):
                 progress = "nothing" if reader.idle else "only part of a message"
-                raise LinkTimeoutError(
-                    f"{self.peer} sent {progress} before the time was up. It is connected, so it is "
-                    f"busy, stopped or waiting for something else."
-                )
+                raise self._late(f"sent {progress} before the time was up")
 
     # --------------------------------------------------------------- raw bytes
 
@@ -154,10 +151,7 @@ class Link:
             elif not self._wait(self._send_waits_for, deadline):
                 if remaining < total:
                     self.close()
-                raise LinkTimeoutError(
-                    f"{self.peer} did not read: {total - remaining} of {total} bytes were sent before the "
-                    f"time was up. It is connected, so it is busy, stopped or waiting for something else."
-                )
+                raise self._late(f"did not read: {total - remaining} of {total} bytes were sent before the time was up")
 
     def wait_readable(self, *, deadline: float) -> bool:
         """Wait until `try_receive_into`, which returned 0, may have more; False if the time is up."""
@@ -221,9 +215,7 @@ class Link:
         Raises: LinkClosedError if bytes are in flight and its host has not acknowledged anything for
             `SILENT_HOST_S` (see the top of this file). Only Linux TCP can tell; elsewhere this does nothing.
         """
-        if not self._tcp or self._closed or not hasattr(socket, "TCP_INFO"):
-            return
-        silence_s = host_silence_s(self._sock)
+        silence_s = self._host_silence_s()
         if silence_s >= SILENT_HOST_S:
             raise LinkClosedError(
                 f"the host of {self.peer} has not answered for {silence_s:.0f} s, with data on the way "
@@ -268,6 +260,20 @@ class Link:
             if poller.poll(1000 * min(remaining_s, ALIVE_CHECK_INTERVAL_S) + 1):
                 return True
             self.check_alive()
+
+    def _late(self, what: str) -> LinkTimeoutError:
+        silence_s = self._host_silence_s()
+        if silence_s:
+            why = f"Its host has not answered for {silence_s:.0f} s: it is down, or the network between is."
+        else:
+            why = "It is connected, so it is busy, stopped or waiting for something else."
+        return LinkTimeoutError(f"{self.peer} {what}. {why}", self.peer)
+
+    def _host_silence_s(self) -> float:
+        """As `host_silence_s`; 0.0 where that is not known."""
+        if not self._tcp or self._closed or not hasattr(socket, "TCP_INFO"):
+            return 0.0
+        return host_silence_s(self._sock)
 
     def _gone(self, error: Exception) -> LinkClosedError:
         if self._closed:

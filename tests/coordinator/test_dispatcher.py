@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
+from phalanx.cluster.admission import PROBE, Probe
 from phalanx.cluster.agreement import Facts
 from phalanx.cluster.roll_call import Identity
 from phalanx.cluster.spec import ClusterSpec, Task
 from phalanx.coordinator.dispatcher import PURPOSE, Dispatcher, ScheduledCall
+from phalanx.coordinator.messages import Call, Raised, Returned
 from phalanx.coordinator.remote import RemoteValue
-from phalanx.errors import RendezvousError
+from phalanx.errors import LinkClosedError, PeerLostError, RendezvousError
+from phalanx.launcher import call as calls
 from phalanx.parameter_server.client import connect
 from phalanx.settings import Settings
+from phalanx.transport.link import Link
+from phalanx.transport.listener import Listener
 
 BOUND_S = 20.0
 
@@ -24,9 +31,9 @@ BOUND_S = 20.0
 @pytest.fixture
 def identities() -> tuple[Identity, Identity]:
     """Of the chief and of a worker, who give up soon."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    spec = ClusterSpec({"ps": ["127.0.0.1:1"], "chief": [address], "worker": ["127.0.0.1:2"]})
+    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
+        chief, server = (f"127.0.0.1:{free.getsockname()[1]}" for free in (first, second))
+    spec = ClusterSpec({"ps": [server], "chief": [chief], "worker": ["127.0.0.1:2"]})
     settings = Settings(secret=b"0123456789abcdef", rendezvous_timeout_s=2.0, timeout_s=2.0)
     return Identity(spec, Task("chief", 0), Facts(), settings), Identity(spec, Task("worker", 0), Facts(), settings)
 
@@ -76,3 +83,41 @@ def test_what_cannot_be_sent_any_more_is_an_error_of_its_function(
     with pytest.raises(ValueError, match="it was given away"):
         dispatcher.join()
     link.close()
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_server_that_a_worker_has_lost_is_asked_whether_it_is_there(
+    dispatcher: Dispatcher, identities: tuple[Identity, Identity], answers: bool
+) -> None:
+    chief, worker = identities
+    server = chief.spec.address(Task("ps", 0))
+    listener = Listener([socket.create_server((server.host, server.port))], task="ps/0", secret=chief.settings.secret)
+    listener.register(PROBE, Probe(Identity(chief.spec, Task("ps", 0), Facts(), chief.settings)))
+    with contextlib.closing(listener):
+        if answers:
+            listener.start()
+        lost = PeerLostError("lost ps/0", rank=-1, task="ps/0", host="")
+        with contextlib.closing(connect(worker, chief.task, PURPOSE, time.monotonic() + BOUND_S)) as link:
+            result = call(dispatcher, 0)
+            _receive(link)
+            link.send(msgspec.msgpack.encode(Raised(0, "ps/0")), [calls.encode_error(lost)], deadline=_soon())
+            if not answers:
+                with pytest.raises(PeerLostError, match="lost ps/0"):
+                    dispatcher.join()
+                return
+            with pytest.raises(LinkClosedError):
+                _receive(link)
+        with contextlib.closing(connect(worker, chief.task, PURPOSE, time.monotonic() + BOUND_S)) as link:
+            _receive(link)
+            link.send(msgspec.msgpack.encode(Returned(0, 1)), [b"", b""], deadline=_soon())
+            dispatcher.join()
+            assert result.is_finished
+
+
+def _soon() -> float:
+    return time.monotonic() + BOUND_S
+
+
+def _receive(link: Link) -> Call:
+    header, _ = link.receive(deadline=_soon())
+    return msgspec.msgpack.decode(header, type=Call)

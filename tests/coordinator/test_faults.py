@@ -139,6 +139,50 @@ def test_a_killed_server_goes_on_from_its_snapshot(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.load(tmp_path / "kernel.npy"), lost - 20.0)
 
 
+CUT_OFF = """
+import sys
+from pathlib import Path
+import keras
+import phalanx
+
+folder = Path(sys.argv[1])
+strategy = phalanx.ParameterServerStrategy()
+with strategy.scope():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, use_bias=False, kernel_initializer="zeros")])
+    optimizer = keras.optimizers.SGD(1.0)
+coordinator = phalanx.coordinator.ClusterCoordinator(strategy)
+
+def update(goes_on):
+    import gc, time
+    from pathlib import Path
+    import keras
+    from phalanx.transport.link import Link
+    worker = phalanx.coordinator.experimental_get_current_worker_index()
+    (folder / f"ran-{worker}").touch()
+    if worker == 1:
+        [link.close() for link in gc.get_objects() if isinstance(link, Link) and link.peer == "ps/0"]
+    while not (folder / goes_on).exists():
+        time.sleep(0.02)
+    optimizer.apply([keras.ops.ones((2, 3))], model.trainable_variables)
+    return worker
+
+results = [coordinator.schedule(update, ("ran-1",)) for _ in range(10)]
+coordinator.join()
+(folder / "result").write_text(repr([int(result.fetch()) for result in results]))
+"""
+
+
+def test_a_worker_that_alone_does_not_reach_a_server_ends_and_its_function_runs_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(CUT_OFF)
+    program = [str(tmp_path / "program.py"), str(tmp_path)]
+    with Tasks(tmp_path, program, servers=1, workers=2, backend=FIRST, chief=True) as tasks:
+        ends = tasks.ends()
+        said = tasks.said("chief/0")
+    assert ends == {"chief/0": 0, "worker/0": 0, "worker/1": PeerLostError.exit_code, "ps/0": 0}, said
+    assert (tmp_path / "result").read_text() == repr([0] * 10)
+    assert "Lost worker/1: it does not reach ps/0, which answers here." in said
+
+
 @pytest.mark.slow
 def test_without_a_worker_left_the_chief_ends_with_their_names(start: Start) -> None:
     tasks = start("", PHALANX_TIMEOUT="3")

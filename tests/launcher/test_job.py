@@ -8,12 +8,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from phalanx.errors import EvictedError, PeerLostError, RendezvousError
+from phalanx.errors import EvictedError, LinkTimeoutError, PeerLostError, RendezvousError
 from phalanx.launcher import job as job_module
 from phalanx.launcher.job import Job, Placement, Step, after_failure, after_signal
 from phalanx.launcher.messages import Event, Exited, LastWords, Order, Output, Paced, Started
 from phalanx.launcher.restarts import Restarts
 from phalanx.launcher.verdict import End
+from phalanx.launcher.words import ErrorWords
 
 
 class FakeHost:
@@ -62,6 +63,7 @@ class Recorder:
         self.failures: list[int] = []
         self.returned: list[str] = []
         self.late: Sequence[str] = ()
+        self.behind: list[str] = []
 
     def output(self, rank: int, is_error: bool, data: bytes) -> None:
         self.text.append((rank, is_error, data))
@@ -80,6 +82,9 @@ class Recorder:
 
     def failed(self, end: End) -> None:
         self.failures.append(end.rank)
+
+    def left_behind(self, end: End) -> None:
+        self.behind.append(end.task)
 
     def overdue(self, tasks: Sequence[str], seconds: float) -> None:
         self.late = tasks
@@ -335,6 +340,41 @@ def test_a_worker_that_wakes_when_all_is_over_has_lost_nobody(code: int, success
     job, _ = of_servers(host)
     job.start()
     assert job.run().verdict.success is success
+
+
+def without(rank: int, task: str = "", *, silent: str = "") -> Exited:
+    """The end of a task that lost another, or to which another did not answer."""
+    code = PeerLostError.exit_code if task else LinkTimeoutError.exit_code
+    return Exited(rank, code, LastWords(error=ErrorWords("Error", "gone", "...", task or None, code, silent=silent)))
+
+
+@pytest.mark.parametrize("end", [without(1, "ps/0"), without(1, silent="ps/0")])
+def test_a_worker_that_does_not_reach_the_servers_is_started_again_and_then_gone_on_without(end: Exited) -> None:
+    late = Exited(1, RendezvousError.exit_code, LastWords(error=ErrorWords("RendezvousError", "late", "...", code=66)))
+    host = FakeHost([[end], [], [late], [], [done(0)], [done(2)]])
+    job, recorder = of_servers(host)
+    job.start()
+    assert job.run().verdict.success
+    assert recorder.returned == ["worker/1 1 of 1"]
+    assert recorder.behind == ["worker/1"]
+    assert recorder.failures == []
+
+
+def test_the_host_of_a_worker_among_servers_is_gone_on_without() -> None:
+    host = FakeHost([[done(1, None)], [], [done(0)], [done(2)]])
+    job, recorder = of_servers(host)
+    job.start()
+    assert job.run().verdict.success
+    assert (recorder.returned, recorder.behind) == ([], ["worker/1"])
+
+
+@pytest.mark.parametrize("end", [without(0, "ps/0"), without(1, "worker/0"), done(1, RendezvousError.exit_code)])
+def test_a_job_does_not_go_on_without_its_chief_or_before_it_was_whole(end: Exited) -> None:
+    host = FakeHost([[end], [done(1 - end.rank, PeerLostError.exit_code), done(2, PeerLostError.exit_code)]])
+    job, recorder = of_servers(host)
+    job.start()
+    assert job.run().verdict.code == end.returncode
+    assert recorder.failures == [end.rank]
 
 
 class Seats:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 
 from phalanx.launcher import page
 from phalanx.launcher.messages import LastWords
@@ -133,6 +134,16 @@ def test_the_page_says_who_where_and_what_to_check() -> None:
     assert "Check: " in text
     assert "/logs" in text
     assert text.rstrip("-\n").endswith("ValueError: boom")
+
+
+def test_where_the_lost_task_lived_the_network_is_to_be_looked_at() -> None:
+    ends = [end(0, LOST, 0, words=lost("ps/0")), end(1, 0, 1), end(2, -15, 2, by_launcher=True)]
+    ends[2] = replace(ends[2], task="ps/0", trains=False)
+    assert "Check: the network between worker/0 and ps/0, which was still there" in page.render(judge(ends), ends)
+    ends[2] = replace(ends[2], hung=True)  # as servers do, until they are told to end
+    assert "Check: the network between" in page.render(judge(ends), ends)
+    ends[2] = replace(ends[2], words=LastWords(state="T"))
+    assert "ps/0 left the job and did not end" in judge(ends).reason
 
 
 def test_a_worker_lost_with_its_host_is_the_cause_of_what_others_lost() -> None:

@@ -204,7 +204,7 @@ def test_the_chief_ends_an_epoch_and_what_was_begun_is_made() -> None:
 def test_who_waits_for_a_chief_that_left_is_told() -> None:
     schedule = begun(1)
     schedule.chief_left()
-    with pytest.raises(PeerLostError, match="lost worker/0 during fit"):
+    with pytest.raises(PeerLostError, match="lost worker/0 during fit: its connection closed"):
         ask(schedule, 1, epoch=1)
 
 
