@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         CollectiveTimeoutError,
         ConfigurationError,
         DisagreementError,
+        MembershipChangedError,
         PeerLostError,
         PhalanxError,
         RendezvousError,
