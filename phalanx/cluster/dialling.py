@@ -91,10 +91,10 @@ def final_verdict(error: HandshakeError, rank: Rank, failing_s: float) -> Phalan
     return error if failing_s >= HANDSHAKE_FAILURES_S else None
 
 
-def who_is_at(me: Identity, task: Task) -> Statement | str:
+def who_is_at(me: Identity, task: Task, timeout_s: float = PROBE_TIMEOUT_S) -> Statement | str:
     """Who listens at a task's address: what it says of itself, or why nobody says anything."""
     try:
-        link, welcome = me.dial(task, PROBE, deadline=time.monotonic() + PROBE_TIMEOUT_S)
+        link, welcome = me.dial(task, PROBE, deadline=time.monotonic() + timeout_s)
         link.close()
         return _statement(link, welcome)
     except PhalanxError as error:

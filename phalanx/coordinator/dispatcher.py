@@ -18,6 +18,8 @@ from typing import Any
 import msgspec
 
 from phalanx.cluster.admission import PROBE, Probe, admit_worker, link_name
+from phalanx.cluster.agreement import Statement
+from phalanx.cluster.dialling import who_is_at
 from phalanx.cluster.roll_call import Identity
 from phalanx.coordinator.messages import (
     FUNCTIONS_KEPT,
@@ -396,14 +398,7 @@ class Dispatcher:
         if name == str(self._me.task):
             return True
         task = next((task for task in self._me.spec.tasks if str(task) == name), None)
-        if task is None:
-            return False
-        try:
-            link, _ = self._me.dial(task, PROBE, deadline=time.monotonic() + PROBE_S)
-        except PhalanxError:
-            return False
-        link.close()
-        return True
+        return task is not None and isinstance(who_is_at(self._me, task, PROBE_S), Statement)
 
     def _lose(self, worker: _Worker, why: str) -> None:
         worker.link.close()

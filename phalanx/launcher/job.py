@@ -585,13 +585,12 @@ class Job:
         rank = placement.order.rank
         if rank == 0 or not placement.order.trains or not self._has_servers or not self._restarts.any:
             return False
-        if returncode is None:
-            return True
-        error = words.error
-        if error is None or self.is_ending:
+        if self.is_ending:  # nobody goes on, and it may be the cause
             return False
-        returned = rank in self._fallen and _lacks_a_server(self._fallen[rank].words)
-        return _lacks_a_server(words) or (returned and error.code == RendezvousError.exit_code)
+        if returncode is None or _lacks_a_server(words):
+            return True
+        had_lost_them = rank in self._fallen and _lacks_a_server(self._fallen[rank].words)
+        return had_lost_them and words.error is not None and words.error.code == RendezvousError.exit_code
 
     def _delay_s(self, placement: Placement, end: End) -> float | None:
         """Seconds after which an ended task is started again; None: it is not."""
@@ -682,8 +681,7 @@ class Job:
 
 def _lacks_a_server(words: LastWords) -> bool:
     """Whether a task ended because it lost a server, or the way to it."""
-    error = words.error
-    return error is not None and (error.missed or "").startswith(SERVERS)
+    return (words.missed or "").startswith(SERVERS)
 
 
 def _is_echo(end: End, before: int) -> bool:

@@ -33,6 +33,11 @@ class LastWords(msgspec.Struct, frozen=True):
     error: ErrorWords | None = None
     output: str = ""
 
+    @property
+    def missed(self) -> str | None:
+        """The task that was lost, or did not answer, if there is an error and it names one."""
+        return None if self.error is None else self.error.lost or self.error.silent
+
 
 # From a host to the job.
 

@@ -165,7 +165,7 @@ def _check(verdict: Verdict, ends: Sequence[End]) -> str:
     hung = waited_for(cause, ends)
     if hung and cause.code in exit_codes.CONSEQUENCES:
         return f"the stacks of {', '.join(hung)} below: that is where the job stood still"
-    missed = None if cause.words.error is None else cause.words.error.missed
+    missed = cause.words.missed
     if missed in [end.task for end in ends if end.by_launcher and end.returncode is not None]:
         return f"the network between {cause.task} and {missed}, which was still there when the launcher ended it"
     if cause.returncode > 0 and cause.words.error is None:

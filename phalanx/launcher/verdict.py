@@ -152,8 +152,7 @@ def _falsely_successful(ends: Sequence[End], failed: Sequence[End]) -> End | Non
 
 def waited_for(cause: End, ends: Sequence[End]) -> list[str]:
     """The tasks that stood still while `cause` waited: the one that its error names, if it names one."""
-    missed = None if cause.words.error is None else cause.words.error.missed
-    return [end.task for end in ends if end.stood_still and missed in (None, end.task)]
+    return [end.task for end in ends if end.stood_still and cause.words.missed in (None, end.task)]
 
 
 def _reason(cause: End, ends: Sequence[End]) -> str:

@@ -36,11 +36,6 @@ class ErrorWords(msgspec.Struct, frozen=True):
     interrupted: bool = False
     silent: str | None = None
 
-    @property
-    def missed(self) -> str | None:
-        """The task that was lost, or did not answer, if the error names one."""
-        return self.lost or self.silent
-
 
 def of_error(error: BaseException) -> ErrorWords:
     text = "".join(traceback.format_exception(error))

@@ -368,6 +368,15 @@ def test_the_host_of_a_worker_among_servers_is_gone_on_without() -> None:
     assert (recorder.returned, recorder.behind) == ([], ["worker/1"])
 
 
+def test_a_host_that_is_lost_while_the_job_ends_may_be_the_cause() -> None:
+    host = FakeHost([[without(0, "worker/1")], [done(1, None)], [done(2, PeerLostError.exit_code)]])
+    job, _ = of_servers(host)
+    job.start()
+    cause = job.run().verdict.cause
+    assert cause is not None
+    assert cause.task == "worker/1"
+
+
 @pytest.mark.parametrize("end", [without(0, "ps/0"), without(1, "worker/0"), done(1, RendezvousError.exit_code)])
 def test_a_job_does_not_go_on_without_its_chief_or_before_it_was_whole(end: Exited) -> None:
     host = FakeHost([[end], [done(1 - end.rank, PeerLostError.exit_code), done(2, PeerLostError.exit_code)]])
