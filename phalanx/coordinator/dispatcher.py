@@ -104,7 +104,7 @@ class _Worker:
     outbox: deque[_Message]
     has: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     kept: set[int] = field(default_factory=set)
-    told_at: float = 0.0
+    told_at: float = field(default_factory=time.monotonic)
 
 
 class Dispatcher:

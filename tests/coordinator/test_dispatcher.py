@@ -16,7 +16,7 @@ from phalanx.cluster.agreement import Facts
 from phalanx.cluster.roll_call import Identity
 from phalanx.cluster.spec import ClusterSpec, Task
 from phalanx.coordinator.dispatcher import PURPOSE, Dispatcher, ScheduledCall
-from phalanx.coordinator.messages import Call, Raised, Returned
+from phalanx.coordinator.messages import Call, Ping, Raised, Returned
 from phalanx.coordinator.remote import RemoteValue
 from phalanx.errors import LinkClosedError, PeerLostError, RendezvousError
 from phalanx.launcher import call as calls
@@ -119,5 +119,7 @@ def _soon() -> float:
 
 
 def _receive(link: Link) -> Call:
-    header, _ = link.receive(deadline=_soon())
-    return msgspec.msgpack.decode(header, type=Call)
+    """The next function; a worker that has none is pinged meanwhile."""
+    while isinstance(order := msgspec.msgpack.decode(link.receive(deadline=_soon())[0], type=Call | Ping), Ping):
+        pass
+    return order
