@@ -159,7 +159,7 @@ def _resolve(address: Address) -> tuple[str, ...] | str:
 
 
 def _meet_the_others(report: Report, me: Identity, wait_s: float) -> None:
-    service = Examination(Answer(me.statement, report.software))
+    service = Examination(Answer(me.statement, report.software), len(report.tasks))
     listener = _listen(report, me, service)
     try:
         # An evaluator listens nowhere.

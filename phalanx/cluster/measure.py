@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -20,14 +21,14 @@ logger = logging.getLogger(__name__)
 EXAMINE = "doctor"
 """Purpose of a connection over which a task is asked for its versions and the line is measured."""
 
-PINGS = 32
-"""The fastest counts: it is the one that no scheduler got in the way of."""
-FIRST_BULK_BYTES = 1 << 20
-BULK_BYTES = 32 << 20
-"""The second, larger transfer is made only over a line that took less than `SLOW_S` for the first."""
-SLOW_S = 0.5
+PINGS, PINGS_S = 32, 2.0
+"""So many, or as many as fit into the time."""
+BULKS = ((1 << 16, 1.5), (1 << 20, 0.5), (32 << 20, 0.0))
+"""Bytes of each transfer, and how long it may take for the next, larger one to be made."""
 STEP_TIMEOUT_S = 30.0
-"""For one ping or one transfer: 1 MiB over 1 Mbit/s takes 9 s."""
+"""For one ping or one transfer: 64 KiB over a line of 200 ms that loses 5 % of all packets take 5 s."""
+PATIENCE_S = 60.0
+"""How long the measuring of one line may take, by whoever measures many."""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -63,10 +64,15 @@ class Line:
 
 
 class Examination:
-    """The service: answers pings, each link in a thread of its own, as they come one at a time."""
+    """The service: answers pings, each link in a thread of its own, as they come one at a time.
 
-    def __init__(self, answer: Answer):
+    Args:
+        tasks: how many there are. A link is quiet while its owner measures its lines to the others.
+    """
+
+    def __init__(self, answer: Answer, tasks: int):
         self._answer = answer
+        self._patience_s = PATIENCE_S * tasks
         self._changed = threading.Condition()  # protects what follows
         self._examined_by = 0  # links that are open
         self._finished: set[str] = set()
@@ -83,14 +89,16 @@ class Examination:
         ).start()
 
     def wait_for(self, tasks: set[str], timeout_s: float) -> None:
-        """Wait until these tasks have measured their line to this one, and no other does, or the time is up."""
+        """Wait until these tasks have measured their line to this one, and no other does. Those that have not begun
+        when the time is up are not waited for."""
         with self._changed:
             self._changed.wait_for(lambda: tasks <= self._finished and not self._examined_by, timeout=timeout_s)
+            self._changed.wait_for(lambda: not self._examined_by, timeout=self._patience_s)
 
     def _serve(self, hello: Hello, link: Link) -> None:
         try:
             while True:
-                link.receive(deadline=time.monotonic() + STEP_TIMEOUT_S)
+                link.receive(deadline=time.monotonic() + self._patience_s)
                 pong = msgspec.msgpack.encode(_Pong(time.time()))
                 link.send(pong, deadline=time.monotonic() + STEP_TIMEOUT_S)
         except (LinkClosedError, LinkTimeoutError, FrameError) as error:
@@ -103,17 +111,27 @@ class Examination:
                 self._changed.notify_all()
 
 
+def fastest(ping: Callable[[], tuple[float, float]]) -> tuple[float, float]:
+    """Of some pings, which return a round trip and a clock offset, the one with the shortest round trip: no scheduler
+    got in its way."""
+    until = time.monotonic() + PINGS_S
+    found = [ping()]
+    while len(found) < PINGS and time.monotonic() < until:
+        found.append(ping())
+    return min(found)
+
+
 def measure(link: Link) -> Line:
     """Measure the line to the other end, which serves `Examination`.
 
     Raises: LinkClosedError or LinkTimeoutError if it goes away meanwhile.
     """
-    round_trip_s, clock_offset_s = min(_exchange(link, b"") for _ in range(PINGS))
-    seconds = 0.0
-    for size in (FIRST_BULK_BYTES, BULK_BYTES):
+    round_trip_s, clock_offset_s = fastest(lambda: _exchange(link, b""))
+    size, seconds = 0, 0.0
+    for size, slow_s in BULKS:
         taken_s, _ = _exchange(link, bytes(size))
         seconds = max(taken_s - round_trip_s, 1e-9)
-        if seconds > SLOW_S:
+        if seconds > slow_s:
             break
     return Line(round_trip_s, clock_offset_s, size / seconds)
 

@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 
 from phalanx import timeline
-from phalanx.cluster.measure import PINGS
+from phalanx.cluster.measure import fastest
 from phalanx.cluster.membership import Member, Membership
 from phalanx.cluster.roll_call import Identity
 from phalanx.cluster.spec import ClusterSpec, Task
@@ -134,7 +134,7 @@ class RemoteSink:
 
     def clock_offset(self) -> tuple[float, float]:
         """By how much the other clock is ahead of this one, and how uncertain that is, in ns (Cristian 1989)."""
-        round_trip, offset = min(self._ask() for _ in range(PINGS))
+        round_trip, offset = fastest(self._ask)
         return offset, round_trip / 2
 
     def write(self, events: Sequence[bytes]) -> bool:

@@ -580,17 +580,25 @@ class Job:
         return any(rank not in gone for rank in others)
 
     def _has_lost_contact(self, placement: Placement, returncode: int | None, words: LastWords) -> bool:
-        """Whether a worker has ended because it, and not the chief, does not reach the servers any more, or with its
-        host: the others go on without it. What ends because a server is gone for good ends with the job."""
+        """Whether a worker has ended because it, and not the chief, does not reach the servers any more, or because it,
+        and not the other workers, does not reach the chief; or with its host: the others go on without it. What ends
+        because a server is gone for good ends with the job."""
         rank = placement.order.rank
         if rank == 0 or not placement.order.trains or not self._has_servers or not self._restarts.any:
             return False
         if self.is_ending:  # nobody goes on, and it may be the cause
             return False
-        if returncode is None or _lacks_a_server(words):
+        if returncode is None or self._misses_a_task(rank, words):
             return True
-        had_lost_them = rank in self._fallen and _lacks_a_server(self._fallen[rank].words)
-        return had_lost_them and words.error is not None and words.error.code == RendezvousError.exit_code
+        is_late = words.error is not None and words.error.code == RendezvousError.exit_code
+        return is_late and rank in self._fallen and self._fallen[rank].outlived
+
+    def _misses_a_task(self, rank: int, words: LastWords) -> bool:
+        """Whether a worker ended because it alone, as far as is known, lost a server or the chief, or the way to it."""
+        if (words.missed or "").startswith(SERVERS):
+            return True  # if that is gone, the chief will miss it too
+        others = [p.order.rank for p in self._running if p.order.trains and p.order.rank not in (0, rank)]
+        return words.missed == self._placements[0].task and any(other not in self._returning for other in others)
 
     def _delay_s(self, placement: Placement, end: End) -> float | None:
         """Seconds after which an ended task is started again; None: it is not."""
@@ -677,11 +685,6 @@ class Job:
                 for host in self._hosts:
                     for event in host.events():  # whether some take a checkpoint first
                         self._take(event)
-
-
-def _lacks_a_server(words: LastWords) -> bool:
-    """Whether a task ended because it lost a server, or the way to it."""
-    return (words.missed or "").startswith(SERVERS)
 
 
 def _is_echo(end: End, before: int) -> bool:

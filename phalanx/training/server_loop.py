@@ -125,6 +125,7 @@ class ServerTrainer:
         self._steps: int | None = None
         self._order: tuple[int, Array | None] = (-1, None)  # of the chief: the order of the pass that began then
         self._reported: tuple[Report, list[Array]] | None = None
+        self._stop_asked_in = -1  # the `fit` for whose end this worker has asked
 
     # The public methods, as Keras has them.
 
@@ -408,6 +409,8 @@ class ServerTrainer:
             told += self._worker.said()
         if server == HEAD and self._reported is not None:
             told.append(self._reported)
+        if server == HEAD and self._stop_asked_in == fit:
+            told.append((Stop(fit, asks=True), []))
         return told
 
     def _await_end(self, fit: int, epoch: int) -> Ticket | EpochOver | FitOver:
@@ -606,7 +609,8 @@ class ServerTrainer:
 
     def ask_all_to_stop(self) -> None:
         """From any worker: the chief ends the running `fit` with the epoch."""
-        self._client.ask(HEAD, Stop(self._worker.last_fit, asks=True))
+        self._stop_asked_in = self._worker.last_fit
+        self._client.ask(HEAD, Stop(self._stop_asked_in, asks=True))
 
     def _validate(self, call: FitArguments, callbacks: Any) -> Mapping[str, Any]:
         """The chief evaluates, as Keras's `fit` does."""

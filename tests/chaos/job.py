@@ -115,8 +115,9 @@ class Job:
         if self.network is not None:
             hosts = ",".join(f"{self.network.address(number)}:1" for number in range(1, WORKERS + 1))
             command += ["--hosts", hosts]
-            self._environment["PHALANX_SSH"] = str(self._fake_ssh(self.network))
-            command = [*self._under_its_address(self.network), *command]
+            prefix, variables = self.network.launcher(self.folder)
+            self._environment.update(variables)
+            command = [*prefix, *command]
         with self.output.open("ab") as output:
             self._process = subprocess.Popen(
                 [*command, *program, "--every", str(shape.every)],
@@ -217,29 +218,6 @@ class Job:
 
     def evictions(self) -> list[str]:
         return re.findall(r"phalanx: (.* takes no part any more: .*)", self.said())
-
-    # Hosts of their own.
-
-    def _fake_ssh(self, network: Network) -> Path:
-        """In place of ssh: its last two arguments are a host and a command."""
-        cases = "\n".join(
-            f"  {network.address(number)}) space={network.space(number)} ;;" for number in range(1, WORKERS + 1)
-        )
-        path = self.folder / "ssh"
-        path.write_text(
-            "#!/bin/sh\n"
-            'while [ "$#" -gt 2 ]; do shift; done\n'
-            f'case "$1" in\n{cases}\nesac\n'
-            'exec ip netns exec "$space" env PHALANX_HOST_ID="$1" sh -c "$2"\n'
-        )
-        path.chmod(0o755)
-        return path
-
-    @staticmethod
-    def _under_its_address(network: Network) -> list[str]:
-        """The launcher tells the workers its host's name; here that is the address by which they reach it."""
-        name = f'echo {network.address(254)} > /proc/sys/kernel/hostname && exec "$@"'
-        return ["unshare", "--uts", "sh", "-c", name, "launcher"]
 
 
 @contextmanager

@@ -7,6 +7,8 @@ import random
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from tests.support.weather import Weather
+
 MINIMUM, WORKERS = 1, 3
 FIRST_STEP = 3
 LAST_SHARE = 0.7
@@ -108,12 +110,14 @@ class Plan:
     Attributes:
         networked: whether each worker has a host of its own.
         timeout_s: PHALANX_TIMEOUT of the job.
+        weather: of the hosts' cables; None: they are good.
     """
 
     seed: int
     faults: tuple[Fault, ...]
     networked: bool
     timeout_s: float
+    weather: Weather | None = None
 
 
 def plan(seed: int, *, steps: int, faults: int, able: Collection[Kind], timeout_s: float) -> Plan:

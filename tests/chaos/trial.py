@@ -14,8 +14,9 @@ from tests.chaos import invariants
 from tests.chaos.faults import Done, Faults
 from tests.chaos.invariants import Result
 from tests.chaos.job import Job, Shape, checkpoint_disk
-from tests.chaos.schedule import Plan
+from tests.chaos.schedule import WORKERS, Plan
 from tests.support.network import Network
+from tests.support.weather import Weather
 
 JOB_BOUND_S = 180.0
 FAULT_BOUND_S = 60.0
@@ -70,7 +71,7 @@ def trial(folder: Path, shape: Shape, plan: Plan, reference: Result) -> Verdict:
     began = time.monotonic()
     shared = invariants.shared_names()
     with contextlib.ExitStack() as stack:
-        network = stack.enter_context(_network()) if plan.networked else None
+        network = stack.enter_context(_network(plan.weather)) if plan.networked else None
         has_disk = stack.enter_context(checkpoint_disk(folder / "checkpoints"))
         job = Job(folder, shape, network)
         stack.callback(job.close)
@@ -149,8 +150,8 @@ def pauses_s(faults: Sequence[float], activity: Sequence[tuple[float, str]]) -> 
 
 
 @contextlib.contextmanager
-def _network() -> Iterator[Network]:
-    network = Network(3)
+def _network(weather: Weather | None) -> Iterator[Network]:
+    network = Network(WORKERS, weather)
     try:
         network.up()
         yield network

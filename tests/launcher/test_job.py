@@ -308,13 +308,17 @@ def test_a_server_that_still_runs_is_not_waited_for_with_the_evaluators_patience
     assert recorder.late == ()
 
 
-def of_servers(host: FakeHost) -> tuple[Job, Recorder]:
+def of_servers(
+    host: FakeHost, tasks: tuple[str, ...] = ("worker/0", "worker/1", "ps/0"), restarts: int = 1
+) -> tuple[Job, Recorder]:
     recorder = Recorder()
-    tasks = ("worker/0", "worker/1", "ps/0")
-    placements = [Placement(Order(rank, (), {}, returns=True), task, host) for rank, task in enumerate(tasks)]
+    placements = [
+        Placement(Order(rank, (), {}, returns=True, trains=not task.startswith("ps")), task, host)
+        for rank, task in enumerate(tasks)
+    ]
     clock = Clock()
     return Job(
-        placements, selectors.DefaultSelector(), recorder, evaluator_grace_s=5, restarts=1, clock=clock
+        placements, selectors.DefaultSelector(), recorder, evaluator_grace_s=5, restarts=restarts, clock=clock
     ), recorder
 
 
@@ -348,16 +352,40 @@ def without(rank: int, task: str = "", *, silent: str = "") -> Exited:
     return Exited(rank, code, LastWords(error=ErrorWords("Error", "gone", "...", task or None, code, silent=silent)))
 
 
+LATE = LastWords(error=ErrorWords("RendezvousError", "late", "...", code=RendezvousError.exit_code))
+
+
 @pytest.mark.parametrize("end", [without(1, "ps/0"), without(1, silent="ps/0")])
 def test_a_worker_that_does_not_reach_the_servers_is_started_again_and_then_gone_on_without(end: Exited) -> None:
-    late = Exited(1, RendezvousError.exit_code, LastWords(error=ErrorWords("RendezvousError", "late", "...", code=66)))
-    host = FakeHost([[end], [], [late], [], [done(0)], [done(2)]])
+    host = FakeHost([[end], [], [Exited(1, RendezvousError.exit_code, LATE)], [], [done(0)], [done(2)]])
     job, recorder = of_servers(host)
     job.start()
     assert job.run().verdict.success
     assert recorder.returned == ["worker/1 1 of 1"]
     assert recorder.behind == ["worker/1"]
     assert recorder.failures == []
+
+
+def of_a_coordinator(host: FakeHost, restarts: int = 1) -> tuple[Job, Recorder]:
+    return of_servers(host, ("chief/0", "worker/0", "ps/0", "worker/1"), restarts)
+
+
+def test_a_worker_that_alone_does_not_reach_the_chief_is_started_again_and_then_gone_on_without() -> None:
+    late = Exited(1, RendezvousError.exit_code, LATE)
+    host = FakeHost([[without(1, "chief/0")], [], [late], [], [late], [], [done(0)], [done(2)], [done(3)]])
+    job, recorder = of_a_coordinator(host, restarts=2)
+    job.start()
+    assert job.run().verdict.success
+    assert recorder.returned == ["worker/0 1 of 2", "worker/0 2 of 2"]
+    assert recorder.behind == ["worker/0"]
+
+
+def test_when_no_worker_reaches_the_chief_the_job_ends() -> None:
+    host = FakeHost([[without(1, "chief/0"), without(3, "chief/0")], [done(0, 71), done(2, 71)]])
+    job, recorder = of_a_coordinator(host)
+    job.start()
+    assert job.run().verdict.code == PeerLostError.exit_code
+    assert recorder.failures == [3]
 
 
 def test_the_host_of_a_worker_among_servers_is_gone_on_without() -> None:

@@ -20,6 +20,7 @@ def main() -> None:
     import numpy as np
 
     import phalanx
+    from phalanx.training import hook
 
     folder, kind, epochs = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     if kind == "explicit server":
@@ -75,7 +76,16 @@ def main() -> None:
             (folder / "stopped").touch()
             os.kill(os.getpid(), signal.SIGSTOP)
 
+    def ask(batch: int, logs: object) -> None:
+        if strategy.rank == 1 and not (folder / "asked").exists():
+            hook.ask_all_to_stop(model)
+            (folder / "asked").touch()
+            while not (folder / "go").exists():  # with a step in hand, without which the epoch does not end
+                time.sleep(0.05)
+
     noted = keras.callbacks.LambdaCallback(on_epoch_begin=grow, on_epoch_end=end_of_epoch)
+    if kind == "asks to stop":
+        noted.on_train_batch_begin = ask
     if kind == "chief stops":
         noted.on_train_batch_begin = stop  # with a step in hand
     model.fit(x, y, batch_size=16, epochs=epochs, verbose=0, shuffle=shuffles, callbacks=[noted])

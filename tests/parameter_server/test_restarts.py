@@ -185,3 +185,13 @@ def test_with_copies_killed_servers_cost_no_update(start: Start, tmp_path: Path,
     expected_weights = undisturbed(tmp_path / "undisturbed", epochs)
     for found, expected in zip(weights(tasks), expected_weights, strict=True):
         np.testing.assert_allclose(found, expected, atol=1e-3)
+
+
+def test_a_worker_that_has_asked_for_the_end_asks_a_new_head_as_well(start: Start) -> None:
+    tasks = start("asks to stop", epochs=10_000, servers=2, settings={"REPLICATION": "2"})
+    tasks.wait_for(lambda: (tasks.folder / "asked").exists(), "worker/1 asked")
+    tasks.send("ps/0", signal.SIGKILL)
+    (tasks.folder / "go").touch()
+    assert set(tasks.ends("worker/0", "worker/1", "ps/1").values()) == {0}, tasks.everything()
+    assert "ps/1 leads the shards of group 0 from now on" in tasks.said("ps/1")
+    assert steps(tasks) == (BATCHES, True)

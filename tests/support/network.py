@@ -5,29 +5,39 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from pathlib import Path
+
+from tests.support.weather import Weather, carry, tap
 
 NOBODY = "02:00:00:00:00:01"
 """A hardware address that no interface has: what is sent to it is lost without a word."""
 
 
 class Network:
-    """Network namespaces on one bridge: hosts 10.77.<n>.1, 10.77.<n>.2, ...; this machine is 10.77.<n>.254."""
+    """Network namespaces on one bridge: hosts 10.77.<n>.1, 10.77.<n>.2, ...; this machine is 10.77.<n>.254.
 
-    def __init__(self, hosts: int):
+    Args:
+        weather: what frames meet on the cable between each host and the bridge.
+    """
+
+    def __init__(self, hosts: int, weather: Weather | None = None):
         self.name = f"phx{os.getpid() % 10_000}"
-        self._hosts = hosts
+        self._hosts, self._weather = hosts, weather
+        self._carrier: subprocess.Popen[bytes] | None = None
         self.subnet = f"10.77.{os.getpid() % 250}"
 
     @staticmethod
-    def problem() -> str:
-        """Why namespaces cannot be made here; empty if they can."""
+    def problem(weather: Weather | None = None) -> str:
+        """Why it cannot be made here; empty if it can."""
         if shutil.which("ip") is None or os.geteuid() != 0:
             return "network namespaces need the ip command and root"
-        network = Network(1)
+        network = Network(1, weather)
         try:
             network.up()
         except subprocess.CalledProcessError as error:
             return f"network namespaces cannot be made here: {error.stderr.decode().strip()}"
+        except OSError as error:
+            return f"TAP devices cannot be made here: {error}"
         finally:
             network.down()
         return ""
@@ -36,17 +46,31 @@ class Network:
         self._run("link", "add", self.name, "type", "bridge")
         self._run("addr", "add", f"{self.address(254)}/24", "dev", self.name)
         self._run("link", "set", self.name, "up")
+        cables = self._cables()
         for host in range(1, self._hosts + 1):
             space, outer, inner = self.space(host), self._outer(host), self._inner(host)
             self._run("netns", "add", space)
-            self._run("link", "add", outer, "type", "veth", "peer", "name", inner)
             self._run("link", "set", outer, "master", self.name, "up")
             self._run("link", "set", inner, "netns", space)
             self._run("-n", space, "addr", "add", f"{self.address(host)}/24", "dev", inner)
             self._run("-n", space, "link", "set", inner, "up")
             self._run("-n", space, "link", "set", "lo", "up")
+        if self._weather is not None:
+            self._carrier = carry(self._weather, cables)
+
+    def _cables(self) -> list[tuple[int, int]]:
+        """One for each host; those that the kernel carries have no file descriptors."""
+        ends = [(self._outer(host), self._inner(host)) for host in range(1, self._hosts + 1)]
+        if self._weather is not None:
+            return [(tap(outer), tap(inner)) for outer, inner in ends]
+        for outer, inner in ends:
+            self._run("link", "add", outer, "type", "veth", "peer", "name", inner)
+        return []
 
     def down(self) -> None:
+        if self._carrier is not None:
+            self._carrier.kill()
+            self._carrier.wait()
         for host in range(1, self._hosts + 1):
             self._run("netns", "del", self.space(host), check=False)
             self._run("link", "del", self._outer(host), check=False)
@@ -60,6 +84,26 @@ class Network:
 
     def prefix(self, host: int) -> list[str]:
         return ["ip", "netns", "exec", self.space(host)]
+
+    def launcher(self, folder: Path) -> tuple[list[str], dict[str, str]]:
+        """To run `phalanx run --hosts` with these hosts: what its command starts with, and variables it needs.
+
+        It reaches them by a script in place of ssh, and tells the workers its host's name, which here is an address.
+        """
+        spaces = [f"  {self.address(host)}) space={self.space(host)} ;;" for host in range(1, self._hosts + 1)]
+        script = [
+            "#!/bin/sh",
+            'while [ "$#" -gt 2 ]; do shift; done  # the last two arguments are a host and a command',
+            'case "$1" in',
+            *spaces,
+            "esac",
+            'exec ip netns exec "$space" env PHALANX_HOST_ID="$1" sh -c "$2"',
+        ]
+        path = folder / "ssh"
+        path.write_text("\n".join(script) + "\n")
+        path.chmod(0o755)
+        name = f'echo {self.address(254)} > /proc/sys/kernel/hostname && exec "$@"'
+        return ["unshare", "--uts", "sh", "-c", name, "launcher"], {"PHALANX_SSH": str(path)}
 
     # Faults. Each can be repeated, and ended.
 

@@ -1,0 +1,61 @@
+"""Trains on digits with replicas or with servers, and writes down the losses and the weights.
+
+program.py RESULT replicas|synchronous|asynchronous|coordinator
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+from sklearn.datasets import load_digits
+
+import phalanx
+from tests.support.seeds import set_random_seed
+
+BATCH, EPOCHS = 128, 2
+FUNCTIONS = 10
+
+
+def strategy_of(kind: str) -> Any:
+    match kind:
+        case "replicas":
+            return phalanx.MultiWorkerMirroredStrategy()
+        case "synchronous":
+            return phalanx.ParameterServerStrategy(synchronous=True, replication=2)
+    return phalanx.ParameterServerStrategy()
+
+
+def add(*numbers: int) -> int:
+    return sum(numbers)
+
+
+def main(path: Path, kind: str) -> None:
+    set_random_seed(3)
+    strategy = strategy_of(kind)
+    if kind == "coordinator":
+        coordinator = phalanx.coordinator.ClusterCoordinator(strategy)
+        values = [coordinator.schedule(add, args=(number, number)) for number in range(FUNCTIONS)]
+        coordinator.join()
+        path.write_text(json.dumps({"values": coordinator.fetch(values)}))
+        return
+    images, labels = load_digits(return_X_y=True)
+    x, y = (images / 16).astype("float32"), labels
+    with strategy.scope():
+        net = keras.Sequential([keras.layers.Input((64,)), keras.layers.Dense(64, "relu"), keras.layers.Dense(10)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        net.compile(keras.optimizers.SGD(0.05), loss)
+    history = net.fit(x, y, batch_size=BATCH, epochs=EPOCHS, verbose=0)
+    final = net.evaluate(x, y, verbose=0)
+    if strategy.is_chief:
+        weights = np.concatenate([np.ravel(keras.ops.convert_to_numpy(v)) for v in net.weights])
+        losses = [*history.history["loss"], final]
+        path.write_text(json.dumps({"losses": losses, "weights": weights.tolist()}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
