@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from phalanx.errors import PeerLostError
-from phalanx.transport.link import Link
+from phalanx.transport.link import Link, settle
 
 Rank = int
 
@@ -108,6 +108,13 @@ class Membership:
             host=member.host,
         )
 
-    def close(self) -> None:
+    def close(self, *, well: bool = False) -> None:
+        """Close the links.
+
+        Args:
+            well: only when what was sent over them has arrived.
+        """
+        if well:
+            settle(self.links.values())
         for link in self.links.values():
             link.close()

@@ -50,9 +50,13 @@ class Node:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Leave the job: close the links and free the port. Safe to call twice."""
-        self.membership.close()
+    def close(self, *, well: bool = True) -> None:
+        """Leave the job: close the links and free the port. Safe to call twice.
+
+        Args:
+            well: this process has finished: what it has sent is to arrive.
+        """
+        self.membership.close(well=well)
         if self.listener is not None:
             self.listener.close()
 

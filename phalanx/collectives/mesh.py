@@ -44,7 +44,7 @@ from phalanx.errors import (
     PeerLostError,
     PhalanxError,
 )
-from phalanx.transport.link import ALIVE_CHECK_INTERVAL_S
+from phalanx.transport.link import ALIVE_CHECK_INTERVAL_S, SETTLE_S
 from phalanx.transport.throttle import Throttle
 
 GRACE_S = 0.5
@@ -57,8 +57,7 @@ DESCRIBE_S = 5.0
 """How long a mismatch waits for the descriptions of all ranks: they are all there or on their way, unless
 one hangs."""
 FLUSH_S = 0.5
-"""How long a failing or leaving rank tries to tell the others. They notice anyway, from the end of its
-link."""
+"""How long a failing rank tries to tell the others. They notice anyway, from the end of its link."""
 POLL_S = 0.05
 """Longest single wait. Everything that matters ends a wait at once; this bounds what could be overlooked."""
 SPIN_S = 1e-3
@@ -278,7 +277,7 @@ class Mesh:
 
     def leave(self) -> None:
         """Tell all others that this rank has finished with its communicator. Raises nothing."""
-        self._tell_all(Kind.LEAVE, memoryview(b""))
+        self._tell_all(Kind.LEAVE, memoryview(b""), SETTLE_S)
 
     def interrupt(self) -> None:
         """Make a collective that waits in another thread give up; see `GroupCommunicator.close`."""
@@ -540,11 +539,11 @@ class Mesh:
         member = self.membership.members[rank]
         return f"{member.task} (rank {rank}, pid {member.pid} on {member.host})"
 
-    def _tell_all(self, kind: Kind, payload: memoryview) -> None:
+    def _tell_all(self, kind: Kind, payload: memoryview, at_most_s: float = FLUSH_S) -> None:
         number = self._call.number if self._call else 0
         for channel in self._channels.values():
             channel.post(kind, number, 0, [payload])
-        until = time.monotonic() + FLUSH_S
+        until = time.monotonic() + at_most_s
         while self._sending_any() and time.monotonic() < until:
             moved = False
             for rank in self._channels:

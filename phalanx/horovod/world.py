@@ -147,11 +147,11 @@ class World:
         if isinstance(node, ElasticNode):
             self.fresh = node.places[membership.rank].fresh
 
-    def _end(self, *, because: Exception | None = None) -> None:
+    def _end(self, *, because: Exception | None = None, well: bool = False) -> None:
         for controller in self.controllers.values():
             controller.close(because=because)
         for membership in self._memberships.values():
-            membership.close()
+            membership.close(well=well)
         self.controllers, self._memberships = {}, {}
 
     @property
@@ -189,12 +189,10 @@ class World:
 
     def close(self) -> None:
         """Leave the job; safe to call twice."""
+        well = not exit_codes.has_failed()
         tracing.end()
-        self._end()
-        if isinstance(self._node, ElasticNode):
-            self._node.close(well=not exit_codes.has_failed())
-        else:
-            self._node.close()
+        self._end(well=well)
+        self._node.close(well=well)
 
     def _agree(self, name: str, detail: str) -> None:
         request = Request(name, Kind.BARRIER.value, detail=detail)

@@ -67,10 +67,7 @@ class Job:
             self._before_leaving.pop()()
         tracing.end()
         self.replica.communicator.close()
-        if isinstance(self._node, ElasticNode):
-            self._node.close(well=not exit_codes.has_failed())
-        else:
-            self._node.close()
+        self._node.close(well=not exit_codes.has_failed())
 
 
 _job: Job | None = None

@@ -12,6 +12,7 @@ own part of it.
 from __future__ import annotations
 
 import logging
+import math
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -589,7 +590,9 @@ class ServerTrainer:
         silent = model_state.silent_metrics(model, [to_host(variable) for variable in metrics])
         own = engine.logs() if samples else {}
         chosen = model_state.choose_logs(own, model.get_metrics_result, silent, engine.origins.results)
-        return dict(pythonify_logs({**own, **chosen}))
+        logs = dict(pythonify_logs({**own, **chosen}))
+        # A worker that has trained no batch has counted nothing, of which Keras makes 0: the best of all losses.
+        return logs if samples or self._worker.is_chief else dict.fromkeys(logs, math.nan)
 
     def _logs_of_all(self, logs: dict[str, Any]) -> dict[str, Any]:
         """An epoch's logs for callbacks and history; each worker has its own."""

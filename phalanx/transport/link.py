@@ -20,15 +20,18 @@ How a death is noticed:
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import socket
 import ssl
 import struct
+import sys
+import termios
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from phalanx.errors import FrameError, LinkClosedError, LinkTimeoutError
 from phalanx.transport.frames import Buffer, FrameReader, encode_frame
@@ -48,8 +51,13 @@ are up to 120 s apart."""
 ALIVE_CHECK_INTERVAL_S = 5.0
 """How often a waiting call looks at the health of its connection."""
 
+SETTLE_S = 30.0
+"""How long who leaves waits for the others' hosts to have what it has sent: some packets may be lost several times."""
+
 _MAX_PIECES = os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 1024
 """Pieces that one sendmsg takes."""
+_TCP_CLOSE = 7
+"""The state of a connection that is none any more, in include/net/tcp_states.h."""
 _TLS_JOIN_BYTES = 16 * 1024
 """TLS has no sendmsg: small pieces are joined up to the size of one TLS record, larger ones go alone."""
 
@@ -233,6 +241,18 @@ class Link:
             return True
         return bool(poller.poll(0))
 
+    def unacknowledged(self) -> int:
+        """How many bytes that were sent the peer's host does not have yet; 0 if the connection is broken. Only Linux
+        TCP can tell; elsewhere this is 0."""
+        if not self._tcp or self._closed or sys.platform != "linux":
+            return 0
+        with contextlib.suppress(OSError):
+            (state,) = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
+            if state != _TCP_CLOSE:
+                (count,) = struct.unpack("=i", fcntl.ioctl(self._sock, termios.TIOCOUTQ, bytes(4)))
+                return int(count)
+        return 0
+
     def finish(self) -> None:
         """Tell the peer that nothing more will be sent, after what was sent; receiving goes on."""
         with contextlib.suppress(OSError):  # The peer may be gone already.
@@ -279,6 +299,18 @@ class Link:
         if self._closed:
             return LinkClosedError(f"the link to {self.peer} was closed by this process.")
         return LinkClosedError(f"the connection to {self.peer} is broken ({error}).")
+
+
+def settle(links: Collection[Link], at_most_s: float = SETTLE_S) -> None:
+    """Return when the peers' hosts have all that was sent over these links, or the time is up.
+
+    What is still on its way when a process closes its end is lost if the peer sends something meanwhile: the kernel
+    answers that with a reset (RFC 1122, 4.2.2.13), and sends nothing again that the network has lost.
+    """
+    until, wait_s = time.monotonic() + at_most_s, 1e-4
+    while any(link.unacknowledged() for link in links) and time.monotonic() < until:
+        time.sleep(wait_s)
+        wait_s = min(2 * wait_s, 0.02)
 
 
 _links: weakref.WeakSet[Link] = weakref.WeakSet()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -76,3 +77,6 @@ def test_workers_share_the_batches_and_the_model_learns(
     for other in others:
         for own, chiefs in zip(other["job"]["weights"], chief["job"]["weights"], strict=True):
             np.testing.assert_array_equal(own, chiefs)
+        # Of an epoch in which it had no batch a worker knows nothing, and not that its loss was 0.
+        losses = other["job"]["history"]["loss"]
+        assert all(math.isnan(loss) or loss > 0 for loss in losses), losses

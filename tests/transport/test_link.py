@@ -17,7 +17,7 @@ import pytest
 
 from phalanx.errors import FrameError, LinkClosedError, LinkTimeoutError
 from phalanx.transport import link as link_module
-from phalanx.transport.link import Link, host_silence_s, skip_bytes
+from phalanx.transport.link import Link, host_silence_s, settle, skip_bytes
 from tests.transport.conftest import soon, tcp_pair, wait_until
 
 Pair = tuple[Link, Link]
@@ -245,3 +245,41 @@ def test_skip_bytes_leaves_the_rest() -> None:
     assert [bytes(piece) for piece in skip_bytes(pieces, 3)] == [b"de"]
     assert [bytes(piece) for piece in skip_bytes(pieces, 4)] == [b"e"]
     assert skip_bytes(pieces, 5) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what has not arrived")
+class TestSettling:
+    def test_it_waits_until_all_has_arrived(self) -> None:
+        a, b = (Link(sock, "peer") for sock in tcp_pair())
+        with contextlib.closing(a), contextlib.closing(b):
+            fill(a)
+            assert a.unacknowledged() > 0
+            settle([a], at_most_s=0.05)
+            assert a.unacknowledged() > 0, "nobody reads"
+            reader = threading.Thread(target=read_all, args=(b,))
+            reader.start()
+            settle([a])
+            assert a.unacknowledged() == 0
+            a.finish()
+            reader.join()
+
+    def test_a_peer_that_is_gone_is_not_waited_for(self) -> None:
+        a, b = (Link(sock, "peer") for sock in tcp_pair())
+        with contextlib.closing(a):
+            fill(a)
+            b.close()  # with unread bytes: a reset
+            wait_until(lambda: a.unacknowledged() == 0)
+            settle([a], at_most_s=60)
+
+
+def fill(link: Link) -> None:
+    """Send until neither kernel takes more."""
+    while link.try_send([memoryview(bytes(1 << 16))]):
+        pass
+
+
+def read_all(link: Link) -> None:
+    buffer = memoryview(bytearray(1 << 16))
+    with contextlib.suppress(LinkClosedError):
+        while link.wait_readable(deadline=soon()):
+            link.try_receive_into(buffer)

@@ -15,10 +15,12 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 import phalanx
+from phalanx.strategies.job import current_replica
 from tests.support.seeds import set_random_seed
 
 BATCH, EPOCHS = 128, 2
 FUNCTIONS = 10
+LAST_WORDS_BYTES = 50_000
 
 
 def strategy_of(kind: str) -> Any:
@@ -30,16 +32,27 @@ def strategy_of(kind: str) -> Any:
     return phalanx.ParameterServerStrategy()
 
 
-def add(*numbers: int) -> int:
-    return sum(numbers)
+def leave_with_much_to_say(path: Path) -> None:
+    """Rank 0 sends something that takes as long as the others need to become impatient, and leaves at once."""
+    phalanx.MultiWorkerMirroredStrategy()
+    replica = current_replica()
+    assert replica is not None
+    replica.communicator.barrier()
+    received = replica.communicator.broadcast_bytes(bytes(LAST_WORDS_BYTES))
+    phalanx.leave_job()
+    if replica.rank:
+        path.write_text(json.dumps({"whole": len(received) == LAST_WORDS_BYTES}))
 
 
 def main(path: Path, kind: str) -> None:
+    if kind == "leaving":
+        leave_with_much_to_say(path)
+        return
     set_random_seed(3)
     strategy = strategy_of(kind)
     if kind == "coordinator":
         coordinator = phalanx.coordinator.ClusterCoordinator(strategy)
-        values = [coordinator.schedule(add, args=(number, number)) for number in range(FUNCTIONS)]
+        values = [coordinator.schedule(abs, args=(-number,)) for number in range(FUNCTIONS)]
         coordinator.join()
         path.write_text(json.dumps({"values": coordinator.fetch(values)}))
         return

@@ -25,6 +25,7 @@ from tests.training.jobs import ROOT, environment
 RAIN = Weather(delay_ms=25, jitter_ms=10)
 STORM = Weather(delay_ms=50, jitter_ms=25, loss=0.01, mbits=8)
 """Between two hosts, whose packets go through two cables: 100 to 150 ms each way, 2 % lost, 1 MB/s."""
+NARROW = Weather(mbits=0.5)
 BOUND_S = 400.0
 
 
@@ -130,6 +131,12 @@ def assert_same(result: Any, expected: Any) -> None:
 @pytest.mark.timeout(600)
 def test_replicas_in_the_rain(tmp_path: Path, alone: Callable[[str], Any]) -> None:
     assert_same(train(tmp_path / "job", RAIN, "replicas", "--workers", "2", hosts=2), alone(FIRST))
+
+
+@pytest.mark.timeout(600)
+def test_the_last_words_of_who_leaves_arrive(tmp_path: Path) -> None:
+    """What the others send while they wait for them must not make the kernel forget them."""
+    assert train(tmp_path / "job", NARROW, "leaving", "--workers", "2", hosts=2) == {"whole": True}
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ from phalanx.settings import Settings
 from phalanx.transport.address import Address
 from phalanx.transport.dial import RefusedError, dial, retry_delay_s
 from phalanx.transport.handshake import Hello, Welcome
-from phalanx.transport.link import Link
+from phalanx.transport.link import Link, settle
 from phalanx.transport.listener import Listener, open_sockets
 from phalanx.transport.tls import load_tls
 from phalanx.version import __version__
@@ -372,6 +372,8 @@ class ElasticNode:
             if well:
                 self.tell(Leave())
             self._keeper.finish()
+        if well:
+            settle([*self._links.values(), self._keeper])
         self._keeper.close()
         self.listener.close()
         for link in (*self._links.values(), *self._arrived.values()):
