@@ -128,6 +128,7 @@ def assert_same(result: Any, expected: Any) -> None:
     assert np.allclose(result["weights"], expected["weights"], atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_replicas_in_the_rain(tmp_path: Path, alone: Callable[[str], Any]) -> None:
     assert_same(train(tmp_path / "job", RAIN, "replicas", "--workers", "2", hosts=2), alone(FIRST))
