@@ -127,7 +127,7 @@ def measure(link: Link) -> Line:
     Raises: LinkClosedError or LinkTimeoutError if it goes away meanwhile.
     """
     round_trip_s, clock_offset_s = fastest(lambda: _exchange(link, b""))
-    size, seconds = 0, 0.0
+    seconds = 0.0
     for size, slow_s in BULKS:
         taken_s, _ = _exchange(link, bytes(size))
         seconds = max(taken_s - round_trip_s, 1e-9)

@@ -406,11 +406,13 @@ class ServerTrainer:
         rejoin = self._merge.rejoin(server, self._epoch, steps, order_of, opened=self._opened)
         told: list[tuple[Any, Sequence[Array]]] = [(rejoin, [] if order_of < 0 or order is None else [order])]
         told += self._require_served().told()
-        if server == HEAD and self._worker.is_chief:
+        if server != HEAD:
+            return told
+        if self._worker.is_chief:
             told += self._worker.said()
-        if server == HEAD and self._reported is not None:
+        if self._reported is not None:
             told.append(self._reported)
-        if server == HEAD and self._stop_asked_in == fit:
+        if self._stop_asked_in == fit:
             told.append((Stop(fit, asks=True), []))
         return told
 

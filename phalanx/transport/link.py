@@ -26,7 +26,6 @@ import select
 import socket
 import ssl
 import struct
-import sys
 import termios
 import threading
 import time
@@ -244,7 +243,7 @@ class Link:
     def unacknowledged(self) -> int:
         """How many bytes that were sent the peer's host does not have yet; 0 if the connection is broken. Only Linux
         TCP can tell; elsewhere this is 0."""
-        if not self._tcp or self._closed or sys.platform != "linux":
+        if not self._is_known_to_kernel:
             return 0
         with contextlib.suppress(OSError):
             (state,) = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
@@ -291,9 +290,12 @@ class Link:
 
     def _host_silence_s(self) -> float:
         """As `host_silence_s`; 0.0 where that is not known."""
-        if not self._tcp or self._closed or not hasattr(socket, "TCP_INFO"):
-            return 0.0
-        return host_silence_s(self._sock)
+        return host_silence_s(self._sock) if self._is_known_to_kernel else 0.0
+
+    @property
+    def _is_known_to_kernel(self) -> bool:
+        """Whether the kernel can be asked about the connection."""
+        return self._tcp and not self._closed and hasattr(socket, "TCP_INFO")
 
     def _gone(self, error: Exception) -> LinkClosedError:
         if self._closed:

@@ -113,8 +113,7 @@ class Job:
         command = [sys.executable, "-m", "phalanx", "run", "-v", "--workers", f"{MINIMUM}:{WORKERS}"]
         command += ["--restarts", "50", "--max-restarts", "5", "--start-timeout", "120"]
         if self.network is not None:
-            hosts = ",".join(f"{self.network.address(number)}:1" for number in range(1, WORKERS + 1))
-            command += ["--hosts", hosts]
+            command += ["--hosts", self.network.slots]
             prefix, variables = self.network.launcher(self.folder)
             self._environment.update(variables)
             command = [*prefix, *command]

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +16,6 @@ from tests.chaos.invariants import Result
 from tests.chaos.job import Job, Shape, checkpoint_disk
 from tests.chaos.schedule import WORKERS, Plan
 from tests.support.network import Network
-from tests.support.weather import Weather
 
 JOB_BOUND_S = 180.0
 FAULT_BOUND_S = 60.0
@@ -71,7 +70,7 @@ def trial(folder: Path, shape: Shape, plan: Plan, reference: Result) -> Verdict:
     began = time.monotonic()
     shared = invariants.shared_names()
     with contextlib.ExitStack() as stack:
-        network = stack.enter_context(_network(plan.weather)) if plan.networked else None
+        network = stack.enter_context(Network(WORKERS, plan.weather)) if plan.networked else None
         has_disk = stack.enter_context(checkpoint_disk(folder / "checkpoints"))
         job = Job(folder, shape, network)
         stack.callback(job.close)
@@ -147,13 +146,3 @@ def pauses_s(faults: Sequence[float], activity: Sequence[tuple[float, str]]) -> 
         )
         found.append(max(pauses, default=None))
     return found
-
-
-@contextlib.contextmanager
-def _network(weather: Weather | None) -> Iterator[Network]:
-    network = Network(WORKERS, weather)
-    try:
-        network.up()
-        yield network
-    finally:
-        network.down()

@@ -98,12 +98,8 @@ def test_tasks_that_differ_all_end_with_the_code(ports: Ports, processes: Proces
 def network() -> Iterator[Network]:
     if problem := Network.problem():
         pytest.skip(problem)
-    network = Network(3)
-    try:
-        network.up()
+    with Network(3) as network:
         yield network
-    finally:
-        network.down()
 
 
 def test_hosts_of_their_own_meet_and_a_second_process_elsewhere_is_refused(

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
 from tests.support.backends import BACKENDS, FIRST
+from tests.support.commands import ROOT, finish
 
-ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 JOB_BOUND_S = 300.0
 """Against hanging only, on a machine with other work; the longest takes 15 s on two free cores."""
@@ -40,26 +39,6 @@ def environment(backend: str) -> dict[str, str]:
     }
 
 
-def finish(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> tuple[int | None, str]:
-    """A command's exit code, None if it had to be stopped, and its output."""
-    with subprocess.Popen(
-        command,
-        cwd=folder,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=JOB_BOUND_S)
-        except subprocess.TimeoutExpired:
-            process.kill()  # the workers die with their launcher
-            return None, process.communicate()[0]
-    return process.returncode, output
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     """`run("examples/digits.py", ..., workers=2, backend="jax")`: its output; it must end with exit code 0.
@@ -76,7 +55,7 @@ def run(tmp_path: Path) -> Run:
     ) -> str:
         phalanx = [] if workers is None else ["-m", "phalanx", "run", "--workers", str(workers)]
         command = [sys.executable, *phalanx, *map(str, arguments)]
-        code, output = finish(command, tmp_path, {**environment(backend), **(more or {})})
+        code, output = finish(command, {**environment(backend), **(more or {})}, folder=tmp_path, bound_s=JOB_BOUND_S)
         assert code is not None, f"{command} did not end within {JOB_BOUND_S:g} s:\n{output}"
         assert code == 0, f"{command} ended with {code}:\n{output}"
         return output

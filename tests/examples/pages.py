@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.examples.conftest import ROOT
+from tests.support.commands import ROOT
 
 _BLOCK = re.compile(
     r"(?:<!-- (?P<word>backend|not run): (?P<value>[^>]+?) -->\n)?```python\n(?P<code>.*?)^```", re.S | re.M

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.conftest import EXAMPLES, JOB_BOUND_S, Run, each_backend, environment, finish
+from tests.examples.conftest import EXAMPLES, JOB_BOUND_S, Run, each_backend, environment
 from tests.support.backends import FIRST
+from tests.support.commands import finish
 
 pytestmark = pytest.mark.timeout(700)
 
@@ -165,7 +166,9 @@ def test_a_line_that_was_killed_goes_on_from_its_backup(tmp_path: Path) -> None:
         finally:
             job.kill()  # the tasks die with their launcher, as hard
     reached = json.loads(backup.read_text())["epoch"]
-    code, said = finish([*program, "--epochs", str(reached + 50)], tmp_path, environment(FIRST))
+    code, said = finish(
+        [*program, "--epochs", str(reached + 50)], environment(FIRST), folder=tmp_path, bound_s=JOB_BOUND_S
+    )
     assert code == 0, said
     steps, slope = re.search(r"steps (\d+): y = (\S+) x", said).groups()
     assert int(steps) >= 10 * (reached + 50), "its steps are counted on from the backup's"

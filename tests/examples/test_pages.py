@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 import phalanx
-from tests.examples.conftest import EXAMPLES, JOB_BOUND_S, ROOT, environment, finish
+from tests.examples.conftest import EXAMPLES, JOB_BOUND_S, environment
 from tests.examples.pages import Program, pages, programs, shell_blocks
 from tests.support.backends import BACKENDS, FIRST
+from tests.support.commands import ROOT, finish
 
 pytestmark = pytest.mark.timeout(700)
 
@@ -45,9 +46,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
             for program in selected:
                 (folder / f"{program.name}.py").write_text(program.code)
             command = ["phalanx", "run", "--workers", "2", "-m", "tests.examples.page_runner", str(folder), *names]
-            code, output = finish(["python", "-m", *command], ROOT, environment(backend))
-            if code is None:
-                output += "\nstopped by the test: it took too long"
+            _, output = finish(["python", "-m", *command], environment(backend), bound_s=JOB_BOUND_S)
             (folder / "output").write_text(output)
         return folders[backend]
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.training.jobs import ROOT, _die_with_parent, environment
+from tests.support.commands import finish
+from tests.training.jobs import environment
 
 CASES = Path(__file__).parent / "cases"
 BOUND_S = 170.0
@@ -43,25 +43,14 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str, in
 def _run(framework: str, backend: str, world_size: int, folder: Path) -> tuple[Outcome, str]:
     names = names_of(framework)
     run = [sys.executable, "-m", "phalanx", "run", "-np", str(world_size)]
-    with subprocess.Popen(
+    code, output = finish(
         [*run, "-m", "tests.horovod.worker", framework, str(folder), *names],
-        cwd=ROOT,
-        env=environment(backend, folder.parent / "compiled") | {"PHALANX_TIMEOUT": "60"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        preexec_fn=_die_with_parent,
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=BOUND_S)
-        except subprocess.TimeoutExpired:
-            process.kill()  # the ranks die with their launcher
-            output = process.communicate()[0] + "\nstopped by the test: it took too long"
+        environment(backend, folder.parent / "compiled") | {"PHALANX_TIMEOUT": "60"},
+        bound_s=BOUND_S,
+    )
     found: Outcome = {}
     for name in names:
         paths = [folder / f"{name}.{rank}" for rank in range(world_size)]
         if all(path.exists() for path in paths):
             found[name] = [path.read_text() for path in paths]
-    return found, f"{output}\nexit code {process.returncode}"
+    return found, f"{output}\nexit code {code}"

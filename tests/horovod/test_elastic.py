@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,8 @@ import numpy as np
 import pytest
 
 from tests.support.backends import BACKENDS, FIRST
-from tests.training.jobs import ROOT, _die_with_parent, environment
+from tests.support.commands import ROOT, finish
+from tests.training.jobs import environment
 
 PROGRAMS = Path(__file__).parent / "elastic"
 BOUND_S = 200.0
@@ -26,25 +26,14 @@ def run(folder: Path, program: str, backend: str, *arguments: str) -> tuple[list
     """Run an elastic job to its end: what its processes noted, life by life, and what it printed."""
     events = folder / "events"
     events.mkdir()
-    with subprocess.Popen(
+    code, output = finish(
         [sys.executable, "-m", "phalanx", "run", "-v", *arguments, str(PROGRAMS / program), str(events)],
-        cwd=ROOT,
-        env=environment(backend, folder / "compiled") | {"PHALANX_TIMEOUT": "60", "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        preexec_fn=_die_with_parent,
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=BOUND_S)
-        except subprocess.TimeoutExpired:
-            process.kill()  # its workers die with it
-            output = process.communicate()[0] + "\nstopped by the test: it took too long"
+        environment(backend, folder / "compiled") | {"PHALANX_TIMEOUT": "60", "PYTHONPATH": str(ROOT)},
+        bound_s=BOUND_S,
+    )
     found = [json.loads(line) for log in sorted(events.glob("*.log")) for line in log.read_text().splitlines()]
     story = output + "\n" + "\n".join(map(json.dumps, found))
-    assert process.returncode == 0, story
+    assert code == 0, story
     return found, story
 
 

@@ -22,7 +22,8 @@ from phalanx.training.checkpoints import Checkpoints, read
 from tests.parameter_server.tasks import Tasks
 from tests.supervision.models import STEPS, make_data, make_model
 from tests.support.backends import BACKENDS, FIRST
-from tests.training.jobs import ROOT, environment
+from tests.support.commands import ROOT, finish
+from tests.training.jobs import environment
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -32,23 +33,13 @@ PROGRAM = "tests.supervision.program"
 
 def launch(
     folder: Path, *arguments: object, backend: str = FIRST, more: dict[str, str] | None = None
-) -> tuple[int, str]:
+) -> tuple[int | None, str]:
     """`phalanx run` of the program; its exit code and output."""
-    with subprocess.Popen(
+    return finish(
         [sys.executable, "-m", "phalanx", "run", *map(str, arguments)],
-        cwd=ROOT,
-        env={**environment(backend, folder.parent / "compiled"), "PHALANX_TIMEOUT": "60", **(more or {})},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=BOUND_S)
-        except subprocess.TimeoutExpired:
-            process.kill()  # the tasks die with their launcher
-            pytest.fail(f"it took too long:\n{process.communicate()[0]}")
-    return process.returncode, output
+        {**environment(backend, folder.parent / "compiled"), "PHALANX_TIMEOUT": "60", **(more or {})},
+        bound_s=BOUND_S,
+    )
 
 
 def noted(folder: Path, name: str) -> list[Any]:

@@ -7,14 +7,15 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from tests.support.weather import Weather, carry, tap
+from tests.support.weather import Weather, carry
 
 NOBODY = "02:00:00:00:00:01"
 """A hardware address that no interface has: what is sent to it is lost without a word."""
 
 
 class Network:
-    """Network namespaces on one bridge: hosts 10.77.<n>.1, 10.77.<n>.2, ...; this machine is 10.77.<n>.254.
+    """Network namespaces on one bridge: hosts 10.77.<n>.1, 10.77.<n>.2, ...; this machine is 10.77.<n>.254. They are
+    there within a `with`.
 
     Args:
         weather: what frames meet on the cable between each host and the bridge.
@@ -31,22 +32,30 @@ class Network:
         """Why it cannot be made here; empty if it can."""
         if shutil.which("ip") is None or os.geteuid() != 0:
             return "network namespaces need the ip command and root"
-        network = Network(1, weather)
         try:
-            network.up()
+            with Network(1, weather):
+                return ""
         except subprocess.CalledProcessError as error:
             return f"network namespaces cannot be made here: {error.stderr.decode().strip()}"
         except OSError as error:
             return f"TAP devices cannot be made here: {error}"
-        finally:
-            network.down()
-        return ""
 
-    def up(self) -> None:
+    def __enter__(self) -> Network:
+        try:
+            self._up()
+        except BaseException:
+            self._down()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._down()
+
+    def _up(self) -> None:
         self._run("link", "add", self.name, "type", "bridge")
         self._run("addr", "add", f"{self.address(254)}/24", "dev", self.name)
         self._run("link", "set", self.name, "up")
-        cables = self._cables()
+        self._lay_cables()
         for host in range(1, self._hosts + 1):
             space, outer, inner = self.space(host), self._outer(host), self._inner(host)
             self._run("netns", "add", space)
@@ -55,19 +64,17 @@ class Network:
             self._run("-n", space, "addr", "add", f"{self.address(host)}/24", "dev", inner)
             self._run("-n", space, "link", "set", inner, "up")
             self._run("-n", space, "link", "set", "lo", "up")
-        if self._weather is not None:
-            self._carrier = carry(self._weather, cables)
 
-    def _cables(self) -> list[tuple[int, int]]:
-        """One for each host; those that the kernel carries have no file descriptors."""
+    def _lay_cables(self) -> None:
+        """One for each host, whose both ends are still on this machine."""
         ends = [(self._outer(host), self._inner(host)) for host in range(1, self._hosts + 1)]
         if self._weather is not None:
-            return [(tap(outer), tap(inner)) for outer, inner in ends]
+            self._carrier = carry(self._weather, ends)
+            return
         for outer, inner in ends:
             self._run("link", "add", outer, "type", "veth", "peer", "name", inner)
-        return []
 
-    def down(self) -> None:
+    def _down(self) -> None:
         if self._carrier is not None:
             self._carrier.kill()
             self._carrier.wait()
@@ -84,6 +91,11 @@ class Network:
 
     def prefix(self, host: int) -> list[str]:
         return ["ip", "netns", "exec", self.space(host)]
+
+    @property
+    def slots(self) -> str:
+        """For `phalanx run --hosts`: all hosts, one task on each."""
+        return ",".join(f"{self.address(host)}:1" for host in range(1, self._hosts + 1))
 
     def launcher(self, folder: Path) -> tuple[list[str], dict[str, str]]:
         """To run `phalanx run --hosts` with these hosts: what its command starts with, and variables it needs.

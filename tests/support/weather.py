@@ -1,6 +1,6 @@
 """Bad networks: a cable whose frames are late, lost, or wait in a line. What `tc netem` does, for kernels without it.
 
-    python -m tests.support.weather DELAY_MS JITTER_MS LOSS MBITS FD:FD...
+    python -m tests.support.weather DELAY_MS JITTER_MS LOSS MBITS FD FD ...
 
 carries frames between the two ends of each cable, which are file descriptors of TAP devices, until it is killed.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import heapq
+import itertools
 import os
 import random
 import selectors
@@ -17,10 +18,11 @@ import struct
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 
-ROOT = Path(__file__).parents[2]
+from tests.support.commands import ROOT, die_with_parent
+
 TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
 FRAME_BYTES = 65_536
 LINE_S = 1.0
@@ -42,9 +44,6 @@ class Weather:
     loss: float = 0.0
     mbits: float = 0.0
 
-    def __str__(self) -> str:
-        return f"{self.delay_ms:g} ms + {self.jitter_ms:g} ms, {self.loss:.0%} lost, {self.mbits or 'any'} Mbit/s"
-
 
 def tap(name: str) -> int:
     """Make a TAP device of this name, as long as the file descriptor is open."""
@@ -57,19 +56,20 @@ def tap(name: str) -> int:
     return descriptor
 
 
-def carry(weather: Weather, cables: list[tuple[int, int]]) -> subprocess.Popen[bytes]:
-    """Start the process that is the weather; it takes the file descriptors over."""
-    numbers = [weather.delay_ms, weather.jitter_ms, weather.loss, weather.mbits]
-    descriptors = [descriptor for cable in cables for descriptor in cable]
-    process = subprocess.Popen(
-        [sys.executable, "-m", __name__, *map(str, numbers), *(f"{one}:{other}" for one, other in cables)],
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        pass_fds=descriptors,
-    )
-    for descriptor in descriptors:
-        os.close(descriptor)
-    return process
+def carry(weather: Weather, cables: Sequence[tuple[str, str]]) -> subprocess.Popen[bytes]:
+    """Make cables between TAP devices of these names, and start the process that is their weather and has them."""
+    with contextlib.ExitStack() as stack:
+        ends = []
+        for name in itertools.chain.from_iterable(cables):
+            ends.append(tap(name))
+            stack.callback(os.close, ends[-1])
+        return subprocess.Popen(
+            [sys.executable, "-m", __name__, *map(str, [*astuple(weather), *ends])],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            pass_fds=ends,
+            preexec_fn=die_with_parent,
+        )
 
 
 class Way:
@@ -93,10 +93,10 @@ class Way:
         return self._last_at
 
 
-def main(delay_ms: float, jitter_ms: float, loss: float, mbits: float, cables: list[tuple[int, int]]) -> None:
-    weather, chance = Weather(delay_ms, jitter_ms, loss, mbits), random.Random(1)
+def main(weather: Weather, ends: Sequence[int]) -> None:
+    chance = random.Random(1)
     selector = selectors.DefaultSelector()
-    for one, other in cables:
+    for one, other in zip(ends[::2], ends[1::2], strict=True):
         selector.register(one, selectors.EVENT_READ, Way(weather, other, chance))
         selector.register(other, selectors.EVENT_READ, Way(weather, one, chance))
     on_their_way: list[tuple[float, int, int, bytes]] = []
@@ -129,5 +129,4 @@ def _write(descriptor: int, frame: bytes) -> None:
 
 
 if __name__ == "__main__":
-    ends = [tuple(map(int, cable.split(":"))) for cable in sys.argv[5:]]
-    main(*map(float, sys.argv[1:5]), ends)  # type: ignore[arg-type]
+    main(Weather(*map(float, sys.argv[1:5])), [int(descriptor) for descriptor in sys.argv[5:]])

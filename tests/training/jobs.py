@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
-import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+from tests.support.commands import ROOT, finish
+
 START_BOUND_S = 90.0
 SCENARIO_BOUND_S = 30.0
 """Against hanging only; a scenario takes about a second on a free core."""
@@ -53,29 +50,9 @@ def run_scenarios(folder: Path, table: str, backend: str, world_size: int, names
     else:
         run = ["-m", "phalanx", "run", "--workers", str(world_size), "--backend", backend]
         command = [sys.executable, *run, *module, "job", table, str(folder), *names]
-    # The launcher may not outlive this process, whatever ends it, and the workers die with their launcher.
-    with subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment(backend, folder.parent / "compiled"),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        preexec_fn=_die_with_parent,
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=START_BOUND_S + SCENARIO_BOUND_S * len(names))
-        except subprocess.TimeoutExpired:
-            process.kill()  # the workers die with their launcher
-            output = process.communicate()[0] + "\nstopped by the test: it took too long"
-    return Findings(folder, world_size, f"{output}\nexit code {process.returncode}")
-
-
-def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    bound_s = START_BOUND_S + SCENARIO_BOUND_S * len(names)
+    code, output = finish(command, environment(backend, folder.parent / "compiled"), bound_s=bound_s)
+    return Findings(folder, world_size, f"{output}\nexit code {code}")
 
 
 def environment(backend: str, cache: Path) -> dict[str, str]:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.backends import FIRST
+from tests.support.commands import ROOT, die_with_parent
 from tests.support.traces import ROUNDING_US, Events, named, names_of_processes, names_of_tracks, read
-from tests.training.jobs import ROOT, _die_with_parent, environment
+from tests.training.jobs import environment
 
 BOUND_S = 120.0
 STEPS = 16
@@ -28,7 +29,7 @@ def run(folder: Path, *arguments: str) -> tuple[Events, int]:
         capture_output=True,
         text=True,
         timeout=BOUND_S,
-        preexec_fn=_die_with_parent,
+        preexec_fn=die_with_parent,
     )
     assert path.exists(), done.stdout + done.stderr
     return read(path), done.returncode

@@ -1,6 +1,6 @@
-"""Trains on digits with replicas or with servers, and writes down the losses and the weights.
+"""Trains on digits with replicas or with servers, schedules functions, or leaves, and writes down what came of it.
 
-program.py RESULT replicas|synchronous|asynchronous|coordinator
+program.py RESULT replicas|synchronous|asynchronous|coordinator|leaving
 """
 
 from __future__ import annotations

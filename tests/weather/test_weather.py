@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +16,10 @@ from tests.chaos.job import Shape
 from tests.chaos.schedule import Fault, Kind, Plan
 from tests.chaos.trial import trial, undisturbed
 from tests.support.backends import BACKENDS, FIRST
+from tests.support.commands import finish
 from tests.support.network import Network
 from tests.support.weather import LINE_S, Way, Weather
-from tests.training.jobs import ROOT, environment
+from tests.training.jobs import environment
 
 RAIN = Weather(delay_ms=25, jitter_ms=10)
 STORM = Weather(delay_ms=50, jitter_ms=25, loss=0.01, mbits=8)
@@ -60,38 +59,18 @@ def test_a_cable_carries_so_much_in_a_second_and_no_endless_line() -> None:
 # Jobs.
 
 
-@contextlib.contextmanager
-def network(hosts: int, weather: Weather) -> Iterator[Network]:
-    if problem := Network.problem(weather):
-        pytest.skip(problem)
-    made = Network(hosts, weather)
-    try:
-        made.up()
-        yield made
-    finally:
-        made.down()
-
-
 def run(folder: Path, weather: Weather, *arguments: str, backend: str = FIRST, hosts: int = 2) -> str:
     """`phalanx run` of a job with a host for each task, which has to succeed; what it wrote."""
-    with network(hosts, weather) as made:
-        prefix, variables = made.launcher(folder)
-        names = ",".join(f"{made.address(number)}:1" for number in range(1, hosts + 1))
-        with subprocess.Popen(
-            [*prefix, sys.executable, "-m", "phalanx", "run", "--hosts", names, *arguments],
-            cwd=ROOT,
-            env={**environment(backend, folder.parent / "compiled"), **variables},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        ) as process:
-            try:
-                output, _ = process.communicate(timeout=BOUND_S)
-            except subprocess.TimeoutExpired:
-                process.terminate()
-                pytest.fail(f"it took too long:\n{process.communicate()[0]}")
-    assert process.returncode == 0, output
+    if problem := Network.problem(weather):
+        pytest.skip(problem)
+    with Network(hosts, weather) as network:
+        prefix, variables = network.launcher(folder)
+        code, output = finish(
+            [*prefix, sys.executable, "-m", "phalanx", "run", "--hosts", network.slots, *arguments],
+            {**environment(backend, folder.parent / "compiled"), **variables},
+            bound_s=BOUND_S,
+        )
+    assert code == 0, output
     return output
 
 
@@ -110,13 +89,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     def result(backend: str) -> Any:
         if backend not in found:
             path = tmp_path_factory.mktemp(backend) / "result.json"
-            subprocess.run(
-                [sys.executable, "-m", "tests.weather.program", str(path), "replicas"],
-                cwd=ROOT,
-                env=environment(backend, path.parent),
-                check=True,
-                timeout=BOUND_S,
-            )
+            program = [sys.executable, "-m", "tests.weather.program", str(path), "replicas"]
+            code, output = finish(program, environment(backend, path.parent), bound_s=BOUND_S)
+            assert code == 0, output
             found[backend] = json.loads(path.read_text())
         return found[backend]
 

@@ -1,0 +1,43 @@
+"""Runs a command to its end, or to a bound."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+
+
+def finish(
+    command: Sequence[str], environment: Mapping[str, str], *, bound_s: float, folder: Path = ROOT
+) -> tuple[int | None, str]:
+    """A command's exit code, None if it took longer than `bound_s` and was killed, and what it wrote, which then says
+    so. It does not outlive this process, whatever ends it, and the tasks of a job die with their launcher."""
+    with subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        preexec_fn=die_with_parent,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=bound_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return None, process.communicate()[0] + "\nstopped by the test: it took too long"
+    return process.returncode, output
+
+
+def die_with_parent() -> None:
+    """In a new process, before its program: let the kernel kill it when the thread that made it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
