@@ -9,45 +9,21 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
-from keras.src.utils import module_utils
 
+from phalanx.backends.descriptions import twin_of
 from phalanx.errors import ConfigurationError, UnsupportedError
 
 Array = np.ndarray[Any, Any]
 
 _OF_WHOLE_VARIABLES = ("Lamb", "Muon")
 """Optimizers that look at a variable as a whole: at its norm, at its rows and columns."""
-
-
-def description_of(thing: Any) -> str:
-    """Keras's description of an optimizer or a constraint, as JSON, from which any backend makes its own."""
-    with _without_tensorflow():
-        described = keras.saving.serialize_keras_object(thing)
-    if described.get("module", "").startswith("keras.src.backend."):  # that of this process
-        described |= {"module": "keras.optimizers", "registered_name": None}
-    return json.dumps(described)
-
-
-@contextmanager
-def _without_tensorflow() -> Iterator[None]:
-    """Keras asks of all that it describes whether TensorFlow has made it, and imports TensorFlow for that, which takes
-    seconds of a job's start. What was not imported has made nothing."""
-    lazy, answer = module_utils.tensorflow, module_utils.tensorflow._available
-    if "tensorflow" not in sys.modules:
-        lazy._available = False
-    try:
-        yield
-    finally:
-        lazy._available = answer
 
 
 class Piece(NamedTuple):
@@ -163,8 +139,7 @@ def slots_of_model(optimizer: Any, variables: Sequence[Any]) -> tuple[Slot, ...]
 
     Raises: UnsupportedError if Keras's description of the optimizer leaves out an argument.
     """
-    with _without_tensorflow():
-        twin = type(optimizer).from_config(optimizer.get_config())
+    twin = twin_of(optimizer)
     slots = build_noting_slots(twin, variables)
     untold = [name for name, value in _plain_attributes(optimizer).items() if vars(twin).get(name, value) != value]
     if untold:

@@ -11,7 +11,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from phalanx.backends.updater import Slot, check_optimizer, clipped, clips_by_norm, description_of, slots_of_model
+from phalanx.backends.descriptions import configuration_of, description_of
+from phalanx.backends.updater import Slot, check_optimizer, clipped, clips_by_norm, slots_of_model
 from phalanx.errors import UnsupportedError
 from phalanx.launcher import progress
 from phalanx.parameter_server.client import HEAD, Placed
@@ -186,7 +187,7 @@ class Served:
 
     def _facts_of_optimizer(self) -> dict[str, Any]:
         """What only the servers change, by name: arguments and variables, but the learning rate."""
-        facts = {name: value for name, value in self.optimizer.get_config().items() if name != "learning_rate"}
+        facts = {name: value for name, value in configuration_of(self.optimizer).items() if name != "learning_rate"}
         for slot, variable in zip(self.slots, self.optimizer.variables, strict=True):
             if slot != Slot(-1, "learning_rate") and slot.variable not in self.tables:
                 facts[variable.path] = checksum(to_host(variable))

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from phalanx.backends.descriptions import configuration_of
 from phalanx.backends.model_state import optimizers
 from phalanx.errors import DisagreementError
 from phalanx.training.agreement import tell_method
@@ -52,7 +53,7 @@ def _facts(model: Any, call: FitArguments) -> dict[str, str]:
 def _settings(thing: Any) -> dict[str, Any]:
     """The plain values among those that an object of Keras was made with; none, if it does not tell."""
     try:
-        told = thing.get_config()
+        told = configuration_of(thing)
     except (NotImplementedError, TypeError, ValueError, AttributeError):
         return {}
     return {k: v for k, v in told.items() if isinstance(v, _PLAIN) and k not in _NOT_COMPARED}

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.support.backends import BACKENDS
-from tests.training.jobs import ROOT
+from tests.support.commands import ROOT, finish
 
 PROGRAM = """
 import sys
 import keras
 import numpy as np
 from phalanx.backends import make_updater
-from phalanx.backends.updater import Piece, description_of, slots_of_model
+from phalanx.backends.descriptions import configuration_of, description_of
+from phalanx.backends.updater import Piece, slots_of_model
 
 variable = keras.Variable(np.zeros((3, 4), "float32"))
 optimizer = keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.8), momentum=0.9)
@@ -24,19 +25,47 @@ optimizer.build([variable])
 constraint = description_of(keras.constraints.NonNeg())
 updater = make_updater(description_of(optimizer), [Piece("v", np.zeros((3, 4), "float32"), constraint, True)])
 assert updater.slots == slots_of_model(optimizer, [variable])
+scaled = keras.optimizers.LossScaleOptimizer(optimizer)
+for thing in optimizer, scaled, keras.losses.Huber(), keras.metrics.MeanMetricWrapper(keras.losses.mean_squared_error):
+    assert configuration_of(thing) == configuration_of(thing)
 assert "tensorflow" not in sys.modules
 import tensorflow
-from keras.src.utils import module_utils
-assert module_utils.tensorflow.available
+from keras.src.saving import serialization_lib
+assert serialization_lib.tf.available
 """
 
 
-@pytest.mark.skipif(not {"jax", "tensorflow"} <= set(BACKENDS), reason="needs JAX, and TensorFlow beside it")
+TRAINING = """
+import sys
+import keras
+import numpy as np
+import phalanx
+
+x, y = np.ones((8, 3), "float32"), np.ones(8, "float32")
+with phalanx.MultiWorkerMirroredStrategy().scope():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(0.1, 10)), keras.losses.Huber())
+model.fit(x, y, batch_size=4, verbose=0)
+assert "tensorflow" not in sys.modules
+"""
+
+beside_tensorflow = pytest.mark.skipif(
+    not {"jax", "tensorflow"} <= set(BACKENDS), reason="needs JAX, and TensorFlow beside it"
+)
+
+
+@beside_tensorflow
 def test_tensorflow_is_not_imported_to_describe_an_optimizer_on_jax() -> None:
-    subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        cwd=ROOT,
-        env={**os.environ, "KERAS_BACKEND": "jax", "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"},
-        timeout=120,
-        check=True,
-    )
+    _run(["-c", PROGRAM])
+
+
+@beside_tensorflow
+def test_tensorflow_is_not_imported_to_compare_what_ranks_were_told(tmp_path: Path) -> None:
+    (tmp_path / "training.py").write_text(TRAINING)
+    _run(["-m", "phalanx", "run", "--workers", "2", str(tmp_path / "training.py")])
+
+
+def _run(arguments: list[str]) -> None:
+    environment = {**os.environ, "KERAS_BACKEND": "jax", "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    code, output = finish([sys.executable, *arguments], environment, bound_s=120)
+    assert code == 0, output

@@ -313,7 +313,8 @@ def test_updates_that_were_lost_count_for_schedules() -> None:
     import numpy as np
 
     from phalanx.backends import make_updater
-    from phalanx.backends.updater import Piece, description_of
+    from phalanx.backends.descriptions import description_of
+    from phalanx.backends.updater import Piece
 
     decay = keras.optimizers.schedules.ExponentialDecay(1.0, 10, 0.5, staircase=True)
     updater = make_updater(

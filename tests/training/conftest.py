@@ -19,25 +19,22 @@ def findings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     The test module has SCENARIOS, and TABLE: the name of the module that a worker finds them in.
     """
     scenarios = request.module.SCENARIOS
-    selected: dict[str, list[str]] = {}
+    selected: dict[tuple[str, int], dict[str, None]] = {}  # in order, each once
     for item in request.session.items:
         parameters = getattr(getattr(item, "callspec", None), "params", {})
-        if item.module is request.module and {"backend", "scenario"} <= parameters.keys():
-            names = selected.setdefault(parameters["backend"], [])
-            if parameters["scenario"] not in names:
-                names.append(parameters["scenario"])
+        if item.module is request.module and {"backend", "world_size", "scenario"} <= parameters.keys():
+            backend, name = parameters["backend"], parameters["scenario"]
+            selected.setdefault((backend, parameters["world_size"]), {})[name] = None
+            if scenarios[name].has_reference:
+                selected.setdefault((backend, 1), {})[name] = None
     base = Path(tmp_path_factory.mktemp("jobs"))
     finished: dict[tuple[str, int], Findings] = {}
 
     def of(backend: str, world_size: int) -> Findings:
-        if (backend, world_size) not in finished:
-            names = [
-                name
-                for name in selected[backend]
-                if (scenarios[name].has_reference if world_size == 1 else world_size in scenarios[name].worlds)
-            ]
+        job = (backend, world_size)
+        if job not in finished:
             folder = base / f"{backend}-{world_size}"
-            finished[backend, world_size] = run_scenarios(folder, request.module.TABLE, backend, world_size, names)
-        return finished[backend, world_size]
+            finished[job] = run_scenarios(folder, request.module.TABLE, backend, world_size, [*selected[job]])
+        return finished[job]
 
     return of
