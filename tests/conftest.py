@@ -59,6 +59,8 @@ CI_SCENARIOS_OF_ONE_BACKEND = """
 
 
 CI_SERVER_CASES = "alone_in_pieces_clipped alone_with_own_train_step synchronous_in_pieces_clipped asynchronous"
+SLOW_SERVER_CASES = "asynchronous_in_bfloat16 asynchronous_with_a_schedule asynchronous_looked_at alone_in_float64"
+"""Another case, exact or in another way, runs the same code."""
 
 
 CI_ON_ONE_BACKEND = (
@@ -89,7 +91,8 @@ def _is_for_later(item: pytest.Item) -> bool:
     if "/examples/" in str(item.path):
         return not item.name.startswith(CI_EXAMPLES)
     if "/parameter_server/test_training" in str(item.path):
-        return not on_first and parameters["name"] not in CI_SERVER_CASES.split()
+        name = parameters["name"]
+        return name in SLOW_SERVER_CASES.split() if on_first else name not in CI_SERVER_CASES.split()
     if {"backend", "world_size", "scenario"} <= parameters.keys():
         of_two = parameters["world_size"] == 2
         if of_two and "/strategies/" in str(item.path):

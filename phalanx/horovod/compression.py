@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 
 class NoneCompressor:
     """Leaves arrays as they are."""
@@ -46,7 +48,8 @@ class Compression:
 
 def _cast(tensor: Any, dtype: Any) -> Any:
     if hasattr(tensor, "astype"):
-        return tensor.astype(dtype)
+        with np.errstate(over="ignore"):  # infinite gradients are the business of who scales the loss
+            return tensor.astype(dtype)
     import keras  # a tensor of TensorFlow or PyTorch, in a Keras program
 
     name = dtype if isinstance(dtype, str) else keras.backend.standardize_dtype(dtype)

@@ -22,6 +22,10 @@ _REDUCE_OPS = {
 }
 
 
+_OF_ZEROS = (Op.AVERAGE, Op.SUM, Op.ADASUM)
+"""Where zeros change nothing but the average."""
+
+
 @dataclass(slots=True)
 class Part:
     """What this rank brings to an operation, and gets from it.
@@ -48,7 +52,8 @@ def execute(communicator: Communicator, requests: Sequence[Request], parts: Sequ
     """
     kind = requests[0].kind
     if kind == Kind.ALLREDUCE:
-        _allreduce(communicator, requests, parts)
+        with np.errstate(all="ignore"):  # what overflows on one rank must not end the operation there alone
+            _allreduce(communicator, requests, parts)
     elif kind == Kind.BROADCAST:
         _broadcast(communicator, requests, parts)
     elif kind != Kind.BARRIER:
@@ -59,7 +64,8 @@ def execute(communicator: Communicator, requests: Sequence[Request], parts: Sequ
         elif kind == Kind.ALLTOALL:
             part.result = _alltoall(communicator, part)
         else:
-            part.result = [_reducescatter(communicator, array, requests[0]) for array in part.arrays]
+            with np.errstate(all="ignore"):
+                part.result = [_reducescatter(communicator, array, requests[0]) for array in part.arrays]
 
 
 def share_of_rows(rows: int, size: int) -> list[int]:
@@ -72,36 +78,76 @@ def share_of_rows(rows: int, size: int) -> list[int]:
 
 
 def _allreduce(communicator: Communicator, requests: Sequence[Request], parts: Sequence[Part | None]) -> None:
+    op, prescale, postscale = Op(requests[0].op), requests[0].prescale, requests[0].postscale
     arrays: list[Array] = []
     outs: list[Array] = []
     for request, part in zip(requests, parts, strict=True):
         if part is None:
-            zeros = [
-                np.zeros(shape, dtype_of(name)) for name, shape in zip(request.dtypes, request.shapes, strict=True)
+            made_up = [
+                _neutral(op, dtype_of(name), shape) for name, shape in zip(request.dtypes, request.shapes, strict=True)
             ]
-            arrays += zeros
-            outs += zeros
+            arrays += made_up
+            outs += made_up
         else:
             part.result = (
                 list(part.outs) if part.outs is not None else [np.empty(a.shape, a.dtype) for a in part.arrays]
             )
-            arrays += part.arrays
+            arrays += part.arrays if op in _OF_ZEROS else [_scaled(array, prescale) for array in part.arrays]
             outs += part.result
-    op, prescale, postscale = Op(requests[0].op), requests[0].prescale, requests[0].postscale
     if op is Op.ADASUM:
         adasum.adasum(communicator, [_scaled(array, prescale) for array in arrays], outs)
-    elif op is Op.AVERAGE and prescale == 1.0 and all(is_float(array.dtype) for array in arrays):
-        communicator.all_reduce(arrays, ReduceOp.MEAN, out=outs)
-    elif op in (Op.AVERAGE, Op.SUM):
+    elif op is Op.AVERAGE and all(is_float(array.dtype) for array in arrays):
+        if prescale == 1.0:
+            communicator.all_reduce(arrays, ReduceOp.MEAN, out=outs)
+        else:
+            communicator.all_reduce(arrays, ReduceOp.SUM, scale=[prescale] * len(arrays), out=outs)
+            postscale /= communicator.world_size
+    elif op is Op.AVERAGE:
+        sums = communicator.all_reduce([_widened(_scaled(array, prescale)) for array in arrays], ReduceOp.SUM)
+        for out, total in zip(outs, sums, strict=True):
+            out[...] = _divided(total, communicator.world_size)
+    elif op is Op.SUM:
         scales = [prescale if is_float(array.dtype) else 1.0 for array in arrays]
         arrays = [array if is_float(array.dtype) else _scaled(array, prescale) for array in arrays]
         communicator.all_reduce(arrays, ReduceOp.SUM, scale=scales if prescale != 1.0 else 1.0, out=outs)
-        postscale /= communicator.world_size if op is Op.AVERAGE else 1
     else:
-        communicator.all_reduce([_scaled(array, prescale) for array in arrays], _REDUCE_OPS[op], out=outs)
+        communicator.all_reduce(arrays, _REDUCE_OPS[op], out=outs)
     if postscale != 1.0:
         for out in outs:
             out[...] = _scaled(out, postscale)
+
+
+def _neutral(op: Op, dtype: np.dtype[Any], shape: Sequence[int]) -> Array:
+    """What a rank that has joined brings: zeros to sums and averages, and to the others what changes nothing."""
+    value: Any = 0
+    if op is Op.PRODUCT:
+        value = 1
+    elif op in (Op.MIN, Op.MAX):
+        if is_float(dtype):
+            value = np.inf if op is Op.MIN else -np.inf
+        elif dtype == np.bool_:
+            value = op is Op.MIN
+        else:
+            limits = np.iinfo(dtype)
+            value = limits.max if op is Op.MIN else limits.min
+    return np.full(shape, value, dtype)
+
+
+def _widened(array: Array) -> Array:
+    """Integers with room for their sum."""
+    if is_float(array.dtype):
+        return array
+    return array.astype(np.uint64 if array.dtype.kind == "u" else np.int64, copy=False)
+
+
+def _divided(array: Array, count: int) -> Array:
+    """The array by a number of ranks; integers are cut off."""
+    if is_float(array.dtype):
+        return _scaled(array, 1 / count)
+    if count == 1:
+        return array
+    quotients: Array = np.sign(array) * (np.abs(array) // np.asarray(count, array.dtype))
+    return quotients
 
 
 def _reducescatter(communicator: Communicator, array: Array, request: Request) -> Array:
@@ -110,16 +156,18 @@ def _reducescatter(communicator: Communicator, array: Array, request: Request) -
     That one wants equal shares.
     """
     counts = share_of_rows(array.shape[0], communicator.world_size)
-    array = np.ascontiguousarray(_scaled(array, request.prescale))
+    given, array = array.dtype, _scaled(array, request.prescale)
+    if request.op == Op.AVERAGE:
+        array = _widened(array)
+    array = np.ascontiguousarray(array)
     rows = communicator.all_to_all(np.split(array, np.cumsum(counts)[:-1]))
     out = np.empty(rows[0].shape, array.dtype)
     if out.size:
         wire = wire_dtype(array.dtype)
-        with np.errstate(all="ignore"):
-            flat = [row.reshape(-1).astype(wire, copy=False) for row in rows]
-            merge_rows(flat, out.reshape(-1), _REDUCE_OPS[Op(request.op)])
-    average = 1 / communicator.world_size if request.op == Op.AVERAGE else 1
-    return _scaled(out, request.postscale * average)
+        flat = [row.reshape(-1).astype(wire, copy=False) for row in rows]
+        merge_rows(flat, out.reshape(-1), _REDUCE_OPS[Op(request.op)])
+    average = communicator.world_size if request.op == Op.AVERAGE else 1
+    return _scaled(_divided(out, average), request.postscale).astype(given, copy=False)
 
 
 def _scaled(array: Array, factor: float) -> Array:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from phalanx.errors import ConfigurationError
 from phalanx.horovod import operations
 from phalanx.horovod.compression import Compression
 from phalanx.horovod.operations import Average, Pending, check_op
@@ -17,6 +18,25 @@ from phalanx.horovod.process_sets import ProcessSet, global_process_set
 from phalanx.horovod.request import Array, Op
 
 Tensor = Any
+
+
+def check_kept(array: Array, dtype: str) -> None:
+    """Integers that JAX cuts to 32 bits must fit there.
+
+    Args:
+        dtype: of the tensor that was made of the array.
+
+    Raises: ConfigurationError if a value does not.
+    """
+    if array.dtype.kind not in "iu" or dtype == array.dtype.name or not array.size:
+        return
+    limits = np.iinfo(dtype)
+    if array.max() > limits.max or array.min() < limits.min:
+        raise ConfigurationError(
+            f"A result of {array.dtype.name} has values that do not fit in {dtype}, which JAX makes of it. Call "
+            f'jax.config.update("jax_enable_x64", True) at the start of the program, or pass NumPy arrays to the '
+            f"functions of phalanx.horovod."
+        )
 
 
 class Interface:

@@ -16,7 +16,7 @@ import numpy as np
 from phalanx.errors import ConfigurationError, UnsupportedError
 from phalanx.horovod import elastic, names, operations, steps
 from phalanx.horovod.compression import Compression
-from phalanx.horovod.interface import Interface, poll, synchronize
+from phalanx.horovod.interface import Interface, check_kept, poll, synchronize
 from phalanx.horovod.names import *  # noqa: F403
 from phalanx.horovod.operations import Average, barrier, check_op, join
 from phalanx.horovod.process_sets import ProcessSet, global_process_set
@@ -34,7 +34,9 @@ def _to_host(tensor: Any) -> Array:
 
 
 def _from_host(array: Array) -> Any:
-    return jnp.array(array)  # a copy: JAX must own what it computes with
+    tensor = jnp.array(array)  # a copy: JAX must own what it computes with
+    check_kept(array, tensor.dtype.name)
+    return tensor
 
 
 _interface = Interface(_to_host, _from_host)

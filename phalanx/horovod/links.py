@@ -1,7 +1,8 @@
 """Links among some members of a job, for a process set of their own.
 
 A link serves one communicator at a time, so a process set has links beside those of the whole job. Each member offers
-a purpose on its port and dials the members of lower rank; all have made their offer before anyone dials.
+a purpose on its port and dials the members of lower rank. All have made their offer before anyone dials, and dialled
+before anyone looks who came: they meet in between, among the whole job, where it is noticed who is lost.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from phalanx.transport.link import Link
 from phalanx.transport.tls import load_tls
 
 REFUSED = "not a member"
+ARRIVAL_S = 30.0
+"""For a link that the other end has already: this end has only to be told of it."""
 
 
 class Offer:
@@ -40,6 +43,7 @@ class Offer:
         self._own = self._ranks.index(node.membership.rank)
         self._arrived = threading.Condition()  # protects the links
         self._links: dict[int, Link] = {}
+        self._given_away = False
         if len(ranks) > 1:
             assert node.listener is not None, "a job of several processes has a port"
             node.listener.register(purpose, self)
@@ -57,21 +61,18 @@ class Offer:
             self._links[position] = link
             self._arrived.notify_all()
 
-    def complete(self, timeout_s: float) -> Membership:
-        """Dial the members of lower rank, wait for those of higher rank; call once all members have made their offer.
+    def dial(self, timeout_s: float) -> None:
+        """Dial the members of lower rank; call once all members have made their offer.
 
-        Returns: the process set as a membership, with ranks counted within it.
-
-        Raises: RendezvousError if a member does not come; what `dial` raises.
+        Raises: what `dial` raises.
         """
         deadline = time.monotonic() + timeout_s
         settings = self._node.settings
         me = self._members[self._own]
-        dialled: dict[int, Link] = {}
         for position, member in enumerate(self._members[: self._own]):
             hello = Hello(purpose=self._purpose, task=me.task, job=settings.job_id)
             address = Address.parse(member.address, where=member.task)
-            dialled[position], _ = dial(
+            link, _ = dial(
                 address,
                 hello,
                 peer=member.task,
@@ -79,18 +80,33 @@ class Offer:
                 tls=load_tls(settings.tls),
                 deadline=deadline,
             )
-        expected = set(range(self._own + 1, len(self._members)))
+            with self._arrived:
+                self._links[position] = link
+
+    def complete(self) -> Membership:
+        """The process set as a membership, with ranks counted within it; call once all members have dialled.
+
+        Raises: RendezvousError if a member's link is not here.
+        """
+        me = self._members[self._own]
+        expected = set(range(len(self._members))) - {self._own}
         with self._arrived:
-            self._arrived.wait_for(lambda: expected <= self._links.keys(), timeout=deadline - time.monotonic())
-            links = dialled | self._links
-        missing = expected - links.keys()
-        if missing:
+            self._arrived.wait_for(lambda: expected <= self._links.keys(), timeout=ARRIVAL_S)
+            links = dict(sorted(self._links.items()))
+        if missing := expected - links.keys():
             names = ", ".join(self._members[position].task for position in sorted(missing))
-            raise RendezvousError(
-                f"{names} did not come to the process set {list(self._ranks)} within {timeout_s:g} s."
-            )
+            raise RendezvousError(f"{names} did not come to the process set {list(self._ranks)}.")
+        self._given_away = True
         members = tuple(
             type(me)(rank=position, task=member.task, host=member.host, address=member.address, pid=member.pid)
             for position, member in enumerate(self._members)
         )
-        return Membership(self._node.membership.generation, self._own, members, dict(sorted(links.items())))
+        return Membership(self._node.membership.generation, self._own, members, links)
+
+    def close(self) -> None:
+        """The offer stands no more; links that are no membership's are closed."""
+        if self._node.listener is not None:
+            self._node.listener.unregister(self._purpose)
+        if not self._given_away:
+            for link in self._links.values():
+                link.close()

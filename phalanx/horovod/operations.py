@@ -7,6 +7,8 @@ group: they begin together and travel as one. Arrays belong to the operation unt
 from __future__ import annotations
 
 import itertools
+import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -102,9 +104,8 @@ def allreduce(
     """
     controller = process_set.controller
     for array in arrays:
-        check_reducible(array.dtype, ReduceOp.SUM)
-        if op is Average and array.dtype == np.bool_:
-            raise ConfigurationError("the average of booleans is no boolean. Use Min, Max or Sum (any), or cast them.")
+        _check_reducible(array, op)
+    _check_factors(prescale_factor, postscale_factor)
     if op is Adasum:
         adasum.check([array.dtype for array in arrays], controller.communicator.world_size)
     request = Request(
@@ -188,7 +189,10 @@ def alltoall(
             )
         counts = [len(array) // ranks] * ranks
     else:
-        counts = [int(count) for count in splits]
+        try:
+            counts = [operator.index(count) for count in splits]
+        except TypeError as error:
+            raise ConfigurationError(f"alltoall got splits {list(splits)}: numbers of rows are integers.") from error
         if len(counts) != ranks or min(counts) < 0 or sum(counts) != len(array):
             raise ConfigurationError(
                 f"alltoall got splits {counts} for {len(array)} rows and {ranks} ranks: they must be one number "
@@ -219,7 +223,8 @@ def reducescatter(
         raise ConfigurationError(f"reducescatter cannot merge by {op}. Use Average, Sum, Min, Max or Product.")
     for array in arrays:
         _check_rows(array, "reducescatter")
-        check_reducible(array.dtype, ReduceOp.SUM)
+        _check_reducible(array, op)
+    _check_factors(prescale_factor, postscale_factor)
     request = Request(
         _name(controller, Kind.REDUCESCATTER, name),
         Kind.REDUCESCATTER.value,
@@ -241,7 +246,8 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def join() -> int:
-    """This rank has run out of data: it counts as zeros in the others' reductions until all ranks have called it.
+    """This rank has run out of data: until all ranks have called it, it counts as zeros in the others' sums and
+    averages, and not at all in their Min, Max and Product.
 
     Averages are still formed over all ranks. Meanwhile the others can use allreduce and barrier; anything else raises.
 
@@ -256,6 +262,8 @@ def join() -> int:
 def _name(controller: Controller, kind: Kind, given: str | None) -> str:
     if given is not None and not isinstance(given, str):
         raise ConfigurationError(f"{kind.value} got the name {given!r}; a name is a string.")
+    if given and not given.isprintable():  # half a character could not be sent
+        raise ConfigurationError(f"{kind.value} got the name {given!r}, which cannot be printed.")
     if given:
         return given
     names = controller.automatic_names
@@ -283,6 +291,17 @@ def _request(
 
 def _start(controller: Controller, request: Request, part: Part, name: str | None, wake: bool) -> Pending:
     return Pending(controller, controller.submit(request, part, wake=wake, queue=name is None))
+
+
+def _check_reducible(array: Array, op: Op) -> None:
+    check_reducible(array.dtype, ReduceOp.SUM)
+    if op is Average and array.dtype == np.bool_:
+        raise ConfigurationError("the average of booleans is no boolean. Use Min, Max or Sum (any), or cast them.")
+
+
+def _check_factors(*factors: float) -> None:
+    if not all(map(math.isfinite, factors)):
+        raise ConfigurationError(f"prescale_factor and postscale_factor are {factors}: both must be finite.")
 
 
 def _check_plain(array: Array, what: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterable, Sequence
 
 from phalanx.errors import ConfigurationError
@@ -23,7 +24,10 @@ class ProcessSet:
 
     def __init__(self, ranks: Iterable[int]):
         self.process_set_id: int | None = None
-        self.ranks: list[int] = sorted(ranks)
+        try:
+            self.ranks: list[int] = sorted(map(operator.index, ranks))
+        except TypeError as error:
+            raise ConfigurationError(f"a process set is made of ranks, which are integers: {error}.") from error
         if len(set(self.ranks)) != len(self.ranks):
             raise ConfigurationError(f"a process set has each rank once; it got {self.ranks}.")
 

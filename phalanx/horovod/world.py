@@ -7,6 +7,7 @@ process is alone), but knows nothing of Keras: a plain PyTorch program must not 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 from collections.abc import Sequence
@@ -27,10 +28,12 @@ from phalanx.errors import (
     CollectiveTimeoutError,
     ConfigurationError,
     LinkClosedError,
+    LinkTimeoutError,
     PeerLostError,
     PhalanxError,
 )
 from phalanx.horovod.controller import Controller
+from phalanx.horovod.exceptions import HorovodInternalError
 from phalanx.horovod.execution import Part
 from phalanx.horovod.knobs import Knobs
 from phalanx.horovod.links import Offer
@@ -66,6 +69,8 @@ class World:
         self._timeout_s = knobs.end_s or node.settings.timeout_s
         self.controllers: dict[int, Controller] = {}
         self._memberships: dict[int, Membership] = {}
+        self._lost: PhalanxError | None = None  # outside of a collective
+        self._pid = os.getpid()
         self.fresh = False
         if isinstance(node, ElasticNode):
             self._enter(node)
@@ -83,7 +88,7 @@ class World:
     def lost(self) -> PhalanxError | None:
         """The loss that has ended this generation of the members; None while they can work together."""
         failures = [controller.failure for controller in self.controllers.values()]
-        return next((failure for failure in failures if isinstance(failure, _LOSSES)), None)
+        return self._lost or next((failure for failure in failures if isinstance(failure, _LOSSES)), None)
 
     @property
     def everybody_is_fresh(self) -> bool:
@@ -152,7 +157,7 @@ class World:
             controller.close(because=because)
         for membership in self._memberships.values():
             membership.close(well=well)
-        self.controllers, self._memberships = {}, {}
+        self.controllers, self._memberships, self._lost = {}, {}, None
 
     @property
     def has_secret(self) -> bool:
@@ -162,16 +167,25 @@ class World:
     def add(self, number: int, ranks: Sequence[Rank]) -> None:
         """Make a process set; all ranks of the job must call, with the same arguments.
 
-        Raises: HorovodInternalError if the ranks' arguments differ.
+        Raises: HorovodInternalError if the ranks' arguments differ, or one is lost meanwhile.
         """
         included = self.membership.rank in ranks
         purpose = f"horovod process set {number} of generation {self.membership.generation}"
         offer = Offer(self._node, purpose, ranks) if included else None
-        self._agree(f"add_process_set.{number}", str(list(ranks)))
-        if offer is not None:
-            membership = offer.complete(self._node.settings.rendezvous_timeout_s)
-            self.controllers[number] = self._controller(membership, f"collectives of process set {number}")
-            self._memberships[number] = membership
+        try:
+            self._agree(f"add_process_set.{number}", str(list(ranks)))
+            if offer is not None:
+                offer.dial(self._node.settings.rendezvous_timeout_s)
+            self._agree(f"link_process_set.{number}", "")
+            if offer is not None:
+                self._memberships[number] = membership = offer.complete()
+                self.controllers[number] = self._controller(membership, f"collectives of process set {number}")
+        except (LinkTimeoutError, *_LOSSES) as error:
+            self._lost = error
+            raise HorovodInternalError.of(error) from error
+        finally:
+            if offer is not None:
+                offer.close()
 
     def remove(self, number: int) -> None:
         """End a process set; all ranks of the job must call."""
@@ -188,7 +202,9 @@ class World:
         tracing.begin(self._node, path.absolute(), anew=True, marks_cycles=marks_cycles)
 
     def close(self) -> None:
-        """Leave the job; safe to call twice."""
+        """Leave the job; safe to call twice. A fork of this process was never in it."""
+        if os.getpid() != self._pid:
+            return
         well = not exit_codes.has_failed()
         tracing.end()
         self._end(well=well)

@@ -118,6 +118,11 @@ class Listener:
         _listeners.add(self)
         self._thread.start()
 
+    def unregister(self, purpose: str) -> None:
+        """Serve this purpose no more."""
+        with self._lock:
+            self._services.pop(purpose, None)
+
     def register(self, purpose: str, service: Service) -> None:
         """Serve a purpose from now on; what served it before is replaced."""
         with self._lock:

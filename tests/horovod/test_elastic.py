@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,16 @@ BOUND_S = 200.0
 Event = dict[str, Any]
 
 
-def run(folder: Path, program: str, backend: str, *arguments: str) -> tuple[list[Event], str]:
-    """Run an elastic job to its end: what its processes noted, life by life, and what it printed."""
+def run(folder: Path, program: str, backend: str, *arguments: str, own: Sequence[str] = ()) -> tuple[list[Event], str]:
+    """Run an elastic job to its end: what its processes noted, life by life, and what it printed.
+
+    Args:
+        own: the program's arguments after the folder.
+    """
     events = folder / "events"
     events.mkdir()
     code, output = finish(
-        [sys.executable, "-m", "phalanx", "run", "-v", *arguments, str(PROGRAMS / program), str(events)],
+        [sys.executable, "-m", "phalanx", "run", "-v", *arguments, str(PROGRAMS / program), str(events), *own],
         environment(backend, folder / "compiled") | {"PHALANX_TIMEOUT": "60", "PYTHONPATH": str(ROOT)},
         bound_s=BOUND_S,
     )
@@ -60,6 +65,18 @@ def test_ranks_names_and_process_sets_are_made_anew(tmp_path: Path) -> None:
     first = of_kind(events, "began", "0.2")[0]
     assert first["rank"] == 3, story
     assert first["step"] >= 5, story
+
+
+@pytest.mark.parametrize("where", [pytest.param("before", marks=pytest.mark.slow), "inside"])
+@pytest.mark.timeout(BOUND_S + 30)
+def test_a_member_is_lost_while_the_others_make_a_process_set(tmp_path: Path, where: str) -> None:
+    members = ("-np", "4", "--min-np", "1", "--max-np", "4")
+    events, story = run(tmp_path, "callback_program.py", FIRST, *members, own=[where])
+    assert {event["life"] for event in of_kind(events, "killed")} == {"1.1", "3.1"}, story
+    assert [(end["size"], end["step"]) for end in of_kind(events, "finished")] == [(4, 8)] * 4, story
+    sizes = [event["size"] for event in of_kind(events, "reset", "0.1")]
+    assert sizes[:1] == [3], story
+    assert sizes[-1:] == [4], story
 
 
 @pytest.mark.slow

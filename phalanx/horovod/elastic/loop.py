@@ -35,9 +35,12 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
     @functools.wraps(func)
     def repeated(state: State, *args: Any, **kwargs: Any) -> T:
         marked = numbering.mark()
+        has_changed = False
         while True:
             world = current()
             try:
+                if has_changed:
+                    state.on_reset()
                 _begin(state, world)
                 return func(state, *args, **kwargs)
             except HostsUpdatedInterrupt:
@@ -48,7 +51,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
                 state.restore()
             basics.regroup()
             numbering.return_to(marked)
-            state.on_reset()
+            has_changed = True
 
     return repeated
 

@@ -10,15 +10,19 @@ import numpy as np
 
 from phalanx.horovod import operations
 from phalanx.horovod.compression import Compression
-from phalanx.horovod.interface import Interface
+from phalanx.horovod.interface import Interface, check_kept
 from phalanx.horovod.operations import Average
 from phalanx.horovod.process_sets import ProcessSet, global_process_set
 from phalanx.horovod.request import Array, Op
 
-interface = Interface(
-    lambda tensor: np.asarray(keras.ops.convert_to_numpy(tensor)),
-    lambda array: keras.ops.convert_to_tensor(array),
-)
+
+def _from_host(array: Array) -> Any:
+    tensor = keras.ops.convert_to_tensor(array)
+    check_kept(array, keras.backend.standardize_dtype(tensor.dtype))
+    return tensor
+
+
+interface = Interface(lambda tensor: np.asarray(keras.ops.convert_to_numpy(tensor)), _from_host)
 
 
 def broadcast_variables(

@@ -14,7 +14,7 @@ import keras
 from phalanx.errors import ConfigurationError, UnsupportedError
 from phalanx.horovod.compression import Compression
 from phalanx.horovod.keras import trainer
-from phalanx.horovod.numbering import next_number
+from phalanx.horovod.numbering import Number
 from phalanx.horovod.operations import Average, check_op
 from phalanx.horovod.process_sets import ProcessSet, global_process_set
 from phalanx.horovod.request import Op
@@ -39,17 +39,20 @@ class Way:
     factor: float = 1.0
     scale_local_gradients: bool = True
     local: set[int] = field(default_factory=set)
-    number: int = field(default_factory=lambda: next_number("keras.optimizer"))
+    number: Number = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "number", Number("keras.optimizer", self.process_set))
 
     @property
     def name(self) -> str:
         """Of the collective."""
-        return f"keras.optimizer.{self.number}.gradients"
+        return f"keras.optimizer.{int(self.number)}.gradients"
 
     @property
     def name_of_agreement(self) -> str:
         """Of the collective in which ranks tell whether their gradients are finite."""
-        return f"keras.optimizer.{self.number}.finite"
+        return f"keras.optimizer.{int(self.number)}.finite"
 
     def merge(self, gradients: Sequence[Any], variables: Sequence[Any] = ()) -> list[Any]:
         """Gradients of the backend that Keras runs on, merged over the ranks; None stays None.

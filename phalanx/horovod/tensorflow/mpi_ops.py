@@ -142,7 +142,7 @@ def grouped_allgather(
             rows = tf.stack([tf.shape(each, tf.int64)[0] for each in inputs])
             return call(backward, [*upstream, rows], [(each.dtype, each.shape) for each in inputs])
 
-        like = [(each.dtype, [None, *each.shape[1:]]) for each in inputs]
+        like = [(each.dtype, _any_rows(each)) for each in inputs]
         return call(forward, inputs, like), grad
 
     return list(differentiable(*map(_rows, tensors)))
@@ -219,7 +219,7 @@ def alltoall(
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def differentiable(value: Any) -> Any:
-        like = [(value.dtype, [None, *value.shape[1:]]), (tf.int32, [None])]
+        like = [(value.dtype, _any_rows(value)), (tf.int32, [None])]
         received, counts = call(forward, [value, *given], like)
 
         def grad(upstream: Any, _: Any) -> Any:
@@ -281,7 +281,7 @@ def grouped_reducescatter(
         def grad(*upstream: Any) -> Any:
             return call(backward, upstream, [(each.dtype, each.shape) for each in inputs])
 
-        return call(forward, inputs, [(each.dtype, [None, *each.shape[1:]]) for each in inputs]), grad
+        return call(forward, inputs, [(each.dtype, _any_rows(each)) for each in inputs]), grad
 
     packed = [compression.compress(_rows(tensor)) for tensor in tensors]
     merged = differentiable(*[tensor for tensor, _ in packed])
@@ -397,6 +397,11 @@ def _rows(tensor: Tensor) -> Any:
     if value.shape.rank == 0:
         raise ConfigurationError("this collective works on rows, and the tensor is a single number (0 dimensions).")
     return value
+
+
+def _any_rows(value: Any) -> Any:
+    """The static shape of tensors that differ from this one in their number of rows."""
+    return None if value.shape.rank is None else [None, *value.shape[1:]]
 
 
 def _gradient(name: str | None) -> str | None:

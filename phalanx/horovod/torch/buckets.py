@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from phalanx.horovod.numbering import Number
 from phalanx.horovod.operations import Average, Pending
 from phalanx.horovod.process_sets import ProcessSet
 from phalanx.horovod.request import Op
@@ -46,12 +47,14 @@ class Slot:
     Attributes:
         left: backward passes until it is complete.
         is_sparse: whether it has been sparse so far.
+        lent: whether its parameter is frozen and had no gradient: the zeros there now are for the way only.
     """
 
     parameter: torch.nn.Parameter
     name: str
     left: int = 1
     is_sparse: bool = False
+    lent: bool = False
     pending: Pending | None = None  # a sparse gradient's
 
 
@@ -60,10 +63,13 @@ class Bucket:
     """Gradients that travel together.
 
     Attributes:
+        number: of the optimizer.
+        index: among the buckets of it.
         missing: how many are not complete.
     """
 
-    name: str
+    number: Number
+    index: int
     slots: list[Slot]
     way: Way
     missing: int = 0
@@ -76,6 +82,7 @@ class Bucket:
         self.started = True
         self._packed = []
         for slot in self.slots:
+            slot.lent = slot.parameter.grad is None and not slot.parameter.requires_grad
             gradient = _gradient(slot, self.way.sparse_as_dense)
             if gradient.is_sparse:
                 slot.is_sparse = True
@@ -86,7 +93,7 @@ class Bucket:
             prescale, postscale = self.way.scales
             self._pending = grouped_allreduce_async_(
                 [tensor for _, tensor, _ in self._packed],
-                name=self.name,
+                name=f"optimizer.{int(self.number)}.gradients.{self.index}",
                 op=self.way.op,
                 prescale_factor=prescale,
                 postscale_factor=postscale,
@@ -106,6 +113,8 @@ class Bucket:
             for slot in self.slots:
                 if slot.pending is not None:
                     slot.parameter.grad = slot.pending.wait()
+                if slot.lent:  # else weight decay and momentum would change it
+                    slot.parameter.grad = None
         finally:
             self.begin(passes)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -108,16 +108,27 @@ def _describe(value: Any, tensors: list[torch.Tensor], odd: list[Any]) -> Any:
 
 
 def _find_tensors(described: Any, tensors: list[torch.Tensor]) -> None:
-    if isinstance(described, list):
-        if described[:1] == ["tensor"]:
-            tensors.append(torch.empty(described[2], dtype=getattr(torch, described[1])))
-            return
-        for item in described:
-            _find_tensors(item, tensors)
+    for kind, content in _leaves(described):
+        if kind == "tensor":
+            dtype, shape = content
+            tensors.append(torch.empty(shape, dtype=getattr(torch, dtype)))
 
 
 def _has_odd(described: Any) -> bool:
-    return isinstance(described, list) and (described == ["odd"] or any(map(_has_odd, described)))
+    return any(kind == "odd" for kind, _ in _leaves(described))
+
+
+def _leaves(described: Any) -> Iterator[tuple[str, list[Any]]]:
+    """Kind and content of all that holds nothing else and is not plain, in order."""
+    if not isinstance(described, list):
+        return
+    kind, *content = described
+    if kind in ("tensor", "odd"):
+        yield kind, content
+        return
+    for item in content[0]:
+        for part in item if kind == "dict" else [item]:
+            yield from _leaves(part)
 
 
 def _build(described: Any, tensors: Any, odd: Any) -> Any:

@@ -419,4 +419,4 @@ def _splits(splits: Tensor | Sequence[int] | None) -> Any:
     if splits is None:
         return None
     values = splits.tolist() if isinstance(splits, torch.Tensor) else list(splits)
-    return np.asarray(values, np.int64) if values else None
+    return np.asarray(values) if values else None

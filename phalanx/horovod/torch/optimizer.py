@@ -10,11 +10,13 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from phalanx import timeline
 from phalanx.errors import ConfigurationError
 from phalanx.horovod import steps
-from phalanx.horovod.numbering import next_number
+from phalanx.horovod.numbering import Number
 from phalanx.horovod.operations import Adasum, Average, check_op
 from phalanx.horovod.process_sets import ProcessSet, global_process_set
 from phalanx.horovod.request import Op
@@ -24,6 +26,10 @@ from phalanx.horovod.torch.mpi_ops import grouped_allreduce_
 from phalanx.horovod.world import current
 
 Parameter: TypeAlias = torch.nn.Parameter
+
+_watching: Any = WeakIdKeyDictionary()
+"""The hook of each parameter. It is the newest optimizer's: an elastic job makes one anew in each call of its function,
+and whoever made the former may still hold it. That one merges in `step`, if it is ever called again."""
 
 
 def DistributedOptimizer(
@@ -94,7 +100,7 @@ class _GradientMerging:
         self, names: dict[Parameter, str], way: Way, passes: int, groups: int | Sequence[Sequence[Parameter]] | None
     ) -> None:
         self.backward_passes_per_step = passes
-        self._hvd_number = next_number("torch.optimizer")
+        self._hvd_number = Number("torch.optimizer", way.process_set)
         self._hvd_names = names
         self._hvd_way = way
         self._hvd_buckets: list[Bucket] = []
@@ -106,19 +112,28 @@ class _GradientMerging:
         others = way.process_set.size() > 1 or current().elastic is not None
         self._hvd_is_merging = way.process_set.included() and others
         if self._hvd_is_merging:
-            self._hvd_watch([p for group in self.param_groups for p in group["params"] if p.requires_grad], groups)
+            self._hvd_watch(self._hvd_unwatched(), groups)
+
+    def _hvd_unwatched(self) -> list[Parameter]:
+        """What requires gradients and is in no bucket: parameters that are new here, or have been unfrozen."""
+        watched = {id(slot.parameter) for bucket in self._hvd_buckets for slot in bucket.slots}
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        return [parameter for parameter in parameters if parameter.requires_grad and id(parameter) not in watched]
 
     def _hvd_watch(
         self, parameters: Sequence[Parameter], groups: int | Sequence[Sequence[Parameter]] | None = None
     ) -> None:
         for members in _grouped(parameters, groups):
             slots = [Slot(parameter, self._hvd_names[parameter]) for parameter in members]
-            bucket = Bucket(f"optimizer.{self._hvd_number}.gradients.{len(self._hvd_buckets)}", slots, self._hvd_way)
+            bucket = Bucket(self._hvd_number, len(self._hvd_buckets), slots, self._hvd_way)
             bucket.begin(self.backward_passes_per_step)
             self._hvd_buckets.append(bucket)
             for slot in slots:
                 parameter: Any = slot.parameter
-                parameter.register_post_accumulate_grad_hook(self._hvd_hook(bucket, slot))
+                former: RemovableHandle | None = _watching.pop(parameter, None)
+                if former is not None:
+                    former.remove()
+                _watching[parameter] = parameter.register_post_accumulate_grad_hook(self._hvd_hook(bucket, slot))
         self._hvd_unsent = len(self._hvd_buckets)
 
     def _hvd_hook(self, bucket: Bucket, slot: Slot) -> Callable[[torch.Tensor], None]:
@@ -148,7 +163,7 @@ class _GradientMerging:
         for parameter in added:
             self._hvd_names.setdefault(parameter, f"added.{len(self._hvd_names)}")
         if self._hvd_is_merging:
-            self._hvd_watch([parameter for parameter in added if parameter.requires_grad])
+            self._hvd_watch(self._hvd_unwatched())
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change how many backward passes come before a step, from now on."""
@@ -161,6 +176,8 @@ class _GradientMerging:
         self._hvd_synchronized = True
 
     def _hvd_merge(self) -> None:
+        if self._hvd_is_merging and (unfrozen := self._hvd_unwatched()):
+            self._hvd_watch(unfrozen)
         for bucket in self._hvd_buckets:
             if not bucket.started:
                 bucket.start(wake=False)
@@ -241,6 +258,9 @@ class _StepMerging:
     _hvd_way: Way
     _hvd_original: Any
 
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Gradients of any number of backward passes add up before a step, without being told."""
+
     def synchronize(self) -> None:
         """Nothing is merged before the step."""
 
@@ -251,13 +271,15 @@ class _StepMerging:
         yield
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """See `torch.optim.Optimizer.step`."""
+        """See `torch.optim.Optimizer.step`. A rank outside of the process set trains by itself."""
+        way = self._hvd_way
+        self._hvd_original._opt_called = True
+        if not way.process_set.included():
+            return super().step(closure)  # type: ignore[misc]
         parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         before = [parameter.detach().clone() for parameter in parameters]
         timeline.current.enter("apply")
-        self._hvd_original._opt_called = True
         result = super().step(closure)  # type: ignore[misc]
-        way = self._hvd_way
         with torch.no_grad():
             packed = [way.compression.compress(p - start) for p, start in zip(parameters, before, strict=True)]
             merged = steps.merged(

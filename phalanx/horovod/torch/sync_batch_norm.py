@@ -15,8 +15,9 @@ from torch import nn
 
 from phalanx.errors import ConfigurationError
 from phalanx.horovod.basics import size
-from phalanx.horovod.numbering import next_number
+from phalanx.horovod.numbering import Number
 from phalanx.horovod.operations import Sum
+from phalanx.horovod.process_sets import global_process_set
 from phalanx.horovod.torch.mpi_ops import allgather, allreduce
 
 Tensor: TypeAlias = torch.Tensor
@@ -43,7 +44,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         track_running_stats: bool = True,
     ):
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
-        self._hvd_name = f"sync_batch_norm.{next_number('torch.sync_batch_norm')}"
+        self._hvd_number = Number("torch.sync_batch_norm", global_process_set)
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2 or input.shape[1] != self.num_features:
@@ -60,7 +61,8 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         self._check_input_dim(input)
         normalize: Any = _Normalization.apply  # PyTorch gives it no type
         result: Tensor
-        result, mean, variance, count = normalize(input, self.weight, self.bias, self.eps, self._hvd_name)
+        name = f"sync_batch_norm.{int(self._hvd_number)}"
+        result, mean, variance, count = normalize(input, self.weight, self.bias, self.eps, name)
         if self.training and self.running_mean is not None:
             self._update_running(mean, variance, float(count))
         return result

@@ -14,12 +14,12 @@ Array = np.ndarray[Any, Any]
 
 def shares_memory(tensor: torch.Tensor) -> bool:
     """Whether `to_host` gives a view of the tensor itself, rather than of a copy."""
-    return tensor.is_cpu and tensor.is_contiguous()
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def to_host(tensor: torch.Tensor) -> Array:
     """The tensor's values as a contiguous array: its own memory where that can be."""
-    tensor = tensor.detach()
+    tensor = tensor.detach().resolve_conj().resolve_neg()
     if not shares_memory(tensor):
         tensor = tensor.cpu().contiguous()
     if tensor.dtype is torch.bfloat16:  # NumPy does not know it

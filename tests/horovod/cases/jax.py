@@ -126,3 +126,11 @@ def check_elastic_state_of_arrays() -> None:
     state.sync()
     assert isinstance(state.params["w"], jax.Array)
     assert (state.params["w"].tolist(), state.step) == ([0.0] * 3, 0)
+
+
+def check_integers_that_do_not_fit_are_refused() -> None:
+    assert hvd.broadcast(np.array([2**31 - 1]), 0).tolist() == [2**31 - 1]
+    for value in (np.array([2**40 + 5]), np.array([2**63 + 1], np.uint64)):
+        with pytest.raises(ValueError, match="jax_enable_x64"):
+            hvd.broadcast(value, 0)
+    assert hvd.allreduce(np.ones(1, np.float32), op=hvd.Sum)[0] == hvd.size()

@@ -46,6 +46,18 @@ def check_averages_of_floats_are_exact_and_of_integers_cut_off() -> None:
         averaged = hvd.allreduce(_of(hvd.rank(), dtype, (9,)))
         expected = mean.astype(dtype) if dtype in FLOATS else np.trunc(mean).astype(dtype)
         np.testing.assert_allclose(averaged.astype(np.float64), expected.astype(np.float64), rtol=1e-7)
+    for value in (np.uint8(200), np.int8(-100), np.int64(2**53 + 1), np.uint64(2**60 + 1)):
+        alike = np.full((hvd.size() + 1, 2), value)
+        assert (hvd.allreduce(alike) == value).all(), "a sum that does not fit is no matter"
+        assert (hvd.reducescatter(alike) == value).all()
+
+
+def check_what_overflows_is_infinite_whatever_numpy_is_told() -> None:
+    with np.errstate(all="raise"):
+        own = np.array([3e38 if hvd.rank() == 0 else 1.0], np.float32)
+        assert hvd.allreduce(own, op=hvd.Max, prescale_factor=2.0)[0] == np.inf
+        assert hvd.allreduce(np.array([7e4], np.float32), compression=hvd.Compression.fp16)[0] == np.inf
+    assert hvd.allreduce(np.ones(1), op=hvd.Sum)[0] == hvd.size()
 
 
 def check_booleans_merge_by_or_and_and() -> None:
@@ -187,7 +199,12 @@ def check_wrong_arguments_raise_before_anything_is_sent() -> None:
         (lambda: hvd.alltoall(np.ones(hvd.size() + 1)), "Pass splits"),
         (lambda: hvd.alltoall(np.ones(3), [1] * (hvd.size() + 1)), "one number"),
         (lambda: hvd.alltoall(np.ones(3), [3] * hvd.size()), "their sum"),
+        (lambda: hvd.alltoall(np.ones(hvd.size()), [1.0] * hvd.size()), "integers"),
         (lambda: hvd.reducescatter(np.ones(2), op=hvd.Adasum), "cannot merge"),
+        (lambda: hvd.reducescatter(np.ones(2, bool)), "booleans"),
+        (lambda: hvd.allreduce(np.ones(2), prescale_factor=float("nan")), "finite"),
+        (lambda: hvd.allreduce(np.ones(2), name="half \ud800"), "printed"),
+        (lambda: hvd.add_process_set([0.0]), "integers"),
         (lambda: hvd.allreduce(np.ones(2, np.int32), op=hvd.Adasum), "floats"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -284,6 +301,10 @@ def check_join_counts_as_zeros_and_tells_who_was_last() -> None:
             assert merged.tolist() == [present] * 4, "who has joined counts as zeros"
         averaged = hvd.allreduce(np.full(2, 6.0), name=f"late.{step}")
         np.testing.assert_allclose(averaged, 6.0 * present / size, err_msg="divided by all")
+        for value in (np.full(2, 5.0), np.full(2, 5), np.full(2, -5)):
+            for op in (hvd.Min, hvd.Max):
+                assert (hvd.allreduce(value, op=op, prescale_factor=-1.0) == -value).all(), "who has joined has no say"
+        assert hvd.allreduce(np.full(1, 2), op=hvd.Product)[0] == 2**present
     assert hvd.join() == size - 1
     assert hvd.allreduce(np.ones(1), op=hvd.Sum)[0] == size, "afterwards all take part again"
     for _ in range(2 + rank):

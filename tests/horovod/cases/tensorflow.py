@@ -50,6 +50,17 @@ def check_other_operations_eager_and_in_a_graph() -> None:
     hvd.barrier()
 
 
+def check_tensors_of_unknown_rank_in_a_graph() -> None:
+    anything = [tf.TensorSpec(None, tf.float32)]
+    rows = tf.fill([hvd.size(), 2], float(hvd.rank()))
+    gathered = tf.function(lambda x: hvd.allgather(x), input_signature=anything)(rows)
+    assert gathered.shape == (hvd.size() ** 2, 2)
+    received = tf.function(lambda x: hvd.alltoall(x), input_signature=anything)(rows)
+    assert received[:, 0].numpy().tolist() == list(range(hvd.size()))
+    scattered = tf.function(lambda x: hvd.reducescatter(x, op=hvd.Sum), input_signature=anything)(rows)
+    assert scattered.numpy().tolist() == [[sum(range(hvd.size()))] * 2]
+
+
 def check_a_graph_that_only_one_rank_traces_again() -> None:
     @tf.function
     def twice(x):

@@ -336,6 +336,108 @@ def check_adasum_optimizer_merges_steps() -> None:
         pass
 
 
+def check_an_adasum_optimizer_in_a_process_set() -> None:
+    group = hvd.add_process_set([0])
+    layer = nn.Linear(2, 1, bias=False)
+    before = layer.weight.detach().clone()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(layer.parameters(), lr=1.0), layer.named_parameters(), op=hvd.Adasum, process_set=group
+    )
+    optimizer.set_backward_passes_per_step(2)
+    for _ in range(2):
+        layer(torch.full((1, 2), hvd.rank() + 1.0)).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(layer.weight.detach(), before - 2 * (hvd.rank() + 1.0))
+    hvd.remove_process_set(group)
+
+
+def check_the_newest_optimizer_of_a_model_takes_over() -> None:
+    """As where it is made inside of the function of `hvd.elastic.run`, which is called again."""
+    model = _model()
+    optimizers = []
+    for step in range(3):
+        optimizers.append(
+            hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        )
+        x, y = _mine(_data(step))
+        for _ in range(2):
+            optimizers[-1].zero_grad()
+            nn.CrossEntropyLoss()(model(x), y).backward()
+            optimizers[-1].step()
+    assert _is_the_same_everywhere(model)
+    x, y = _mine(_data(9))
+    nn.CrossEntropyLoss()(model(x), y).backward()
+    optimizers[0].step()  # merges later than it did, that is all
+    assert _is_the_same_everywhere(model)
+
+
+def check_what_one_rank_alone_makes_and_does_not_use_is_in_nobodys_way() -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(6, 4), hvd.SyncBatchNorm(4), nn.Linear(4, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, hvd.DistributedOptimizer(optimizer, model.named_parameters())
+
+    spare = make() if hvd.rank() == 0 else None
+    model, optimizer = make()
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    x, y = _mine(_data(0))
+    nn.CrossEntropyLoss()(model(x), y).backward()
+    optimizer.step()
+    assert _is_the_same_everywhere(model)
+    del spare
+
+
+def check_layers_frozen_and_unfrozen_after_the_optimizer_was_made() -> None:
+    model = _model()
+    first = next(layer for layer in model if isinstance(layer, nn.Linear))
+    first.requires_grad_(False)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.5), model.named_parameters()
+    )
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        x, y = _mine(_data(number))
+        nn.CrossEntropyLoss()(model(x), y).backward()
+        optimizer.step()
+
+    start = first.weight.detach().clone()
+    step(0)
+    assert torch.equal(first.weight, start)
+    first.requires_grad_(True)
+    step(1)
+    assert not torch.equal(first.weight, start)
+    assert _is_the_same_everywhere(model)
+    first.requires_grad_(False)
+    start = first.weight.detach().clone()
+    step(2)
+    step(3)
+    assert torch.equal(first.weight, start), "weight decay and momentum leave frozen layers alone"
+    assert _is_the_same_everywhere(model)
+
+
+def _is_the_same_everywhere(model: nn.Module) -> bool:
+    weights = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+    return hvd.allgather(weights[None]).unique(dim=0).shape[0] == 1
+
+
+def check_tensors_that_are_conjugated_views() -> None:
+    tensor = torch.tensor([1 + 2j, 3 - 1j])
+    assert torch.equal(hvd.broadcast(tensor.conj(), 0), torch.tensor([1 - 2j, 3 + 1j]))
+    assert torch.equal(hvd.broadcast(tensor.conj().imag, 0), torch.tensor([-2.0, 1.0]))
+
+
+def check_broadcast_of_optimizer_state_of_parameters_with_odd_names() -> None:
+    for name in ("tensor", "odd", "dict"):
+        parameter = nn.Parameter(torch.full((2,), float(hvd.rank())))
+        optimizer = torch.optim.Adam([(name, parameter)], lr=0.1 * (hvd.rank() + 1))
+        if hvd.rank() == 0:
+            parameter.sum().backward()
+            optimizer.step()
+        hvd.broadcast_optimizer_state(optimizer, 0)
+        assert optimizer.param_groups[0]["lr"] == 0.1
+
+
 def check_broadcast_of_optimizer_state() -> None:
     for make in (
         *OPTIMIZERS.values(),
