@@ -37,7 +37,7 @@ CI_SCENARIOS = """
     single_batches predict_without_compile two_optimizers two_optimizers_in_a_model_without_call
     weights_after_the_update_inside_the_step data_in_another_order_on_one_rank only_the_chief_shows_the_evaluation
     weights_that_the_chief_alone_sets_are_everybodys learning_rate_set_by_the_chief_alone_under_loss_scaling
-    optimizer_of_a_model_inside
+    optimizer_of_a_model_inside other_subset_of_a_data_loader_on_one_rank
     predictions_of_random_layers_differ modules_of_pytorch_among_the_layers steps_per_execution_on_torch
     top_k_of_all_is_exact compressed_alike_on_all_ranks accumulated accumulating_meets_once_per_update
     local_sgd_recomputed diloco_overlapped_recomputed streams_of_unequal_length diloco_sends_little
@@ -52,7 +52,8 @@ CI_SCENARIOS_OF_ONE_BACKEND = """
     own_train_step_that_counts_steps backup_resumes_exactly one_rank_stops_all only_the_chief_writes
     non_chiefs_print_nothing other_length_of_data_on_one_rank learning_rate_set_at_batches_by_the_chief_alone
     py_dataset generator validation_split data_in_another_order_on_one_rank only_the_chief_shows_the_evaluation
-    weights_that_the_chief_alone_sets_are_everybodys top_k_of_all_is_exact diloco_overlapped_recomputed
+    weights_that_the_chief_alone_sets_are_everybodys other_subset_of_a_data_loader_on_one_rank
+    top_k_of_all_is_exact diloco_overlapped_recomputed
     streams_of_unequal_length ranks_without_data_do_not_count
 """
 """Of those above: what they are about lies in code that is the same for all backends."""

@@ -7,7 +7,7 @@ a batch is a view of the arrays.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -66,6 +66,26 @@ def _gathered(array: Any, rows: Array) -> Array:
 
 
 SAMPLED_ROWS, SAMPLED_COLUMNS = 16, 8
+
+
+def sampled_rows(samples: int) -> Array:
+    """The numbers of a few samples from all over, shape (SAMPLED_ROWS,)."""
+    return np.linspace(0, samples - 1, SAMPLED_ROWS).astype(np.int64)
+
+
+def numbers_of(taken: Sequence[Array]) -> Array:
+    """A few numbers of such samples, shape (n,), float64, by which the ranks' data are compared.
+
+    Args:
+        taken: arrays of SAMPLED_ROWS rows; of dtypes other than numbers nothing is compared.
+    """
+    numbers = [np.zeros(0)]
+    for values in taken:
+        if values.size and values.dtype.kind in "biuf":
+            rows = values.reshape(len(values), -1)
+            columns = np.linspace(0, rows.shape[1] - 1, SAMPLED_COLUMNS).astype(np.int64)
+            numbers.append(rows[:, columns].astype(np.float64).ravel())
+    return np.concatenate(numbers)
 
 
 class ArraySource(Anywhere):
@@ -128,15 +148,8 @@ class ArraySource(Anywhere):
     @property
     def sample(self) -> Array:
         """A few numbers from all over the data, shape (n,), float64: the ranks' must be about the same."""
-        rows = np.linspace(0, self._samples - 1, SAMPLED_ROWS).astype(np.int64)
-        numbers = [np.zeros(0)]
-        for leaf in leaves(self._data):
-            values = np.asarray(leaf[rows])
-            if values.size and values.dtype.kind in "biuf":
-                values = values.reshape(SAMPLED_ROWS, -1)
-                columns = np.linspace(0, values.shape[1] - 1, SAMPLED_COLUMNS).astype(np.int64)
-                numbers.append(values[:, columns].astype(np.float64).ravel())
-        return np.concatenate(numbers)
+        rows = sampled_rows(self._samples)
+        return numbers_of([np.asarray(leaf[rows]) for leaf in leaves(self._data)])
 
     @property
     def samples(self) -> int:

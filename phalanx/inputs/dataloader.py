@@ -12,6 +12,7 @@ import numpy as np
 
 from phalanx.errors import ConfigurationError
 from phalanx.inputs import keras_adapters
+from phalanx.inputs.arrays import numbers_of, sampled_rows
 from phalanx.inputs.elements import to_numpy
 from phalanx.inputs.policy import AutoShardPolicy
 from phalanx.inputs.shuffling import Shuffling
@@ -19,6 +20,8 @@ from phalanx.inputs.source import Anywhere, StreamSource, same_stream
 from phalanx.inputs.split import Share, batch_size_of, cut, local_range
 from phalanx.nested import map_leaves
 from phalanx.plain import decode, encode
+
+Array = np.ndarray[Any, Any]
 
 _KIND = "torch DataLoader"
 
@@ -134,6 +137,30 @@ class MapStyleSource(Anywhere):
     def samples(self) -> int | None:
         """How many there are in a pass; None where the dataset makes whole batches."""
         return len(self._loader.dataset) if self._by_sample else None
+
+    @property
+    def sample(self) -> Array:
+        """Numbers that the ranks must share: which items a `Subset` has, as after a random split, and a few values of
+        tensors. Other datasets may give another value each time that they are asked, so nothing is compared."""
+        from torch.utils.data import Subset, TensorDataset
+
+        dataset, chosen = self._loader.dataset, None
+        while isinstance(dataset, Subset):
+            indices = np.asarray(dataset.indices)
+            chosen = indices if chosen is None else indices[chosen]
+            dataset = dataset.dataset
+            if chosen.dtype.kind not in "iu":  # keys of the dataset's own
+                break
+        numbers = np.zeros(0)
+        if chosen is not None:
+            # Bytes, since samples are compared within a tolerance.
+            numbers = np.frombuffer(_checksum_of_all(chosen).to_bytes(4, "little"), np.uint8).astype(np.float64)
+        if type(dataset) is TensorDataset and len(dataset):
+            rows = sampled_rows(len(dataset) if chosen is None else len(chosen))
+            rows = rows if chosen is None else chosen[rows]
+            taken = [to_numpy(tensor[rows]) for tensor in dataset.tensors]
+            numbers = np.concatenate([numbers, numbers_of(taken)])
+        return numbers
 
     def rows(self, key: int, batch: int) -> Any:
         """The numbers of the samples of a global batch."""
@@ -342,6 +369,12 @@ def _elements(loader: Any) -> Iterator[Any]:
     for element in loader:
         # A collated batch is a list [x, y]; Keras makes a tuple of it.
         yield map_leaves(to_numpy, tuple(element) if isinstance(element, list) else element)
+
+
+def _checksum_of_all(indices: Array) -> int:
+    if indices.dtype.kind in "iu":
+        return zlib.crc32(np.ascontiguousarray(indices, np.int64).tobytes())
+    return zlib.crc32(repr(indices.tolist()).encode())
 
 
 def _checksum(indices: list[Any]) -> int:

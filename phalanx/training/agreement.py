@@ -192,6 +192,12 @@ def check_batch_size(model: Any, batch: LocalBatch, replicas: int) -> None:
         )
 
 
+SEEDS = (
+    "If they are made or split at random, give a seed (`random_state=0`, `np.random.default_rng(0)`, and to PyTorch's "
+    "random_split `generator=torch.Generator().manual_seed(0)`)."
+)
+
+
 def compare_samples(source: ShardedInput, replica: Replica) -> None:
     """Raise on every rank if the ranks hold different values, or the same ones in another order."""
     samples = replica.communicator.all_gather(source.sample)
@@ -199,9 +205,8 @@ def compare_samples(source: ShardedInput, replica: Replica) -> None:
     if not all(same):
         raise DisagreementError(
             f"The ranks were given different data: the values of rank {same.index(False)} are not those of rank 0, or "
-            f"stand in another order. Every rank must pass the same data; Phalanx divides it. If they are made or "
-            f"split at random, give a seed (`random_state=0`, `np.random.default_rng(0)`). To give each rank its own "
-            f"data, use `strategy.distribute_datasets_from_function`."
+            f"stand in another order. Every rank must pass the same data; Phalanx divides it. {SEEDS} To give each "
+            f"rank its own data, use `strategy.distribute_datasets_from_function`."
         )
 
 
@@ -218,10 +223,7 @@ def compare_input_with_chief(source: ShardedInput, worker: ServerWorker, fit: in
     chiefs, own = bytes(told[0]).decode(), source.signature
     why = f"the chief has {chiefs}; this worker has {own}." if chiefs != own else ""
     if not why and not _same(source.sample, np.frombuffer(told[1], np.float64)):
-        why = (
-            "the values of this worker are not those of the chief, or stand in another order. If they are made or "
-            "split at random, give a seed (`random_state=0`, `np.random.default_rng(0)`)."
-        )
+        why = f"the values of this worker are not those of the chief, or stand in another order. {SEEDS}"
     if why:
         raise DisagreementError(
             f"The workers were given different data: {why} Every worker must pass the same data, of which the first "

@@ -213,3 +213,24 @@ def test_fingerprints_are_of_the_order():
 
     assert fingerprint(list(range(23))) == fingerprint(list(range(23)))
     assert fingerprint(list(range(23))) != fingerprint(list(range(22, -1, -1)))
+
+
+def sample_of(dataset):
+    return shard_input(data.DataLoader(dataset, batch_size=4), rank=0, world_size=2, seed=0).sample
+
+
+def test_other_subsets_and_other_tensors_are_told_apart():
+    tensors = data.TensorDataset(X, Y)
+    chosen = sample_of(data.Subset(tensors, [5, 1, 3]))
+    assert not np.allclose(chosen, sample_of(data.Subset(tensors, [5, 1, 4])), rtol=1e-3)
+    nested = data.Subset(data.Subset(tensors, [0, 5, 1, 3]), [1, 2, 3])
+    np.testing.assert_array_equal(sample_of(nested), chosen)
+    assert not np.allclose(sample_of(tensors), sample_of(data.TensorDataset(X + 1, Y)))
+
+
+def test_of_other_datasets_only_what_was_chosen_is_looked_at():
+    asked = Recording()
+    assert sample_of(asked).size == 0
+    assert sample_of(data.Subset(asked, range(3))).size
+    assert sample_of(data.Subset({"a": 1, "b": 2}, ["a", "b"])).size
+    assert not asked.asked

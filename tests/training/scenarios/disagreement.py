@@ -33,6 +33,17 @@ def model_of_other_width_on_one_rank(setting: Setting) -> dict[str, Any]:
     return fitted(compiled(setting, build))
 
 
+@scenario(needs=("torch",), error=_on_all("DisagreementError", "random_split"))
+def other_subset_of_a_data_loader_on_one_rank(setting: Setting) -> dict[str, Any]:
+    import torch
+
+    samples = torch.utils.data.TensorDataset(torch.from_numpy(features()), torch.from_numpy(labels()))
+    own = torch.Generator().manual_seed(setting.rank)
+    chosen, _ = torch.utils.data.random_split(samples, [20, len(samples) - 20], generator=own)
+    compiled(setting).fit(torch.utils.data.DataLoader(chosen, batch_size=5), verbose=0)
+    return {}
+
+
 @scenario(error=_on_all("DisagreementError", "optimizer"))
 def other_optimizer_on_one_rank(setting: Setting) -> dict[str, Any]:
     optimizer = keras.optimizers.Adam() if setting.rank else keras.optimizers.SGD(momentum=0.9)
