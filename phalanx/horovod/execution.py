@@ -21,9 +21,8 @@ _REDUCE_OPS = {
     Op.PRODUCT: ReduceOp.PRODUCT,
 }
 
-
-_OF_ZEROS = (Op.AVERAGE, Op.SUM, Op.ADASUM)
-"""Where zeros change nothing but the average."""
+_SCALED_ON_THE_WAY = (Op.AVERAGE, Op.SUM)
+"""The communicator multiplies while it adds."""
 
 
 @dataclass(slots=True)
@@ -44,6 +43,7 @@ class Part:
     result: Any = None
 
 
+@np.errstate(all="ignore")  # what overflows on one rank must not end the operation there alone
 def execute(communicator: Communicator, requests: Sequence[Request], parts: Sequence[Part | None]) -> None:
     """Do a batch of requests that travel as one (`negotiation.fuse`); all ranks must call with the same requests.
 
@@ -52,8 +52,7 @@ def execute(communicator: Communicator, requests: Sequence[Request], parts: Sequ
     """
     kind = requests[0].kind
     if kind == Kind.ALLREDUCE:
-        with np.errstate(all="ignore"):  # what overflows on one rank must not end the operation there alone
-            _allreduce(communicator, requests, parts)
+        _allreduce(communicator, requests, parts)
     elif kind == Kind.BROADCAST:
         _broadcast(communicator, requests, parts)
     elif kind != Kind.BARRIER:
@@ -64,8 +63,7 @@ def execute(communicator: Communicator, requests: Sequence[Request], parts: Sequ
         elif kind == Kind.ALLTOALL:
             part.result = _alltoall(communicator, part)
         else:
-            with np.errstate(all="ignore"):
-                part.result = [_reducescatter(communicator, array, requests[0]) for array in part.arrays]
+            part.result = [_reducescatter(communicator, array, requests[0]) for array in part.arrays]
 
 
 def share_of_rows(rows: int, size: int) -> list[int]:
@@ -92,10 +90,11 @@ def _allreduce(communicator: Communicator, requests: Sequence[Request], parts: S
             part.result = (
                 list(part.outs) if part.outs is not None else [np.empty(a.shape, a.dtype) for a in part.arrays]
             )
-            arrays += part.arrays if op in _OF_ZEROS else [_scaled(array, prescale) for array in part.arrays]
+            on_the_way = op in _SCALED_ON_THE_WAY
+            arrays += part.arrays if on_the_way else [_scaled(array, prescale) for array in part.arrays]
             outs += part.result
     if op is Op.ADASUM:
-        adasum.adasum(communicator, [_scaled(array, prescale) for array in arrays], outs)
+        adasum.adasum(communicator, arrays, outs)
     elif op is Op.AVERAGE and all(is_float(array.dtype) for array in arrays):
         if prescale == 1.0:
             communicator.all_reduce(arrays, ReduceOp.MEAN, out=outs)

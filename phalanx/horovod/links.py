@@ -43,7 +43,6 @@ class Offer:
         self._own = self._ranks.index(node.membership.rank)
         self._arrived = threading.Condition()  # protects the links
         self._links: dict[int, Link] = {}
-        self._given_away = False
         if len(ranks) > 1:
             assert node.listener is not None, "a job of several processes has a port"
             node.listener.register(purpose, self)
@@ -93,10 +92,12 @@ class Offer:
         with self._arrived:
             self._arrived.wait_for(lambda: expected <= self._links.keys(), timeout=ARRIVAL_S)
             links = dict(sorted(self._links.items()))
-        if missing := expected - links.keys():
+            missing = expected - links.keys()
+            if not missing:
+                self._links = {}  # the membership closes them
+        if missing:
             names = ", ".join(self._members[position].task for position in sorted(missing))
             raise RendezvousError(f"{names} did not come to the process set {list(self._ranks)}.")
-        self._given_away = True
         members = tuple(
             type(me)(rank=position, task=member.task, host=member.host, address=member.address, pid=member.pid)
             for position, member in enumerate(self._members)
@@ -107,6 +108,5 @@ class Offer:
         """The offer stands no more; links that are no membership's are closed."""
         if self._node.listener is not None:
             self._node.listener.unregister(self._purpose)
-        if not self._given_away:
-            for link in self._links.values():
-                link.close()
+        for link in self._links.values():
+            link.close()

@@ -262,8 +262,10 @@ def join() -> int:
 def _name(controller: Controller, kind: Kind, given: str | None) -> str:
     if given is not None and not isinstance(given, str):
         raise ConfigurationError(f"{kind.value} got the name {given!r}; a name is a string.")
-    if given and not given.isprintable():  # half a character could not be sent
-        raise ConfigurationError(f"{kind.value} got the name {given!r}, which cannot be printed.")
+    try:
+        (given or "").encode()
+    except UnicodeEncodeError as error:  # half a character, which could not be sent
+        raise ConfigurationError(f"{kind.value} got the name {given!r}, which cannot be printed.") from error
     if given:
         return given
     names = controller.automatic_names

@@ -118,15 +118,15 @@ class Listener:
         _listeners.add(self)
         self._thread.start()
 
-    def unregister(self, purpose: str) -> None:
-        """Serve this purpose no more."""
-        with self._lock:
-            self._services.pop(purpose, None)
-
     def register(self, purpose: str, service: Service) -> None:
         """Serve a purpose from now on; what served it before is replaced."""
         with self._lock:
             self._services[purpose] = service
+
+    def unregister(self, purpose: str) -> None:
+        """Serve this purpose no more."""
+        with self._lock:
+            self._services.pop(purpose, None)
 
     def refusal_summary(self) -> str:
         """Who was refused so far and why, for the message of an error; empty if nobody was."""

@@ -36,13 +36,10 @@ class Way:
     gradient_predivide_factor: float
     op: Op
     process_set: ProcessSet
+    number: Number
     factor: float = 1.0
     scale_local_gradients: bool = True
     local: set[int] = field(default_factory=set)
-    number: Number = field(init=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "number", Number("keras.optimizer", self.process_set))
 
     @property
     def name(self) -> str:
@@ -161,7 +158,10 @@ def DistributedOptimizer(
         accumulating.gradient_accumulation_steps = backward_passes_per_step
         if not average_aggregated_gradients:
             factor = float(backward_passes_per_step)
-    way = Way(compression, sparse_as_dense, gradient_predivide_factor, op, process_set, factor, scale_local_gradients)
+    number = Number("keras.optimizer", process_set)
+    way = Way(
+        compression, sparse_as_dense, gradient_predivide_factor, op, process_set, number, factor, scale_local_gradients
+    )
     make_merging(optimizer, way)
     way_of(optimizer)
     trainer.install()
