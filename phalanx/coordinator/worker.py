@@ -22,7 +22,7 @@ from phalanx.backends import make_tensors
 from phalanx.backends.random_state import draw_own_numbers, random_state
 from phalanx.coordinator import state
 from phalanx.coordinator.current_worker import set_index
-from phalanx.coordinator.dispatcher import PURPOSE
+from phalanx.coordinator.dispatcher import PING_S, PURPOSE
 from phalanx.coordinator.messages import (
     FUNCTIONS_KEPT,
     Answer,
@@ -60,9 +60,6 @@ from phalanx.training.state import shifted_seed
 from phalanx.transport.link import Link
 
 logger = logging.getLogger(__name__)
-
-IDLE_S = 3600.0
-"""How long the coordinator may say nothing; it asks every few seconds, unless its process is stopped."""
 
 _ORDERS = msgspec.msgpack.Decoder(Order)
 _encode = msgspec.msgpack.Encoder().encode
@@ -126,7 +123,7 @@ class FunctionServer:
 
         Raises:
             RendezvousError: the coordinator did not come in time.
-            PeerLostError: it was lost and did not come back; so for a server.
+            PeerLostError: it was lost, or stopped, and did not come back; so for a server.
             LinkTimeoutError: a server did not answer.
         """
         settings = self._me.settings
@@ -167,7 +164,8 @@ class FunctionServer:
         self._references.own.clear()
         self._references.kept.clear()
         self._functions.clear()
-        session = _Session(link, self._stop)
+        # It asks every PING_S whether this worker is alive, unless its process is stopped; a large order takes longer.
+        session = _Session(link, self._stop, patience_s=self._me.settings.timeout_s + 2 * PING_S)
         try:
             while (message := session.next()) is not None:
                 answer = self._handle(*message)
@@ -328,11 +326,13 @@ class _Session:
 
     Args:
         stop: called in that thread when there is no more to do.
+        patience_s: how long the coordinator may say nothing, and may take to read an answer.
     """
 
-    def __init__(self, link: Link, stop: Callable[[], None]) -> None:
+    def __init__(self, link: Link, stop: Callable[[], None], *, patience_s: float) -> None:
         self._link = link
         self._stop = stop
+        self._patience_s = patience_s
         self._sending = threading.Lock()
         self._inbox: queue.SimpleQueue[tuple[Order, list[memoryview]] | Exception | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="phalanx-coordinator", daemon=True).start()
@@ -353,14 +353,14 @@ class _Session:
         """Answer. Raises: _ChiefGoneError."""
         try:
             with self._sending:
-                self._link.send(_encode(answer), buffers, deadline=time.monotonic() + IDLE_S)
+                self._link.send(_encode(answer), buffers, deadline=time.monotonic() + self._patience_s)
         except _GONE as error:
             raise _ChiefGoneError(str(error)) from error
 
     def _read(self) -> None:
         try:
             while True:
-                header, buffers = self._link.receive(deadline=time.monotonic() + IDLE_S)
+                header, buffers = self._link.receive(deadline=time.monotonic() + self._patience_s)
                 order = _ORDERS.decode(header)
                 if isinstance(order, Ping):
                     self.send(Pong())

@@ -249,6 +249,28 @@ def test_workers_of_a_chief_that_does_not_come_back_end_with_its_name(start: Sta
     assert "lost chief/0" in tasks.said("worker/0")
 
 
+@pytest.mark.slow
+def test_workers_of_a_chief_that_is_stopped_end_with_its_name(start: Start) -> None:
+    tasks = start("", PHALANX_TIMEOUT="3")
+    tasks.wait_for(lambda: len(running(tasks)) == 2, "both workers run a function")
+    tasks.send("chief/0", signal.SIGSTOP)
+    (tasks.folder / "go").touch()
+    assert set(tasks.ends("worker/0", "worker/1").values()) == {PeerLostError.exit_code}
+    assert "lost chief/0" in tasks.said("worker/0")
+    tasks.send("chief/0", signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_chief_that_was_stopped_for_a_while_goes_on_with_its_workers(start: Start) -> None:
+    tasks = start("", PHALANX_TIMEOUT="20")
+    tasks.wait_for(lambda: len(running(tasks)) == 2, "both workers run a function")
+    tasks.send("chief/0", signal.SIGSTOP)
+    (tasks.folder / "go").touch()
+    tasks.wait_for(lambda: "Waiting for it to come back" in tasks.said("worker/0"), "a worker notices it")
+    tasks.send("chief/0", signal.SIGCONT)
+    assert set(tasks.ends().values()) == {0}
+
+
 # Strategies that can have no coordinator.
 
 
