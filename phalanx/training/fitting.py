@@ -50,6 +50,7 @@ class Position(msgspec.Struct):
         logs: of the last epoch that is over (`plain`).
         callbacks: what the chief's callbacks have learnt since it began (`memories.Memories`).
         watched: whether anybody's callbacks see single batches, of the training and of evaluations.
+        stops: whether the training ends after the first step of this epoch.
         ledger: see `Ledger.encoded`.
         applied: steps in all epochs so far, where the training is saved.
         randomness: see `ShardedInput.randomness`; of the data, and of those for validation.
@@ -65,6 +66,7 @@ class Position(msgspec.Struct):
     callbacks: list[tuple[str, bytes]]
     ledger: bytes
     watched: tuple[bool, bool] = (False, False)
+    stops: bool = False
     applied: int = 0
     randomness: tuple[bytes, bytes] = (b"", b"")
     validated: int = 0
@@ -99,6 +101,7 @@ class Fitting:
         self._memories_of_chief: memories.Memories | None = None  # of callbacks that only a chief runs
         self._ends_epoch = False  # while the chief may be busy with the end of an epoch
         self._trained = False  # whether this process has made a step
+        self._stops = False  # whether callbacks ended the training before the first step of the epoch
 
     def run(self) -> Any:
         """Train; returns the `History`.
@@ -348,6 +351,7 @@ class Fitting:
             model.reset_metrics()
             self._callbacks.on_epoch_begin(epoch)
             self._trainer.agree_on_learning_rate(self._adapt)
+            self._stops = self._steadily(lambda: self._replica.any(model.stop_training))
             engine.begin()
             walk = self._walk = JointBatches(self._source, epoch, self._replica)
         self._stepper.begin(watched=self._watched, entering=entering)
@@ -431,7 +435,9 @@ class Fitting:
             timeline.current.enter("callbacks")
             self._callbacks.on_train_batch_end(step, self._engine.logs())
             timeline.current.leave()
-        if self._watched and self._stepper.together and self._steadily(lambda: self._replica.any(model.stop_training)):
+        if not self._stepper.together:
+            return False
+        if self._stops or (self._watched and self._steadily(lambda: self._replica.any(model.stop_training))):
             model.stop_training = True
             return True
         return False
@@ -556,6 +562,7 @@ class Fitting:
                     logs=encode(self._logs),
                     callbacks=self._what_callbacks_learnt(),
                     watched=(self._watched, self._watched_test),
+                    stops=self._stops,
                     ledger=b"" if self._ledger is None else self._ledger.encoded(),
                     applied=0 if self._resumption is None else self._resumption.applied,
                     validated=0 if self._validation is None else self._validation.taken,
@@ -597,6 +604,7 @@ class Fitting:
         history = self._model.history
         history.epoch, history.history = list(position.epochs), decode(position.history)
         self._watched, self._watched_test = position.watched
+        self._stops = position.stops
         if self._validation is not None:
             self._validation.continue_with(position.randomness[1])
             self._validation.catch_up(position.validated)

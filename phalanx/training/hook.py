@@ -41,6 +41,7 @@ from phalanx.training.server_worker import ServerWorker
 logger = logging.getLogger(__name__)
 
 _DISPATCHED = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+_STEPS = {"fit": "train", "evaluate": "test", "predict": "predict"}  # so for `train_on_batch`, ...
 _MARK = "_phalanx_replica"
 _POLICY = "_phalanx_policy"
 _TRAINER = "_phalanx_trainer"
@@ -242,12 +243,16 @@ def _dispatching(original: Callable[..., Any]) -> Callable[..., Any]:
                     f"or where a worker that joins a running fit() begins its callbacks."
                 )
             return original(self, *args, **kwargs)
-        arguments = signature.bind(self, *args, **kwargs).arguments
+        try:
+            arguments = signature.bind(self, *args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"{type(self).__name__}.{original.__name__}(): {error}") from None
         if is_alone and not has_checkpoint(arguments.get("callbacks")):
             return original(self, *args, **kwargs)
         member = member or alone()
         del arguments[next(iter(signature.parameters))]
         arguments.update(arguments.pop("kwargs", {}))
+        _refuse_own_functions(self, member, original.__name__, validates=arguments.get("validation_data") is not None)
         return getattr(_trainer_of(self, member), original.__name__)(**arguments)
 
     return method
@@ -328,6 +333,19 @@ def _merging(original: Callable[..., Any]) -> Callable[..., Any]:
             _applying.now = False
 
     return method
+
+
+def _refuse_own_functions(model: Any, member: Member, method: str, *, validates: bool) -> None:
+    """Raise UnsupportedError if the model makes the functions itself in which Keras takes its steps: the trainers of a
+    job take the steps, in functions of their own. Parameter servers leave evaluation and prediction to Keras."""
+    steps = [_STEPS.get(method) or method.partition("_")[0], *(["test"] if validates else [])]
+    for step in [step for step in steps if step == "train" or isinstance(member, Replica)]:
+        name = f"make_{step}_function"
+        if name in vars(model) or getattr(type(model), name) is not getattr(_trainer_class(), name):
+            raise UnsupportedError(
+                f"{method}() of {model.name!r}: the model has its own {name}(), which only Keras in one process calls. "
+                f"Say what a step does in {step}_step(), compute_loss() or call(), or train in a loop of your own."
+            )
 
 
 def _trains_alone(model: Any, replica: Replica) -> bool:

@@ -156,8 +156,8 @@ class ReplicaTrainer:
         listened = callback_lists.listens_to_batches(callbacks, "predict")
         progress.report("predict")
         model.stop_predicting = False
-        own: list[Any] = []
-        sizes: list[tuple[int, ...]] = []
+        outputs = _Outputs()  # not gathered yet
+        whole: list[Any] = []  # gathered already, as callbacks see them
         engine.begin()
         try:
             for first, last, batches in self._executions(source):
@@ -165,19 +165,23 @@ class ReplicaTrainer:
                     callbacks.on_predict_batch_begin(first)
                 for batch in batches:
                     timeline.current.enter("forward")
-                    own.append(_rows(engine.predict(batch.data, source.form), batch.size))
+                    outputs.add(_rows(engine.predict(batch.data, source.form), batch.size), batch.sizes)
                     timeline.current.leave()
-                    sizes.append(batch.sizes)
                     self.count(callbacks, batch)
+                if watched:
+                    whole.append(self._everyones(outputs))
+                    outputs = _Outputs()
                 if listened:
-                    callbacks.on_predict_batch_end(last, {"outputs": own[-1]})
+                    callbacks.on_predict_batch_end(last, {"outputs": whole[-1] if watched else outputs.parts[-1]})
                 if watched and self.replica.any(model.stop_predicting):
                     break
         finally:
             engine.end()
-        if not own:
+        if outputs.parts:
+            whole.append(self._everyones(outputs))
+        if not whole:
             raise ValueError("predict() got no data: the input has no batches.")
-        return tree.map_structure_up_to(own[0], lambda *parts: self._in_order(parts, sizes), *own)
+        return whole[0] if len(whole) == 1 else tree.map_structure_up_to(whole[0], _concatenated, *whole)
 
     def train_on_batch(
         self,
@@ -224,10 +228,11 @@ class ReplicaTrainer:
         batch, engine = self._single("predict_on_batch", x)
         engine.begin()
         try:
-            outputs = _rows(engine.predict(batch.data), batch.size)
+            outputs = _Outputs()
+            outputs.add(_rows(engine.predict(batch.data), batch.size), batch.sizes)
         finally:
             engine.end()
-        return tree.map_structure(lambda part: self._in_order([part], [batch.sizes]), outputs)
+        return self._everyones(outputs)
 
     # Their parts.
 
@@ -474,6 +479,11 @@ class ReplicaTrainer:
         logs = pythonify_logs(logs)
         return logs if return_dict else self.model._flatten_metrics_in_order(logs)
 
+    def _everyones(self, outputs: _Outputs) -> Any:
+        """The outputs for these batches of all ranks, in the order of the samples."""
+        one = outputs.parts[0]
+        return tree.map_structure_up_to(one, lambda *parts: self._in_order(parts, outputs.sizes), *outputs.parts)
+
     def _in_order(self, parts: Any, sizes: list[tuple[int, ...]]) -> np.ndarray[Any, Any]:
         """All ranks' rows, batch by batch and in each batch in rank order."""
         columns = self._all_gather(np.concatenate(parts))
@@ -521,6 +531,27 @@ def _keras_tensors(arrays: Any) -> Any:
         return keras_backend.KerasTensor(array.shape, kind)
 
     return tree.map_structure(lambda array: None if array is None else symbolic(array), arrays)
+
+
+class _Outputs:
+    """What this rank predicted for its parts of batches.
+
+    Attributes:
+        parts: a structure of arrays for each batch.
+        sizes: of each batch, the samples of each rank.
+    """
+
+    def __init__(self) -> None:
+        self.parts: list[Any] = []
+        self.sizes: list[tuple[int, ...]] = []
+
+    def add(self, outputs: Any, sizes: tuple[int, ...]) -> None:
+        self.parts.append(outputs)
+        self.sizes.append(sizes)
+
+
+def _concatenated(*parts: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return np.concatenate(parts)
 
 
 def _rows(outputs: Any, size: int) -> Any:

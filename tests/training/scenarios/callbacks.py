@@ -160,6 +160,34 @@ def one_rank_stops_all_at_the_end_of_an_epoch(setting: Setting) -> dict[str, Any
 
 
 @scenario()
+def stopped_before_the_first_step(setting: Setting) -> dict[str, Any]:
+    """By the last rank alone, when an epoch begins and when the training does: one step more is made."""
+
+    def stop(*now: Any) -> None:
+        model.stop_training = now[0] in (1, {}, None) and setting.rank == setting.world_size - 1
+
+    model = compiled(setting)
+    between = fitted(model, callbacks=[callbacks.LambdaCallback(on_epoch_begin=stop)], epochs=3)
+    at_once = fitted(model, callbacks=[callbacks.LambdaCallback(on_train_begin=stop)], epochs=3)
+    steps = int(model.optimizer.iterations)
+    return {"between": between, "at once": at_once, "steps": steps}
+
+
+@scenario()
+def outputs_seen_by_callbacks(setting: Setting) -> dict[str, Any]:
+    """They are those of all replicas, and of all batches of an execution."""
+    seen: list[Any] = []
+    look = callbacks.LambdaCallback()
+    look.on_predict_batch_end = lambda batch, logs: seen.append(  # type: ignore[method-assign]
+        (batch, np.array(keras.ops.convert_to_numpy(logs["outputs"])))
+    )
+    model = compiled(setting, steps_per_execution=1 if setting.backend == "torch" else 2)
+    whole = model.predict(features(), batch_size=8, verbose=0, callbacks=[look])
+    np.testing.assert_array_equal(np.concatenate([rows for _, rows in seen]), whole)
+    return {"seen": seen, "whole": whole}
+
+
+@scenario()
 def evaluation_stopped_by_a_callback(setting: Setting) -> dict[str, Any]:
     class Stop(callbacks.Callback):
         def on_test_batch_end(self, batch: int, logs: Any = None) -> None:

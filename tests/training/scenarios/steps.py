@@ -20,7 +20,7 @@ from tests.training.scenarios.common import (
     regressor,
     weights,
 )
-from tests.training.scenarios.registry import Setting, scenario
+from tests.training.scenarios.registry import BACKENDS, Setting, scenario
 
 
 def _body(cls: type) -> Any:
@@ -694,3 +694,12 @@ def _first_of_data(setting: Setting, items: int) -> dict[str, Any]:
         "predict": model.predict(data, verbose=0),
         "weights": model.get_weights(),
     }
+
+
+@scenario(plain=False, error=dict.fromkeys(BACKENDS, ("UnsupportedError", "has its own make_train_function()")))
+def own_function_for_a_step(setting: Setting) -> dict[str, Any]:
+    class Model(keras.Model):
+        def make_train_function(self, force: bool = False) -> Any:
+            return super().make_train_function(force)
+
+    return fitted(compiled(setting, lambda: _body(Model)))
