@@ -52,7 +52,7 @@ from phalanx.errors import (
 from phalanx.inputs import DistributedIterator, InputContext
 from phalanx.launcher import call as calls
 from phalanx.parameter_server.client import connect
-from phalanx.parameter_server.schedule import lost
+from phalanx.parameter_server.presence import lost
 from phalanx.strategies.parameter_server import ParameterServerStrategy
 from phalanx.training.served import to_host
 from phalanx.training.server_worker import ServerWorker

@@ -45,8 +45,8 @@ from phalanx.parameter_server.messages import (
     Values,
 )
 from phalanx.parameter_server.placement import Shard, Variable, rows, shard_shape
+from phalanx.parameter_server.presence import CHIEF, lost
 from phalanx.parameter_server.rows import Rows, cut
-from phalanx.parameter_server.schedule import CHIEF, lost
 from phalanx.transport.dial import RefusedError, retry_delay_s
 from phalanx.transport.handshake import Welcome
 from phalanx.transport.link import Link

@@ -25,8 +25,9 @@ from phalanx.cluster.spec import Task
 from phalanx.errors import FrameError, PeerLostError, PhalanxError, RendezvousError
 from phalanx.parameter_server import copying
 from phalanx.parameter_server.messages import Applied, Bye, EndFit, Over, SetRate, State
+from phalanx.parameter_server.presence import CHIEF, Worker, lost
 from phalanx.parameter_server.recovery import Recovery
-from phalanx.parameter_server.schedule import CHIEF, Schedule, Worker, lost
+from phalanx.parameter_server.schedule import Schedule
 from phalanx.parameter_server.serving import Serving
 from phalanx.parameter_server.snapshot import Snapshots
 from phalanx.parameter_server.store import Store

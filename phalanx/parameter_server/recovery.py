@@ -13,7 +13,8 @@ from phalanx.cluster.roll_call import Identity
 from phalanx.cluster.spec import Task
 from phalanx.errors import PeerLostError
 from phalanx.parameter_server.messages import Declare, Rejoin, State
-from phalanx.parameter_server.schedule import Schedule, Worker
+from phalanx.parameter_server.presence import Worker
+from phalanx.parameter_server.schedule import Schedule
 from phalanx.parameter_server.snapshot import Snapshots
 from phalanx.parameter_server.store import Store
 

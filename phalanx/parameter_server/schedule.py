@@ -19,17 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.backends.layout import Weight
-from phalanx.cluster.admission import process_of
-from phalanx.cluster.membership import CLOSED, LOOK_THERE
 from phalanx.errors import CollectiveTimeoutError, EvictedError, PeerLostError, PhalanxError, RendezvousError
 from phalanx.parameter_server.messages import EpochOver, FitOver, Rejoin, Report, Rules, State, Ticket
+from phalanx.parameter_server.presence import CHIEF, Presence, Worker
+from phalanx.parameter_server.reports import Reports
 
 logger = logging.getLogger(__name__)
 
 Array = np.ndarray[Any, Any]
-Worker = int
-CHIEF: Worker = 0
 POLL_S = 0.5
 """Longest time between two looks at the clock; whatever happens wakes the waiting at once."""
 REJOIN_S = 60.0
@@ -72,7 +69,7 @@ class Schedule:
     Args:
         names: of the workers, by number.
         start_s: how long to wait for tasks that are only starting; all other waits are as long as the caller says.
-        relink_s: for how long a worker whose link has ended is expected to make it anew; `chief_relink_s`: the chief.
+        relink_s, chief_relink_s: see `Presence`.
     """
 
     def __init__(
@@ -87,13 +84,8 @@ class Schedule:
         self._names = names
         self.clock = clock
         self._start_s = start_s
-        self._relink_s = relink_s
-        self._chief_relink_s = chief_relink_s
-        self._awaited_until: dict[Worker, float] = {}  # those without a link that are on their way here, perhaps
         self._changed = threading.Condition()
-        self._present: dict[Worker, str] = {}
-        self._endings: dict[Worker, str] = {}  # of those that are not here any more: what is known of their end
-        self._evicted: set[str] = set()
+        self._presence = Presence(names, relink_s=relink_s, chief_relink_s=chief_relink_s, clock=clock)
         self._chief_left = False
         self.stop_asked = -1  # in which `fit` a worker has asked for its end
         self._failure: Callable[[], PhalanxError] | None = None  # what has ended the training for all
@@ -107,14 +99,13 @@ class Schedule:
         self._ended_fit = -1
         self._serial = 0
         self.era = 0
-        self._seen: set[Worker] = set()  # those that were here at some time
         self._took: set[Worker] = set()  # those that took part in the epoch
         self._made: dict[int, int] = {}  # steps of the former epochs of this `fit`
         self._held: dict[int, Ticket] = {}  # by serial: those whose step is still to come
         self._joint: Ticket | None = None  # the step that all make together now
         self._joint_given: set[Worker] = set()
         self._steps_of: dict[Worker, int] = {}
-        self._reports: dict[tuple[int, int], dict[Worker, tuple[Report, list[Array]]]] = {}
+        self._reports = Reports()
         self._begun_by = ""  # the incarnation of the chief that has declared the `fit`
         self._order: tuple[int, int, Array] = (-1, -1, np.zeros(0, np.int64))
         self._told: dict[str, tuple[int, list[Array]]] = {}
@@ -150,7 +141,7 @@ class Schedule:
         with self._changed:
             self._rules = rules
             self._rebuilt = True
-            chief = process_of(self._present.get(CHIEF, ""))
+            chief = self._presence.process(CHIEF)
             # A chief that was started again goes on from what it has restored, and so does the count.
             went_back = bool(self._begun_by and chief) and chief != self._begun_by
             self.global_step = step if went_back else max(self.global_step, step)
@@ -168,7 +159,7 @@ class Schedule:
             self._joint = None
             self._held.clear()
             self._reports.clear()
-            self._steps_of = dict.fromkeys(self._present, 0)
+            self._steps_of = dict.fromkeys(self._presence.linked, 0)
             self._changed.notify_all()
 
     def resume(self, state: State) -> None:
@@ -176,7 +167,7 @@ class Schedule:
         with self._changed:
             self.begin(state.declared.rules, state.declared.fit)
             self.era, self.global_step = state.era, state.step
-            self._seen = set(range(len(self._names)))  # all came to its start
+            self._presence.seen.update(range(len(self._names)))  # all came to its start
             if state.ended:
                 self.end_fit(state.declared.fit)
 
@@ -184,10 +175,7 @@ class Schedule:
         """A worker is here, by the link of this name (`link_name`); one that it had before counts no more."""
         with self._changed:
             self._leave(worker)
-            self._awaited_until.pop(worker, None)
-            self._endings.pop(worker, None)
-            self._present[worker] = incarnation
-            self._seen.add(worker)
+            self._presence.enter(worker, incarnation)
             # One that comes late is not behind: the others must not wait until it has made as many steps.
             self._steps_of[worker] = min(self._steps_of.values(), default=0)
             self._changed.notify_all()
@@ -195,19 +183,16 @@ class Schedule:
     def detach(self, worker: Worker, incarnation: str, *, goodbye: bool = False, why: str = "") -> None:
         """The worker is gone, with a `goodbye` or without, and then perhaps it is known `why`: a sentence."""
         with self._changed:
-            if self._present.get(worker) == incarnation:
+            if self._presence.has_link(worker, incarnation):
                 self._leave(worker)
                 if not goodbye:
-                    self._endings[worker] = why
-                    relink_s = self._chief_relink_s if worker == CHIEF else self._relink_s
-                    self._awaited_until[worker] = self.clock() + relink_s
+                    self._presence.miss(worker, why)
                     self._miss(lambda: self.lost(worker, "training"))
                 self._changed.notify_all()
 
     def lost(self, worker: Worker, during: str) -> PeerLostError:
         """The error that names a worker that is not here any more."""
-        ending = self._endings.get(worker)
-        return lost(self._names[worker], during, f"{ending} {LOOK_THERE}" if ending else CLOSED)
+        return self._presence.lost(worker, during)
 
     def check(self) -> None:
         """Raise what has ended the training for all, if something has: the loss of a worker that was needed."""
@@ -226,27 +211,24 @@ class Schedule:
                     self._miss(lambda: _did_not_come(f"{self._names[worker]} did not make its part of a step"))
                 else:
                     logger.warning("%s makes no progress: going on without it.", self._names[worker])
-                    self._endings[worker] = "it made no progress for too long, and the others went on without it."
-            if worker in self._present:
-                self._evicted.add(process_of(self._present[worker]))
+            self._presence.evict(worker)
             self._leave(worker)
-            self._awaited_until.pop(worker, None)
             self._changed.notify_all()
 
     def forget_evicted(self) -> None:
         """This schedule was not the one that counts: who was missed here was elsewhere."""
         with self._changed:
-            self._evicted.clear()
+            self._presence.forget_evicted()
 
     def is_evicted(self, incarnation: str) -> bool:
-        return process_of(incarnation) in self._evicted
+        return self._presence.is_evicted(incarnation)
 
     def is_present(self, worker: Worker) -> bool:
         """Whether a worker is linked, or is expected to be in a moment."""
-        return worker in self._present or self.clock() < self._awaited_until.get(worker, 0.0)
+        return self._presence.is_here(worker)
 
     def _leave(self, worker: Worker) -> None:
-        self._present.pop(worker, None)
+        self._presence.leave(worker)
         self._rejoined.pop(worker, None)
         if worker == CHIEF:
             self._on_hold = False
@@ -257,7 +239,7 @@ class Schedule:
             if self._is_open(ticket):
                 self._give_back(ticket)
         joint = self._joint
-        if joint is not None and not any(member in self._present for member in joint.members):
+        if joint is not None and self._presence.linked.isdisjoint(joint.members):
             self._joint = None
             if self._is_open(joint):
                 self._give_back(joint)
@@ -277,8 +259,7 @@ class Schedule:
     def await_workers(self) -> None:
         """Another process led before, and its workers are on their way here: they are not lost."""
         with self._changed:
-            absent = set(range(len(self._names))) - self._present.keys()
-            self._awaited_until = dict.fromkeys(absent, self.clock() + REJOIN_S)
+            self._presence.expect_all(REJOIN_S)
 
     def await_rejoins(self) -> None:
         """This schedule is new in the middle of a `fit`: it is made anew from what the workers tell of themselves."""
@@ -380,9 +361,9 @@ class Schedule:
                 return
             if self._rules.synchronous and self._epoch is None:
                 until = self.clock() + self._start_s
-                while len(self._seen) < len(self._names):
-                    self._wait(until, lambda: f"{self._missing()} did not come to `fit`")
-                absent = self._seen - self._present.keys()
+                while missing := self._presence.never_seen():
+                    self._wait(until, lambda missing=missing: f"{missing} did not come to `fit`")  # type: ignore[misc]
+                absent = self._presence.seen - self._presence.linked
                 if absent and self._rules.all_needed:
                     raise self.lost(min(absent), "the start of `fit`")
             self._note_steps()
@@ -451,9 +432,6 @@ class Schedule:
             return 0
         return epoch.next if epoch.steps is None else min(epoch.next, epoch.steps)
 
-    def _missing(self) -> str:
-        return ", ".join(name for worker, name in enumerate(self._names) if worker not in self._seen)
-
     # Steps.
 
     def take(
@@ -466,7 +444,7 @@ class Schedule:
             while True:
                 self.check()
                 epoch = self._epoch
-                if self._present.get(worker) != incarnation:
+                if not self._presence.has_link(worker, incarnation):
                     raise EvictedError(f"{self._names[worker]} was left out, or started again in another process.")
                 if (over := self._is_over(fit, era)) is not None:
                     return over
@@ -498,7 +476,7 @@ class Schedule:
             epoch = self._epoch
             if epoch is None or (epoch.fit, epoch.number, self.era) != (fit, number, era):
                 return None
-            if self._present.get(worker) != incarnation:
+            if not self._presence.has_link(worker, incarnation):
                 return None
             answer = self._assign(worker, epoch)
             return answer if isinstance(answer, Ticket) else None
@@ -530,7 +508,7 @@ class Schedule:
                 return EpochOver(self._steps_made())
             self._serial += 1
             self._joint_given = set()
-            members = tuple(sorted(self._present))
+            members = tuple(sorted(self._presence.linked))
             self._joint = Ticket(epoch.fit, epoch.number, batch, members, worker, self._serial, self.era)
         joint = self._joint
         if worker in self._joint_given or worker not in joint.members:
@@ -640,7 +618,7 @@ class Schedule:
             if self._epoch is None or (self._epoch.fit, self._epoch.number) != (report.fit, report.epoch):
                 return  # of an epoch that was collected without it
             self._took.add(worker)
-            self._reports.setdefault((report.fit, report.epoch), {})[worker] = (report, arrays)
+            self._reports.add(worker, report, arrays)
             self._changed.notify_all()
 
     def describe_losses(self) -> str:
@@ -656,60 +634,33 @@ class Schedule:
         with self._changed:
             until = self.clock() + timeout_s
             while True:
-                reports = self._reports.get((fit, epoch), {})
-                late = [worker for worker in self._took if self.is_present(worker) and worker not in reports]
+                late = [worker for worker in self._took - self._reports.by(fit, epoch) if self.is_present(worker)]
                 if not late:
-                    break
+                    return *self._reports.merged(fit, epoch), self._steps_made()
                 if self.clock() > until:
                     for worker in late:
                         self.evict(worker)
                     continue
                 self._changed.wait(POLL_S)
-            in_order = [reports[worker] for worker in sorted(reports)]
-            return _merged(in_order), sum(report.samples for report, _ in in_order), self._steps_made()
 
     def _wait(self, until: float, reason: Callable[[], str]) -> None:
         if self._chief_left:
             raise self.lost(CHIEF, "fit")
         remaining = until - self.clock()
         if remaining <= 0:
-            if CHIEF not in self._seen:
+            if CHIEF not in self._presence.seen:
                 raise RendezvousError(
                     f"{self._names[CHIEF]} has not come to the job within the time set. Is it started, with the same "
                     f"cluster?"
                 )
-            if CHIEF not in self._present:
+            if CHIEF not in self._presence.linked:
                 raise self.lost(CHIEF, "fit; it did not come back within the time set")
             raise _did_not_come(reason())
         self._changed.wait(min(remaining, POLL_S))
-
-
-def _merged(reports: list[tuple[Report, list[Array]]]) -> list[Array]:
-    """Counters are summed; what is a mean is weighted by samples."""
-    total = sum(report.samples for report, _ in reports) or 1
-    merged: list[Array] = []
-    for index, weight in enumerate(reports[0][0].weights):
-        values = [
-            arrays[index] * (report.samples / total if weight == Weight.SHARE.value else 1)
-            for report, arrays in reports
-        ]
-        result = values[0] if weight == Weight.FIRST.value else np.sum(values, axis=0)
-        merged.append(np.asarray(result).astype(reports[0][1][index].dtype))
-    return merged
 
 
 def _did_not_come(reason: str) -> CollectiveTimeoutError:
     return CollectiveTimeoutError(
         f"{reason} within the time set (PHALANX_TIMEOUT). It is connected, so it is busy, stopped or waiting "
         f"for something else."
-    )
-
-
-def lost(name: str, during: str, why: str = CLOSED) -> PeerLostError:
-    """The error that names a lost task that has no rank."""
-    return PeerLostError(
-        f"lost {name} during {during}: {why}",
-        rank=-1,
-        task=name,
-        host="",
     )

@@ -12,7 +12,8 @@ from phalanx.cluster.admission import PROBE, Probe
 from phalanx.cluster.roll_call import Identity
 from phalanx.parameter_server.clock import RunningClock
 from phalanx.parameter_server.group import COPY, LEAD, PURPOSE, SNAPSHOT_S, Group
-from phalanx.parameter_server.schedule import CHIEF, POLL_S
+from phalanx.parameter_server.presence import CHIEF
+from phalanx.parameter_server.schedule import POLL_S
 from phalanx.parameter_server.snapshot import Snapshots
 from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.listener import Listener, open_sockets

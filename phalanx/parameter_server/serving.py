@@ -54,9 +54,10 @@ from phalanx.parameter_server.messages import (
     arrays_of,
     dtypes_of,
 )
+from phalanx.parameter_server.presence import Worker
 from phalanx.parameter_server.recovery import Recovery
 from phalanx.parameter_server.rows import NUMBER
-from phalanx.parameter_server.schedule import Schedule, Worker
+from phalanx.parameter_server.schedule import Schedule
 from phalanx.parameter_server.store import Store
 from phalanx.transport.link import Link
 

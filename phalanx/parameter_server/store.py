@@ -31,8 +31,9 @@ from phalanx.parameter_server.messages import (
     dtypes_of,
 )
 from phalanx.parameter_server.placement import Shard, Variable, shard_shape
+from phalanx.parameter_server.presence import CHIEF, Worker
 from phalanx.parameter_server.rows import Rows, weighted_sum
-from phalanx.parameter_server.schedule import CHIEF, POLL_S, Schedule, Worker
+from phalanx.parameter_server.schedule import POLL_S, Schedule
 from phalanx.parameter_server.tables import TableUpdater
 from phalanx.transport.frames import byte_view
 
