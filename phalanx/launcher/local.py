@@ -364,9 +364,6 @@ class LocalHost:
                     _set_size(fd, size)
             _signal(worker.process.pid, signal.SIGWINCH)
 
-    def pids(self) -> set[int]:
-        return {worker.process.pid for worker in self._workers.values() if not worker.ended}
-
     def close(self) -> None:
         """End every worker that still runs, and free everything. Safe to call twice."""
         for listener in self._listeners:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,8 +88,3 @@ def check_script(script: str) -> None:
         f"There is no script {script} (looked in {Path.cwd()}). "
         f"Name an existing file, or use `phalanx run ... -m {script}` for a module."
     )
-
-
-def is_archive(script: str) -> bool:
-    """Whether Python would run `__main__` inside `script` rather than the file itself."""
-    return Path(script).is_dir() or zipfile.is_zipfile(script)

@@ -53,10 +53,6 @@ class Job:
     def membership(self) -> Membership:
         return self._node.membership
 
-    @property
-    def is_evaluator(self) -> bool:
-        return self._node.task.type == "evaluator"
-
     def before_leaving(self, function: Callable[[], None]) -> None:
         """Call `function` first when the job is left."""
         self._before_leaving.append(function)
