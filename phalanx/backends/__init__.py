@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import keras
@@ -14,6 +14,7 @@ from phalanx.backends import growth
 from phalanx.backends.engine import Engine, Merge
 from phalanx.backends.tensors import Tensors
 from phalanx.backends.updater import Piece, Updater
+from phalanx.backends.vector_updater import make_vector_updater
 from phalanx.errors import UnsupportedError
 
 
@@ -51,10 +52,13 @@ def make_engine(model: Any, merge: Merge) -> Engine:
     return engine
 
 
-def make_updater(optimizer: str, pieces: Sequence[Piece]) -> Updater:
-    """An optimizer, from Keras's description of it as JSON, and what it updates, on the backend that Keras runs on."""
-    updater: Updater = _of_backend("Updater")(optimizer, pieces)
-    return updater
+def make_updater(optimizer: str, pieces: Sequence[Piece], apart: Collection[int] = ()) -> Updater:
+    """An optimizer, from Keras's description of it as JSON, and what it updates, on the backend that Keras runs on.
+
+    Args:
+        apart: numbers of pieces that are loaded and fetched at every update.
+    """
+    return make_vector_updater(_of_backend("Updater"), optimizer, pieces, apart)
 
 
 def buffers(model: Any) -> list[Any]:

@@ -39,7 +39,7 @@ from phalanx.backends.jax_step import Step
 from phalanx.backends.layout import WEIGHT_OF_AGGREGATION, Layout, Weight, bundles
 from phalanx.backends.log_origins import LogOrigins
 from phalanx.backends.tensors import Gradient, HostFunction, Shape, same_shape
-from phalanx.backends.updater import Updater
+from phalanx.backends.updater import BackendUpdater
 from phalanx.errors import UnsupportedError
 from phalanx.inputs.elements import Form
 
@@ -346,7 +346,7 @@ def _own_logs(model: Any, step: str, logs: Any) -> dict[str, Any]:
     return {name: jnp.asarray(value, "float32") for name, value in model_state.flat_logs(logs).items()}
 
 
-class JaxUpdater(Updater):
+class JaxUpdater(BackendUpdater):
     """See `phalanx.backends.updater.Updater`."""
 
     def _prepare(self) -> None:

@@ -118,15 +118,15 @@ class Layout:
 SMALL = 4096
 
 
-def bundles(layout: Layout, small: int = SMALL) -> list[list[int]]:
-    """The arrays of a layout grouped for the way: those below `small` elements that count alike may travel as one.
+def bundles(layout: Layout) -> list[list[int]]:
+    """The arrays of a layout grouped for the way: those below `SMALL` elements that count alike may travel as one.
 
     Each large array is a group of its own. `layout.chosen` of all groups in a row describes the same flat buffers
     as the layout of the joined arrays.
     """
     groups: dict[object, list[int]] = {}
     for index, (shape, dtype, weight) in enumerate(zip(layout.shapes, layout.dtypes, layout.weights, strict=True)):
-        key = (dtype, weight) if math.prod(shape) < small else index
+        key = (dtype, weight) if math.prod(shape) < SMALL else index
         groups.setdefault(key, []).append(index)
     return list(groups.values())
 

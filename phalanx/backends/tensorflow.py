@@ -12,7 +12,7 @@ A model that overrides `train_step` calls the optimizer itself; there the gradie
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -25,14 +25,14 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from phalanx.backends import model_state
 from phalanx.backends.engine import Batch, GradientRows, Merge
 from phalanx.backends.global_losses import ScaledLosses, check_losses, has_samples, scales
-from phalanx.backends.layout import Layout, Weight, bundles
+from phalanx.backends.layout import Layout, Weight
 from phalanx.backends.log_origins import LogOrigins
 from phalanx.backends.stand_in import StandIn
 from phalanx.backends.step_means import StepMeans
 from phalanx.backends.tensorflow_adam import fused
 from phalanx.backends.tensorflow_tracing import trace_apart
 from phalanx.backends.tensors import Gradient, HostFunction, Shape, same_shape
-from phalanx.backends.updater import Updater
+from phalanx.backends.updater import BackendUpdater
 from phalanx.errors import UnsupportedError
 from phalanx.inputs.elements import Form
 from phalanx.nested import leaves, map_leaves
@@ -500,44 +500,24 @@ def _cut(like: Sequence[Any], flats: Sequence[Any]) -> list[Any]:
     return [tf.reshape(pieces[tensor.dtype].pop(0), tensor.shape) for tensor in like]
 
 
-SMALL = 2**16
-"""Below this many elements a gradient travels into the update with others: TensorFlow takes longer for each tensor than
-for so many bytes."""
-
-
-class TensorFlowUpdater(Updater):
+class TensorFlowUpdater(BackendUpdater):
     """See `phalanx.backends.updater.Updater`."""
 
     def _prepare(self) -> None:
-        layout = Layout.of(self.variables, [Weight.GRADIENT] * len(self.variables))
-        self._bundles = bundles(layout, SMALL)
-        self._layouts = [layout.chosen(bundle) for bundle in self._bundles]
         # One signature, traced once: to find the trace for the arguments of a call takes longer than the update.
-        specs = [tf.TensorSpec([own.elements], own.dtypes[0]) for own in self._layouts]
+        specs = [tf.TensorSpec(variable.shape, variable.dtype) for variable in self.variables]
         step = tf.function(tf.autograph.experimental.do_not_convert(self._update))
         self._step = step.get_concrete_function(*specs)
         self._values: list[Array] | None = None
 
-    def _update(self, *flats: Any) -> list[Any]:
+    def _update(self, *gradients: Any) -> list[Any]:
         with fused(self.optimizer):
-            like = [[self.variables[n].value for n in bundle] for bundle in self._bundles]
-            self.optimizer.apply(self._sorted(map(_cut, like, [[flat] for flat in flats])), self.variables)
-        values = [tf.reshape(variable.value.read_value(), [-1]) for variable in self.variables]
-        return [tf.concat([values[n] for n in bundle], 0) for bundle in self._bundles]
-
-    def _sorted(self, bundled: Iterable[Sequence[Any]]) -> list[Any]:
-        """What is in the bundles, in the order of the variables."""
-        found: dict[int, Any] = {}
-        for bundle, arrays in zip(self._bundles, bundled, strict=True):
-            found.update(zip(bundle, arrays, strict=True))
-        return [found[number] for number in range(len(found))]
+            self.optimizer.apply(list(gradients), self.variables)
+        return [variable.value.read_value() for variable in self.variables]
 
     def apply(self, gradients: Sequence[Any]) -> None:
-        parts = [[np.ravel(gradients[n]) for n in bundle] for bundle in self._bundles]
-        flats = [np.concatenate(part) if len(part) > 1 else part[0] for part in parts]
         # No copies: TensorFlow makes one when it updates a variable whose memory somebody looks at.
-        values = [np.asarray(value) for value in self._step(*map(tf.convert_to_tensor, flats))]
-        self._values = self._sorted(own.cut([value]) for own, value in zip(self._layouts, values, strict=True))
+        self._values = [np.asarray(value) for value in self._step(*map(tf.convert_to_tensor, gradients))]
 
     def values(self) -> list[Any]:
         if self._values is None:

@@ -29,7 +29,7 @@ from phalanx.backends.step_means import StepMeans
 from phalanx.backends.tensors import Gradient, HostFunction, Shape, same_shape
 from phalanx.backends.torch_adam import fused
 from phalanx.backends.torch_buffers import buffers
-from phalanx.backends.updater import Updater
+from phalanx.backends.updater import BackendUpdater
 from phalanx.inputs.elements import Form
 from phalanx.nested import leaves, map_leaves
 
@@ -359,7 +359,7 @@ def _from_host(array: Array, device: Any = None) -> Any:
     return tensor if device is None else tensor.to(device)
 
 
-class TorchUpdater(Updater):
+class TorchUpdater(BackendUpdater):
     """See `phalanx.backends.updater.Updater`."""
 
     def apply(self, gradients: Sequence[Any]) -> None:

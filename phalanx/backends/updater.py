@@ -48,33 +48,27 @@ class Slot(NamedTuple):
 
 
 class Updater(ABC):
-    """An optimizer and the pieces that it updates, on the backend of this process; made by `make_updater`.
+    """An optimizer and the pieces that it updates; made by `make_updater`.
 
     Used by one thread at a time. Values that it returned stay what they are when it goes on.
+
+    Attributes:
+        slots: what each of the optimizer's variables belongs to.
     """
 
-    def __init__(self, optimizer: str, pieces: Sequence[Piece]) -> None:
-        self.variables = [_variable(piece) for piece in pieces]
-        # keras.optimizers.deserialize does not know all of Keras's own (Lamb).
-        self.optimizer = _made(json.loads(optimizer))
-        key = self.optimizer._var_key  # TensorFlow's own optimizers pass their own kind of variable
-        decays = {key(v): piece.decays for v, piece in zip(self.variables, pieces, strict=True)}
-        vars(self.optimizer)["_use_weight_decay"] = lambda variable: decays[key(variable)]
-        if not any(decays.values()):
-            self.optimizer.weight_decay = None  # Keras on PyTorch fails where nothing decays
-        self.slots = build_noting_slots(self.optimizer, self.variables)
-        self._prepare()
-
-    def _prepare(self) -> None:  # noqa: B027  (there may be nothing to do)
-        """What the backend needs before the first update."""
+    slots: tuple[Slot, ...]
 
     @abstractmethod
     def apply(self, gradients: Sequence[Any]) -> None:
-        """One update; the gradients are in the order of the pieces."""
+        """One update; the gradients are in the order of the pieces. They must stay until something is asked for."""
 
     @abstractmethod
     def values(self) -> list[Array]:
         """The pieces' present values."""
+
+    @abstractmethod
+    def set_learning_rate(self, rate: float) -> None:
+        """The learning rate from now on; a schedule stays what it is."""
 
     @abstractmethod
     def load(self, values: Mapping[int, Array], state: Mapping[int, Array]) -> None:
@@ -97,6 +91,25 @@ class Updater(ABC):
         place = self.slots.index(Slot(-1, "iteration"))
         (made,) = self.fetch((), (place,))[1]
         self.load({}, {place: np.asarray(made + updates)})
+
+
+class BackendUpdater(Updater):
+    """An updater on the backend of this process."""
+
+    def __init__(self, optimizer: str, pieces: Sequence[Piece]) -> None:
+        self.variables = [_variable(piece) for piece in pieces]
+        # keras.optimizers.deserialize does not know all of Keras's own (Lamb).
+        self.optimizer = _made(json.loads(optimizer))
+        key = self.optimizer._var_key  # TensorFlow's own optimizers pass their own kind of variable
+        decays = {key(v): piece.decays for v, piece in zip(self.variables, pieces, strict=True)}
+        vars(self.optimizer)["_use_weight_decay"] = lambda variable: decays[key(variable)]
+        if not any(decays.values()):
+            self.optimizer.weight_decay = None  # Keras on PyTorch fails where nothing decays
+        self.slots = build_noting_slots(self.optimizer, self.variables)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """What the backend needs before the first update."""
 
     def set_learning_rate(self, rate: float) -> None:
         """The learning rate from now on; a schedule stays what it is."""

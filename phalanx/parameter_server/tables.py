@@ -124,9 +124,8 @@ class TableUpdater:
             number: np.zeros((self._room[number], *table.shape[1:]), table.dtype)
             for number, table in self._tables.items()
         }
-        return make_updater(
-            self._optimizer, [piece._replace(value=values[number]) for number, piece in enumerate(self._pieces)]
-        )
+        pieces = [piece._replace(value=values[number]) for number, piece in enumerate(self._pieces)]
+        return make_updater(self._optimizer, pieces, apart=self._tables)
 
 
 def _own(array: Array) -> Array:

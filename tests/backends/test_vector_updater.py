@@ -1,0 +1,90 @@
+"""Many variables as one vector: the same numbers as each by itself, for all optimizers that are updated so."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from tests.support.backends import BACKENDS
+from tests.support.commands import ROOT, finish
+
+PROGRAM = """
+import itertools
+import keras
+import numpy as np
+from phalanx.backends import _of_backend, make_updater
+from phalanx.backends.descriptions import description_of
+from phalanx.backends.updater import Piece
+from phalanx.backends.vector_updater import ELEMENTWISE, LARGEST_BYTES, VectorUpdater
+
+shapes = [(3, 5), (), (7,), (1, 4), (LARGEST_BYTES // 4 + 1,), (20, 4)]
+random = np.random.default_rng(0)
+
+
+def arrays():
+    return [random.normal(size=shape).astype("float32") for shape in shapes]
+
+
+def made(optimizer, make, starts, apart=()):
+    clip = description_of(keras.constraints.MinMaxNorm(0.1, 0.2, axis=0))
+    pieces = [
+        Piece(f"v{n}", value.copy(), clip if n == 5 else None, n != 2) for n, value in enumerate(starts)
+    ]
+    return make(description_of(optimizer), pieces, *([apart] if apart else []))
+
+
+def close(left, right):
+    for one, other in zip(left, right, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-6, atol=1e-7)
+
+
+def state(updater):
+    return dict(zip(updater.slots, updater.optimizer_values(), strict=True))
+
+
+schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
+optimizers = [getattr(keras.optimizers, name)() for name in sorted(ELEMENTWISE)] + [
+    keras.optimizers.SGD(schedule, momentum=0.9, nesterov=True, clipvalue=0.3),
+    keras.optimizers.AdamW(0.01, weight_decay=0.1, amsgrad=True, use_ema=True, ema_overwrite_frequency=2),
+    keras.optimizers.Adam(0.01, gradient_accumulation_steps=2),
+    keras.optimizers.RMSprop(0.01, centered=True, momentum=0.5),
+]
+for optimizer in optimizers:
+    starts = arrays()
+    joined, apart = made(optimizer, make_updater, starts, apart=(1,)), made(optimizer, _of_backend("Updater"), starts)
+    assert isinstance(joined, VectorUpdater)
+    assert set(joined.slots) == set(apart.slots) and len(joined.slots) == len(apart.slots)
+    for step in range(4):
+        if step == 2:
+            new = {n: random.normal(size=shapes[n]).astype("float32") for n in (0, 1, 4)}
+            for updater in joined, apart:
+                updater.set_learning_rate(0.02)
+                updater.count(3)
+                updater.load(new, {})
+        if step == 3:
+            again = made(optimizer, make_updater, joined.values())
+            again.load_optimizer([state(joined)[slot] for slot in again.slots])
+            joined = again
+        gradients = arrays()
+        before = [value.copy() for value in joined.values()], joined.values()
+        joined.apply(gradients)
+        apart.apply(gradients)
+        close(joined.values(), apart.values())
+        close(*before)
+        left, right = state(joined), state(apart)
+        close([left[slot] for slot in apart.slots], right.values())
+        close(joined.fetch([2, 0], [0])[0], apart.fetch([2, 0], [0])[0])
+
+Adam, SGD, Lamb = keras.optimizers.Adam, keras.optimizers.SGD, keras.optimizers.Lamb
+for optimizer in Adam(clipnorm=1.0), SGD(global_clipnorm=1.0), Lamb():
+    assert not isinstance(made(optimizer, make_updater, arrays()), VectorUpdater)
+"""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_vector_of_variables_is_updated_as_they_are(backend: str) -> None:
+    environment = {**os.environ, "KERAS_BACKEND": backend, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    code, output = finish([sys.executable, "-c", PROGRAM], environment, bound_s=300)
+    assert code == 0, output
