@@ -30,6 +30,7 @@ from phalanx.backends.log_origins import LogOrigins
 from phalanx.backends.stand_in import StandIn
 from phalanx.backends.step_means import StepMeans
 from phalanx.backends.tensorflow_adam import fused
+from phalanx.backends.tensorflow_host import call_in_graph
 from phalanx.backends.tensorflow_tracing import trace_apart
 from phalanx.backends.tensors import Gradient, HostFunction, Shape, same_shape
 from phalanx.backends.updater import BackendUpdater
@@ -375,7 +376,7 @@ class TensorFlowEngine(model_state.Packing):
                 raise
 
         if tf.inside_function():
-            results: Sequence[Any] = tf.numpy_function(call, tensors, dtypes)
+            results: Sequence[Any] = call_in_graph(call, tensors, dtypes)
             return results
         return [tf.convert_to_tensor(array) for array in call(*[tensor.numpy() for tensor in tensors])]
 
@@ -657,7 +658,7 @@ def _on_host(function: HostFunction, tensors: Sequence[Any], shapes: Sequence[An
             _failures.append(error)
             raise
 
-    results = tf.numpy_function(call, tensors, dtypes)
+    results = call_in_graph(call, tensors, dtypes)
     for shape, result in zip(shapes, results, strict=True):
         result.set_shape(shape)
     return list(results)

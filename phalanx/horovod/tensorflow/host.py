@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from phalanx.backends.tensorflow_host import call_in_graph
+
 Array = np.ndarray[Any, Any]
 HostFunction = Callable[[list[Array]], Sequence[Any]]
 
@@ -19,8 +21,7 @@ _counters: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKe
 def call(function: HostFunction, tensors: Sequence[Any], like: Sequence[tuple[Any, Any]]) -> list[Any]:
     """The results of `function` on the tensors' values, as tensors.
 
-    In a graph the calls happen one after the other, in the order of the program, as TensorFlow keeps the order of
-    operations with side effects: so they do on every rank.
+    In a graph the calls happen one after the other, in the order of the program: so they do on every rank.
 
     Args:
         like: dtype and static shape of each result.
@@ -32,9 +33,9 @@ def call(function: HostFunction, tensors: Sequence[Any], like: Sequence[tuple[An
             for array, (dtype, _) in zip(function([t.numpy() for t in tensors]), like, strict=True)
         ]
     if not like:
-        tf.numpy_function(lambda *arrays: function(list(arrays)) and None, tensors, [])
+        call_in_graph(lambda *arrays: function(list(arrays)) and None, tensors, [])
         return []
-    results = tf.numpy_function(lambda *arrays: function(list(arrays)), tensors, [dtype for dtype, _ in like])
+    results = call_in_graph(lambda *arrays: function(list(arrays)), tensors, [dtype for dtype, _ in like])
     for result, (_, shape) in zip(results, like, strict=True):
         result.set_shape(shape)
     return list(results)

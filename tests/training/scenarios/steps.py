@@ -703,3 +703,60 @@ def own_function_for_a_step(setting: Setting) -> dict[str, Any]:
             return super().make_train_function(force)
 
     return fitted(compiled(setting, lambda: _body(Model)))
+
+
+def _twins(one: Any) -> type:
+    """Two nets of one shape, each updated by an optimizer of its own.
+
+    Args:
+        one: gets the function that updates one, and calls it as part of the step.
+    """
+    import tensorflow as tf
+
+    class Twins(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.nets = [layers.Dense(CLASSES), layers.Dense(CLASSES)]
+            self.optimizers = [keras.optimizers.SGD(0.05), keras.optimizers.SGD(0.05)]
+
+        def call(self, x: Any) -> Any:
+            return sum(net(x) for net in self.nets)
+
+        def update(self, number: int, x: Any, y: Any) -> Any:
+            net = self.nets[number]
+            with tf.GradientTape() as tape:
+                loss = ops.mean((net(x) - (1 - 4 * number) * y) ** 2)
+            self.optimizers[number].apply(tape.gradient(loss, net.trainable_variables), net.trainable_variables)
+            return loss
+
+        def train_step(self, data: Any) -> dict[str, Any]:
+            x, y = data
+            return {f"loss_{number}": one(lambda number=number: self.update(number, x, y)) for number in (0, 1)}
+
+    return Twins
+
+
+def _trained_twins(setting: Setting, one: Any) -> dict[str, Any]:
+    def build() -> Any:
+        model = _twins(one)()
+        model(features()[:1])
+        for net, optimizer in zip(model.nets, model.optimizers, strict=True):
+            optimizer.build(net.trainable_variables)
+        return model
+
+    return fitted(compiled(setting, build, loss="mse"), y=features()[:, :CLASSES], epochs=25)
+
+
+@scenario(backends=("tensorflow",))
+def updates_in_functions_of_their_own(setting: Setting) -> dict[str, Any]:
+    """TensorFlow does not order them by itself."""
+    import tensorflow as tf
+
+    return _trained_twins(setting, lambda update: tf.function(update)())
+
+
+@scenario(backends=("tensorflow",))
+def updates_in_branches(setting: Setting) -> dict[str, Any]:
+    import tensorflow as tf
+
+    return _trained_twins(setting, lambda update: tf.cond(tf.random.uniform([]) < 2.0, update, lambda: 0.0))
