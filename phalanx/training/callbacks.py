@@ -185,12 +185,20 @@ def watches_batches(callbacks: Any, phase: str) -> bool:
 
     Takes what the user passed, which is the same on every rank, not this rank's list.
     """
-    own = [
-        callback
-        for callback in _each(callbacks)
-        if not isinstance(callback, (*CHIEF_ONLY, Onlooker, keras.callbacks.History))
-    ]
-    return any(_overrides(callback, hook) for callback in own for hook in _BATCH_HOOKS[phase])
+    own = [c for c in _each(callbacks) if not isinstance(c, (ChiefCallback, Onlooker, keras.callbacks.History))]
+    return any(_overrides(callback, hook, _origin(callback)) for callback in own for hook in _BATCH_HOOKS[phase])
+
+
+def _origin(callback: Any) -> type:
+    """Where what a callback does comes from that the other ranks need not know of: a class of Keras's for the chief
+    alone, or none."""
+    return next((kind for kind in type(callback).__mro__ if kind in CHIEF_ONLY), keras.callbacks.Callback)
+
+
+def change_logs_on_the_chief(callbacks: Any) -> bool:
+    """Whether callbacks of the user's run on the chief alone at the ends of epochs, where they may add to the logs."""
+    own = [c for c in _each(callbacks) if isinstance(c, CHIEF_ONLY) and not isinstance(c, ChiefCallback)]
+    return any(_overrides(callback, "on_epoch_end", _origin(callback)) for callback in own)
 
 
 def listens_to_batches(callbacks: CallbackList, phase: str) -> bool:
@@ -198,9 +206,9 @@ def listens_to_batches(callbacks: CallbackList, phase: str) -> bool:
     return any(_overrides(callback, hook) for callback in callbacks.callbacks for hook in _BATCH_HOOKS[phase])
 
 
-def _overrides(callback: Any, hook: str) -> bool:
+def _overrides(callback: Any, hook: str, origin: type = keras.callbacks.Callback) -> bool:
     # LambdaCallback sets its hooks on the instance.
-    default = getattr(keras.callbacks.Callback, hook)
+    default = getattr(origin, hook)
     return getattr(getattr(callback, hook), "__func__", None) is not default
 
 

@@ -124,6 +124,8 @@ class Fitting:
             self._steadily(lambda phase=phase: replica.any(callback_lists.watches_batches(call.callbacks, phase)))  # type: ignore[misc]
             for phase in ("train", "test")
         )
+        own = callback_lists.change_logs_on_the_chief(call.callbacks)
+        self._chief_logs_more = self._steadily(lambda: replica.any(own))
         self._make_callbacks()
         model.stop_training = False
         if self._elastic is not None:
@@ -332,6 +334,8 @@ class Fitting:
         timeline.current.enter("callbacks", epoch=epoch)
         self._callbacks.on_epoch_end(epoch, self._logs)
         timeline.current.leave()
+        if self._chief_logs_more:
+            self._take_over_the_chiefs_history()
         self._ends_epoch = True
         model.stop_training = self._steadily(lambda: replica.any(model.stop_training))
         self._ends_epoch = False
@@ -340,6 +344,15 @@ class Fitting:
         self._epoch += 1
         self._may_save(ends_epoch=True)
         return bool(model.stop_training)
+
+    def _take_over_the_chiefs_history(self) -> None:
+        """A callback that only the chief runs may have added to the logs of an epoch that is over."""
+        history = self._model.history.history
+        own = encode({name: [len(values), _plain(values[-1])] for name, values in history.items()})
+        for name, (count, newest) in decode(
+            self._steadily(lambda: self._replica.communicator.broadcast_bytes(own))
+        ).items():
+            history.setdefault(name, [])[count - 1 :] = [newest]
 
     def _train_epoch(self) -> bool:
         """The steps of one epoch; whether there was any."""

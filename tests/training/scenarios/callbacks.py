@@ -219,6 +219,27 @@ def only_the_chief_writes(setting: Setting) -> dict[str, Any]:
 
 
 @scenario()
+def callbacks_derived_from_the_chiefs(setting: Setting) -> dict[str, Any]:
+    """They see batches, set the learning rate, add to the logs and end the training: for all."""
+
+    class Log(callbacks.CSVLogger):
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            self.model.optimizer.learning_rate = 0.05 * (batch + 1)
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.model.stop_training = self.epoch == 1 and batch == 1
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.epoch = epoch
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            logs["rate"] = float(self.model.optimizer.learning_rate)
+            super().on_epoch_end(epoch, logs)
+
+    return fitted(compiled(setting), callbacks=[Log(setting.shared / f"{setting.world_size}.csv")], epochs=3)
+
+
+@scenario()
 def csv_log_of_the_chief(setting: Setting) -> dict[str, Any]:
     path = setting.shared / "log.csv"
     fitted(compiled(setting, metrics=["accuracy"]), callbacks=[callbacks.CSVLogger(path)])
