@@ -21,6 +21,13 @@ from keras.src.metrics import reduction_metrics
 
 from phalanx.backends.stand_in import StandIn
 
+_shares: list[Callable[[], Any]] = []
+
+
+def share_of_step() -> Any | None:
+    """Of the global batch, this rank's in the step that runs or is traced; None outside of `fit` and its kin."""
+    return _shares[-1]() if _shares else None
+
 
 class StepMeans(StandIn):
     """A context in which one number without a weight counts by `share()` in a mean.
@@ -31,6 +38,14 @@ class StepMeans(StandIn):
     def __init__(self, share: Callable[[], Any]) -> None:
         super().__init__(reduction_metrics, "reduce_to_samplewise_values", self._weigh)
         self._share = share
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        _shares.append(self._share)
+
+    def __exit__(self, *error: object) -> None:
+        _shares.pop()
+        super().__exit__(*error)
 
     def _weigh(self, values: Any, sample_weight: Any, reduce_fn: Callable[..., Any], dtype: Any) -> tuple[Any, Any]:
         if reduce_fn is ops.mean and sample_weight is None and len(getattr(values, "shape", ())) == 0:

@@ -1,4 +1,8 @@
-"""Losses of custom loops, scaled so that the sum over replicas is the mean over the global batch."""
+"""Losses of custom loops, scaled so that the sum over replicas is the mean over the global batch.
+
+In a step of `fit`, whose gradients are averaged over the replicas by their shares of the batch, they are scaled so that
+this average is the mean.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from typing import Any
 
 import keras
 
+from phalanx.backends.step_means import share_of_step
 from phalanx.errors import ConfigurationError
 from phalanx.strategies import context
 
@@ -32,8 +37,12 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
     if sample_weight is not None:
         losses = losses * _beside(keras.ops.cast(sample_weight, losses.dtype), losses)
     if global_batch_size is None:
-        global_batch_size = keras.ops.shape(losses)[0] * _replicas()
-    return keras.ops.divide_no_nan(keras.ops.sum(losses), keras.ops.cast(global_batch_size, losses.dtype))
+        divisor = keras.ops.cast(keras.ops.shape(losses)[0] * _replicas(), losses.dtype)
+    else:
+        divisor = keras.ops.cast(global_batch_size, losses.dtype)
+        if (share := share_of_step()) is not None:
+            divisor *= keras.ops.cast(share, losses.dtype)
+    return keras.ops.divide_no_nan(keras.ops.sum(losses), divisor)
 
 
 def _beside(weights: Any, losses: Any) -> Any:
@@ -53,5 +62,8 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
 
 
 def _replicas() -> int:
+    """Over how many replicas losses will be summed."""
+    if share_of_step() is not None:
+        return 1
     strategy = context.current_strategy()
     return 1 if strategy is None else strategy.num_replicas_in_sync

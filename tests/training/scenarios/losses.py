@@ -8,7 +8,9 @@ import keras
 import numpy as np
 from keras import layers, ops
 
+import phalanx
 from tests.training.scenarios.common import (
+    BATCH,
     CLASSES,
     FEATURES,
     compiled,
@@ -172,3 +174,30 @@ def crossentropy_from_logits_with_label_smoothing(setting: Setting) -> dict[str,
     y = np.eye(CLASSES, dtype="float32")[np.random.default_rng(17).integers(0, CLASSES, 33)]
     loss = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.1)
     return fitted(compiled(setting, build, loss=loss), y=y, sample_weight=weights())
+
+
+@scenario()
+def averages_over_the_global_batch(setting: Setting) -> dict[str, Any]:
+    """As programs for `tf.distribute` have them, in `compute_loss`, with a last batch that is smaller."""
+
+    class Model(keras.Sequential):
+        known: bool
+
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):  # type: ignore[no-untyped-def]
+            losses = keras.losses.sparse_categorical_crossentropy(y, y_pred)
+            size = BATCH if self.known else None
+            penalty = phalanx.scale_regularization_loss(keras.ops.sum(self.weights[0] ** 2))
+            return phalanx.compute_average_loss(losses, global_batch_size=size) + 0.01 * penalty
+
+    found = {}
+    for known in True, False:
+
+        def build(known: bool = known) -> Any:
+            model = Model([keras.Input((FEATURES,)), keras.layers.Dense(CLASSES, activation="softmax")])
+            model.known = known
+            return model
+
+        found[str(known)] = fitted(compiled(setting, build))
+        with setting.scope():  # as many programs call it
+            found[f"{known}, inside"] = fitted(compiled(setting, build))
+    return found
