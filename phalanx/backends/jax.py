@@ -108,6 +108,7 @@ class JaxEngine(model_state.Packing):
     def build(self, data: Batch) -> None:
         self._model._symbolic_build(data_batch=self._as_given(data))
         check_losses(self._model)
+        model_state.check_layers(self._model)
 
     def begin(self) -> None:
         # Keras's own convention: True says that the variables hold the newest values.

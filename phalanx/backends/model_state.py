@@ -113,6 +113,18 @@ def layer_state(model: Any) -> list[Any]:
     return list(seen.values())
 
 
+def check_layers(model: Any) -> None:
+    """Raise UnsupportedError for what layers keep that would have to be summed over the replicas."""
+    for layer in model._flatten_layers():
+        for variable in layer._non_trainable_variables:
+            if variable.aggregation == "sum":
+                raise UnsupportedError(
+                    f"{variable.path!r} was made with aggregation='sum'. What layers keep is averaged over the "
+                    f"replicas. Keep a mean (over the samples of a batch), or count in a metric of the layer's, whose "
+                    f"variables are summed."
+                )
+
+
 class Packing(ABC):
     """A batch as Keras gives it to steps of a model's own: without what is not there, as in `x, y = data`."""
 

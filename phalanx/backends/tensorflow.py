@@ -100,6 +100,7 @@ class TensorFlowEngine(model_state.Packing):
         else:
             model._symbolic_build(data_batch=map_leaves(_described, self._as_given(data)))
         check_losses(self._model)
+        model_state.check_layers(self._model)
         self._state = model_state.layer_state(self._model)
         self._metrics = list(self._model.metrics_variables)
         self._weights = model_state.metric_weights(self._model)

@@ -70,6 +70,7 @@ class TorchEngine(model_state.Packing):
     def build(self, data: Batch) -> None:
         self._model._symbolic_build(data_batch=self._as_given(data))
         check_losses(self._model)
+        model_state.check_layers(self._model)
         floating = [buffer for buffer in buffers(self._model) if buffer.value.is_floating_point()]
         self._state = [*_layer_state(self._model), *floating]
         self._metrics = list(self._model.metrics_variables)

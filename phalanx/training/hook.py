@@ -346,6 +346,12 @@ def _refuse_own_functions(model: Any, member: Member, method: str, *, validates:
                 f"{method}() of {model.name!r}: the model has its own {name}(), which only Keras in one process calls. "
                 f"Say what a step does in {step}_step(), compute_loss() or call(), or train in a loop of your own."
             )
+    if validates and isinstance(member, Replica) and type(model).evaluate is not _trainer_class().evaluate:
+        raise UnsupportedError(
+            f"fit() of {model.name!r} with validation data: the model has its own evaluate(), by which only Keras in "
+            f"one process validates. Say what is computed in test_step() or compute_metrics(), or call evaluate() in a "
+            f"callback."
+        )
 
 
 def _trains_alone(model: Any, replica: Replica) -> bool:

@@ -20,7 +20,7 @@ from tests.training.scenarios.common import (
     labels,
     observed,
 )
-from tests.training.scenarios.registry import Setting, scenario
+from tests.training.scenarios.registry import BACKENDS, Setting, scenario
 
 
 @scenario()
@@ -327,3 +327,20 @@ def strings_in_and_out(setting: Setting) -> dict[str, Any]:
         "predict": model.predict(data, verbose=0),
         "named": [word.decode() for row in named.predict(data, verbose=0) for word in row],
     }
+
+
+@scenario(plain=False, error=dict.fromkeys(BACKENDS, ("UnsupportedError", "was made with aggregation='sum'")))
+def layer_that_keeps_a_sum(setting: Setting) -> dict[str, Any]:
+    class Count(layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.count = self.add_weight(shape=(), initializer="zeros", trainable=False, aggregation="sum")
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            if training:
+                self.count.assign_add(ops.cast(ops.shape(x)[0], "float32"))
+            return x
+
+    def build() -> Any:
+        return keras.Sequential([keras.Input((FEATURES,)), Count(), layers.Dense(CLASSES, activation="softmax")])
+
+    return fitted(compiled(setting, build))

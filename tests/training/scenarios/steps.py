@@ -705,6 +705,18 @@ def own_function_for_a_step(setting: Setting) -> dict[str, Any]:
     return fitted(compiled(setting, lambda: _body(Model)))
 
 
+@scenario(plain=False, error=dict.fromkeys(BACKENDS, ("UnsupportedError", "has its own evaluate()")))
+def own_evaluate_for_validation(setting: Setting) -> dict[str, Any]:
+    class Model(keras.Model):
+        def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+            return super().evaluate(*args, **kwargs)
+
+    model = compiled(setting, lambda: _body(Model))
+    fitted(model)
+    model.evaluate(features(), labels(), verbose=0)
+    return fitted(model, validation_data=(features(), labels()))
+
+
 def _twins(one: Any) -> type:
     """Two nets of one shape, each updated by an optimizer of its own.
 
