@@ -585,6 +585,12 @@ class TensorFlowTensors:
 
     @staticmethod
     def failure_behind(error: BaseException) -> BaseException | None:
+        if isinstance(error, tf.errors.InvalidArgumentError) and "PyFunc" in str(error) and "XLA" in str(error):
+            return UnsupportedError(
+                "A merge over the replicas (apply_gradients, strategy.reduce, ...) cannot be compiled by XLA "
+                "(tf.function(jit_compile=True)): compile the part that computes gradients, and call the rest from a "
+                "tf.function without."
+            )
         if not _failures or not isinstance(error, tf.errors.OpError):
             return None
         failure = _failures.pop()

@@ -67,7 +67,8 @@ def batch_size_of(element: Any, source: str) -> int:
     if min(sizes) != max(sizes):
         raise ConfigurationError(
             f"{source} yielded a batch whose arrays hold different numbers of samples: {sizes}. "
-            "Make sure all arrays contain the same number of samples."
+            "Make sure all arrays contain the same number of samples, and that it is batches that come (of a dataset, "
+            "after `.batch(batch_size)`)."
         )
     return sizes[0]
 

@@ -65,13 +65,7 @@ def tf_source(
     Raises: ConfigurationError if the elements are no batches, or for FILE without files or with fewer files
         than ranks.
     """
-    for spec in leaves(dataset.element_spec):
-        shape = getattr(spec, "shape", None)
-        if shape is not None and shape.rank == 0:
-            raise ConfigurationError(
-                f"The elements of the tf.data.Dataset are no batches: they are {dataset.element_spec}. "
-                "Call `.batch(batch_size)` on it; batch_size is the global batch size, over all replicas."
-            )
+    _check_batches(dataset.element_spec)
     if policy is None:
         policy = AutoShardPolicy.of(dataset.options().experimental_distribute.auto_shard_policy)
     files = _source_files(dataset) if policy in (AutoShardPolicy.AUTO, AutoShardPolicy.FILE) else None
@@ -123,6 +117,20 @@ def tf_source(
         signature=f"{_KIND} of {length} batches of {dataset.element_spec}, files {names:08x}",
         shares=shares,
     )
+
+
+def _check_batches(element_spec: Any) -> None:
+    """Raise ConfigurationError if such elements are no batches."""
+    ranks = [shape.rank for spec in leaves(element_spec) if (shape := getattr(spec, "shape", None)) is not None]
+    if 0 in ranks:
+        beside = any(ranks) and (
+            " If they are batches, with a number beside them, give each sample that number: `tf.repeat(number, "
+            "tf.shape(x)[0])`."
+        )
+        raise ConfigurationError(
+            f"The elements of the tf.data.Dataset are no batches: they are {element_spec}. Call `.batch(batch_size)` "
+            f"on it; batch_size is the global batch size, over all replicas.{beside or ''}"
+        )
 
 
 def _divide(

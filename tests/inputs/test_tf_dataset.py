@@ -1,5 +1,6 @@
 import itertools
 
+import keras
 import numpy as np
 import pytest
 
@@ -155,8 +156,10 @@ def test_peek_takes_nothing_away():
 
 def test_peek_can_open_the_data_anew_as_keras_does_when_it_builds_a_model():
     plain = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(23, seed=4).batch(23)
-    first, second = (next(iter(plain))[1].numpy().tolist() for _ in range(2))
-    for restart, expected in [(False, first), (True, second)]:
+    first, *later = (next(iter(plain))[1].numpy().tolist() for _ in range(3))
+    # On TensorFlow Keras opens the data once more, as it makes its iterator.
+    anew = later[keras.backend.backend() == "tensorflow"]
+    for restart, expected in [(False, first), (True, anew)]:
         data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(23, seed=4).batch(23)
         sharded = shard_input(data, rank=0, world_size=1, seed=0)
         assert sharded.peek(restart=restart).data[1].tolist() == first
@@ -193,6 +196,11 @@ def test_ragged_elements_of_several_lengths_are_refused():
 def test_elements_that_are_no_batches_are_refused(make):
     with pytest.raises(ConfigurationError, match=r"no batches.*\.batch\(batch_size\)"):
         shard_input(make(), rank=0, world_size=2, seed=0)
+
+
+def test_a_number_beside_a_batch_is_told_apart():
+    with pytest.raises(ConfigurationError, match=r"give each sample that number: `tf.repeat"):
+        shard_input(dataset().map(lambda x, y: ((x, 3.0), y)), rank=0, world_size=2, seed=0)
 
 
 def test_arguments_that_do_not_go_with_a_dataset():

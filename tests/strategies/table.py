@@ -345,6 +345,16 @@ def reduced_structures_may_have_nothing_and_parts_may_be_empty(setting: Setting)
 
 
 @scenario(plain=False, backends=("tensorflow",))
+def a_merge_compiled_by_xla_is_refused(setting: Setting) -> dict[str, Any]:
+    import tensorflow as tf
+
+    compiled = tf.function(lambda x: setting.strategy.reduce("SUM", x, axis=None), jit_compile=True)
+    with pytest.raises(phalanx.UnsupportedError, match="cannot be compiled by XLA"):
+        setting.strategy.run(compiled, args=(tf.ones(3),))
+    return {}
+
+
+@scenario(plain=False, backends=("tensorflow",))
 def an_iterator_of_a_distributed_dataset(setting: Setting) -> dict[str, Any]:
     import tensorflow as tf
 
