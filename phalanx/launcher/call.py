@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from phalanx.launcher import exit_codes, words
+from phalanx.launcher import exit_codes
 from phalanx.launcher.pickling import dumps
 
 
@@ -43,8 +43,12 @@ def decode_result(content: bytes) -> Returned | Raised:
     return result
 
 
-def run(function_fd: int, result_fd: int, error_fd: int) -> int:
-    """Do the call; returns the exit code. The traceback is not printed: the launcher raises the error."""
+def run(function_fd: int, result_fd: int, record: Callable[[BaseException], object]) -> int:
+    """Do the call; returns the exit code. The traceback is not printed: the launcher raises the error.
+
+    Args:
+        record: is told the error of the function.
+    """
     try:
         with os.fdopen(function_fd, "rb") as file:
             path, pickled = pickle.load(file)
@@ -54,7 +58,7 @@ def run(function_fd: int, result_fd: int, error_fd: int) -> int:
         content = dumps(result)
         code = 0
     except Exception as error:
-        words.write(error_fd, words.of_error(error))
+        record(error)
         content = encode_error(error)
         code = exit_codes.of_error(error)
     with os.fdopen(result_fd, "wb") as file:
@@ -70,6 +74,6 @@ def encode_error(error: BaseException) -> bytes:
         pickle.loads(content)  # an error whose __init__ wants other arguments pickles well and unpickles badly
     except Exception:
         # Any error may come from a class's own pickling code; the original's text is not lost by it.
-        stand_in = RuntimeError(f"{type(error).__name__}: {error}")
+        stand_in = RuntimeError(f"{type(error).__name__}: {exit_codes.message(error)}")
         content = dumps(Raised(stand_in, text))
     return content

@@ -88,8 +88,8 @@ def main() -> None:
     # What is there again when the interpreter has given its handlers up, which a process that is going down outlives.
     signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
     faulthandler.register(STACKS_SIGNAL, order.stacks, all_threads=True)
-    sys.excepthook = _ErrorRecorder(order.error)
-    exit_codes.install()
+    last_words = _LastWords(order.error)
+    hook = _install_hook(last_words)
     # A job in the background of a script inherits SIGINT ignored, but here it comes from the launcher alone.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     deferral.install()
@@ -98,15 +98,17 @@ def main() -> None:
     if arguments[0] == FUNCTION:
         from phalanx.launcher import call
 
-        sys.exit(call.run(order.function, order.result, order.error))
+        sys.exit(call.run(order.function, order.result, last_words.leave))
     try:
         run_program(arguments)
     except SystemExit as end:
         error = end.__cause__ or end.__context__
         if end.code and error is not None:  # as `except Exception: traceback.print_exc(); sys.exit(1)` ends
-            from phalanx.launcher import words
-
-            words.write(order.error, words.of_error(error))
+            last_words.leave(error)
+        raise
+    except BaseException:
+        if sys.excepthook is not hook:  # the program's own, which may not go on to ours
+            _install_hook(last_words, sys.excepthook)
         raise
 
 
@@ -158,15 +160,42 @@ def without_own_frames(stacks: str) -> str:
     return "".join(line for line in stacks.splitlines(keepends=True) if __file__ not in line)
 
 
-class _ErrorRecorder:
-    """Prints an uncaught error as Python does, less the frames of this file; tells the launcher of it.
-
-    A Ctrl-C is told only: the page shows where everyone was, and as many tracebacks at once are not to be read. Where
-    the job was told to end nothing is wrong, and the stack says nothing.
-    """
+class _LastWords:
+    """Where this process tells the launcher of the error that ends it."""
 
     def __init__(self, fd: int):
         self._fd = fd
+        self._pid = os.getpid()
+        self._file = os.fstat(fd)
+
+    def leave(self, error: BaseException) -> None:
+        """Never raises: the rest of the ending does not depend on it."""
+        if os.getpid() != self._pid:  # a fork, whose end is not the worker's
+            return
+        with contextlib.suppress(Exception):
+            if not os.path.samestat(os.fstat(self._fd), self._file):
+                return  # the program has closed all descriptors, and a file of its own has this number now
+            from phalanx.launcher import words
+
+            words.write(self._fd, words.of_error(error))
+
+
+def _install_hook(last_words: _LastWords, show: exit_codes.Hook | None = None) -> exit_codes.Hook:
+    sys.excepthook = _ErrorRecorder(last_words, show)
+    exit_codes.install()
+    return sys.excepthook
+
+
+class _ErrorRecorder:
+    """Tells the launcher of an uncaught error; prints it as `show` does, else as Python does, less the frames of this file.
+
+    Without `show`, a Ctrl-C is told only: the page shows where everyone was, and as many tracebacks at once are not to
+    be read. Where the job was told to end nothing is wrong, and the stack says nothing.
+    """
+
+    def __init__(self, last_words: _LastWords, show: exit_codes.Hook | None):
+        self._last_words = last_words
+        self._show = show or _show
 
     def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         # A Ctrl-C that comes while a lost peer's error is printed would garble it; the process is ending anyway.
@@ -175,16 +204,19 @@ class _ErrorRecorder:
         while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
             traceback = traceback.tb_next
         error = error.with_traceback(traceback)
-        preempted = isinstance(error, PreemptedError)
-        if preempted:
-            print(error, file=sys.stderr)
-        elif not issubclass(kind, KeyboardInterrupt):
-            sys.__excepthook__(kind, error, traceback)
-        from phalanx.launcher import words
+        self._last_words.leave(error)
+        try:
+            self._show(kind, error, traceback)
+        finally:
+            if isinstance(error, Exception) and not isinstance(error, PreemptedError):
+                _end_within(grace_s(os.environ), exit_codes.of_error(error))
 
-        words.write(self._fd, words.of_error(error))
-        if isinstance(error, Exception) and not preempted:
-            _end_within(grace_s(os.environ), exit_codes.of_error(error))
+
+def _show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    if isinstance(error, PreemptedError):
+        print(error, file=sys.stderr)
+    elif not issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, traceback)
 
 
 def _end_within(seconds: float, code: int) -> None:

@@ -231,32 +231,71 @@ def failure() -> str:
     error = getattr(sys, "last_value", None)
     if not _failed or error is None:
         return ""
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
+    return f"{type(error).__name__}: {message(error)}".partition("\n")[0]
+
+
+def message(error: BaseException) -> str:
+    """What an error says, as text that can be sent: it may be unable to say it, or name a file that is no UTF-8."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "<exception str() failed>"  # as in tracebacks
+    return sendable(text)
+
+
+def sendable(text: str) -> str:
+    """The text with those characters escaped that UTF-8 does not have, as on standard error."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
 class _ExitCodeHook:
+    """Has an uncaught error printed by another hook, then ends the process with its code."""
+
+    _at_work = False
+
     def __init__(self, previous: Hook):
         self._previous = previous
 
     def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if _ExitCodeHook._at_work:  # a hook around a hook that goes on to this one: the outer one sees to the end
+            self._print(kind, error, traceback)
+            return
         global _failed
         causes = [cause for find in _finders if (cause := find(error)) is not None]
         if causes and error.__cause__ is None:
             error.__cause__ = causes[0]
         _failed = not isinstance(error, errors.PreemptedError)
-        if isinstance(error, errors.PreemptedError) and self._previous is sys.__excepthook__:
-            print(error, file=sys.stderr)  # nothing is wrong, and the stack says nothing
-        else:
-            self._previous(kind, error, traceback)
+        _ExitCodeHook._at_work = True
+        try:
+            self._print(kind, error, traceback)
+        except Exception as problem:  # of a hook of the program's; the code must not depend on it
+            _print_both(problem, error, traceback)
+        finally:
+            _ExitCodeHook._at_work = False
         code = of_error(error)
         if isinstance(error, Exception) and not _is_interactive():
             if code != 1:
                 _end(code)
             for leave in reversed(_leaving):
                 leave()
+
+    def _print(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if isinstance(error, errors.PreemptedError) and self._previous is sys.__excepthook__:
+            print(error, file=sys.stderr)  # nothing is wrong, and the stack says nothing
+        else:
+            self._previous(kind, error, traceback)
+
+
+def _print_both(problem: Exception, error: BaseException, traceback: TracebackType | None) -> None:
+    """As Python does where a hook fails."""
+    with contextlib.suppress(Exception):  # standard error may be closed
+        print("Error in sys.excepthook:", file=sys.stderr)
+        sys.__excepthook__(type(problem), problem, problem.__traceback__)
+        print("\nOriginal exception was:", file=sys.stderr)
+        sys.__excepthook__(type(error), error, traceback)
 
 
 def _is_interactive() -> bool:

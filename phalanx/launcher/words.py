@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import msgspec
 
 from phalanx.errors import LinkTimeoutError, PeerLostError, PhalanxError
+from phalanx.launcher import exit_codes
 
 # A traceback is shown on one page; an error that holds a whole array in its message is cut.
 MAX_TRACEBACK_CHARACTERS = 60_000
@@ -38,13 +39,13 @@ class ErrorWords(msgspec.Struct, frozen=True):
 
 
 def of_error(error: BaseException) -> ErrorWords:
-    text = "".join(traceback.format_exception(error))
+    text = exit_codes.sendable("".join(traceback.format_exception(error)))
     if len(text) > MAX_TRACEBACK_CHARACTERS:
         half = MAX_TRACEBACK_CHARACTERS // 2
         text = f"{text[:half]}\n... ({len(text) - 2 * half} characters left out)\n{text[-half:]}"
     return ErrorWords(
         kind=type(error).__name__,
-        message=str(error)[:MAX_MESSAGE_CHARACTERS],
+        message=exit_codes.message(error)[:MAX_MESSAGE_CHARACTERS],
         traceback=text,
         lost=next((each.task for each in _chain(error) if isinstance(each, PeerLostError)), None),
         silent=next((each.peer for each in _chain(error) if isinstance(each, LinkTimeoutError)), None),

@@ -102,6 +102,21 @@ def test_an_error_that_cannot_be_pickled_keeps_its_text() -> None:
         launch(fail, workers=1)
 
 
+@pytest.mark.parametrize("text", [None, "caf\udce9"])
+def test_an_error_without_proper_words_is_raised_all_the_same(text: str | None) -> None:
+    def fail() -> None:
+        class Strange(Exception):
+            def __str__(self) -> str:
+                return text  # type: ignore[return-value]  # on purpose
+
+        raise Strange
+
+    with pytest.raises(Exception) as caught:
+        launch(fail, workers=1)
+    assert type(caught.value).__name__ == "Strange"
+    assert isinstance(caught.value.__cause__, WorkerTraceback)
+
+
 def test_a_result_that_cannot_be_pickled_is_an_error() -> None:
     with pytest.raises(TypeError, match="pickle"):
         launch(threading.Lock, workers=1)

@@ -312,6 +312,84 @@ def test_a_program_that_catches_its_errors_and_ends_itself_tells_of_them_all_the
     assert "worker/0  exit code 3 (PeerLostError)" in job.err or "worker/0  exit code 3 (RuntimeError)" in job.err
 
 
+@pytest.mark.parametrize("error", ["ValueError(os.fsdecode(b'caf\\xe9'))", "Mute()"], ids=["no UTF-8", "mute"])
+def test_an_error_that_cannot_be_told_ends_its_process_all_the_same(error: str, launcher: Launcher) -> None:
+    script = launcher.script(
+        f"""
+        import threading
+        class Mute(Exception):
+            def __str__(self):
+                raise KeyError("no words")
+        threading.Thread(target=hang).start()
+        from phalanx.errors import ConfigurationError
+        raise {error} from ConfigurationError("wrong")
+        """
+    )
+    launcher.environment["PHALANX_GRACE"] = "1"
+    job = launcher.run("-n", "1", script)
+    assert job.code == errors.ConfigurationError.exit_code
+    said = "ValueError: caf\\udce9" if "caf" in error else "Mute: <exception str() failed>"
+    assert f"failed with {said}" in job.err
+
+
+@pytest.mark.parametrize("moment", ["before", "after", "around"])
+@pytest.mark.parametrize("fails", [False, True], ids=["works", "fails"])
+def test_a_hook_of_the_programs_prints_and_neither_code_nor_reason_depend_on_it(
+    moment: str, fails: bool, launcher: Launcher
+) -> None:
+    script = launcher.script(
+        f"""
+        import traceback
+        from phalanx.errors import ConfigurationError
+        from phalanx.launcher import exit_codes
+        def hook(kind, error, stack):
+            print("mine", [Path(frame.filename).name for frame in traceback.extract_tb(stack)])
+            if {fails}:
+                raise OSError("broken hook")
+        if {moment!r} == "before":
+            sys.excepthook = hook
+        exit_codes.install()
+        former = sys.excepthook
+        if {moment!r} == "after":
+            sys.excepthook = hook
+        if {moment!r} == "around":
+            sys.excepthook = lambda *error: (hook(*error), former(*error))
+        raise ConfigurationError("wrong")
+        """
+    )
+    job = launcher.run("-n", "1", script)
+    assert job.code == errors.ConfigurationError.exit_code
+    assert job.lines == ["[worker/0] mine ['program.py']"]
+    assert "failed with ConfigurationError: wrong" in job.err
+    assert ("OSError: broken hook" in job.err) == fails
+
+
+def test_an_error_of_a_fork_is_not_the_workers(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        if os.fork() == 0:
+            raise ValueError("of the fork")
+        os.wait()
+        sys.exit(3)
+        """
+    )
+    job = launcher.run("-n", "1", script)
+    assert job.code == 3
+    assert "worker/0  exit code 3; last in" in job.err
+
+
+def test_files_of_the_program_are_left_alone_where_it_has_closed_ours(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        os.closerange(3, 100)
+        files = [open(f"file-{i}", "w+") for i in range(30)]
+        raise ValueError("boom")
+        """
+    )
+    assert launcher.run("-n", "1", script).code == 1
+    assert {path.read_text() for path in launcher.folder.glob("file-*")} == {""}
+
+
 def test_leaving_early_with_code_0_is_named_as_the_cause(launcher: Launcher) -> None:
     script = launcher.script(
         """
