@@ -70,7 +70,7 @@ class Agent:
             return
         finally:
             self._host.close()
-            end_orphans(set())
+            end_orphans()
 
     def _obey(self, command: Command) -> None:
         match command:

@@ -38,10 +38,10 @@ def ask(command: str, timeout_s: float) -> Answer:
         except (TimeoutError, OverflowError) as error:
             script.kill()
             script.wait()
-            end_orphans(set())  # what it has started, which is ours only now
+            end_orphans()  # what it has started, which is ours only now
             late = f"it has not ended within {timeout_s:g} s"
             return Answer(problem=late if isinstance(error, TimeoutError) else str(error))
-    end_orphans(set())
+    end_orphans()
     if script.returncode:
         words = err.decode(errors="replace").strip().splitlines()
         last = f": {words[-1][:200]}" if words else ""

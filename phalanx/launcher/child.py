@@ -187,7 +187,7 @@ def _install_hook(last_words: _LastWords, show: exit_codes.Hook | None = None) -
 
 
 class _ErrorRecorder:
-    """Tells the launcher of an uncaught error; prints it as `show` does, else as Python does, less the frames of this file.
+    """Tells the launcher of an uncaught error; prints it as `show` or Python does, less the frames of this file.
 
     Without `show`, a Ctrl-C is told only: the page shows where everyone was, and as many tracebacks at once are not to
     be read. Where the job was told to end nothing is wrong, and the stack says nothing.

@@ -87,7 +87,7 @@ def run(
     """Run the program on all workers and return the job's exit code.
 
     Must be called by the main thread, whose signals it handles meanwhile. Workers that other descendants of
-    this process have left behind are ended as well: the process must have no children of its own.
+    this process have left behind are ended as well; children that it has by now are left alone.
 
     Args:
         shares: with as many places as there are tasks; in a job whose members come and go, with as many as there are.
@@ -277,7 +277,7 @@ def _run_once(
                 pool.begin(job, keeping)
             return job.run()
         finally:
-            end_orphans(set())
+            end_orphans()
 
 
 class _Narrator:

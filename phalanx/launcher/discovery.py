@@ -13,7 +13,7 @@ import msgspec
 from phalanx.errors import ConfigurationError
 from phalanx.launcher.asking import Answer
 from phalanx.launcher.hosts import HostShare, parse_discovered
-from phalanx.launcher.lifeline import Lifeline
+from phalanx.launcher.lifeline import Lifeline, await_end
 
 CLOSE_S = 5.0
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -68,6 +68,7 @@ class Discovery:
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
+        await_end(self._process)
         self._lifeline.started()
         self._thread.start()
 

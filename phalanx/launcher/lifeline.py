@@ -14,6 +14,7 @@ thread waits.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import os
@@ -23,6 +24,10 @@ import sys
 import threading
 import time
 import weakref
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import subprocess
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -84,19 +89,51 @@ def hold(fd: int, parent: int, *, die_with_parent: bool) -> None:
         os.killpg(0, signal.SIGKILL)
 
 
+_adopts = False
+_strangers: set[int] = set()
+"""Children that this process had before it adopted any, as in `tensorboard & exec phalanx run ...`: not ours to end."""
+_awaited: dict[int, subprocess.Popen[bytes]] = {}
+
+
 def adopt_orphans() -> None:
     """Make this process the parent of its descendants whose own parent dies, so that it can end them."""
+    global _adopts
     if sys.platform == "linux":
+        _strangers.update(_children())
+        _adopts = True
         prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def await_end(process: subprocess.Popen[bytes]) -> None:
+    """This process is no orphan: its `Popen` waits for it, and nobody else may."""
+    if _adopts:
+        _awaited[process.pid] = process
+
+
+def reap_orphans() -> None:
+    """Let those go that have ended, where this process adopts any: as zombies they count in a container's limit.
+
+    By the main thread, which alone `_children` lists the children of: it starts none meanwhile.
+    """
+    if not _adopts:
+        return
+    for pid, process in list(_awaited.items()):
+        if process.returncode is not None:  # its number may be an orphan's by now
+            _awaited.pop(pid)
+    for pid in _children():
+        if pid not in _strangers and pid not in _awaited:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
 
 
 REAP_WAIT_S = 5.0
 
 
-def end_orphans(known: set[int]) -> None:
-    """Kill and reap every child of this process whose id is not in `known`, and what these leave behind."""
+def end_orphans() -> None:
+    """Kill and reap every child of this process that it has started or adopted, and what these leave behind."""
+    spared = set(_strangers)
     for _ in range(100):  # each round may bring up children of those it killed
-        orphans = [pid for pid in _children() if pid not in known]
+        orphans = [pid for pid in _children() if pid not in spared]
         if not orphans:
             return
         for pid in orphans:
@@ -105,7 +142,7 @@ def end_orphans(known: set[int]) -> None:
                 deadline = time.monotonic() + REAP_WAIT_S
                 while os.waitpid(pid, os.WNOHANG)[0] == 0:
                     if time.monotonic() > deadline:  # inside the kernel, on a dead file system: nobody can end it
-                        known = known | {pid}
+                        spared.add(pid)
                         break
                     time.sleep(0.001)
             except (ProcessLookupError, ChildProcessError):

@@ -27,7 +27,7 @@ from phalanx.launcher import child, progress, words
 from phalanx.launcher.cores import CoreShare, available_cores, host_shares
 from phalanx.launcher.devices import NO_GPU, gpu_shares
 from phalanx.launcher.environment import CHILD, PROGRESS_FILE, worker_environment
-from phalanx.launcher.lifeline import Lifeline
+from phalanx.launcher.lifeline import Lifeline, await_end, reap_orphans
 from phalanx.launcher.messages import Event, Exited, Heeding, LastWords, Order, Output, Paced, Started
 from phalanx.settings import LISTEN_FD, SNAPSHOTS
 
@@ -40,7 +40,7 @@ KILL_WAIT_S = 2.0
 MAX_STACK_CHARACTERS = 40_000
 LISTEN_BACKLOG = 128
 PACE_S = 1.0
-"""How often workers are asked how they go, where they say so."""
+"""How often workers are asked how they go, where they say so, and orphans are reaped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +219,7 @@ class LocalHost:
             pass_fds=passed,
             start_new_session=True,  # its own group, so that what it starts can be ended with it
         )
+        await_end(process)
         for fd in {stdout, stderr}:
             os.close(fd)
         function.close()
@@ -259,14 +260,15 @@ class LocalHost:
                 events += self._read(worker)
                 if _has_exited(worker.process.pid):
                     events += self._bury(worker)
-        return events + self._paces()
+        now = time.monotonic()
+        if now >= self._paces_at:
+            self._paces_at = now + PACE_S
+            events += self._paces()
+            reap_orphans()
+        return events
 
     def _paces(self) -> list[Event]:
-        """How the workers go that say so, once in `PACE_S`."""
-        now = time.monotonic()
-        if now < self._paces_at:
-            return []
-        self._paces_at = now + PACE_S
+        """How the workers go that say so."""
         events: list[Event] = []
         for worker in self._workers.values():
             totals = None if worker.ended else progress.parse_totals(_content(worker.progress))

@@ -19,6 +19,7 @@ from phalanx.errors import ConfigurationError, RendezvousError
 from phalanx.launcher.agent import LineReader
 from phalanx.launcher.environment import forwarded
 from phalanx.launcher.hosts import HostShare
+from phalanx.launcher.lifeline import await_end
 from phalanx.launcher.messages import (
     Answer,
     Command,
@@ -86,6 +87,7 @@ class RemoteHost:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
             )
+            await_end(self._process)
         self._send(Prepare(self.share.workers, self._folder))
 
     def ports(self, deadline: float) -> list[int]:

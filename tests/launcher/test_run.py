@@ -767,6 +767,38 @@ def test_a_daemon_that_left_its_group_is_ended_with_the_job(launcher: Launcher) 
     assert not psutil.pid_exists(pid_in(launcher.folder / "daemon"))
 
 
+def test_orphans_that_have_ended_do_not_stay_as_zombies_of_the_launcher(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        import subprocess
+        subprocess.run("for i in 1 2 3 4 5; do sleep 0.01 & done", shell=True)
+        def children():
+            return Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read_text().split()
+        while children() != [str(os.getpid())]:
+            time.sleep(0.01)
+        """
+    )
+    job = launcher.run("-n", "1", script)
+    assert job.code == 0, job.err
+
+
+def test_what_the_shell_has_started_before_the_launcher_is_left_alone(launcher: Launcher) -> None:
+    """The entry point of many containers: `tensorboard & exec "$@"`."""
+    command = f"sleep 600 & echo $! > other; exec {shlex.quote(sys.executable)} -m phalanx run -n 1 "
+    script = launcher.script("if os.fork() == 0:\n    os.setsid()\n    touch('own')\n    hang()\nwait_for('own')")
+    subprocess.run(
+        ["bash", "-c", command + shlex.quote(script)],
+        cwd=launcher.folder,
+        env=launcher.environment,
+        timeout=JOB_BOUND_S,
+        check=True,
+    )
+    other = psutil.Process(pid_in(launcher.folder / "other"))
+    assert not psutil.pid_exists(pid_in(launcher.folder / "own"))
+    assert other.is_running()
+    other.kill()
+
+
 def test_no_file_is_left_in_the_temporary_folders(launcher: Launcher) -> None:
     temporary = launcher.folder / "tmp"
     temporary.mkdir()
