@@ -18,7 +18,8 @@ from phalanx.errors import ConfigurationError
 SECRET = "PHALANX_SECRET"
 """Known to all tasks of a job and to nobody else. `phalanx run` makes a fresh one for each job."""
 JOB_ID = "PHALANX_JOB_ID"
-"""Names the job; tasks of different jobs refuse each other even if they share a secret."""
+"""Names the job; tasks of different jobs refuse each other even if they share a secret. Where it is not set, a
+scheduler that says what the cluster is names it."""
 RENDEZVOUS_TIMEOUT = "PHALANX_RENDEZVOUS_TIMEOUT"
 """Seconds that a task waits at the start for the others."""
 TIMEOUT = "PHALANX_TIMEOUT"
@@ -88,10 +89,12 @@ class TLSFiles:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """See the constants above for the meaning of each; units are in the names."""
+    """See the constants above for the meaning of each; units are in the names. `named`: whether `job_id` is that of
+    PHALANX_JOB_ID, as under `phalanx run`."""
 
     secret: bytes | None = field(default=None, repr=False)
     job_id: str = ""
+    named: bool = False
     rendezvous_timeout_s: float = DEFAULT_RENDEZVOUS_TIMEOUT_S
     timeout_s: float = DEFAULT_TIMEOUT_S
     return_timeout_s: float | None = None
@@ -118,7 +121,8 @@ class Settings:
         values = os.environ if environment is None else environment
         return cls(
             secret=_secret(values),
-            job_id=values.get(JOB_ID, ""),
+            job_id=values.get(JOB_ID) or _scheduler_job_id(values),
+            named=bool(values.get(JOB_ID)),
             rendezvous_timeout_s=_seconds(values, RENDEZVOUS_TIMEOUT, DEFAULT_RENDEZVOUS_TIMEOUT_S),
             timeout_s=_seconds(values, TIMEOUT, DEFAULT_TIMEOUT_S),
             return_timeout_s=_seconds(values, RETURN_TIMEOUT, 60.0) if values.get(RETURN_TIMEOUT) else None,
@@ -190,6 +194,24 @@ def _switch(values: Mapping[str, str], name: str) -> bool:
 def _timeline(values: Mapping[str, str]) -> Path | None:
     name = values.get(TIMELINE) or values.get(HOROVOD_TIMELINE)
     return Path(name).absolute() if name and name != "DYNAMIC" else None
+
+
+def _scheduler_job_id(values: Mapping[str, str]) -> str:
+    """What the scheduler calls the job whose tasks it says; empty where it says none, or may not have started all.
+
+    Not the job step: `phalanx doctor` asks from one of its own.
+    """
+    if values.get("TF_CONFIG"):
+        return ""
+    if "OMPI_COMM_WORLD_RANK" in values:
+        names: tuple[str, ...] = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
+    elif "SLURM_STEP_NODELIST" in values and "SLURM_PROCID" in values:
+        names = ("SLURM_HET_JOB_ID", "SLURM_JOB_ID")
+    elif "PMI_RANK" in values and not values.get("PHALANX_HOSTS"):  # else each of them has read the scheduler's list
+        names = ("SLURM_HET_JOB_ID", "SLURM_JOB_ID", "PBS_JOBID")
+    else:
+        return ""
+    return next((values[name] for name in names if values.get(name)), "")
 
 
 def _secret(values: Mapping[str, str]) -> bytes | None:

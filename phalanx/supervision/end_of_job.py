@@ -156,7 +156,7 @@ def patience(settings: Settings, idle_s: float) -> Patience:
     """As the environment says."""
     return Patience(
         start_s=settings.rendezvous_timeout_s,
-        gone_s=GONE_LAUNCHED_S if settings.job_id else GONE_BY_HAND_S,
+        gone_s=GONE_LAUNCHED_S if settings.named else GONE_BY_HAND_S,
         silent_s=max(settings.timeout_s, settings.rendezvous_timeout_s),
         idle_s=idle_s,
     )

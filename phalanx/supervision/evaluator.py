@@ -138,7 +138,7 @@ class SidecarEvaluator:
             OSError: the best cannot be written.
         """
         settings = Settings.from_environment()
-        end = EndOfJob(patience(settings, self._patience_s), time.monotonic(), launched=bool(settings.job_id))
+        end = EndOfJob(patience(settings, self._patience_s), time.monotonic(), launched=settings.named)
         signs = Signs(self._spec, self._task, settings, time.monotonic)
         over = False
         with scratch() as copies:

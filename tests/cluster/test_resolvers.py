@@ -267,6 +267,26 @@ def test_resolve_picks_by_what_is_there(environ: dict[str, str], kind: type[Clus
     assert type(resolve(environ)) is kind
 
 
+TORCHRUN = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "a"}
+HOROVODRUN = {"HOROVOD_SIZE": "4", "HOROVOD_RANK": "0", "HOROVOD_LOCAL_RANK": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        (TORCHRUN, r"torchrun \(WORLD_SIZE=2, RANK=1, .*phalanx run --workers 2 "),
+        (HOROVODRUN, "horovodrun .*phalanx run --workers 4 "),
+    ],
+)
+def test_launchers_that_leave_each_process_alone_are_refused(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        resolve(environ)
+    assert type(resolve({**environ, **TF_CONFIG})) is TFConfigClusterResolver
+    assert type(resolve({**environ, **OPEN_MPI})) is MPIClusterResolver  # horovodrun with mpirun
+    one = {**environ, "WORLD_SIZE": "1", "HOROVOD_SIZE": "1"}
+    assert type(resolve(one)) is SimpleClusterResolver
+
+
 def test_gpus_are_counted_without_a_backend(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()

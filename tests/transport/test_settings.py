@@ -41,6 +41,30 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
     assert settings.tls.authority == tmp_path / "CA"
 
 
+STEP = {"SLURM_STEP_NODELIST": "a,b", "SLURM_PROCID": "1"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "job_id"),
+    [
+        ({**STEP, "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2"}, "7"),
+        ({**STEP, "SLURM_JOB_ID": "8", "SLURM_HET_JOB_ID": "7"}, "7"),
+        ({**STEP, "SLURM_JOB_ID": "7", "PHALANX_JOB_ID": "mine"}, "mine"),
+        ({**STEP, "SLURM_JOB_ID": "7", "TF_CONFIG": "{}"}, ""),  # which may name tasks of several jobs
+        ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}, ""),  # a batch script, which may start the others through ssh
+        ({**OPEN_MPI, "PMIX_NAMESPACE": "prterun-a-1@1", "SLURM_JOB_ID": "7"}, "prterun-a-1@1"),
+        ({**OPEN_MPI, "OMPI_MCA_ess_base_jobid": "55"}, "55"),
+        ({**OPEN_MPI, "SLURM_JOB_ID": "7"}, ""),  # which only the first host may have
+        ({"PMI_RANK": "0", "PMI_SIZE": "2", "PBS_JOBID": "9.host"}, "9.host"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2", "PBS_JOBID": "9.host", "PHALANX_HOSTS": "a,b"}, ""),
+    ],
+)
+def test_a_scheduler_that_starts_all_tasks_names_the_job(environment: dict[str, str], job_id: str) -> None:
+    settings = Settings.from_environment(environment)
+    assert (settings.job_id, settings.named) == (job_id, "PHALANX_JOB_ID" in environment)
+
+
 def test_the_secret_is_not_printed() -> None:
     assert "0123456789abcdef" not in repr(Settings(secret=b"0123456789abcdef"))
 

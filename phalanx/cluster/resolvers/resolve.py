@@ -66,6 +66,8 @@ def resolve(environ: _Environ | None = None) -> ClusterResolver:
 
     Args:
         environ: the environment to look at, `os.environ` if not given.
+
+    Raises: ConfigurationError where torchrun or horovodrun has started several processes, each of which would be alone.
     """
     environ = os.environ if environ is None else environ
     for fits, make in _CHOICES:
@@ -73,4 +75,24 @@ def resolve(environ: _Environ | None = None) -> ClusterResolver:
             resolver = make(environ)
             logger.debug("the cluster is resolved by %s", type(resolver).__name__)
             return resolver
+    _refuse_other_launchers(environ)
     return SimpleClusterResolver(ClusterSpec({}))
+
+
+# With what each tells the processes that it starts, their number first.
+_OTHER_LAUNCHERS = (
+    ("torchrun", "WORLD_SIZE", "RANK", "TORCHELASTIC_RUN_ID"),
+    ("horovodrun", "HOROVOD_SIZE", "HOROVOD_RANK"),
+)
+
+
+def _refuse_other_launchers(environ: _Environ) -> None:
+    for launcher, *names in _OTHER_LAUNCHERS:
+        size = environ.get(names[0], "")
+        if all(name in environ for name in names) and size.isdecimal() and size not in ("0", "1"):
+            found = ", ".join(f"{name}={environ[name]}" for name in names)
+            raise ConfigurationError(
+                f"This process was started by {launcher} ({found}), whose processes do not find each other here: each "
+                f"would train alone. Start the program with `phalanx run --workers {size} ...` instead, or describe "
+                f"the cluster in TF_CONFIG."
+            )
