@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -272,8 +273,8 @@ def _whole_number(values: Mapping[str, str], name: str) -> int | None:
     text = values.get(name)
     if not text:
         return None
-    # Not int() alone, which also takes "1_000" and digits of other scripts.
-    if not (text.isascii() and text.isdigit()):
+    # Not int() alone, which also takes "1_000" and digits of other scripts, and fails at thousands of them.
+    if not re.fullmatch("[0-9]{1,18}", text):
         raise ConfigurationError(f"{name}={text!r} is no whole number of at least 0. Write for example {name}=3.")
     return int(text)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -230,9 +231,14 @@ def _indexed(tasks: Any, where: str) -> Iterable[tuple[int, object]]:
 def _index(key: object, where: str) -> int:
     # JSON has only strings as keys, so "1" is an index too.
     text = str(key)
-    if isinstance(key, bool) or not (text.isascii() and text.isdigit()):
+    if isinstance(key, bool) or not is_index(text):
         raise ConfigurationError(f"{where} has the key {key!r}. Its keys are task indices: whole numbers from 0.")
     return int(text)
+
+
+def is_index(text: str) -> bool:
+    """Whether it is a whole number from 0 up, of no more digits than anybody needs (and Python reads)."""
+    return re.fullmatch("[0-9]{1,18}", text) is not None
 
 
 def _list_tasks(job_name: str, tasks: Mapping[int, str]) -> str:

@@ -86,6 +86,13 @@ BAD = [
     (with_task({"type": "worker", "index": True}), "task.index in TF_CONFIG is True"),
     (with_task({"type": "worker", "index": 1.0}), "task.index in TF_CONFIG is 1.0"),
     (with_task({"type": "worker", "index": "one"}), "task.index in TF_CONFIG is 'one'"),
+    ('{"cluster": ' + "[" * 100_000, "TF_CONFIG is nested too deeply"),
+    ('{"task": {"index": ' + "9" * 5000 + "}}", "TF_CONFIG is not JSON: Exceeds the limit"),
+    (with_task({"type": "worker", "index": "9" * 5000}), "task.index in TF_CONFIG is '999.*9\\.\\.\\.'. Write a whole"),
+    (
+        {"cluster": {"worker": {"9" * 5000: "a:1"}}, "task": {"type": "worker", "index": 0}},
+        "Its keys are task indices",
+    ),
     (with_task({"type": "chief", "index": 0}), "the cluster has no 'chief' tasks"),
     (with_task({"type": "ps", "index": 0}), "the cluster has no 'ps' tasks"),
     ({"cluster": {"ps": ["a:1"]}, "task": {"type": "ps", "index": 0}}, "neither chief nor worker"),

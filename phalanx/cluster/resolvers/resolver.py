@@ -6,7 +6,7 @@ import abc
 import os
 from collections.abc import Mapping
 
-from phalanx.cluster.spec import ClusterSpec, Task
+from phalanx.cluster.spec import ClusterSpec, Task, is_index
 from phalanx.errors import ConfigurationError
 from phalanx.gpus import count_gpus
 
@@ -128,7 +128,7 @@ def whole_number(environment: Mapping[str, str], name: str, *, reader: str) -> i
     text = environment.get(name)
     if text is None:
         raise ConfigurationError(f"{reader} needs {name}, which is not set. Was this process started by it?")
-    if not (text.strip().isascii() and text.strip().isdigit()):
+    if not is_index(text.strip()):
         raise ConfigurationError(f"{reader} read {name}={text!r}, which is no whole number.")
     return int(text)
 

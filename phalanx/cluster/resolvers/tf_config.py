@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from phalanx.cluster.resolvers.resolver import ClusterResolver
-from phalanx.cluster.spec import ClusterSpec, Task, check_task_type
+from phalanx.cluster.spec import ClusterSpec, Task, check_task_type, is_index
 from phalanx.errors import ConfigurationError
 
 TF_CONFIG = "TF_CONFIG"
@@ -116,6 +116,10 @@ def load_tf_config(text: str) -> dict[str, Any]:
         raise ConfigurationError(
             f"TF_CONFIG is not JSON: {error}. It is {_shorten(text)}.{hint} Write for example {EXAMPLE}"
         ) from error
+    except RecursionError as error:
+        raise ConfigurationError(
+            f"TF_CONFIG is nested too deeply. It is {_shorten(text)}. Write for example {EXAMPLE}"
+        ) from error
     if not isinstance(config, dict):
         raise ConfigurationError(f"TF_CONFIG is {_shorten(text)}: JSON, but no object. Write for example {EXAMPLE}")
     return config
@@ -164,14 +168,16 @@ def read_task(config: Mapping[str, Any]) -> tuple[str, int]:
     check_task_type(task["type"], where="task.type in TF_CONFIG")
     index = task["index"]
     # Some job controllers write the index as a string, and TensorFlow takes that too.
-    if isinstance(index, str) and index.strip().isascii() and index.strip().isdigit():
+    if isinstance(index, str) and is_index(index.strip()):
         index = int(index)
     if isinstance(index, bool) or not isinstance(index, int) or index < 0:
         raise ConfigurationError(
-            f"task.index in TF_CONFIG is {index!r}. Write a whole number from 0 up, without quotes."
+            f"task.index in TF_CONFIG is {_shorten(index)}. Write a whole number from 0 up, without quotes."
         )
     return task["type"], index
 
 
-def _shorten(text: str, limit: int = 200) -> str:
-    return repr(text if len(text) <= limit else text[:limit] + "...")
+def _shorten(value: object, limit: int = 200) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    shortened = text if len(text) <= limit else text[:limit] + "..."
+    return repr(shortened) if isinstance(value, str) else shortened
