@@ -42,6 +42,8 @@ from phalanx.launcher.environment import CHILD, grace_s
 
 FUNCTION = "--function"
 STACKS_SIGNAL = signal.SIGUSR2
+NO_ERROR = b"null"
+"""In the place of the words of an error, where the program came to its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +100,18 @@ def main() -> None:
     if arguments[0] == FUNCTION:
         from phalanx.launcher import call
 
-        sys.exit(call.run(order.function, order.result, last_words.leave))
+        code = call.run(order.function, order.result, last_words.leave)
+        if code == 0:
+            last_words.leave_none()
+        sys.exit(code)
     try:
         run_program(arguments)
+        last_words.leave_none()
     except SystemExit as end:
         error = end.__cause__ or end.__context__
-        if end.code and error is not None:  # as `except Exception: traceback.print_exc(); sys.exit(1)` ends
+        if not end.code:
+            last_words.leave_none()
+        elif error is not None:  # as `except Exception: traceback.print_exc(); sys.exit(1)` ends
             last_words.leave(error)
         raise
     except BaseException:
@@ -170,14 +178,22 @@ class _LastWords:
 
     def leave(self, error: BaseException) -> None:
         """Never raises: the rest of the ending does not depend on it."""
-        if os.getpid() != self._pid:  # a fork, whose end is not the worker's
-            return
         with contextlib.suppress(Exception):
-            if not os.path.samestat(os.fstat(self._fd), self._file):
-                return  # the program has closed all descriptors, and a file of its own has this number now
             from phalanx.launcher import words
 
-            words.write(self._fd, words.of_error(error))
+            self._write(words.encode(words.of_error(error)))
+
+    def leave_none(self) -> None:
+        """Say that nothing is wrong, to a launcher that cannot hear of exit codes."""
+        with contextlib.suppress(OSError):
+            self._write(NO_ERROR)
+
+    def _write(self, content: bytes) -> None:
+        if os.getpid() != self._pid:  # a fork, whose end is not the worker's
+            return
+        # Where the program has closed all descriptors, a file of its own may have this number now.
+        if os.path.samestat(os.fstat(self._fd), self._file):
+            os.pwrite(self._fd, content, 0)
 
 
 def _install_hook(last_words: _LastWords, show: exit_codes.Hook | None = None) -> exit_codes.Hook:

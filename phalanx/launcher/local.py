@@ -124,6 +124,7 @@ class LocalHost:
         self._not_training: set[int] = set()  # slots
         self.lost = False
         self._paces_at = 0.0
+        self._hears_of_ends = False  # whether that was switched on here
 
     # ---- starting
 
@@ -142,6 +143,7 @@ class LocalHost:
         """Start workers, for which `prepare` has opened ports: all at once, or, if their orders name slots, some."""
         if not orders:
             return []
+        self._hear_of_ends()
         orders = [replace(order, slot=i) if order.slot is None else order for i, order in enumerate(orders)]
         self._not_training |= {order.slot for order in orders if order.slot is not None and not order.trains}
         shares, devices = self._divide()
@@ -161,6 +163,12 @@ class LocalHost:
                 listener.close()
             events.append(Started(order.rank, worker.process.pid))
         return events
+
+    def _hear_of_ends(self) -> None:
+        """Where SIGCHLD is ignored, which is inherited, the kernel keeps the workers' exit codes from us."""
+        if _is_main_thread() and signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self._hears_of_ends = True
 
     def restart(self, rank: int) -> Event:
         """Start a worker again that has ended and whose order says that it returns, at the same port."""
@@ -192,7 +200,7 @@ class LocalHost:
         child_order = child.ChildOrder(
             cores=place.cores,
             parent=os.getpid(),
-            die_with_parent=threading.current_thread() is threading.main_thread(),
+            die_with_parent=_is_main_thread(),
             lifeline=line.worker_end,
             stacks=stacks.fileno(),
             error=error.fileno(),
@@ -299,9 +307,14 @@ class LocalHost:
         # left.
         _signal_group(worker.process.pid, signal.SIGKILL)
         events = self._read(worker, reads=LAST_READS)
-        returncode = worker.process.wait()
+        returncode = _exit_code(worker.process)
         worker.ended = True
         words_ = self._last_words(worker)
+        if returncode is None:
+            ended_well = _content(worker.error) == child.NO_ERROR
+            returncode = 0 if ended_well else 1
+            if not ended_well and words_.error is None:
+                words_ = replace(words_, error=_UNHEARD)
         result = _content(worker.result)
         self._release(worker)
         place = self._returning.get(worker.rank)
@@ -380,6 +393,9 @@ class LocalHost:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     worker.process.wait(KILL_WAIT_S)
                 self._release(worker)
+        if self._hears_of_ends and _is_main_thread():
+            self._hears_of_ends = False
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
     def _release(self, worker: _Worker) -> None:
         for fd in list(worker.outputs):
@@ -449,7 +465,32 @@ def _set_size(fd: int, size: TerminalSize) -> None:
 
 
 def _has_exited(pid: int) -> bool:
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # see `_exit_code`
+        return True
+
+
+def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
+    """The exit code of a process that has exited; None if somebody else had it: the kernel, where the program ignores
+    SIGCHLD, or the program, where it waits for any child."""
+    try:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    except ChildProcessError:
+        process.wait()  # returns 0
+        return None
+    return process.wait()
+
+
+_UNHEARD = words.ErrorWords(
+    kind="ChildProcessError",
+    message="it did not come to its end (its exit code is unknown: this program ignores SIGCHLD or waits for any child)",
+    traceback="",
+)
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def _signal(pid: int, number: int) -> None:

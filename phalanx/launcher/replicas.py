@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from phalanx.cluster.resolvers import TFConfigClusterResolver
-from phalanx.errors import ConfigurationError, PeerLostError
+from phalanx.errors import ConfigurationError, PeerLostError, PhalanxError
 from phalanx.launcher import cores, exit_codes, page
 from phalanx.launcher.cores import host_shares
 from phalanx.launcher.devices import device_settings
@@ -189,6 +189,7 @@ class _Watch:
         self._job = Job(placements, selector, self, grace_s=self._grace_s)
         self._thread = threading.Thread(target=self._run, name="phalanx-replicas", daemon=True)
         self._outcome: Outcome | None = None
+        self._defect = False  # whether the watch itself has failed
         self._pid = os.getpid()
         self._reported = False
         self._closing = threading.Event()  # rank 0 is ending on its own
@@ -246,6 +247,8 @@ class _Watch:
         return outcome if outcome is not None and outcome.verdict.cause is not None else None
 
     def raise_failure(self) -> None:
+        if self._defect:
+            raise PhalanxError("The watch over the local replicas failed, and ended them; the log says how.")
         failure = self.failure
         if failure is not None and failure.verdict.cause is not None:
             cause = failure.verdict.cause
@@ -259,23 +262,33 @@ class _Watch:
     def _run(self) -> None:
         try:
             self._outcome = self._job.run()
+        except Exception:  # by which the replicas are killed
+            self._defect = True
+            logger.exception("The watch over the local replicas failed.")
         finally:
             self._ended.set()
             self._selector.close()
-        failure = self.failure
-        if failure is None:
+        if self._code == 0:
             return
         if self._closing.wait(NOTICE_S):
             return  # `_at_exit` or the caller of `close` reports it, after rank 0's own error
-        self._report(failure)
+        self._report()
         # Rank 0 meets the loss at its next collective, if it comes to one: after that time it is ended.
         if not self._closing.wait(self._grace_s):
             faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
-            _end_process(failure.verdict.code)
+            _end_process(self._code)
 
-    def _report(self, failure: Outcome) -> None:
+    @property
+    def _code(self) -> int:
+        """With which this process has to end because of the other replicas; 0 for none."""
+        if self._defect:
+            return PhalanxError.exit_code
+        return 0 if self.failure is None else self.failure.verdict.code
+
+    def _report(self) -> None:
         self._reported = True
-        self._screen.message(page.render(failure.verdict, failure.ends, full=False))
+        if self.failure is not None:
+            self._screen.message(page.render(self.failure.verdict, self.failure.ends, full=False))
 
     def _at_exit(self) -> None:
         if os.getpid() != self._pid:  # a fork of rank 0 is ending
@@ -287,11 +300,10 @@ class _Watch:
             self.close(0.0)  # the replicas only wait for a rank that will not come
         else:
             self.close(self._grace_s)  # a replica's end was the cause: let it say why
-        failure = self.failure
-        if failure is not None and not own_error:
+        if self._code != 0 and not own_error:
             if not self._reported:
-                self._report(failure)
-            _end_process(failure.verdict.code)  # an exit handler cannot change the exit code otherwise
+                self._report()
+            _end_process(self._code)  # an exit handler cannot change the exit code otherwise
 
 
 def _failed_by_itself() -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import traceback
 from collections.abc import Iterator
 
@@ -54,8 +53,8 @@ def of_error(error: BaseException) -> ErrorWords:
     )
 
 
-def write(fd: int, words: ErrorWords) -> None:
-    os.pwrite(fd, msgspec.json.encode(words), 0)
+def encode(words: ErrorWords) -> bytes:
+    return msgspec.json.encode(words)
 
 
 def parse(content: bytes) -> ErrorWords | None:

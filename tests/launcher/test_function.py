@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -159,6 +161,33 @@ def test_it_can_be_called_from_any_thread() -> None:
     thread.start()
     thread.join(60)
     assert results == [[0, 1]]
+
+
+@pytest.fixture
+def ignored_ends() -> Iterator[None]:
+    former = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGCHLD, former)
+
+
+@pytest.mark.usefixtures("ignored_ends")
+def test_a_process_that_ignores_the_ends_of_its_children_gets_results_and_errors() -> None:
+    assert launch(own_rank) == [0, 1]
+    with pytest.raises(KeyError, match="bad key"):
+        launch(fail_on_1)
+    with pytest.raises(PeerLostError, match=r"worker/0.*SIGKILL"):
+        launch(lambda: os.kill(os.getpid(), signal.SIGKILL), workers=1)
+    assert signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
+
+
+@pytest.mark.usefixtures("ignored_ends")
+def test_a_thread_cannot_change_that_and_gets_them_all_the_same() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(launch, own_rank).result(60) == [0, 1]
+        with pytest.raises(KeyError, match="bad key"):
+            pool.submit(launch, fail_on_1).result(60)
+        with pytest.raises(PeerLostError, match="ignores SIGCHLD"):
+            pool.submit(launch, lambda: os.kill(os.getpid(), signal.SIGKILL), 1).result(60)
 
 
 def test_an_interrupt_ends_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.errors import ConfigurationError
+from phalanx.errors import ConfigurationError, PhalanxError
 from phalanx.launcher.devices import check_devices, device_settings, gpu_shares
 from tests.launcher.conftest import Launcher, wait_until
 
@@ -240,6 +240,47 @@ def test_a_fork_of_rank_0_that_ends_normally_touches_nothing(launcher: Launcher)
     )
     assert launcher.python(script).code == 0
     assert (launcher.folder / "end-1").exists()
+
+
+IGNORE = "import signal\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_program_that_ignores_the_ends_of_its_children_hears_of_its_replicas(moment: str, launcher: Launcher) -> None:
+    script = Path(
+        program(launcher, (IGNORE if moment == "after" else "") + "touch(f'there-{rank}')\nwait_for('go on')")
+    )
+    if moment == "before":
+        script.write_text(IGNORE + script.read_text())
+    for killed in (False, True):
+        process = launcher.start(str(script))
+        wait_until(lambda: all((launcher.folder / f"there-{rank}").exists() for rank in range(2)), bound_s=60)
+        if killed:
+            os.kill(int((launcher.folder / "there-1").read_text()), signal.SIGKILL)
+        else:
+            (launcher.folder / "go on").touch()
+        _, err = process.communicate(timeout=END_BOUND_S)
+        assert process.returncode == {"before": 137, "after": 1}[moment] * killed, err
+        assert ("worker/1 (rank 1" in err) == killed
+        for name in ("there-0", "there-1", "go on"):
+            (launcher.folder / name).unlink(missing_ok=True)
+
+
+def test_a_watch_that_fails_ends_the_program_and_says_why(launcher: Launcher) -> None:
+    script = program(
+        launcher,
+        """
+    from phalanx.launcher.local import LocalHost
+    def fail(self):
+        raise KeyError("a defect")
+    LocalHost.events = fail
+    hang()
+    """,
+    )
+    job = launcher.python(script)
+    assert job.code == PhalanxError.exit_code
+    assert "KeyError: 'a defect'" in job.err
+    assert "in hang" in job.err
 
 
 def test_one_replica_starts_nothing(launcher: Launcher) -> None:
