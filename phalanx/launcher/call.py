@@ -74,6 +74,10 @@ def encode_error(error: BaseException) -> bytes:
         pickle.loads(content)  # an error whose __init__ wants other arguments pickles well and unpickles badly
     except Exception:
         # Any error may come from a class's own pickling code; the original's text is not lost by it.
-        stand_in = RuntimeError(f"{type(error).__name__}: {exit_codes.message(error)}")
-        content = dumps(Raised(stand_in, text))
+        content = dumps(Raised(stand_in(type(error).__name__, exit_codes.message(error)), text))
     return content
+
+
+def stand_in(kind: str, message: str) -> RuntimeError:
+    """For an error that cannot travel."""
+    return RuntimeError(f"{kind}: {message}")

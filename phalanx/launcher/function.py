@@ -96,9 +96,13 @@ def launch(
         job.start()
         outcome = job.run()
     if not outcome.verdict.success:
+        error = _error(outcome, call)
         if folder is not None:
-            page.write(folder, outcome.verdict, outcome.ends)
-        raise _error(outcome, call)
+            try:
+                page.write(folder, outcome.verdict, outcome.ends)
+            except OSError as problem:
+                error.add_note(f"This page cannot be written to {folder}: {problem.strerror}.")
+        raise error
     silent = next((end for end in outcome.ends if end.rank not in outcome.results), None)
     if silent is not None:
         raise PeerLostError(
@@ -108,8 +112,7 @@ def launch(
             task=silent.task,
             host=silent.host,
         )
-    results = [call.decode_result(outcome.results[end.rank]) for end in outcome.ends]
-    return [result.value for result in results if isinstance(result, call.Returned)]
+    return [_value(end, outcome.results[end.rank], call) for end in outcome.ends]
 
 
 class _Narrator:
@@ -141,18 +144,39 @@ class _Narrator:
         pass
 
 
+def _value(end: End, content: bytes, call: Any) -> Any:
+    try:
+        return call.decode_result(content).value
+    except Exception as error:
+        error.add_note(
+            f"The result of {end.task} (rank {end.rank}) cannot be unpickled here: what it is made of must be "
+            "importable in this process as well."
+        )
+        raise
+
+
 def _error(outcome: Outcome, call: Any) -> BaseException:
     """The error to raise for a job that failed."""
     verdict, cause = outcome.verdict, outcome.verdict.cause
     if cause is None:
         return PhalanxError(f"The job ended: {verdict.reason}.")
     content = outcome.results.get(cause.rank)
-    result = call.decode_result(content) if content else None
+    raised = _raised(cause, content, call) if content else None
     error: BaseException
-    if isinstance(result, call.Raised):
-        error = result.error
-        error.__cause__ = WorkerTraceback(cause.task, result.traceback)
+    if raised is not None:
+        error = raised.error
+        error.__cause__ = WorkerTraceback(cause.task, raised.traceback)
     else:
         error = PeerLostError(f"The job ended: {verdict.reason}.", rank=cause.rank, task=cause.task, host=cause.host)
     error.add_note(page.render(verdict, outcome.ends, full=False, traceback=False))
     return error
+
+
+def _raised(cause: End, content: bytes, call: Any) -> Any:
+    """What the function of a worker raised; with its words alone where its class is not to be had here."""
+    words = cause.words.error
+    try:
+        result = call.decode_result(content)
+    except Exception:  # of any kind, since unpickling runs code of the class
+        return None if words is None else call.Raised(call.stand_in(words.kind, words.message), words.traceback)
+    return result if isinstance(result, call.Raised) else None

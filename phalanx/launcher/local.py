@@ -484,7 +484,7 @@ def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
 
 _UNHEARD = words.ErrorWords(
     kind="ChildProcessError",
-    message="it did not come to its end (its exit code is unknown: this program ignores SIGCHLD or waits for any child)",
+    message="it did not come to its end (its exit code is unknown: the program ignores SIGCHLD or waits for any child)",
     traceback="",
 )
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -117,6 +119,55 @@ def test_an_error_without_proper_words_is_raised_all_the_same(text: str | None) 
         launch(fail, workers=1)
     assert type(caught.value).__name__ == "Strange"
     assert isinstance(caught.value.__cause__, WorkerTraceback)
+
+
+OWN_MODULE = """
+class Own(Exception):
+    pass
+"""
+
+
+@pytest.fixture
+def own_folder(tmp_path: Path) -> str:
+    """A folder with a module that only workers import."""
+    (tmp_path / "own_module.py").write_text(OWN_MODULE)
+    return str(tmp_path)
+
+
+def test_an_error_whose_class_only_the_worker_has_keeps_its_text_and_traceback(own_folder: str) -> None:
+    def fail() -> None:
+        sys.path.append(own_folder)
+        import own_module
+
+        raise own_module.Own("the real error")
+
+    with pytest.raises(RuntimeError, match="Own: the real error") as caught:
+        launch(fail, workers=1)
+    assert "in fail" in str(caught.value.__cause__)
+
+
+def test_a_result_whose_class_only_the_worker_has_is_named(own_folder: str) -> None:
+    def make() -> object:
+        sys.path.append(own_folder)
+        import own_module
+
+        return own_module.Own() if own_rank() == 1 else None
+
+    with pytest.raises(ModuleNotFoundError, match="own_module") as caught:
+        launch(make)
+    assert "The result of worker/1 (rank 1)" in caught.value.__notes__[0]
+
+
+def test_logs_that_are_gone_do_not_hide_the_error(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+
+    def fail() -> None:
+        shutil.rmtree(logs)
+        raise KeyError("the real error")
+
+    with pytest.raises(KeyError, match="the real error") as caught:
+        launch(fail, workers=1, log_dir=logs)
+    assert any("cannot be written" in note for note in caught.value.__notes__)
 
 
 def test_a_result_that_cannot_be_pickled_is_an_error() -> None:
