@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PREEMPTED = PreemptedError.exit_code
 Handler = Callable[[int, FrameType | None], object] | signal.Handlers
-# The first signal ends the job in order, the second kills it. The third counts where even that cannot be heard
-# (a write to a terminal that nobody reads).
+# The first signal ends the job in order, a Ctrl-C after it kills it. The third Ctrl-C counts where even that cannot be
+# heard (a write to a terminal that nobody reads).
 IMPATIENCE = 3
 # Before hosts that did not come are tried again.
 GATHER_AGAIN_S = 10.0
@@ -340,7 +340,7 @@ def _signals(job: Job, ending: Sequence[signal.Signals], resize: Callable[[], No
 
     def on_end(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        if len(received) >= IMPATIENCE:
+        if received.count(signal.SIGINT) >= IMPATIENCE:
             os._exit(exit_codes.SIGNAL_BASE + number)  # the lifelines end the workers
         job.stop(number)
 

@@ -261,12 +261,15 @@ class Job:
         self._errands: deque[Callable[[], None]] = deque()
         self._stopped_by: int | None = None  # the signal, if that and no failure was the reason to end
         self._stops = 0
+        self._impatient = False  # whether it is to end at once
         self._ending = False  # whether the launcher has sent a signal to end
         self._hung: set[int] = set()
         self._said: dict[int, bytes] = {}  # the end of each task's standard error
 
     def stop(self, number: int) -> None:
-        """End the job because this process received signal `number`; the second time at once.
+        """End the job because this process received signal `number`; at once if that is SIGINT and not the first one.
+
+        Others are repeated by schedulers, and to the whole group, which takes nothing from the time for a checkpoint.
 
         Only makes a note and wakes the loop, so that signal handlers and other threads may call it at any
         time.
@@ -440,7 +443,7 @@ class Job:
             case Paced():
                 self._observer.paced(event)
             case Heeding(_):
-                if self._stopped_by not in (None, signal.SIGINT) and self._stops == 1:
+                if self._stopped_by not in (None, signal.SIGINT) and not self._impatient:
                     self._schedule = after_notice(self._clock(), self._preemption_grace_s)
             case Exited(rank, returncode, words, result):
                 self._leaving.pop(rank, None)
@@ -647,7 +650,8 @@ class Job:
         while self._stop_requests:
             number, now = self._stop_requests.popleft(), self._clock()
             self._stops += 1
-            if self._stops > 1:
+            if self._stops > 1 and number == signal.SIGINT:
+                self._impatient = True
                 self._schedule = ((now, Step.KILL), (now + GIVE_UP_S, Step.GIVE_UP))
             elif not self._schedule:  # else a failure came first and all are being ended already
                 self._stopped_by = number

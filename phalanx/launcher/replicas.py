@@ -238,7 +238,7 @@ class _Watch:
             if wait_s > 0:
                 self._screen.message(f"phalanx: replicas still ran {wait_s:g} s after rank 0 had ended; ending them")
             self._job.stop(signal.SIGTERM)
-            self._job.stop(signal.SIGTERM)
+            self._job.stop(signal.SIGINT)  # at once
             self._ended.wait(self._grace_s)
 
     @property

@@ -11,7 +11,7 @@ import pytest
 from phalanx.errors import EvictedError, LinkTimeoutError, PeerLostError, RendezvousError
 from phalanx.launcher import job as job_module
 from phalanx.launcher.job import Job, Placement, Step, after_failure, after_signal
-from phalanx.launcher.messages import Event, Exited, LastWords, Order, Output, Paced, Started
+from phalanx.launcher.messages import Event, Exited, Heeding, LastWords, Order, Output, Paced, Started
 from phalanx.launcher.restarts import Restarts
 from phalanx.launcher.verdict import End
 from phalanx.launcher.words import ErrorWords
@@ -175,6 +175,27 @@ def test_ctrl_c_twice_kills_at_once() -> None:
     job.stop(signal.SIGINT)
     job.stop(signal.SIGINT)
     assert job.run().verdict.code == 130
+    assert host.calls == [("signal", 0, signal.SIGKILL)]
+
+
+def test_a_signal_that_is_repeated_takes_no_time_from_a_checkpoint() -> None:
+    host = FakeHost([[], [Heeding(0)], *([[]] * 30), [done(0)]])
+    job, _ = make(host, workers=1)
+    job.start()
+    job.stop(signal.SIGTERM)
+    job.stop(signal.SIGTERM)
+    job.stop(signal.SIGHUP)
+    job.run()
+    assert host.calls == [("dump", 0, 0), ("signal", 0, signal.SIGTERM)]
+
+
+def test_ctrl_c_after_another_signal_kills_at_once() -> None:
+    host = FakeHost([])
+    job, _ = make(host, workers=1)
+    job.start()
+    job.stop(signal.SIGTERM)
+    job.stop(signal.SIGINT)
+    assert job.run().verdict.code == 143
     assert host.calls == [("signal", 0, signal.SIGKILL)]
 
 
