@@ -103,6 +103,8 @@ def main() -> None:
         code = call.run(order.function, order.result, last_words.leave)
         if code == 0:
             last_words.leave_none()
+        else:
+            _end_within(grace_s(os.environ), code)
         sys.exit(code)
     try:
         run_program(arguments)

@@ -121,6 +121,17 @@ def test_an_error_without_proper_words_is_raised_all_the_same(text: str | None) 
     assert isinstance(caught.value.__cause__, WorkerTraceback)
 
 
+def test_a_thread_does_not_keep_a_worker_whose_function_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHALANX_GRACE", "0.5")
+
+    def fail() -> None:
+        threading.Thread(target=threading.Event().wait).start()
+        raise KeyError("the real error")
+
+    with pytest.raises(KeyError, match="the real error"):
+        launch(fail, workers=1)
+
+
 OWN_MODULE = """
 class Own(Exception):
     pass
