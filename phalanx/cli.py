@@ -18,6 +18,7 @@ import click
 from phalanx.errors import ConfigurationError, PhalanxError
 from phalanx.launcher.exit_codes import SIGNAL_BASE
 from phalanx.launcher.restarts import DEFAULT as RESTARTS
+from phalanx.launcher.screen import write_whole
 from phalanx.launcher.standing import COOLDOWN_S
 from phalanx.version import __version__
 
@@ -384,8 +385,8 @@ def main() -> None:
     try:
         cli(prog_name="phalanx")
     except ConfigurationError as error:
-        click.echo(f"phalanx: {error}", err=True)
+        write_whole(sys.stderr, f"phalanx: {error}\n")
         sys.exit(error.exit_code)
     except PhalanxError as error:
-        click.echo(f"phalanx: {type(error).__name__}: {error}", err=True)
+        write_whole(sys.stderr, f"phalanx: {type(error).__name__}: {error}\n")
         sys.exit(error.exit_code)

@@ -1,10 +1,9 @@
 """The far end of `phalanx run --hosts`: runs workers on its host for a launcher at the other end of ssh.
 
 Commands come on stdin and answers go to stdout, one JSON object (`messages.py`) a line. The secret travels in
-the orders, so through the encrypted connection and on no command line. The end of stdin is the end of the
-launcher or
-of the connection: every worker here is then killed, and should the agent itself be killed, the workers'
-    lifelines do the same.
+the orders, so through the encrypted connection and on no command line. The end of stdin is the end of the launcher or
+of the connection: every worker here is then killed, and should the agent itself be killed, the workers' lifelines do
+the same.
 """
 
 from __future__ import annotations
@@ -55,6 +54,8 @@ class Agent:
         reader = LineReader()
         self._selector.register(0, selectors.EVENT_READ)
         try:
+            # A login script may have left a line without its end, such as a sequence that sets a terminal's title.
+            os.write(1, b"\n")
             while True:
                 timeout = POLL_S if self._host.needs_polling else PACE_S
                 ready = [key.fd for key, _ in self._selector.select(timeout)]
@@ -100,8 +101,7 @@ class Agent:
 
 
 def main() -> None:
-    # Ctrl-C at the launcher reaches ssh's group, and with it an agent that runs on the same host: the
-    # launcher decides.
+    # Ctrl-C at the launcher reaches ssh's group, and with it an agent that runs on the same host: the launcher decides.
     # A handler and not SIG_IGN, which the workers would inherit.
     signal.signal(signal.SIGINT, lambda number, frame: None)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)

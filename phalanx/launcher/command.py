@@ -113,7 +113,7 @@ def run(
             sys.stdout,
             sys.stdout if merged else sys.stderr,
             columns=shutil.get_terminal_size().columns if terminal else None,
-            colour=terminal and not os.environ.get("NO_COLOR"),
+            colour=terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb",
             logs=logs,
         )
 
@@ -223,7 +223,7 @@ def _run_once(
 
         pool = keeping = None
         if members is None:
-            placements = place(shares, recipe, selector, streams)
+            placements = place(shares, recipe, selector, streams, screen.message)
         else:
             pool = stack.enter_context(
                 Pool(
@@ -237,6 +237,7 @@ def _run_once(
                     start_timeout_s=start_timeout_s,
                     cooldown_s=members.cooldown_s,
                     say=say,
+                    relay=screen.message,
                 )
             )
             pool.gather()

@@ -91,6 +91,7 @@ def launch(
             ),
             selector,
             Streams(merged=True),
+            screen.message,
         )
         job = Job(placements, selector, _Narrator(screen), grace_s=grace_s(os.environ))
         job.start()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import selectors
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from phalanx.launcher.environment import job_settings
@@ -105,19 +105,24 @@ class Recipe:
 
 
 def place(
-    shares: Sequence[HostShare], recipe: Recipe, selector: selectors.BaseSelector, streams: Streams
+    shares: Sequence[HostShare],
+    recipe: Recipe,
+    selector: selectors.BaseSelector,
+    streams: Streams,
+    say: Callable[[str], None],
 ) -> list[Placement]:
     """Everything that is needed to start the job; only the agents of other hosts run already.
 
     Args:
         shares: with as many places as there are tasks, which take them in order.
+        say: see `RemoteHost`.
 
     Raises: RendezvousError or ConfigurationError if another host cannot take part.
     """
     hosts: list[LocalHost | RemoteHost] = []
     try:
         for share in shares:
-            host = LocalHost(selector, streams=streams) if share.is_here else RemoteHost(selector, share)
+            host = LocalHost(selector, streams=streams) if share.is_here else RemoteHost(selector, share, say=say)
             hosts.append(host)
             if isinstance(host, RemoteHost):
                 host.connect()  # all at once: the slowest decides, not the sum

@@ -76,6 +76,11 @@ class _Said:
     text: str
 
 
+@dataclass(frozen=True)
+class _Relayed:
+    text: str
+
+
 class Pool:
     """See the top of this file. `gather`, then `first`, then `begin`; a context manager.
 
@@ -87,6 +92,7 @@ class Pool:
         start_timeout_s: for the hosts at the start; None: a minute, and five for a script's first ones.
         cooldown_s: see `Standing`.
         say: shows a line.
+        relay: shows what a host says, which names it.
     """
 
     def __init__(
@@ -102,6 +108,7 @@ class Pool:
         start_timeout_s: float | None = None,
         cooldown_s: tuple[float, float] = COOLDOWN_S,
         say: Callable[[str], None],
+        relay: Callable[[str], None],
     ):
         self._tasks = tasks
         self._others = [rank for rank, task in enumerate(tasks) if task.startswith(NO_REPLICA)]
@@ -109,8 +116,8 @@ class Pool:
         self._enough = begin or minimum
         self._selector, self._streams = selector, streams
         self._start_timeout_s = start_timeout_s
-        self._say = say
-        self._news: queue.SimpleQueue[_Found | _Answered | _Said] = queue.SimpleQueue()
+        self._say, self._relay = say, relay
+        self._news: queue.SimpleQueue[_Found | _Answered | _Said | _Relayed] = queue.SimpleQueue()
         self._wake: Callable[[], None] = lambda: None
         self._roster = Roster(
             [rank for rank in range(len(tasks)) if rank not in self._others], len(tasks) - len(self._others)
@@ -271,11 +278,11 @@ class Pool:
 
     # Inside.
 
-    def _tell(self, news: _Found | _Answered | _Said) -> None:
+    def _tell(self, news: _Found | _Answered | _Said | _Relayed) -> None:
         self._news.put(news)
         self._wake()
 
-    def _take(self, news: _Found | _Answered | _Said) -> None:
+    def _take(self, news: _Found | _Answered | _Said | _Relayed) -> None:
         match news:
             case _Found(shares):
                 most = len(self._tasks)  # more are of no use, and each costs a socket
@@ -289,6 +296,8 @@ class Pool:
                 self._answered(connection, ports)
             case _Said(text):
                 self._say(text)
+            case _Relayed(text):
+                self._relay(text)
 
     @property
     def _slots(self) -> int:
@@ -313,7 +322,10 @@ class Pool:
     def _connect_to(self, share: HostShare) -> None:
         own = share.is_here
         host: LocalHost | RemoteHost
-        host = LocalHost(self._selector, streams=self._streams) if own else RemoteHost(self._selector, share)
+        if own:
+            host = LocalHost(self._selector, streams=self._streams)
+        else:
+            host = RemoteHost(self._selector, share, say=lambda text: self._tell(_Relayed(text)))
         name = share.name
         if share.is_loopback:
             name = LOOPBACK if self._fixed else own_name([other for other in self.shares if not other.is_here])

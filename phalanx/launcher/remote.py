@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -41,12 +41,17 @@ REMOTE_PYTHON = "PHALANX_REMOTE_PYTHON"
 # No question may wait for an answer that nobody gives; a dead host is noticed after three missed replies.
 DEFAULT_SSH = "ssh -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=5 -o ServerAliveCountMax=3 -T"
 READ_BYTES = 65536
+# A pipe holds far less than this many reads.
+LAST_READS = 100
 
 
 class RemoteHost:
     """Runs workers on another host. Not thread-safe.
 
     The connection is the workers' lifeline: when it ends, whichever end is the reason, they are killed.
+
+    Args:
+        say: is told what ssh and the host's login scripts print, a line each, by whoever calls `ports` or `events`.
 
     Attributes:
         lost: whether the connection has ended by itself. Nothing can be started there any more.
@@ -60,6 +65,7 @@ class RemoteHost:
         selector: selectors.BaseSelector,
         share: HostShare,
         *,
+        say: Callable[[str], None],
         environ: Mapping[str, str] | None = None,
     ):
         self._selector = selector
@@ -67,7 +73,9 @@ class RemoteHost:
         self.share = share
         self.name = share.name
         self._process: subprocess.Popen[bytes] | None = None
+        self._say = say
         self._reader = LineReader()
+        self._words = LineReader()  # of ssh, on its stderr
         self._answers: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
         self._running: set[int] = set()
         self._registered = False
@@ -76,7 +84,7 @@ class RemoteHost:
         self._folder = ""
 
     def connect(self) -> None:
-        """Start ssh; `ports` waits for it. Errors of ssh itself go to this process's stderr."""
+        """Start ssh; `ports` waits for it."""
         python = self._environ.get(REMOTE_PYTHON, sys.executable)
         # `-P`: the remote shell starts in the home folder, whose files must not shadow modules.
         remote = f"exec {shlex.quote(python)} -P -m phalanx.launcher.agent"
@@ -84,10 +92,17 @@ class RemoteHost:
         # A session of its own: Ctrl-C is for the launcher, which ends the job in order.
         self._folder = os.getcwd()
         with _undisturbed():  # else it would be nobody's that the interpreter has started and not returned yet
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            # Not our stderr: ssh makes it non-blocking, and with it our stdout where both are one pipe.
+            self._process = process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
             )
             await_end(self._process)
+        assert process.stderr is not None
+        os.set_blocking(process.stderr.fileno(), False)
         self._send(Prepare(self.share.workers, self._folder))
 
     def ports(self, deadline: float) -> list[int]:
@@ -102,11 +117,17 @@ class RemoteHost:
         process = self._process
         assert process is not None
         assert process.stdout is not None
+        assert process.stderr is not None
         fd = process.stdout.fileno()
         with selectors.DefaultSelector() as selector:
             selector.register(fd, selectors.EVENT_READ)
+            selector.register(process.stderr.fileno(), selectors.EVENT_READ)
             while True:
-                if not selector.select(max(0.0, deadline - time.monotonic())):
+                ready = [key.fd for key, _ in selector.select(max(0.0, deadline - time.monotonic()))]
+                self._relay(selector)
+                if fd not in ready and time.monotonic() < deadline:
+                    continue
+                if fd not in ready:
                     raise RendezvousError(
                         f"{self.name} did not answer through ssh in time. Try `ssh {self.share.login} true`, "
                         "which must work without a password. --start-timeout allows more time."
@@ -114,6 +135,7 @@ class RemoteHost:
                 data = os.read(fd, READ_BYTES)
                 if not data:
                     code = process.wait()
+                    self._relay(selector, reads=LAST_READS)
                     raise RendezvousError(
                         f"ssh to {self.share.login} ended with exit code {code} before the workers were "
                         "started. Its message stands above. The host needs a login without password, and "
@@ -139,6 +161,8 @@ class RemoteHost:
         if not self._registered:
             os.set_blocking(process.stdout.fileno(), False)
             self._selector.register(process.stdout.fileno(), selectors.EVENT_READ)
+            if process.stderr is not None and not process.stderr.closed:
+                self._selector.register(process.stderr.fileno(), selectors.EVENT_READ)
             self._registered = True
         if orders:
             self._send(Start(orders))
@@ -156,6 +180,7 @@ class RemoteHost:
         process = self._process
         if not self._registered or process is None or process.stdout is None:
             return []
+        self._relay(self._selector)
         events: list[Event] = []
         while True:
             try:
@@ -188,7 +213,7 @@ class RemoteHost:
         if not self._registered and process.poll() is None:  # nothing runs there; ssh may be stuck on the way
             os.killpg(process.pid, signal.SIGKILL)
         self._unregister()
-        for pipe in (process.stdin, process.stdout):
+        for pipe in (process.stdin, process.stdout, process.stderr):
             if pipe is not None:
                 with contextlib.suppress(BrokenPipeError):  # ssh has ended; closing tries to send what was left
                     pipe.close()
@@ -208,7 +233,28 @@ class RemoteHost:
         if self._process is not None and self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
 
+    def _relay(self, selector: selectors.BaseSelector, *, reads: int = 1) -> None:
+        """Pass on what ssh has said, in at most so many reads. Never waits for the end, which does not come with that
+        of ssh where others hold the pipe (ControlPersist)."""
+        stream = self._process.stderr if self._process is not None else None
+        for _ in range(reads):
+            if stream is None or stream.closed:
+                return
+            try:
+                data = os.read(stream.fileno(), READ_BYTES)
+            except BlockingIOError:
+                return
+            for line in self._words.feed(data or b"\n"):
+                self._pass_on(line)
+            if not data:
+                selector.unregister(stream.fileno())
+                stream.close()
+
+    def _pass_on(self, line: bytes) -> None:
+        self._say(f"[{self.name}] {line.decode(errors='replace').rstrip()}")
+
     def _lose(self) -> list[Event]:
+        self._relay(self._selector, reads=LAST_READS)
         self._unregister()
         self.lost = True
         lost = [Exited(rank, None, LastWords()) for rank in sorted(self._running)]
@@ -216,9 +262,13 @@ class RemoteHost:
         return list(lost)
 
     def _unregister(self) -> None:
-        if self._registered and self._process is not None and self._process.stdout is not None:
-            self._selector.unregister(self._process.stdout.fileno())
-            self._registered = False
+        process = self._process
+        if not self._registered or process is None:
+            return
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None and not pipe.closed:
+                self._selector.unregister(pipe.fileno())
+        self._registered = False
 
     def _send(self, command: Command) -> None:
         process = self._process
@@ -235,7 +285,7 @@ class RemoteHost:
             return self._answers.decode(line)
         except msgspec.DecodeError:
             # A login script on that host prints to stdout; it is for a reader, not for us.
-            sys.stderr.write(f"[{self.name}] {line.decode(errors='replace')}\n")
+            self._pass_on(line)
             return None
 
 

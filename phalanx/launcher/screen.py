@@ -14,6 +14,7 @@ import codecs
 import io
 import os
 import re
+import select
 import sys
 from collections.abc import Sequence
 from typing import BinaryIO, Protocol
@@ -87,17 +88,17 @@ class LiveLine:
 
     def __init__(self, prefix: str):
         self._prefix = prefix
-        self._shown = ""  # what the screen's last line shows, without the prefix
+        self._shown: list[str] = []  # what the screen's last line shows, without the prefix
+        self._shown_characters = 0
         self._at_start = True  # the cursor is in the first column, and no prefix was written since
         self.escaped = False  # whether the chief has used any escape sequence
         self._escape = ""  # the beginning of an escape sequence whose end has not come yet
 
     def feed(self, text: str) -> str:
         text = self._escape + text
-        incomplete = _INCOMPLETE_ESCAPE.search(text)
+        # What is longer is no sequence after all, and let through.
+        incomplete = _INCOMPLETE_ESCAPE.search(text, max(0, len(text) - MAX_ESCAPE_CHARACTERS))
         self._escape = incomplete.group() if incomplete else ""
-        if len(self._escape) > MAX_ESCAPE_CHARACTERS:
-            self._escape = ""  # not a sequence after all; let it through
         text = text[: len(text) - len(self._escape)]
         written = []
         self.escaped = self.escaped or "\x1b" in text
@@ -105,24 +106,34 @@ class LiveLine:
             if token == "\n":
                 if self._at_start and not self._shown:
                     written.append(self._prefix)  # an empty line, too, says whose it is
-                self._shown, self._at_start = "", True
+                self._begin()
+                self._at_start = True
             elif token == "\r":
                 self._at_start = True
             elif token == "\b" and self._at_start:
                 continue  # it would run into the prefix
             elif token.startswith("\x1b[") and token[-1] in "JK":
-                self._shown = ""
+                self._begin()
             elif _ESCAPE.fullmatch(token) and not token.endswith("m"):
                 pass  # moves the cursor; the prefix waits for something visible
             elif self._at_start:
                 written.append(self._prefix)
-                self._shown, self._at_start = token, False
-            elif token == "\b":
-                pass
-            else:
-                self._shown += token
+                self._begin(token)
+                self._at_start = False
+            elif token != "\b":
+                self._shown.append(token)
+                self._shown_characters += len(token)
             written.append(token)
+            if self._shown_characters > MAX_LINE_CHARACTERS:  # it goes on in another line
+                written.append("\n")
+                self._begin()
+                self._at_start = True
         return "".join(written)
+
+    def _begin(self, *shown: str) -> None:
+        """Whatever it showed, it shows this now."""
+        self._shown = list(shown)
+        self._shown_characters = sum(map(len, shown))
 
     @property
     def is_open(self) -> bool:
@@ -133,7 +144,7 @@ class LiveLine:
         """The text that puts `lines` (ending in a line break) above the live line."""
         if not self.is_open:
             return lines
-        shown = self._prefix + self._shown
+        shown = self._prefix + "".join(self._shown)
         # A bar that is longer than a line has wrapped: go up to its first row.
         up = (width(shown) - 1) // columns if columns > 0 else 0
         erase = f"\r\x1b[{up}A\x1b[J" if up else _ERASE
@@ -178,11 +189,13 @@ class Screen:
         if source not in self._decoders:
             self._decoders[source] = codecs.getincrementaldecoder("utf-8")(errors="replace")
             self._lines[source] = LineAssembler()
-        text = self._decoders[source].decode(data)
+        self._show(rank, is_error, self._decoders[source].decode(data))
+
+    def _show(self, rank: int, is_error: bool, text: str) -> None:
         if rank == 0 and self.columns is not None and not is_error:
             self._write(False, self._live.feed(text))
         else:
-            self._write_lines(rank, is_error, self._lines[source].feed(text.replace("\r\n", "\n")))
+            self._write_lines(rank, is_error, self._lines[rank, is_error].feed(text.replace("\r\n", "\n")))
 
     def _log(self, rank: int, data: bytes) -> None:
         if self._logs:
@@ -194,6 +207,9 @@ class Screen:
 
     def finish(self, rank: int) -> None:
         """Show what is left of an ended task's last line; what comes next stands in one of its own."""
+        for is_error in (False, True):
+            if (rank, is_error) in self._decoders:  # which may hold the beginning of a character
+                self._show(rank, is_error, self._decoders[rank, is_error].decode(b"", final=True))
         if rank == 0 and self.columns is not None and self._live.is_open:
             self._write(False, self._live.feed("\n"))
         for is_error in (False, True):
@@ -226,17 +242,47 @@ class Screen:
         sink: TextSink | None = self._err if is_error else self._out
         if getattr(sink, "closed", False):  # that of a test runner, which has put it in the place of the program's own
             sink = sys.__stderr__ if is_error else sys.__stdout__
-        if sink is None or sink in self._ended:
+        if sink is None or sink in self._ended or not text:
             return
         try:
-            sink.write(text)
-            sink.flush()
+            write_whole(sink, text)
         except BrokenPipeError:  # nobody reads, and nobody wants the job
             raise
         except OSError as error:
             self._ended.append(sink)
             _discard(sink)
             self.message(f"phalanx: the output ends here ({error.strerror}); the job goes on")
+
+
+def write_whole(sink: TextSink, text: str) -> None:
+    """Write all of a text, and wait where the sink takes no more for now: whoever shares a pipe or a terminal with this
+    process can make it non-blocking, as OpenSSH does. What the sink's encoding lacks becomes a question mark."""
+    encoding = getattr(sink, "encoding", None) or "utf-8"
+    errors = getattr(sink, "errors", None) or "strict"
+    data = text.encode(encoding, "replace" if errors == "strict" else errors)
+    descriptor = _descriptor(sink)
+    if descriptor is None:
+        sink.write(data.decode(encoding, errors))
+        sink.flush()
+        return
+    while data:
+        try:
+            sink.flush()  # of what others have written; the stream itself loses what is not taken at once
+            data = data[os.write(descriptor, data) :]
+        except BlockingIOError:
+            writable = select.poll()
+            writable.register(descriptor, select.POLLOUT)
+            writable.poll()
+
+
+def _descriptor(sink: TextSink) -> int | None:
+    """Where a plain stream writes to; None for a stand-in (of a notebook, of a test runner), which writes by itself."""
+    if type(sink) is not io.TextIOWrapper:
+        return None
+    try:
+        return sink.fileno()
+    except OSError:  # it writes to memory
+        return None
 
 
 def _discard(sink: TextSink) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import select
 import signal
 import stat
 import sys
@@ -10,7 +12,7 @@ import sys
 import psutil
 import pytest
 
-from tests.launcher.conftest import Launcher, wait_until
+from tests.launcher.conftest import JOB_BOUND_S, Launcher, wait_until
 
 # Loopback addresses that are not "localhost" stand for other hosts; all of them reach this machine.
 A, B = "127.0.0.2", "127.0.0.3"
@@ -185,6 +187,28 @@ def test_what_a_login_script_prints_does_no_harm(remote: Launcher) -> None:
     assert job.code == 0
     assert job.lines == ["[worker/0] fine"]
     assert f"[{A}] Welcome to the host!" in job.err
+
+
+def test_a_login_script_that_leaves_a_line_open_does_no_harm(remote: Launcher) -> None:
+    install_ssh(remote, before="print('\\033]0;title\\007', end='', flush=True)")
+    job = remote.run("--hosts", f"{A}:1", "--start-timeout", "30", remote.script("print('fine')"))
+    assert job.code == 0, job.err
+    assert job.lines == ["[worker/0] fine"]
+
+
+def test_an_ssh_that_does_not_block_loses_nothing_of_what_the_job_and_its_page_say(remote: Launcher) -> None:
+    install_ssh(remote, before="os.set_blocking(2, False)\nsys.stderr.write('warning of ssh\\r\\n')")
+    script = remote.script("for i in range(20_000):\n    print('line', i)\nsys.exit('boom')")
+    ours, theirs = os.pipe()
+    process = remote.start_run("--hosts", f"{A}:1", script, stdout=theirs, stderr=theirs)
+    wait_until(lambda: not select.select([], [theirs], [], 0)[1], bound_s=JOB_BOUND_S)  # the pipe is full
+    os.close(theirs)
+    with open(ours) as output:
+        lines = output.read().splitlines()
+    assert process.wait(END_BOUND_S) == 1
+    assert lines[0] == f"[{A}] warning of ssh"
+    assert lines[1:20_001] == [f"[worker/0] line {i}" for i in range(20_000)]
+    assert lines[-3:-1] == ["worker/0 said last:", "boom"]
 
 
 def test_localhost_needs_no_ssh(remote: Launcher) -> None:

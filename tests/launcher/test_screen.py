@@ -3,13 +3,17 @@ from __future__ import annotations
 import errno
 import io
 import itertools
+import os
 import re
+import select
+import threading
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.launcher.screen import LineAssembler, LiveLine, Screen, width
+from phalanx.launcher.screen import LineAssembler, LiveLine, Screen, width, write_whole
+from tests.launcher.conftest import wait_until
 
 BAR = "\x1b[1m 3/10\x1b[0m \x1b[32m━━━\x1b[0m - loss: 0.5"
 
@@ -162,6 +166,58 @@ def test_what_comes_after_a_task_has_ended_stands_in_a_line_of_its_own() -> None
     screen.finish(0)
     screen.feed(0, False, b"again")
     assert drawn(out.getvalue()) == ["[worker/0]  3/10 loss: 0.5", "[worker/0] again"]
+
+
+def test_a_line_without_end_takes_no_more_time_and_memory_the_longer_it_gets() -> None:
+    live = LiveLine("[0] ")
+    output = "".join(live.feed("\x1b[" * 1000) for _ in range(300))
+    assert output.replace("\n", "").replace("[0] ", "") == "\x1b[" * 299_999  # the last one may be no whole one yet
+    assert output.count("\n[0] ") > 1
+    assert len(live.above("line\n", columns=80)) < 200_000
+
+
+def test_a_character_that_an_end_cuts_in_two_does_not_run_into_the_next_life() -> None:
+    for columns in (80, None):
+        shown, out = screen(columns=columns)
+        for rank in (0, 1):
+            shown.feed(rank, False, b"gr\xc3")
+            shown.finish(rank)
+            shown.feed(rank, False, b"\xb6\n")
+        assert drawn(out.getvalue())[:-1] == [
+            f"[worker/{rank}] {text}"
+            for rank in (0, 1)
+            for text in ("gr\N{REPLACEMENT CHARACTER}", "\N{REPLACEMENT CHARACTER}")
+        ]
+
+
+def test_what_the_encoding_lacks_is_shown_as_a_question_mark() -> None:
+    memory = io.BytesIO()
+    out = io.TextIOWrapper(memory, encoding="ascii")
+    Screen(["worker/0"], out, out).feed(0, False, b"\xff\n")
+    assert memory.getvalue() == b"[worker/0] ?\n"
+
+
+@pytest.mark.parametrize("buffering", [-1, 0])
+def test_a_reader_that_lags_behind_a_non_blocking_pipe_gets_everything(buffering: int) -> None:
+    ours, theirs = os.pipe()
+    os.set_blocking(theirs, False)
+    text = "".join(f"line {i}\n" for i in range(20_000))
+    out = io.TextIOWrapper(
+        os.fdopen(theirs, "wb", buffering),  # 0 is that of PYTHONUNBUFFERED
+        encoding="utf-8",
+        write_through=not buffering,
+    )
+
+    def write() -> None:
+        with out:
+            write_whole(out, text)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    wait_until(lambda: not select.select([], [theirs], [], 0)[1])  # it takes no more
+    with open(ours, "rb") as reader:
+        assert reader.read() == text.encode()
+    writer.join()
 
 
 class Full(io.StringIO):

@@ -79,13 +79,15 @@ def test_the_chief_has_a_terminal_and_the_others_do_not(launcher: Launcher) -> N
 
 def test_prefixes_are_coloured_unless_the_user_wants_none(launcher: Launcher) -> None:
     script = launcher.script("print('hello')")
+    launcher.environment["TERM"] = "xterm"
     terminal = Terminal(launcher, "-n", "1", script)
     terminal.end()
     assert "\x1b[36m[worker/0]\x1b[0m hello\r\n" in terminal.text
-    launcher.environment["NO_COLOR"] = "1"
-    terminal = Terminal(launcher, "-n", "1", script)
-    terminal.end()
-    assert terminal.text == "[worker/0] hello\r\n"
+    for unwanted in ({"NO_COLOR": "1"}, {"NO_COLOR": "", "TERM": "dumb"}):
+        launcher.environment.update(unwanted)
+        terminal = Terminal(launcher, "-n", "1", script)
+        terminal.end()
+        assert terminal.text == "[worker/0] hello\r\n"
 
 
 def test_a_progress_bar_stays_in_place_while_others_write(launcher: Launcher) -> None:
