@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import time
-
-import click
 
 from phalanx.cluster.elastic.control import HostState, JobState, MemberState, Wish, ask
 from phalanx.errors import ConfigurationError, LinkClosedError, LinkTimeoutError
 from phalanx.launcher.registry import Running, running
+from phalanx.launcher.screen import write_whole
 
 STUCK_S = 5.0
 """A member that has been where it is for so long, while others wait for it, is worth a look."""
@@ -18,13 +18,19 @@ def status(job: str | None) -> int:
     """Print the jobs that run; exit code 0, and 1 if there is none."""
     jobs = [entry for entry in running() if job is None or entry.job == job]
     if not jobs:
-        click.echo("No elastic job runs here." if job is None else f"No elastic job {job} runs here.")
+        _say("No elastic job runs here." if job is None else f"No elastic job {job} runs here.")
         return 1
     for entry in jobs:
+        if not entry.is_here:
+            _say(
+                f"{entry.job}  {entry.program}  (launcher {entry.pid}): runs on {entry.host}, as far as is known here; "
+                "`phalanx status` there shows more"
+            )
+            continue
         try:
-            click.echo(describe(entry, _ask(entry, Wish()), time.monotonic()))
+            _say(describe(entry, _ask(entry, Wish()), time.monotonic()))
         except (LinkClosedError, LinkTimeoutError) as error:
-            click.echo(f"{entry.job}  {entry.program}: its launcher (pid {entry.pid}) does not answer: {error}")
+            _say(f"{entry.job}  {entry.program}: its launcher (pid {entry.pid}) does not answer: {error}")
     return 0
 
 
@@ -33,15 +39,20 @@ def scale(job: str | None, workers: int) -> int:
 
     Raises: ConfigurationError if it is not clear which, or the number is out of its bounds.
     """
-    jobs = [entry for entry in running() if job is None or entry.job == job]
+    known_jobs = running()
+    jobs = [entry for entry in known_jobs if (entry.is_here if job is None else entry.job == job)]
     if len(jobs) != 1:
-        known = ", ".join(entry.job for entry in running())
+        known = ", ".join(entry.job for entry in known_jobs if entry.is_here)
         raise ConfigurationError(
             f"Say which job with --job; those that run here: {known}." if known else "No elastic job runs here."
         )
     _ask(jobs[0], Wish(workers))
-    click.echo(f"{jobs[0].job}: {workers} workers are wanted now; they come and go before a next step.")
+    _say(f"{jobs[0].job}: {workers} workers are wanted now; they come and go before a next step.")
     return 0
+
+
+def _say(text: str) -> None:
+    write_whole(sys.stdout, f"{text}\n")
 
 
 def _ask(entry: Running, wish: Wish) -> JobState:

@@ -1,14 +1,21 @@
-"""Which elastic jobs this user's launchers run here: a file for each, which goes with its launcher."""
+"""Which elastic jobs this user's launchers run: a file for each, which goes with its launcher.
+
+The folder may be one for several hosts, as home folders often are. Whether a launcher lives is judged where its process
+id means something: on its host, and in its PID namespace.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
+from phalanx.cluster.host import host_identity
 from phalanx.settings import TLSFiles
 
 FOLDER = "PHALANX_JOBS"
@@ -23,6 +30,8 @@ class Running:
         keeper: address of its keeper.
         secret: of the job.
         pid: of its launcher.
+        host: of its launcher, by name.
+        processes: where this process id means something.
         program: its command line.
         tls: the files with which it encrypts, if it does: certificate, key, authority.
     """
@@ -31,8 +40,14 @@ class Running:
     keeper: str
     secret: str
     pid: int
+    host: str
+    processes: str
     program: str
-    tls: tuple[str, ...] | None = None
+    tls: tuple[str, str, str] | None = None
+
+    @property
+    def is_here(self) -> bool:
+        return self.processes == _processes()
 
     @property
     def tls_files(self) -> TLSFiles | None:
@@ -54,14 +69,17 @@ def registered(
     """While inside, the job is known to `phalanx status` and `phalanx scale`. A folder that cannot be written to is no
     reason not to train."""
     path: Path | None = None
-    files = None if tls is None else tuple(str(path.absolute()) for path in (tls.certificate, tls.key, tls.authority))
-    entry = Running(job, keeper, secret, os.getpid(), " ".join(program), files)
+    files = None
+    if tls is not None:
+        files = (str(tls.certificate.absolute()), str(tls.key.absolute()), str(tls.authority.absolute()))
+    shown = " ".join(program).encode(errors="replace").decode()
+    entry = Running(job, keeper, secret, os.getpid(), socket.gethostname(), _processes(), shown, files)
     with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: a user without a home
         path = folder() / f"{job}.json"
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(asdict(entry), file)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(msgspec.json.encode(entry))
     try:
         yield
     finally:
@@ -71,14 +89,14 @@ def registered(
 
 
 def running() -> list[Running]:
-    """The jobs that run; files of launchers that were killed are removed."""
+    """The jobs that run, as far as is known here. Files of launchers that were killed are removed, on their own host."""
     found = []
-    for path in sorted(folder().glob("*.json")):
+    for path in sorted(_files()):
         try:
-            entry = Running(**json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError):
-            continue  # gone, or being written
-        if _lives(entry.pid):
+            entry = msgspec.json.decode(path.read_bytes(), type=Running)
+        except (OSError, msgspec.DecodeError):
+            continue  # gone, being written, or of another version
+        if not entry.is_here or _lives(entry.pid):
             found.append(entry)
         else:
             with contextlib.suppress(OSError):
@@ -86,10 +104,25 @@ def running() -> list[Running]:
     return found
 
 
+def _files() -> list[Path]:
+    try:
+        return list(folder().glob("*.json"))
+    except RuntimeError:  # a user without a home
+        return []
+
+
+def _processes() -> str:
+    """Two processes with the same answer see each other's process ids."""
+    try:
+        return f"{host_identity()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not Linux
+        return host_identity()
+
+
 def _lives(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         return True

@@ -1,0 +1,70 @@
+"""Which jobs `phalanx status` knows of, also where several hosts share the folder."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from phalanx.errors import ConfigurationError
+from phalanx.launcher import registry
+from phalanx.launcher.control import scale, status
+from phalanx.launcher.registry import registered, running
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(registry.FOLDER, str(tmp_path))
+    return tmp_path
+
+
+def change(path: Path, **fields: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def ended_pid() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_a_job_is_known_while_it_runs() -> None:
+    with registered("job", "127.0.0.1:1", "secret", ["train.py", "\udcff"]):
+        (entry,) = running()
+        assert (entry.job, entry.program, entry.is_here) == ("job", "train.py ?", True)
+    assert running() == []
+
+
+def test_only_what_was_killed_here_is_removed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder / "job.json"
+    with registered("job", "127.0.0.1:1", "secret", ["train.py"]):
+        change(path, pid=ended_pid(), processes="another-host pid:[1]", host="another-host")
+        assert [entry.is_here for entry in running()] == [False]
+        assert status(None) == 0
+        assert "runs on another-host" in capsys.readouterr().out
+        with pytest.raises(ConfigurationError, match="No elastic job runs here"):
+            scale(None, 2)
+        change(path, processes=registry._processes())
+        assert running() == []
+        assert not path.exists()
+
+
+def test_what_is_no_entry_is_left_alone(folder: Path) -> None:
+    with registered("job", "127.0.0.1:1", "secret", ["train.py"]):
+        change(folder / "job.json", pid="1")
+        assert running() == []
+        assert (folder / "job.json").exists()
+
+
+def test_who_has_no_home_has_no_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv(registry.FOLDER)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", none)
+    with registered("job", "127.0.0.1:1", "secret", ["train.py"]):
+        assert running() == []
