@@ -17,6 +17,7 @@ import click
 
 from phalanx.errors import ConfigurationError, PhalanxError
 from phalanx.launcher.exit_codes import SIGNAL_BASE
+from phalanx.launcher.hosts import MAX_WORKERS
 from phalanx.launcher.restarts import DEFAULT as RESTARTS
 from phalanx.launcher.screen import write_whole
 from phalanx.launcher.standing import COOLDOWN_S
@@ -41,6 +42,8 @@ class _WorkersType(click.ParamType):  # type: ignore[type-arg]
             self.fail(f"{value!r} is no number of workers. Write --workers 4, or --workers 2:4.", param, ctx)
         if maximum < 1 or (minimum is not None and not 1 <= minimum <= maximum):
             self.fail(f"{value!r}: at least 1 worker is needed, and the minimum comes first, as in 2:4.", param, ctx)
+        if maximum > MAX_WORKERS:
+            self.fail(f"{value!r}: at most {MAX_WORKERS} workers can be given.", param, ctx)
         return minimum, maximum
 
 
@@ -131,11 +134,13 @@ def cli() -> None:
     "--min-num-proc",
     "--num-proc-min",
     "min_np",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, MAX_WORKERS),
     metavar="N",
     help="As horovodrun has it: -np 3 --min-np 2 --max-np 4 is --workers 2:4 that begins when 3 have come.",
 )
-@click.option("--max-np", "--max-num-proc", "--num-proc-max", "max_np", type=click.IntRange(min=1), metavar="N")
+@click.option(
+    "--max-np", "--max-num-proc", "--num-proc-max", "max_np", type=click.IntRange(1, MAX_WORKERS), metavar="N"
+)
 @click.option("-H", "--hosts", metavar="A:2,B:2", help="Hosts and their numbers of workers, started through ssh.")
 @click.option(
     "-hostfile",
@@ -150,7 +155,7 @@ def cli() -> None:
 )
 @click.option(
     "--slots-per-host",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, MAX_WORKERS),
     default=1,
     show_default=True,
     help="Workers on a host that the script prints without a number.",
@@ -170,7 +175,9 @@ def cli() -> None:
     metavar="ETH0,...",
     help="As horovodrun has it; only for jobs on one host. With several, name the hosts as that network does.",
 )
-@click.option("--ps", type=click.IntRange(min=0), default=0, help="Number of parameter servers beside the workers.")
+@click.option(
+    "--ps", type=click.IntRange(0, MAX_WORKERS), default=0, help="Number of parameter servers beside the workers."
+)
 @click.option("--chief", is_flag=True, help="A chief beside the workers; else worker 0 is the chief.")
 @click.option("--evaluator", is_flag=True, help="An evaluator beside the workers.")
 @click.option("--backend", type=click.Choice(BACKENDS), help="Sets KERAS_BACKEND for the workers.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import selectors
@@ -16,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from phalanx.errors import PreemptedError, RendezvousError
+from phalanx.errors import ConfigurationError, PreemptedError, RendezvousError
 from phalanx.launcher import exit_codes, page
 from phalanx.launcher.environment import evaluator_grace_s, grace_s, preemption_grace_s
 from phalanx.launcher.hosts import HostShare
@@ -48,6 +49,8 @@ GATHER_AGAIN_S = 10.0
 # What this process keeps open: for itself, and for each task on this host (pipes, a file of progress, a port, ...).
 OWN_FILES = 32
 FILES_PER_TASK = 8
+# As good as for ever, and no more than what the waits of the operating system take (2**31 ms).
+LONGEST_START_S = 1e6
 # Narrower than this a progress bar is no use, and wrapping lines are the lesser evil.
 MIN_COLUMNS = 20
 
@@ -102,6 +105,8 @@ def run(
     ending: tuple[signal.Signals, ...] = _ENDING_SIGNALS
     if preemption_signal is not None and signal_of(preemption_signal) not in ending:
         ending = (*ending, signal_of(preemption_signal))
+    if start_timeout_s is not None:
+        start_timeout_s = min(start_timeout_s, LONGEST_START_S)
     adopt_orphans()
     _make_room(len(tasks))
     terminal = sys.stdout.isatty()
@@ -138,6 +143,14 @@ def run(
 
         try:
             outcome = _run_repeatedly(once, screen, max_restarts)
+        except OSError as error:
+            if error.errno != errno.EMFILE:
+                raise
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            raise ConfigurationError(
+                f"The tasks of this host need more open files than the {limit} that this process may have. Raise the "
+                f"limit (`ulimit -n`) to about {_files(len(tasks))}, or start fewer tasks here."
+            ) from error
         finally:
             screen.close()
         verdict = outcome.verdict
@@ -221,7 +234,7 @@ def _run_once(
         def say(text: str) -> None:
             screen.message(f"phalanx: {text}")
 
-        pool = keeping = None
+        pool = keeping = tls = None
         if members is None:
             placements = place(shares, recipe, selector, streams, screen.message)
         else:
@@ -244,9 +257,7 @@ def _run_once(
             keeping = stack.enter_context(
                 Keeping(pool.shares, stays_here=pool.stays_here, start_timeout_s=start_timeout_s)
             )
-            secret, job_id = keeping.identity
             tls = Settings.from_environment().tls
-            stack.enter_context(registered(job_id, keeping.address, secret, arguments, tls))
             # A place is taken again, by this worker or another one, whether tasks are restarted or not.
             placements = pool.first(replace(recipe, returns=True, keeper=keeping.address, identity=keeping.identity))
         narrator = _Narrator(screen, verbose=verbose)
@@ -254,6 +265,7 @@ def _run_once(
             placements,
             selector,
             narrator,
+            merged=merged,
             restarts=restarts,
             seating=pool,
             grace_s=graces[0],
@@ -274,6 +286,8 @@ def _run_once(
             if pool is not None and keeping is not None and members is not None:
                 trains = sum(placement.order.trains for placement in placements)
                 expected = min(members.begin or trains, trains)
+                secret, job_id = keeping.identity
+                stack.enter_context(registered(job_id, keeping.address, secret, arguments, tls))
                 keeping.begin(job, Numbers(members.minimum, members.maximum, expected), say)
                 pool.begin(job, keeping)
             return job.run()
@@ -368,11 +382,16 @@ def _signals(job: Job, ending: Sequence[signal.Signals], resize: Callable[[], No
 def _make_room(tasks: int) -> None:
     """Raise the soft limit of open files, as far as the hard one allows, where so many tasks may need more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = OWN_FILES + FILES_PER_TASK * tasks
+    needed = _files(tasks)
     if soft != resource.RLIM_INFINITY and soft < needed:
         resource.setrlimit(
             resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else min(needed, hard), hard)
         )
+
+
+def _files(tasks: int) -> int:
+    """How many open files so many tasks need."""
+    return OWN_FILES + FILES_PER_TASK * tasks
 
 
 def _terminal_size(prefix: int) -> TerminalSize:

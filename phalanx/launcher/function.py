@@ -14,7 +14,7 @@ from phalanx.errors import ConfigurationError, PeerLostError, PhalanxError
 from phalanx.launcher import page
 from phalanx.launcher.child import FUNCTION
 from phalanx.launcher.environment import grace_s
-from phalanx.launcher.hosts import HostShare
+from phalanx.launcher.hosts import MAX_WORKERS, HostShare
 from phalanx.launcher.job import Job, Outcome
 from phalanx.launcher.local import Streams
 from phalanx.launcher.messages import Paced
@@ -69,8 +69,8 @@ def launch(
         >>> phalanx.launch(add, workers=2, args=(1, 2))
         [3, 3]
     """
-    if not isinstance(workers, numbers.Integral) or workers < 1:
-        raise ConfigurationError(f"launch got workers={workers!r}; give a number from 1 up.")
+    if not isinstance(workers, numbers.Integral) or not 1 <= workers <= MAX_WORKERS:
+        raise ConfigurationError(f"launch got workers={workers!r}; give a number from 1 to {MAX_WORKERS}.")
     if not callable(function):
         raise ConfigurationError(f"launch got {function!r} to call; pass a function, not its result.")
     from phalanx.launcher import call
@@ -93,7 +93,7 @@ def launch(
             Streams(merged=True),
             screen.message,
         )
-        job = Job(placements, selector, _Narrator(screen), grace_s=grace_s(os.environ))
+        job = Job(placements, selector, _Narrator(screen), merged=True, grace_s=grace_s(os.environ))
         job.start()
         outcome = job.run()
     if not outcome.verdict.success:

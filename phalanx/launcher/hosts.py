@@ -11,8 +11,10 @@ from pathlib import Path
 
 from phalanx.errors import ConfigurationError
 
-# [user@]name[:workers]; an IPv6 address stands in brackets. A leading dash would be an option to ssh.
+# A number with more is a slip of the hand. (Each task costs memory before it is known whether there is room for it.)
 SLOT_DIGITS = 5
+MAX_WORKERS = 10**SLOT_DIGITS - 1
+# [user@]name[:workers]; an IPv6 address stands in brackets. A leading dash would be an option to ssh.
 _ENTRY = re.compile(r"(?:(?P<user>[\w.-]+)@)?(?P<name>\[[0-9a-fA-F:.]+\]|[\w][\w.-]*)(?::(?P<workers>\d+))?")
 _HERE = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
@@ -64,6 +66,8 @@ def parse_hosts(text: str) -> list[HostShare]:
                 f"--hosts: {entry.strip()!r} is not a host. Write name:workers, separated by commas, "
                 "for example --hosts a:2,b:2 (an IPv6 address in brackets)."
             )
+        if len(match["workers"] or "") > SLOT_DIGITS:
+            raise ConfigurationError(f"--hosts: {entry.strip()[:80]!r}: at most {MAX_WORKERS} workers can be given.")
         workers = int(match["workers"] or 1)
         if workers < 1:
             raise ConfigurationError(f"--hosts: {entry.strip()!r} has no worker. Leave the host out, or give it 1.")
@@ -152,7 +156,9 @@ def choose_hosts(
         raise ConfigurationError("--hosts and --hostfile both name hosts. Give one of them.")
     if hosts is None and hostfile is None:
         return [HostShare("localhost", (workers or 1) + others)]
-    shares = parse_hosts(hosts) if hosts is not None else parse_hostfile(hostfile.read_text() if hostfile else "")
+    # A comment may be in any encoding; a name that is damaged by this is none.
+    text = hostfile.read_text(encoding="utf-8", errors="replace") if hostfile else ""
+    shares = parse_hosts(hosts) if hosts is not None else parse_hostfile(text)
     places = sum(share.workers for share in shares)
     if workers is None:
         workers = places

@@ -23,6 +23,7 @@ from phalanx.launcher.environment import DEFAULT_EVALUATOR_GRACE_S, DEFAULT_GRAC
 from phalanx.launcher.exit_codes import CONSEQUENCES
 from phalanx.launcher.messages import Event, Exited, Heeding, LastWords, Order, Output, Paced, Started
 from phalanx.launcher.restarts import Restarts
+from phalanx.launcher.screen import LineAssembler, without_escapes
 from phalanx.launcher.verdict import End, Verdict, judge
 from phalanx.launcher.waker import Waker
 
@@ -40,7 +41,8 @@ LEFT_OUT_S = 10.0
 BELATED_S = 10.0
 # A worker that is not wanted any more ends by itself, which takes seconds at most.
 RELEASE_S = 60.0
-# Of what a task has written to its standard error, for the page where it left no traceback.
+# Of what a task has written to its standard error, or to both outputs where they are one, for the page where it left no
+# traceback.
 SAID_BYTES = 4096
 SAID_LINES = 8
 POLL_S = 0.05
@@ -212,6 +214,9 @@ class Observer(Protocol):
 class Job:
     """Runs the workers of one job to their end. `start`, then `run`, each once.
 
+    Args:
+        merged: stdout and stderr of workers on this host come as one.
+
     Attributes:
         on_loss: is told the task of a process that has ended, and not well.
     """
@@ -222,6 +227,7 @@ class Job:
         selector: selectors.BaseSelector,
         observer: Observer,
         *,
+        merged: bool = False,
         grace_s: float = DEFAULT_GRACE_S,
         restarts: int = 0,
         seating: Seating | None = None,
@@ -234,6 +240,7 @@ class Job:
         self._selector = selector
         self._waker = Waker(selector)
         self._observer = observer
+        self._merged = merged
         self._grace_s = grace_s
         self._evaluator_grace_s = evaluator_grace_s
         self._preemption_grace_s = preemption_grace_s
@@ -264,7 +271,7 @@ class Job:
         self._impatient = False  # whether it is to end at once
         self._ending = False  # whether the launcher has sent a signal to end
         self._hung: set[int] = set()
-        self._said: dict[int, bytes] = {}  # the end of each task's standard error
+        self._said: dict[tuple[int, bool], bytes] = {}  # the end of each task's outputs, by whether it is stderr
 
     def stop(self, number: int) -> None:
         """End the job because this process received signal `number`; at once if that is SIGINT and not the first one.
@@ -432,13 +439,14 @@ class Job:
     def _take(self, event: Event) -> None:
         match event:
             case Output(rank, error, data):
-                if error:
-                    self._said[rank] = (self._said.get(rank, b"") + data)[-SAID_BYTES:]
+                if error or self._merged:
+                    self._said[rank, error] = (self._said.get((rank, error), b"") + data)[-SAID_BYTES:]
                 self._observer.output(rank, error, data)
             case Started(rank, pid):
                 self._pids[rank] = pid
                 self._started[rank] = self._clock()
-                self._said.pop(rank, None)
+                for error in (False, True):
+                    self._said.pop((rank, error), None)
                 self._observer.started(rank, pid)
             case Paced():
                 self._observer.paced(event)
@@ -489,7 +497,10 @@ class Job:
                 self._take_end(end)
 
     def _last_lines(self, rank: int) -> str:
-        lines = self._said.get(rank, b"").decode(errors="replace").splitlines()
+        assembler = LineAssembler()  # a progress bar is one line
+        said = self._said.get((rank, True)) or self._said.get((rank, False), b"")
+        text = said.decode(errors="replace").replace("\r\n", "\n")
+        lines = [without_escapes(line) for line in [*assembler.feed(text), *assembler.finish()]]
         return "\n".join(line for line in lines[-SAID_LINES:] if line.strip())
 
     def _take_end(self, end: End) -> None:

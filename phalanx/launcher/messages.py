@@ -21,7 +21,8 @@ class LastWords(msgspec.Struct, frozen=True):
             `T` stopped); empty if they were not.
         stacks: the Python stacks of its threads, if they were asked for or native code crashed.
         error: the uncaught error that ended it.
-        output: where it failed without one, the last lines that it wrote to its standard error.
+        output: where it failed without one, the last lines that it wrote to its standard error, or to both outputs
+            where they are one.
     """
 
     phase: str | None = None

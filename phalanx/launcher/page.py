@@ -115,7 +115,7 @@ def render(
         ]
     if traceback and cause is not None and cause.words.error is not None:
         lines += ["", f"{cause.task} said:", cause.words.error.traceback.rstrip("\n")]
-    elif traceback and cause is not None and cause.words.output:
+    elif cause is not None and cause.words.output:
         lines += ["", f"{cause.task} said last:", cause.words.output]
     lines.append(_RULE)
     return "\n".join(lines) + "\n"

@@ -342,7 +342,7 @@ class Pool:
         deadline = time.monotonic() + (self._start_timeout_s or START_TIMEOUT_S)
         try:
             host.connect()
-        except OSError as error:
+        except (PhalanxError, OSError) as error:
             self._tell(_Answered(connection, error))
             return
         connection.waiter = threading.Thread(

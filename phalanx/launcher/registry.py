@@ -15,7 +15,6 @@ from pathlib import Path
 
 import msgspec
 
-from phalanx.cluster.host import host_identity
 from phalanx.settings import TLSFiles
 
 FOLDER = "PHALANX_JOBS"
@@ -89,7 +88,7 @@ def registered(
 
 
 def running() -> list[Running]:
-    """The jobs that run, as far as is known here. Files of launchers that were killed are removed, on their own host."""
+    """The jobs that run, as far as is known here. Files of launchers that were killed are removed on their own host."""
     found = []
     for path in sorted(_files()):
         try:
@@ -113,6 +112,8 @@ def _files() -> list[Path]:
 
 def _processes() -> str:
     """Two processes with the same answer see each other's process ids."""
+    from phalanx.cluster.host import host_identity  # whose package takes longer to import than all of the launcher
+
     try:
         return f"{host_identity()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:  # not Linux

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import selectors
 import shlex
@@ -84,11 +85,14 @@ class RemoteHost:
         self._folder = ""
 
     def connect(self) -> None:
-        """Start ssh; `ports` waits for it."""
-        python = self._environ.get(REMOTE_PYTHON, sys.executable)
+        """Start ssh; `ports` waits for it.
+
+        Raises: ConfigurationError if it cannot be started.
+        """
+        python = self._environ.get(REMOTE_PYTHON) or sys.executable
         # `-P`: the remote shell starts in the home folder, whose files must not shadow modules.
         remote = f"exec {shlex.quote(python)} -P -m phalanx.launcher.agent"
-        command = [*shlex.split(self._environ.get(SSH, DEFAULT_SSH)), self.share.login, remote]
+        ssh = self._environ.get(SSH) or DEFAULT_SSH
         # A session of its own: Ctrl-C is for the launcher, which ends the job in order.
         self._folder = os.getcwd()
         with _undisturbed():  # else it would be nobody's that the interpreter has started and not returned yet
@@ -101,6 +105,24 @@ class RemoteHost:
                 start_new_session=True,
             )
             await_end(self._process)
+        try:
+            with _undisturbed():  # else it would be nobody's that the interpreter has started and not returned yet
+                # Not our stderr: ssh makes it non-blocking, and with it our stdout where both are one pipe.
+                self._process = process = subprocess.Popen(
+                    [*shlex.split(ssh), self.share.login, remote],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    start_new_session=True,
+                )
+        except (OSError, ValueError) as error:  # ValueError: a quote is left open
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            if getattr(error, "errno", None) == errno.EMFILE:
+                raise
+            raise ConfigurationError(
+                f"{self.name} cannot be reached by {ssh!r}: {reason}. Install OpenSSH's client, or set {SSH} to a "
+                "command that takes a host and a command line."
+            ) from error
         assert process.stderr is not None
         os.set_blocking(process.stderr.fileno(), False)
         self._send(Prepare(self.share.workers, self._folder))
@@ -275,7 +297,14 @@ class RemoteHost:
         if process is None or process.stdin is None:
             return
         try:
-            process.stdin.write(msgspec.json.encode(command) + b"\n")
+            data = msgspec.json.encode(command) + b"\n"
+        except UnicodeEncodeError as error:
+            raise ConfigurationError(
+                f"{error.object!r} cannot be sent to {self.name}, as it is not UTF-8. With workers on other hosts, the "
+                "folder, the arguments and the variables that go along must be."
+            ) from error
+        try:
+            process.stdin.write(data)
             process.stdin.flush()
         except BrokenPipeError:
             return  # the end of stdout follows, and is where the loss is handled

@@ -47,9 +47,13 @@ def prefixes(tasks: Sequence[str], *, colour: bool) -> list[str]:
     return [f"\x1b[{_COLOURS[i % len(_COLOURS)]}m[{task}]{_RESET} " for i, task in enumerate(tasks)]
 
 
+def without_escapes(text: str) -> str:
+    return _ESCAPE.sub("", text)
+
+
 def width(text: str) -> int:
     """Columns that a text without line breaks takes (one for each character)."""
-    return len(_ESCAPE.sub("", text))
+    return len(without_escapes(text))
 
 
 class LineAssembler:
@@ -80,7 +84,7 @@ class LineAssembler:
 def _final(line: str) -> str:
     """What stays visible of a line in which carriage returns went back to its start."""
     drawn = [part.rstrip("\b") for part in line.split("\r")]
-    return next((part for part in reversed(drawn) if _ESCAPE.sub("", part)), "")
+    return next((part for part in reversed(drawn) if without_escapes(part)), "")
 
 
 class LiveLine:

@@ -57,6 +57,15 @@ def test_a_hostfile_says_the_same() -> None:
             parse_hostfile(wrong)
 
 
+def test_a_comment_in_a_hostfile_may_be_in_any_encoding(tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_bytes(b"# gro\xdf\na slots=2\n")
+    assert choose_hosts(None, None, hostfile) == [HostShare("a", 2)]
+    hostfile.write_bytes(b"gro\xdf slots=2\n")
+    with pytest.raises(ConfigurationError, match="is not a host"):
+        choose_hosts(None, None, hostfile)
+
+
 def test_workers_fill_the_first_hosts(tmp_path: Path) -> None:
     hostfile = tmp_path / "hosts"
     hostfile.write_text("a slots=2\nb slots=2\n")

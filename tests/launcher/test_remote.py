@@ -173,6 +173,31 @@ def test_a_host_that_does_not_answer_is_given_up(remote: Launcher) -> None:
     assert "did not answer through ssh in time" in job.err
 
 
+@pytest.mark.parametrize(
+    ("ssh", "message"),
+    [("no-such-ssh", "No such file"), ("ssh 'open", "No closing quotation"), ("/dev/null", "denied")],
+)
+def test_an_ssh_that_is_none_is_told_of(ssh: str, message: str, remote: Launcher) -> None:
+    remote.environment["PHALANX_SSH"] = ssh
+    job = remote.run("--hosts", f"{A}:1", remote.script("pass"))
+    assert job.code == 64
+    assert message in job.err
+    assert "Traceback" not in job.err
+
+
+def test_what_is_not_utf_8_cannot_go_to_another_host(remote: Launcher) -> None:
+    job = remote.run("--hosts", f"{A}:1", remote.script("pass"), "\udcff")
+    assert job.code == 64
+    assert "is not UTF-8" in job.err
+    assert "Traceback" not in job.err
+
+
+def test_settings_without_a_value_are_none_and_a_start_may_take_for_ever(remote: Launcher) -> None:
+    remote.environment["PHALANX_REMOTE_PYTHON"] = ""
+    job = remote.run("--hosts", f"{A}:1", "--start-timeout", "inf", remote.script("print('fine')"))
+    assert job.lines == ["[worker/0] fine"], job.err
+
+
 def test_a_host_without_the_jobs_folder_is_named(remote: Launcher) -> None:
     install_ssh(remote, before=f"os.rename({str(remote.folder)!r}, {str(remote.folder) + '-gone'!r})")
     job = remote.run("--hosts", f"{A}:1", remote.script("pass"))

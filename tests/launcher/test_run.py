@@ -243,6 +243,37 @@ def test_what_a_worker_said_without_a_traceback_comes_last(launcher: Launcher) -
     assert lines[-2:] == ["worker/1 said last:", "stopped: bad data"]
 
 
+def test_what_a_worker_said_is_known_where_both_outputs_are_one(launcher: Launcher) -> None:
+    script = launcher.script(
+        r"""
+        print("\r\x1b[1m1/2\r\x1b[1m2/2\x1b[0m")
+        if rank == 1:
+            sys.exit("stopped: bad data")
+        hang()
+        """
+    )
+    job = launcher.run("-n", "2", script, stderr=subprocess.STDOUT)
+    assert job.code == 1
+    lines = [line for line in job.lines if line.strip("-")]
+    assert lines[-3:] == ["worker/1 said last:", "2/2", "stopped: bad data"]
+
+
+def test_too_few_open_files_are_told_of(launcher: Launcher) -> None:
+    limited = launcher.script(
+        """
+        import resource, runpy
+        resource.setrlimit(resource.RLIMIT_NOFILE, (34, 34))
+        sys.argv = ["phalanx", "run", "-n", "20", sys.argv[1]]
+        runpy.run_module("phalanx", run_name="__main__")
+        """,
+        "limited.py",
+    )
+    job = launcher.python(limited, launcher.script("hang()"))
+    assert job.code == 64
+    assert "more open files than the 34" in job.err
+    assert "Traceback" not in job.err
+
+
 def test_more_tasks_than_open_files_are_allowed(launcher: Launcher) -> None:
     script = launcher.script("import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 48)")
     limited = launcher.script(
@@ -826,6 +857,8 @@ def test_no_file_is_left_in_the_temporary_folders(launcher: Launcher) -> None:
         (["-np", "2", "-H", "a:1", "x.py"], 64, "the hosts have 1 places"),
         (["--hosts", "a:1", "--hostfile", "/dev/null", "x.py"], 64, "Give one of them"),
         (["-n", "0", "x.py"], 2, "--workers"),
+        (["-n", "9999999999", "x.py"], 2, "at most 99999 workers"),
+        (["--hosts", "a:9999999999", "x.py"], 64, "at most 99999 workers"),
         (["-np", "3", "--min-np", "4", "x.py"], 2, "must not descend"),
         (["-n", "2:3", "--max-np", "4", "x.py"], 2, "Use one of them"),
         (["-np", "3", "--min-np", "2", "--max-np", "4", "-H", "a:2", "x.py"], 64, "the hosts have 2 places"),
