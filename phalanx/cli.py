@@ -272,10 +272,10 @@ def run(
     if min_np is not None or max_np is not None:
         minimum, begin, number = _range(workers, min_np, max_np)
         workers = (minimum, number)
-        if hosts is not None or hostfile is not None:
-            # No more processes than there are places now, as with horovodrun.
-            places = sum(share.workers for share in choose_hosts(None, hosts, hostfile))
-            number = min(number, max(places, begin))
+    if minimum is not None and (hosts is not None or hostfile is not None):
+        # No more processes than there are places now, as with horovodrun.
+        places = sum(share.workers for share in choose_hosts(None, hosts, hostfile))
+        number = min(number, max(places, begin or minimum))
     if minimum is not None and (ps or chief):
         raise click.UsageError("--workers MIN:MAX is for jobs of workers only; with --ps, lost tasks return anyhow.")
     members = script = None

@@ -40,13 +40,13 @@ class HostShare:
 
     @property
     def is_loopback(self) -> bool:
-        return self.name in _HERE
+        return self.name.lower() in _HERE
 
     @property
     def is_here(self) -> bool:
         """Whether this is the launcher's own host, which needs no ssh."""
-        own = socket.gethostname()
-        return self.user is None and (self.is_loopback or self.name in (own, own.partition(".")[0]))
+        own = socket.gethostname().lower()
+        return self.user is None and (self.is_loopback or self.name.lower() in (own, own.partition(".")[0]))
 
 
 # An address of RFC 5737 that nobody has: the way to it is the way to whoever is not near.
@@ -96,7 +96,8 @@ def parse_hostfile(text: str) -> list[HostShare]:
 
 
 def parse_discovered(text: str, slots: int) -> list[HostShare]:
-    """Hosts from what a discovery script printed: lines `name:slots`, or `name`, as `horovodrun` takes them.
+    """Hosts from what a discovery script printed: lines `name:slots`, or `name`, as `horovodrun` takes them. What
+    follows a # is no matter.
 
     Args:
         slots: of a host that is printed without their number.
@@ -105,17 +106,18 @@ def parse_discovered(text: str, slots: int) -> list[HostShare]:
     """
     shares: dict[str, HostShare] = {}
     for line in text.splitlines():
-        if not line.strip():
+        entry = line.partition("#")[0].strip()
+        if not entry:
             continue
-        match = _ENTRY.fullmatch(line.strip())
+        match = _ENTRY.fullmatch(entry)
         if match is None or len(match["workers"] or "") > SLOT_DIGITS:
-            raise ConfigurationError(f"{line.strip()[:80]!r} is not a host. It should be `name:slots`, or `name`.")
+            raise ConfigurationError(f"{entry[:80]!r} is not a host. It should be `name:slots`, or `name`.")
         share = HostShare(match["name"], int(match["workers"] or slots), match["user"])
-        if share.name in shares and share != shares[share.name]:
+        # This host has several names, and its cores are to be divided once.
+        known = shares.setdefault("localhost" if share.is_here else share.name, share)
+        if (share.workers, share.user) != (known.workers, known.user):
             raise ConfigurationError(f"{share.name} is there twice, with different slots.")
-        if share.workers:
-            shares[share.name] = share
-    return list(shares.values())
+    return [share for share in shares.values() if share.workers]
 
 
 def own_name(others: Sequence[HostShare]) -> str:

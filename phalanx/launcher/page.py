@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -19,6 +20,7 @@ JSON_FILE = "failure.json"
 # So that one page stays one page; the files have everything.
 STACK_LINES_ON_TERMINAL = 16
 _RULE = "-" * 78
+_LOG = re.compile(r"(chief|worker|ps|evaluator)-\d+\.log")
 
 _STATES = {
     "R": "it was computing",
@@ -138,9 +140,11 @@ def open_logs(folder: Path | None, tasks: Sequence[str]) -> Iterator[list[Binary
         try:
             if folder is not None:
                 folder.mkdir(parents=True, exist_ok=True)
-                for old in (PAGE_FILE, JSON_FILE):  # a page of an earlier job would tell of this one
-                    (folder / old).unlink(missing_ok=True)
                 names = [f"{task.replace('/', '-')}.log" for task in tasks]
+                logs_before = {path.name for path in folder.iterdir() if _LOG.fullmatch(path.name)}
+                # Files of an earlier job would tell of this one.
+                for old in (PAGE_FILE, JSON_FILE, *(logs_before - set(names))):
+                    (folder / old).unlink(missing_ok=True)
                 logs = [stack.enter_context((folder / name).open("wb", buffering=0)) for name in names]
         except OSError as error:
             raise ConfigurationError(

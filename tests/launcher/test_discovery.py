@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from tests.launcher.conftest import Launcher, wait_until
 
 
 def test_lines_are_hosts() -> None:
-    text = "a:2\n\n  me@b.example.org \n[fe80::1]:3\nlocalhost:1\ngone:0\na:2\n"
+    text = "# all:9\na:2\n\n  me@b.example.org  # mine\n[fe80::1]:3\nlocalhost:1\ngone:0\na:2\n"
     assert parse_discovered(text, 4) == [
         HostShare("a", 2),
         HostShare("b.example.org", 4, "me"),
@@ -26,8 +27,21 @@ def test_lines_are_hosts() -> None:
     assert parse_discovered("", 1) == []
 
 
+def test_the_names_of_this_host_are_one_host() -> None:
+    text = f"localhost:1\n127.0.0.1:1\n[::1]:1\n{socket.gethostname()}:1\n"
+    assert parse_discovered(text, 1) == [HostShare("localhost", 1)]
+
+
 @pytest.mark.parametrize(
-    "text", ["a:2\nTraceback (most recent call last):\n", "a:two", "-oProxyCommand=x", "a:1\na:2", "a:819200"]
+    "text",
+    [
+        "a:2\nTraceback (most recent call last):\n",
+        "a:two",
+        "-oProxyCommand=x",
+        "a:1\na:2",
+        "localhost:1\n127.0.0.1:2",
+        "a:819200",
+    ],
 )
 def test_lines_that_are_none_are_named(text: str) -> None:
     with pytest.raises(ConfigurationError, match=r"is not a host|is there twice"):

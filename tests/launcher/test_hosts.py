@@ -44,7 +44,9 @@ def test_a_bad_value_is_an_error_that_says_what_to_write(text: str, message: str
 
 def test_this_host_needs_no_ssh_unless_another_user_is_named() -> None:
     assert HostShare("localhost", 1).is_here
+    assert HostShare("Localhost", 1).is_here
     assert HostShare(socket.gethostname(), 1).is_here
+    assert HostShare(socket.gethostname().upper(), 1).is_here
     assert not HostShare("localhost", 1, "other").is_here
     assert not HostShare("elsewhere.example.org", 1).is_here
 

@@ -559,12 +559,13 @@ def test_a_worker_that_ignores_sigterm_is_killed(launcher: Launcher) -> None:
     assert launcher.run("-n", "2", script).code == 9
 
 
-def test_a_later_success_leaves_no_page_of_an_earlier_failure(launcher: Launcher) -> None:
+def test_a_later_success_leaves_nothing_of_an_earlier_failure(launcher: Launcher) -> None:
     logs = launcher.folder / "logs"
-    assert launcher.run("-n", "1", "--log-dir", "logs", launcher.script("sys.exit(5)")).code == 5
-    assert (logs / "failure.txt").exists()
+    assert launcher.run("-n", "2", "--log-dir", "logs", launcher.script("sys.exit(5)")).code == 5
+    assert {path.name for path in logs.iterdir()} >= {"failure.txt", "worker-1.log"}
+    (logs / "mine-1.log").touch()
     assert launcher.run("-n", "1", "--log-dir", "logs", launcher.script("print('fine')")).code == 0
-    assert sorted(path.name for path in logs.iterdir()) == ["worker-0.log"]
+    assert sorted(path.name for path in logs.iterdir()) == ["mine-1.log", "worker-0.log"]
 
 
 def test_a_full_disk_ends_the_logs_and_not_the_job(launcher: Launcher) -> None:
@@ -862,6 +863,8 @@ def test_no_file_is_left_in_the_temporary_folders(launcher: Launcher) -> None:
         (["-np", "3", "--min-np", "4", "x.py"], 2, "must not descend"),
         (["-n", "2:3", "--max-np", "4", "x.py"], 2, "Use one of them"),
         (["-np", "3", "--min-np", "2", "--max-np", "4", "-H", "a:2", "x.py"], 64, "the hosts have 2 places"),
+        (["-n", "2:4", "-H", "a:1", "x.py"], 64, "the hosts have 1 places"),
+        (["-n", "1:4", "-H", "a:1", "missing.py"], 64, "There is no script missing.py"),  # the minimum is met
         (["-n", "2"], 2, "Name the script"),
         (["-n", "2", "--backend", "numpy", "x.py"], 2, "numpy"),
         (["-n", "1", "--log-dir", "/proc/nowhere", "."], 64, ""),
