@@ -95,16 +95,6 @@ class RemoteHost:
         ssh = self._environ.get(SSH) or DEFAULT_SSH
         # A session of its own: Ctrl-C is for the launcher, which ends the job in order.
         self._folder = os.getcwd()
-        with _undisturbed():  # else it would be nobody's that the interpreter has started and not returned yet
-            # Not our stderr: ssh makes it non-blocking, and with it our stdout where both are one pipe.
-            self._process = process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
-            )
-            await_end(self._process)
         try:
             with _undisturbed():  # else it would be nobody's that the interpreter has started and not returned yet
                 # Not our stderr: ssh makes it non-blocking, and with it our stdout where both are one pipe.
@@ -115,6 +105,7 @@ class RemoteHost:
                     stderr=subprocess.PIPE,
                     start_new_session=True,
                 )
+                await_end(process)
         except (OSError, ValueError) as error:  # ValueError: a quote is left open
             reason = error.strerror if isinstance(error, OSError) else str(error)
             if getattr(error, "errno", None) == errno.EMFILE:
