@@ -158,10 +158,16 @@ class Rejoin(msgspec.Struct, frozen=True, tag="rejoin"):
 
 
 class Pull(msgspec.Struct, frozen=True, tag="pull"):
-    """Send the shards' values of this `fit`, tables excepted, if they are newer than `version`."""
+    """Send the shards' values of this `fit`, tables excepted, if they are newer than `version`.
+
+    Attributes:
+        after: wait before for the step of this serial, which the head has applied without the sender's part: that of
+            another worker may still be on its way here.
+    """
 
     fit: int
     version: int
+    after: int = -1
 
 
 class PullRows(msgspec.Struct, frozen=True, tag="pull-rows"):
@@ -370,11 +376,13 @@ class EpochOver(msgspec.Struct, frozen=True, tag="epoch-over"):
         steps: how many there were.
         back_to: the epoch with which a chief that was started again goes on, if that is why; else -1.
         era: then, the new one.
+        newest: in synchronous training, the serial of the newest step that the head has applied.
     """
 
     steps: int = 0
     back_to: int = -1
     era: int = 0
+    newest: int = -1
 
 
 class FitOver(msgspec.Struct, frozen=True, tag="fit-over"):

@@ -98,6 +98,7 @@ class Schedule:
         self._chief_heard_at = 0.0
         self._ended_fit = -1
         self._serial = 0
+        self._newest = -1  # the step of the highest serial that is over
         self.era = 0
         self._took: set[Worker] = set()  # those that took part in the epoch
         self._made: dict[int, int] = {}  # steps of the former epochs of this `fit`
@@ -150,7 +151,7 @@ class Schedule:
             self.era = self.era + 1 if era is None else era
             self._ended_fit = fit - 1
             self.stop_asked = -1
-            self._proved = -1
+            self._proved = self._newest = -1
             self._order = (-1, -1, np.zeros(0, np.int64))
             self._made.clear()
             self.lost_batches = self._losses_described = 0
@@ -505,7 +506,7 @@ class Schedule:
                 return None
             batch = epoch.take()
             if batch is None:
-                return EpochOver(self._steps_made())
+                return EpochOver(self._steps_made(), newest=self._newest)
             self._serial += 1
             self._joint_given = set()
             members = tuple(sorted(self._presence.linked))
@@ -533,6 +534,7 @@ class Schedule:
             is_repeated = 0 <= ticket.serial <= self._proved
             self.global_step += applied and not is_repeated
             self._last_progress = self.clock()
+            self._newest = max(self._newest, ticket.serial)
             if ticket.member in self._steps_of:
                 self._steps_of[ticket.member] += 1
             self.confirm(ticket)

@@ -208,8 +208,8 @@ class Serving:
                 if wait:
                     return schedule.take(worker, incarnation, fit, epoch, era, timeout_s), ()
                 return schedule.try_take(worker, incarnation, fit, epoch, era) or Done(), ()
-            case Pull(fit, version):
-                newest, values = store.pull(fit, version)
+            case Pull(fit, version, after):
+                newest, values = store.pull(fit, version, after)
                 return Values(newest, dtypes=dtypes_of(values), shards=len(values)), values
             case PullRows(fit):
                 rows = store.pull_rows(fit, arrays_of(buffers, [NUMBER.name] * len(buffers)))

@@ -51,6 +51,7 @@ class Position(msgspec.Struct):
         callbacks: what the chief's callbacks have learnt since it began (`memories.Memories`).
         watched: whether anybody's callbacks see single batches, of the training and of evaluations.
         stops: whether the training ends after the first step of this epoch.
+        chief_logs_more: whether callbacks of the chief's may add to the logs of epochs.
         ledger: see `Ledger.encoded`.
         applied: steps in all epochs so far, where the training is saved.
         randomness: see `ShardedInput.randomness`; of the data, and of those for validation.
@@ -67,6 +68,7 @@ class Position(msgspec.Struct):
     ledger: bytes
     watched: tuple[bool, bool] = (False, False)
     stops: bool = False
+    chief_logs_more: bool = False
     applied: int = 0
     randomness: tuple[bytes, bytes] = (b"", b"")
     validated: int = 0
@@ -576,6 +578,7 @@ class Fitting:
                     callbacks=self._what_callbacks_learnt(),
                     watched=(self._watched, self._watched_test),
                     stops=self._stops,
+                    chief_logs_more=self._chief_logs_more,
                     ledger=b"" if self._ledger is None else self._ledger.encoded(),
                     applied=0 if self._resumption is None else self._resumption.applied,
                     validated=0 if self._validation is None else self._validation.taken,
@@ -617,7 +620,7 @@ class Fitting:
         history = self._model.history
         history.epoch, history.history = list(position.epochs), decode(position.history)
         self._watched, self._watched_test = position.watched
-        self._stops = position.stops
+        self._stops, self._chief_logs_more = position.stops, position.chief_logs_more
         if self._validation is not None:
             self._validation.continue_with(position.randomness[1])
             self._validation.catch_up(position.validated)

@@ -85,6 +85,7 @@ class ServerMerge:
         self._held: dict[int, Ticket] = {}  # by serial: those whose step has not been applied, as far as we know
         self._pushed: deque[int] = deque()  # serials of those whose gradients are on their way
         self._finished = -1
+        self._after = -1  # where the epoch is over: its last step's serial, others' parts of which may be on their way
         self._handed_out = (-1, 0)  # the epoch, and how many of its batches are known to be handed out
         self._made = (-1, 0)  # the epoch, and how many of its steps this worker has made
         self._heard_at = 0.0  # when the head was heard of last, by the monotonic clock
@@ -103,6 +104,7 @@ class ServerMerge:
         for server, shards in enumerate(placed.of_server):
             self._client.share_memory(server, placed.lengths(shards))
         self._outstanding = False
+        self._after = -1
         self._tickets.clear()
         self._held.clear()
         self._pushed.clear()
@@ -147,6 +149,7 @@ class ServerMerge:
             if not isinstance(answer, Ticket):
                 self._follow(answer)
                 return answer
+            self._after = -1
             self._hold(answer)
             if self._spare:
                 # A second one: while a step's gradients are on their way, or to say which rows the next step needs, its
@@ -172,7 +175,8 @@ class ServerMerge:
         return np.frombuffer(buffers[0], np.int64)
 
     def _follow(self, answer: EpochOver | FitOver) -> None:
-        """Into the chief's new era, if it has begun anew."""
+        """To the end of an epoch, or into the chief's new era, if it has begun anew."""
+        self._after = answer.newest if isinstance(answer, EpochOver) else -1
         if isinstance(answer, EpochOver) and answer.back_to >= 0:
             self.era = answer.era
             self._held.clear()
@@ -249,7 +253,7 @@ class ServerMerge:
     def pull(self) -> list[Array | None]:
         """The variables' newest values; None for tables."""
         self.flush()
-        self._take(self._client.ask_all([(Pull(self._fit, version), ()) for version in self._versions]))
+        self._take(self._client.ask_all([(Pull(self._fit, version, self._after), ()) for version in self._versions]))
         # Copies: what came may be overwritten, or be aliased by a backend.
         return [None if value is None else np.array(value) for value in self._values]
 

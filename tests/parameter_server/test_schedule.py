@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from phalanx.cluster.admission import link_name
 from phalanx.errors import CollectiveTimeoutError, EvictedError, PeerLostError, PhalanxError
 from phalanx.parameter_server.messages import EpochOver, FitOver, Rejoin, Report, Rules, Ticket
 from phalanx.parameter_server.schedule import Schedule
+from phalanx.parameter_server.store import Store, _Result
 
 BOUND_S = 20.0
 NAMES = ("worker/0", "worker/1", "worker/2")
@@ -199,6 +202,29 @@ def test_the_chief_ends_an_epoch_and_what_was_begun_is_made() -> None:
     answers = [ask(schedule, worker, epoch=0) for worker in (0, 1)]
     assert answers == [EpochOver(2), EpochOver(2)]
     assert schedule.end_epoch(0, 1) == 2, "not the epoch that is open"
+
+
+def test_whose_part_was_not_needed_waits_for_the_last_step_on_the_other_servers() -> None:
+    schedule = begun(1, synchronous=True)
+    done = take(schedule, 1)
+    schedule.done(done)  # without the chief's part
+    over = ask(schedule, 0)
+    assert over == EpochOver(1, newest=done.serial)
+    declared: Any = SimpleNamespace(rules=rules(synchronous=True))
+    other = begun(None, synchronous=True)
+    store = Store(1, other, NAMES[:2], is_head=False)
+    store._declared, store._fit = declared, 0
+    with ThreadPoolExecutor() as pool:
+        pulled = pool.submit(store.pull, 0, -1, over.newest)
+        assert not wait([pulled], timeout=0.2).done
+        with store._changed:
+            store._remember((done.serial, 0), _Result((1,), []))
+            store._changed.notify_all()
+        assert pulled.result(BOUND_S) == (0, [])
+        lost = pool.submit(store.pull, 0, -1, over.newest + 1)
+        other.detach(1, "incarnation 1")
+        store.notice()
+        assert lost.result(BOUND_S) == (0, []), "who could send it is gone"
 
 
 def test_who_waits_for_a_chief_that_left_is_told() -> None:
