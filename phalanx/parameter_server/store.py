@@ -101,7 +101,6 @@ class Store:
         self._newest: dict[Worker, int] = {}  # the newest step that each worker has pushed
         self._completed: dict[_Key, None] = {}  # the newest, in the order in which they were completed
         self._forgotten: _Key = (-1, -1)  # no merge up to this one is remembered
-        self._merged = -1  # the highest serial of a merge that is over
         self._results: dict[_Key, _Result] = {}
         self._last: dict[Worker, _Key] = {}  # of the newest result with each worker's part
         self._copy: Copy | None = None
@@ -179,7 +178,6 @@ class Store:
         self._last.clear()
         self._newest.clear()
         self._forgotten = (-1, -1)
-        self._merged = -1
 
     def attach(
         self, worker: Worker, fit: int, variables: tuple[Variable, ...], timeout_s: float
@@ -354,7 +352,7 @@ class Store:
         rules = self._declared.rules if self._declared is not None else None
         until = self._schedule.clock() + (0.0 if rules is None else rules.timeout_s)
         others = [worker for worker in range(len(self._names)) if worker != CHIEF]
-        while self._merged < serial and self._schedule.clock() < until:
+        while max((*self._completed, self._forgotten))[0] < serial and self._schedule.clock() < until:
             if not any(map(self._schedule.is_present, others)):
                 return
             self._changed.wait(POLL_S)
@@ -519,7 +517,6 @@ class Store:
 
     def _remember(self, key: _Key, result: _Result) -> None:
         self._completed[key] = None
-        self._merged = max(self._merged, key[0])
         self._results[key] = result
         self._last |= dict.fromkeys(result.members, key)
         if len(self._results) > RESULTS:

@@ -351,9 +351,8 @@ class Fitting:
         """A callback that only the chief runs may have added to the logs of an epoch that is over."""
         history = self._model.history.history
         own = encode({name: [len(values), _plain(values[-1])] for name, values in history.items()})
-        for name, (count, newest) in decode(
-            self._steadily(lambda: self._replica.communicator.broadcast_bytes(own))
-        ).items():
+        chiefs = self._steadily(lambda: self._replica.communicator.broadcast_bytes(own))
+        for name, (count, newest) in decode(chiefs).items():
             history.setdefault(name, [])[count - 1 :] = [newest]
 
     def _train_epoch(self) -> bool:

@@ -41,7 +41,7 @@ from phalanx.training.server_worker import ServerWorker
 logger = logging.getLogger(__name__)
 
 _DISPATCHED = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
-_STEPS = {"fit": "train", "evaluate": "test", "predict": "predict"}  # so for `train_on_batch`, ...
+_STEPS = {"fit": "train", "evaluate": "test"}  # of other methods the first word says it
 _MARK = "_phalanx_replica"
 _POLICY = "_phalanx_policy"
 _TRAINER = "_phalanx_trainer"
@@ -338,7 +338,7 @@ def _merging(original: Callable[..., Any]) -> Callable[..., Any]:
 def _refuse_own_functions(model: Any, member: Member, method: str, *, validates: bool) -> None:
     """Raise UnsupportedError if the model makes the functions itself in which Keras takes its steps: the trainers of a
     job take the steps, in functions of their own. Parameter servers leave evaluation and prediction to Keras."""
-    steps = [_STEPS.get(method) or method.partition("_")[0], *(["test"] if validates else [])]
+    steps = [_STEPS.get(method, method.partition("_")[0]), *(["test"] if validates else [])]
     for step in [step for step in steps if step == "train" or isinstance(member, Replica)]:
         name = f"make_{step}_function"
         if name in vars(model) or getattr(type(model), name) is not getattr(_trainer_class(), name):

@@ -240,24 +240,14 @@ def test_workers_wait_for_a_chief_that_is_started_again(start: Start) -> None:
 
 
 @pytest.mark.slow
-def test_workers_of_a_chief_that_does_not_come_back_end_with_its_name(start: Start) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_workers_of_a_chief_that_does_not_come_back_end_with_its_name(start: Start, number: signal.Signals) -> None:
     tasks = start("", PHALANX_TIMEOUT="3")
     tasks.wait_for(lambda: len(running(tasks)) == 2, "both workers run a function")
-    tasks.send("chief/0", signal.SIGKILL)
+    tasks.send("chief/0", number)
     (tasks.folder / "go").touch()
     assert set(tasks.ends("worker/0", "worker/1").values()) == {PeerLostError.exit_code}
     assert "lost chief/0" in tasks.said("worker/0")
-
-
-@pytest.mark.slow
-def test_workers_of_a_chief_that_is_stopped_end_with_its_name(start: Start) -> None:
-    tasks = start("", PHALANX_TIMEOUT="3")
-    tasks.wait_for(lambda: len(running(tasks)) == 2, "both workers run a function")
-    tasks.send("chief/0", signal.SIGSTOP)
-    (tasks.folder / "go").touch()
-    assert set(tasks.ends("worker/0", "worker/1").values()) == {PeerLostError.exit_code}
-    assert "lost chief/0" in tasks.said("worker/0")
-    tasks.send("chief/0", signal.SIGKILL)
 
 
 @pytest.mark.slow

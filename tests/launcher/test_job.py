@@ -168,13 +168,14 @@ def test_ctrl_c_takes_the_stacks_before_it_interrupts() -> None:
     ]
 
 
-def test_ctrl_c_twice_kills_at_once() -> None:
+@pytest.mark.parametrize(("first", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_after_a_signal_kills_at_once(first: signal.Signals, code: int) -> None:
     host = FakeHost([])
     job, _ = make(host, workers=1)
     job.start()
+    job.stop(first)
     job.stop(signal.SIGINT)
-    job.stop(signal.SIGINT)
-    assert job.run().verdict.code == 130
+    assert job.run().verdict.code == code
     assert host.calls == [("signal", 0, signal.SIGKILL)]
 
 
@@ -187,16 +188,6 @@ def test_a_signal_that_is_repeated_takes_no_time_from_a_checkpoint() -> None:
     job.stop(signal.SIGHUP)
     job.run()
     assert host.calls == [("dump", 0, 0), ("signal", 0, signal.SIGTERM)]
-
-
-def test_ctrl_c_after_another_signal_kills_at_once() -> None:
-    host = FakeHost([])
-    job, _ = make(host, workers=1)
-    job.start()
-    job.stop(signal.SIGTERM)
-    job.stop(signal.SIGINT)
-    assert job.run().verdict.code == 143
-    assert host.calls == [("signal", 0, signal.SIGKILL)]
 
 
 def test_a_failure_before_ctrl_c_stays_the_reason() -> None:
