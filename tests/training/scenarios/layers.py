@@ -344,3 +344,22 @@ def layer_that_keeps_a_sum(setting: Setting) -> dict[str, Any]:
         return keras.Sequential([keras.Input((FEATURES,)), Count(), layers.Dense(CLASSES, activation="softmax")])
 
     return fitted(compiled(setting, build))
+
+
+@scenario(  # on the other backends Keras itself refuses it
+    backends=("tensorflow",),
+    plain=False,
+    error={"tensorflow": ("UnsupportedError", "is a BatchNormalization(synchronized=True)")},
+)
+def batch_normalization_over_all_replicas(setting: Setting) -> dict[str, Any]:
+    def build() -> Any:
+        return keras.Sequential(
+            [
+                keras.Input((FEATURES,)),
+                layers.Dense(4),
+                layers.BatchNormalization(synchronized=True),
+                layers.Dense(CLASSES, activation="softmax"),
+            ]
+        )
+
+    return fitted(compiled(setting, build))
