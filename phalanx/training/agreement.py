@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import keras
 import numpy as np
 
 from phalanx import timeline
-from phalanx.errors import ConfigurationError, DisagreementError
+from phalanx.errors import ConfigurationError, DisagreementError, UnsupportedError
 from phalanx.inputs import LocalBatch, ShardedInput, local_range
 from phalanx.nested import leaves
 from phalanx.training.replica import Replica
@@ -190,6 +191,19 @@ def check_batch_size(model: Any, batch: LocalBatch, replicas: int) -> None:
             f"here. Give Input the part of one replica, batch_shape=({batch.size}, ...), and global batches that have "
             f"equal parts."
         )
+
+
+def check_normalization(model: Any, method: str) -> None:
+    """Raise UnsupportedError for batch normalization over all replicas' batches: Keras asks `tf.distribute` for the
+    others, and outside of its strategies TensorFlow gives it, without a word, the replica's own batch."""
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized:
+            raise UnsupportedError(
+                f"{method}() of {model.name!r}: {layer.name!r} is a BatchNormalization(synchronized=True). Leave out "
+                f"synchronized=True: each replica then normalizes with its own batch, and what the layer keeps for "
+                f"later is averaged over the replicas. Over the whole batch, on TensorFlow and PyTorch: "
+                f"phalanx.horovod.keras.SyncBatchNormalization, with hvd.DistributedOptimizer."
+            )
 
 
 SEEDS = (

@@ -253,8 +253,6 @@ def _dispatching(original: Callable[..., Any]) -> Callable[..., Any]:
         del arguments[next(iter(signature.parameters))]
         arguments.update(arguments.pop("kwargs", {}))
         _refuse_own_functions(self, member, original.__name__, validates=arguments.get("validation_data") is not None)
-        if isinstance(member, Replica) and not is_alone and original.__name__ in ("fit", "train_on_batch"):
-            _refuse_synchronized(self, original.__name__)
         return getattr(_trainer_of(self, member), original.__name__)(**arguments)
 
     return method
@@ -354,19 +352,6 @@ def _refuse_own_functions(model: Any, member: Member, method: str, *, validates:
             f"one process validates. Say what is computed in test_step() or compute_metrics(), or call evaluate() in a "
             f"callback."
         )
-
-
-def _refuse_synchronized(model: Any, method: str) -> None:
-    """Raise UnsupportedError for batch normalization over all replicas' batches: Keras asks `tf.distribute` for the
-    others, and outside of its strategies TensorFlow gives it, without a word, the replica's own batch."""
-    for layer in model._flatten_layers():
-        if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized:
-            raise UnsupportedError(
-                f"{method}() of {model.name!r}: {layer.name!r} is a BatchNormalization(synchronized=True). Leave out "
-                f"synchronized=True: each replica then normalizes with its own batch, and what the layer keeps for "
-                f"later is averaged over the replicas. Over the whole batch, on TensorFlow and PyTorch: "
-                f"phalanx.horovod.keras.SyncBatchNormalization, with hvd.DistributedOptimizer."
-            )
 
 
 def _trains_alone(model: Any, replica: Replica) -> bool:

@@ -29,7 +29,14 @@ from phalanx.launcher import progress
 from phalanx.plain import decode, encode
 from phalanx.training import callbacks as callback_lists
 from phalanx.training import state
-from phalanx.training.agreement import JointBatch, JointBatches, check_batch_size, compare_inputs, compare_samples
+from phalanx.training.agreement import (
+    JointBatch,
+    JointBatches,
+    check_batch_size,
+    check_normalization,
+    compare_inputs,
+    compare_samples,
+)
 from phalanx.training.fit_arguments import FitArguments, capped
 from phalanx.training.fitting import Fitting
 from phalanx.training.merge import StepMerge
@@ -300,6 +307,9 @@ class ReplicaTrainer:
         self._engine.expect(source.form)
         check_batch_size(self.model, first, self.replica.world_size)
         self._engine.build(first.data)
+        trains = method in ("fit", "train_on_batch")
+        if trains and not (self.replica.is_alone and self._policy.period is None):
+            check_normalization(self.model, method)
         return self._engine
 
     def _prepare_to_predict(self, source: ShardedInput, method: str) -> Engine:

@@ -363,3 +363,20 @@ def batch_normalization_over_all_replicas(setting: Setting) -> dict[str, Any]:
         )
 
     return fitted(compiled(setting, build))
+
+
+@scenario(
+    backends=("tensorflow",),
+    plain=False,
+    error={"tensorflow": ("UnsupportedError", "is a BatchNormalization(synchronized=True)")},
+)
+def batch_normalization_over_all_replicas_made_in_build(setting: Setting) -> dict[str, Any]:
+    class Model(keras.Model):
+        def build(self, shape: Any) -> None:
+            self.normalization = layers.BatchNormalization(synchronized=True)
+            self.classes = layers.Dense(CLASSES, activation="softmax")
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            return self.classes(self.normalization(x, training=training))
+
+    return fitted(compiled(setting, Model))
