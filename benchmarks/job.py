@@ -18,8 +18,11 @@ from typing import Any
 
 from benchmarks.tools import ALL_REDUCE, CORES, RESULT_FILE, TOOLS, Kind, Share, Tool
 from benchmarks.work import WORKS
+from phalanx.gpus import NO_GPU, ON_DEMAND
 
 ROOT = Path(__file__).resolve().parent.parent
+ON_GPU = bool(os.environ.get("BENCH_ON_GPU"))
+"""Whether tools may use this host's GPUs; else all compute on its processors."""
 PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 
 
@@ -85,7 +88,7 @@ def run(tool: Tool, work: str, windows: int) -> dict[str, Any]:
 
 def available_cores() -> list[int]:
     """The cores that the comparison uses."""
-    return sorted(os.sched_getaffinity(0))[:CORES]
+    return sorted(os.sched_getaffinity(0))[: None if ON_GPU else CORES]
 
 
 def free_ports(count: int) -> list[int]:
@@ -103,7 +106,8 @@ def _core_shares(tool: Tool) -> list[list[int]]:
     if tool.share is Share.ONE:
         return [cores[:1]]
     if tool.share is Share.OWN and tool.kind is Kind.PEER:
-        return [[core] for core in cores]
+        size = len(cores) // tool.ranks
+        return [cores[rank * size :][:size] for rank in range(tool.ranks)]
     return [cores] * tool.starts
 
 
@@ -127,8 +131,7 @@ def _environment(tool: Tool, result: Path) -> dict[str, str]:
     environment |= {
         "PATH": f"{Path(interpreter()).parent}{os.pathsep}{environment.get('PATH', '')}",
         "PYTHONPATH": str(ROOT),
-        "CUDA_VISIBLE_DEVICES": "",
-        "JAX_PLATFORMS": "cpu",
+        **(ON_DEMAND if ON_GPU else {**NO_GPU, "JAX_PLATFORMS": "cpu"}),
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "BENCH_RESULT": str(result),
         "BENCH_PORTS": ",".join(map(str, free_ports(tool.ranks))),

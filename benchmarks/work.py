@@ -7,6 +7,7 @@ once for Keras (Keras 3 and tf_keras have the same layers) and once for PyTorch,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ class Work:
 
     Attributes:
         name: as `--only` and the tables have it.
-        model: `mlp` or `cnn`.
+        model: `mlp`, `wide` (the same of 10 million weights) or `cnn`.
         batch: samples of one step over all processes: the global batch. Among parameter servers, where a step is made
             by one worker, that worker's batch.
         steps: steps of one timed window, and of one epoch for the tools that have epochs.
@@ -42,7 +43,12 @@ class Work:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of one sample, channels last."""
-        return (784,) if self.model == "mlp" else (32, 32, 3)
+        return (784,) if self._widths else (32, 32, 3)
+
+    @property
+    def _widths(self) -> tuple[int, ...]:
+        """Of the hidden layers of a model that has no others."""
+        return {"mlp": (256, 256), "wide": (2048, 2048, 2048)}.get(self.model, ())
 
     @property
     def flop(self) -> float:
@@ -51,8 +57,9 @@ class Work:
         Forward, gradient of the weights and gradient of the inputs cost the same; the first layer needs no gradient
         of its inputs.
         """
-        if self.model == "mlp":
-            forward = [2 * 784 * 256, 2 * 256 * 256, 2 * 256 * CLASSES]
+        if self._widths:
+            sizes = (*self.shape, *self._widths, CLASSES)
+            forward = [2 * before * after for before, after in pairwise(sizes)]
         else:
             # Output height x width x channels, times kernel x input channels.
             convolutions = [2 * 30**2 * 32 * 9 * 3, 2 * 13**2 * 64 * 9 * 32, 2 * 4**2 * 64 * 9 * 64]
@@ -68,8 +75,8 @@ class Work:
     def keras_model(self, keras: Any) -> Any:
         """The model, not compiled, made of the layers of `keras` (Keras 3 or tf_keras)."""
         layers = keras.layers
-        if self.model == "mlp":
-            hidden = [layers.Dense(256, activation="relu"), layers.Dense(256, activation="relu")]
+        if self._widths:
+            hidden = [layers.Dense(width, activation="relu") for width in self._widths]
         else:
             hidden = [
                 layers.Conv2D(32, 3, activation="relu"),
@@ -96,9 +103,10 @@ class Work:
         """The same model in plain PyTorch; images are channels first."""
         from torch import nn
 
-        if self.model == "mlp":
-            hidden = [nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU()]
-            return nn.Sequential(*hidden, nn.Linear(256, CLASSES))
+        if self._widths:
+            pairs = pairwise((*self.shape, *self._widths))
+            hidden = [layer for before, after in pairs for layer in (nn.Linear(before, after), nn.ReLU())]
+            return nn.Sequential(*hidden, nn.Linear(self._widths[-1], CLASSES))
         hidden = [
             *(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.MaxPool2d(2)),
             *(nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2)),
@@ -116,10 +124,11 @@ WORKS = {
         Work("mlp64", "mlp", batch=64, steps=200),
         Work("mlp512", "mlp", batch=512, steps=100),
         Work("cnn64", "cnn", batch=64, steps=40),
+        Work("wide512", "wide", batch=512, steps=40),
         Work("servers64", "mlp", batch=64, steps=400),
         Work("uneven64", "mlp", batch=64, steps=400, slow_ms=10.0),
     )
 }
-# Works whose step is made by all workers together, and those whose step is made by one of them.
+# Works whose step is made by all workers together, and those whose step is made by one of them. `wide512` is for GPUs.
 TOGETHER = ("mlp64", "mlp512", "cnn64")
 APART = ("servers64", "uneven64")
