@@ -5,6 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+HOST_GPUS = "PHALANX_HOST_GPUS"
+"""What CUDA_VISIBLE_DEVICES would be without the launcher, which shows each worker its own GPU only."""
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+"""The environment of a process that computes on CPUs, whatever the host has."""
+ON_DEMAND = {"TF_FORCE_GPU_ALLOW_GROWTH": "true", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+"""That of one that takes a GPU's memory as it needs it: TensorFlow and JAX else take nearly all of it at the start."""
+
 
 def count_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> int:
     """NVIDIA GPUs that this process may use."""

@@ -9,9 +9,7 @@ import sys
 from collections.abc import MutableMapping
 
 from phalanx.errors import ConfigurationError
-
-TENSORFLOW = "TF_FORCE_GPU_ALLOW_GROWTH"
-JAX = "XLA_PYTHON_CLIENT_PREALLOCATE"
+from phalanx.gpus import ON_DEMAND
 
 
 def let_grow(backend: str, environ: MutableMapping[str, str], *, enable: bool) -> None:
@@ -20,12 +18,13 @@ def let_grow(backend: str, environ: MutableMapping[str, str], *, enable: bool) -
     Raises: ConfigurationError if the backend in use has begun to use its devices.
     """
     if _has_begun(backend):
+        settings = " and ".join(f"{name}={value}" for name, value in ON_DEMAND.items())
         raise ConfigurationError(
             f"set_memory_growth() came too late: {backend} has taken its memory already. Call it at the beginning of "
-            f"the program, before a model or tensor is made, or set {TENSORFLOW}=true and {JAX}=false for it."
+            f"the program, before a model or tensor is made, or set {settings} for it."
         )
-    environ[TENSORFLOW] = "true" if enable else "false"
-    environ[JAX] = "false" if enable else "true"
+    opposite = {"true": "false", "false": "true"}
+    environ.update(ON_DEMAND if enable else {name: opposite[value] for name, value in ON_DEMAND.items()})
 
 
 def _has_begun(backend: str) -> bool:

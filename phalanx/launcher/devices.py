@@ -6,8 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from phalanx.errors import ConfigurationError
-
-NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+from phalanx.gpus import HOST_GPUS, NO_GPU, ON_DEMAND
 
 _TASK = r"(?:/job:\w+)?(?:/replica:\d+)?(?:/task:\d+)?"
 _DEVICE = re.compile(_TASK + r"(?:/?(?:physical_)?device:|/)?(cpu|gpu|cuda)(?::(\d+))?", re.IGNORECASE)
@@ -64,14 +63,17 @@ def _parse(device: str) -> tuple[str, int]:
 
 
 def gpu_shares(workers: int, gpus: int, environ: Mapping[str, str]) -> list[dict[str, str]]:
-    """The environment that gives each local worker a GPU of its own.
+    """The environment that gives each local worker one GPU: its own, or where there are fewer, one in turn.
 
-    Where there are fewer GPUs than workers nothing is set: who shares a GPU, and how, is for the user to say.
+    Workers that share a GPU take its memory as they need it, unless `environ` says how.
 
     Args:
         gpus: how many this host's processes may use.
         environ: CUDA_VISIBLE_DEVICES in it names those.
     """
-    if not 0 < workers <= gpus:
+    if not gpus:
         return [{} for _ in range(workers)]
-    return [device_settings(f"gpu:{index}", environ) for index in range(workers)]
+    common = {HOST_GPUS: environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))}
+    if workers > gpus:
+        common |= {name: environ.get(name, value) for name, value in ON_DEMAND.items()}
+    return [common | device_settings(f"gpu:{rank % gpus}", environ) for rank in range(workers)]

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from phalanx.errors import ConfigurationError
+from phalanx.gpus import HOST_GPUS
 from phalanx.settings import (
     HOST_ID,
     JOB_ID,
@@ -18,7 +19,7 @@ from phalanx.settings import (
     SNAPSHOTS,
 )
 
-_OF_A_TASK = (KEEPER, SNAPSHOTS)
+_OF_A_TASK = (HOST_GPUS, KEEPER, SNAPSHOTS)
 """What another job has told a task of its own, which starts this one."""
 
 CHILD = "PHALANX_CHILD"

@@ -22,10 +22,10 @@ from typing import BinaryIO
 
 from msgspec.structs import replace
 
-from phalanx.gpus import count_gpus
+from phalanx.gpus import NO_GPU, count_gpus
 from phalanx.launcher import child, progress, words
 from phalanx.launcher.cores import CoreShare, available_cores, host_shares
-from phalanx.launcher.devices import NO_GPU, gpu_shares
+from phalanx.launcher.devices import gpu_shares
 from phalanx.launcher.environment import CHILD, PROGRESS_FILE, worker_environment
 from phalanx.launcher.lifeline import Lifeline, await_end, reap_orphans
 from phalanx.launcher.messages import Event, Exited, Heeding, LastWords, Order, Output, Paced, Started
@@ -151,7 +151,7 @@ class LocalHost:
         for order in orders:
             assert order.slot is not None
             listener, share, device = self._listeners[order.slot], shares[order.slot], devices[order.slot]
-            environment = worker_environment({**os.environ, **device}, order.environment, share.threads)
+            environment = worker_environment(os.environ, {**device, **order.environment}, share.threads)
             files = (_unnamed_file(), _unnamed_file()) if order.keeps else ()
             if files:
                 environment[SNAPSHOTS] = ":".join(f"/dev/fd/{file.fileno()}" for file in files)

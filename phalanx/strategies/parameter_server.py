@@ -23,6 +23,7 @@ from phalanx.cluster.spec import EVALUATOR, PS, ClusterSpec
 from phalanx.compression import BFloat16, Compression, Float16
 from phalanx.compression import resolve as resolve_compression
 from phalanx.errors import CollectiveTimeoutError, ConfigurationError, UnsupportedError
+from phalanx.gpus import NO_GPU
 from phalanx.inputs import DistributedDataset, InputContext
 from phalanx.launcher import exit_codes
 from phalanx.parameter_server.client import Client
@@ -94,6 +95,7 @@ class ParameterServerStrategy(Strategy):
         resolver = resolver_of(cluster_resolver)
         me = _identify(resolver)
         if me.task.type == PS:
+            os.environ.update(NO_GPU)  # gradients come by the host's memory, and a GPU's belongs to the workers
             serve(me, snapshot_dir, snapshot_seconds, replication)
             sys.exit(0)
         _check_replication(me, replication)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from phalanx.errors import ConfigurationError, PhalanxError
+from phalanx.gpus import HOST_GPUS
 from phalanx.launcher.devices import check_devices, device_settings, gpu_shares
 from tests.launcher.conftest import Launcher, wait_until
 
@@ -375,13 +376,23 @@ def test_devices_are_named_as_tensorflow_names_them() -> None:
 
 
 def test_each_worker_gets_a_gpu_of_its_own_where_there_are_enough() -> None:
-    assert gpu_shares(2, 4, {}) == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
+    assert gpu_shares(2, 4, {}) == [
+        {"CUDA_VISIBLE_DEVICES": "0", HOST_GPUS: "0,1,2,3"},
+        {"CUDA_VISIBLE_DEVICES": "1", HOST_GPUS: "0,1,2,3"},
+    ]
     assert gpu_shares(2, 2, {"CUDA_VISIBLE_DEVICES": "4,6"}) == [
-        {"CUDA_VISIBLE_DEVICES": "4"},
-        {"CUDA_VISIBLE_DEVICES": "6"},
+        {"CUDA_VISIBLE_DEVICES": "4", HOST_GPUS: "4,6"},
+        {"CUDA_VISIBLE_DEVICES": "6", HOST_GPUS: "4,6"},
     ]
 
 
-def test_gpus_are_left_to_the_user_where_there_are_fewer_than_workers() -> None:
-    assert gpu_shares(2, 1, {}) == [{}, {}]
+def test_workers_take_gpus_in_turn_where_there_are_fewer_and_their_memory_as_they_need_it() -> None:
+    growing = {"TF_FORCE_GPU_ALLOW_GROWTH": "true", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    shares = gpu_shares(3, 2, {"CUDA_VISIBLE_DEVICES": "4,6"})
+    assert shares == [{"CUDA_VISIBLE_DEVICES": gpu, HOST_GPUS: "4,6", **growing} for gpu in ("4", "6", "4")]
+    (own, _) = gpu_shares(2, 1, {"XLA_PYTHON_CLIENT_PREALLOCATE": "true"})
+    assert own == {**growing, "CUDA_VISIBLE_DEVICES": "0", HOST_GPUS: "0", "XLA_PYTHON_CLIENT_PREALLOCATE": "true"}
+
+
+def test_nothing_is_set_where_there_is_no_gpu() -> None:
     assert gpu_shares(2, 0, {}) == [{}, {}]
