@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from phalanx.horovod import names
+import keras
+
+from phalanx.horovod import gpus, names
 from phalanx.horovod.compression import Compression
 from phalanx.horovod.keras import callbacks, elastic
 from phalanx.horovod.keras.functions import (
@@ -19,6 +21,7 @@ from phalanx.horovod.keras.sync_batch_normalization import SyncBatchNormalizatio
 from phalanx.horovod.names import *  # noqa: F403
 from phalanx.horovod.operations import barrier, join
 
+init = gpus.init_for(keras.backend.backend())
 grouped_allreduce = interface.grouped_allreduce
 alltoall = interface.alltoall
 grouped_allgather = interface.grouped_allgather

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from phalanx.horovod import names
+from phalanx.horovod import gpus, names
 from phalanx.horovod.names import *  # noqa: F403
 from phalanx.horovod.operations import Average
 from phalanx.horovod.process_sets import ProcessSet, global_process_set
@@ -30,6 +30,8 @@ from phalanx.horovod.tensorflow.mpi_ops import (
     size_op,
 )
 from phalanx.horovod.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
+
+init = gpus.init_for("tensorflow")
 
 
 def DistributedOptimizer(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.horovod import names
+from phalanx.horovod import gpus, names
 from phalanx.horovod.names import *  # noqa: F403
 from phalanx.horovod.torch import elastic
 from phalanx.horovod.torch.compression import Compression
@@ -38,6 +38,8 @@ from phalanx.horovod.torch.mpi_ops import (
 )
 from phalanx.horovod.torch.optimizer import DistributedOptimizer
 from phalanx.horovod.torch.sync_batch_norm import SyncBatchNorm
+
+init = gpus.init_for("torch")
 
 __all__ = [
     *names.__all__,
