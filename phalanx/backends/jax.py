@@ -33,15 +33,17 @@ from keras.src.backend.jax.trainer import JAXTrainer
 from phalanx.backends import model_state
 from phalanx.backends.engine import Batch, Exchange, Merge
 from phalanx.backends.global_losses import check_losses
+from phalanx.backends.jax_host import SAME_ON_ALL, pinned_memory
 from phalanx.backends.jax_probe import only_call, probe
 from phalanx.backends.jax_recipe import Recipe
 from phalanx.backends.jax_step import Step
-from phalanx.backends.layout import WEIGHT_OF_AGGREGATION, Layout, Weight, bundles
+from phalanx.backends.layout import SMALL, SMALL_ON_THE_BUS, WEIGHT_OF_AGGREGATION, Layout, Weight, bundles
 from phalanx.backends.log_origins import LogOrigins
 from phalanx.backends.tensors import Gradient, HostFunction, Shape, same_shape
 from phalanx.backends.updater import BackendUpdater
 from phalanx.errors import UnsupportedError
 from phalanx.inputs.elements import Form
+from phalanx.nested import map_leaves
 
 Array = np.ndarray[Any, Any]
 Values = list[Any]
@@ -81,6 +83,7 @@ class JaxEngine(model_state.Packing):
         self._model = model
         self._merge = merge
         self._compiled = bool(model.jit_compile) and not model.run_eagerly
+        self._pinned = pinned_memory()
         self._predict = self._jit(model.predict_step)
         self.retrace()
         self.origins = LogOrigins(model)
@@ -90,8 +93,8 @@ class JaxEngine(model_state.Packing):
         self._test_share = 1.0
 
     def retrace(self) -> None:
-        trace = self._trace_own_gradients if self._merge.exchange else self._trace_gradients
-        self._gradients = Step(trace, self._jit, self._merge)
+        trace, kind = (self._trace_own_gradients, _Own) if self._merge.exchange else (self._trace_gradients, _Local)
+        self._gradients = Step(trace, self._jit, self._merge, leave=self._for_the_host(kind))
         self._test = Step(self._trace_test, self._jit, self._merge, donate=(2,))
         self._recipe: Recipe | None = None
         self._update: Callable[..., Any] | None = None
@@ -106,7 +109,7 @@ class JaxEngine(model_state.Packing):
         return bool(self._model._jax_state_synced)
 
     def build(self, data: Batch) -> None:
-        self._model._symbolic_build(data_batch=self._as_given(data))
+        self._model._symbolic_build(data_batch=self._as_given(map_leaves(_as_jax_has_it, data)))
         check_losses(self._model)
         model_state.check_layers(self._model)
 
@@ -128,14 +131,17 @@ class JaxEngine(model_state.Packing):
         recipe = self._recipe
         assert recipe is not None, "tracing the gradients has written it"
         flats = self._merge(recipe.travelling, [np.asarray(array) for array in local.merged], share)
+        # To a device large arrays are sent side by side.
+        merged = flats if self._pinned is None else recipe.travelling.cut(flats)
         if self._update is None or (self._silent and recipe.logs):
             before = self._silent
             self._silent = model_state.still_silent(before, self._model, recipe.read(flats)[2])
             if self._update is None or self._silent != before:
-                self._update = self._jit(self._trace_update(recipe, self._silent), donate=(0, 1, 2))
+                options = None if self._pinned is None else SAME_ON_ALL
+                self._update = self._jit(self._trace_update(recipe, self._silent), (0, 1, 2), options=options)
         # Where servers make the update, what the optimizer keeps stays as it is here, and need not pass through.
         own = [] if self._merge.updates else optimizer
-        trainable, updated, metrics, state, self._logs = self._update(trainable, own, metrics, flats)
+        trainable, updated, metrics, state, self._logs = self._update(trainable, own, metrics, merged)
         optimizer = optimizer if self._merge.updates else updated
         for index, value in [*zip(recipe.state, state, strict=True), *local.private.items()]:
             non_trainable[index] = value
@@ -220,8 +226,20 @@ class JaxEngine(model_state.Packing):
 
     # Tracing.
 
-    def _jit(self, function: Callable[..., Any], donate: tuple[int, ...] = ()) -> Callable[..., Any]:
-        return jax.jit(function, donate_argnums=donate) if self._compiled else function
+    def _jit(
+        self,
+        function: Callable[..., Any],
+        donate: tuple[int, ...] = (),
+        leave: Any = None,
+        options: dict[str, Any] | None = None,
+    ) -> Callable[..., Any]:
+        if not self._compiled:
+            return function
+        return jax.jit(function, donate_argnums=donate, out_shardings=leave, compiler_options=options)
+
+    def _for_the_host(self, kind: Any) -> Any:
+        """Where a function leaves what it returns, of whose parts the first one goes to the host."""
+        return None if self._pinned is None else kind(self._pinned, *[None] * (len(kind._fields) - 1))
 
     def _trace_gradients(
         self, trainable: Values, non_trainable: Values, optimizer: Values, metrics: Values, data: Batch
@@ -239,7 +257,8 @@ class JaxEngine(model_state.Packing):
         counted = [*[Weight.GRADIENT] * len(gradients), *[Weight.SHARE] * len(floating)]
         layout = Layout.of(values, [*counted, *weights, *[Weight.SHARE] * len(own_logs)])
         separate = self._merge.separate
-        groups = tuple((i,) for i in range(len(values))) if separate else tuple(map(tuple, bundles(layout)))
+        small = SMALL if self._pinned is None else SMALL_ON_THE_BUS
+        groups = tuple((i,) for i in range(len(values))) if separate else tuple(map(tuple, bundles(layout, small)))
         recipe = Recipe(layout, groups, len(gradients), tuple(floating), weights, tuple(own_logs))
         if recipe != self._recipe:
             self._recipe, self._update = recipe, None
@@ -262,8 +281,10 @@ class JaxEngine(model_state.Packing):
         return _Own(gradients, _changed(non_trainable, state[1]), list(state[3]), logs)
 
     def _trace_update(self, recipe: Recipe, silent: frozenset[str]) -> Callable[..., Any]:
-        def update(trainable: Values, optimizer: Values, metrics: Values, flats: Values) -> Any:
-            gradients, state, merged, averages = recipe.read(flats)
+        read = recipe.read if self._pinned is None else recipe.read_travelled
+
+        def update(trainable: Values, optimizer: Values, metrics: Values, arrays: Values) -> Any:
+            gradients, state, merged, averages = read(arrays)
             if self._merge.updates:
                 trainable = gradients
             else:
@@ -338,6 +359,14 @@ class JaxEngine(model_state.Packing):
 def _changed(before: Values, after: Values) -> dict[int, Any]:
     """The values that are others now, by index."""
     return {index: new for index, (old, new) in enumerate(zip(before, after, strict=True)) if new is not old}
+
+
+def _as_jax_has_it(array: Array) -> Array:
+    """In the dtype that JAX would make of it, of which it else warns where only shapes are asked for."""
+    if array.dtype.kind not in "iufc":
+        return array
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    return array if dtype == array.dtype else np.broadcast_to(np.zeros((), dtype), array.shape)
 
 
 def _own_logs(model: Any, step: str, logs: Any) -> dict[str, Any]:

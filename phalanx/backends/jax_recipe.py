@@ -63,7 +63,18 @@ class Recipe:
         )
 
     def read(self, flats: Sequence[Any]) -> tuple[Values, Values, Values, dict[str, Any]]:
-        by_index = dict(zip(self._order, self._contents.cut(flats), strict=True))
+        """What was merged, out of the flat buffers: gradients, state, metrics, logs."""
+        return self._sorted(self._contents.cut(flats))
+
+    def read_travelled(self, arrays: Sequence[Any]) -> tuple[Values, Values, Values, dict[str, Any]]:
+        """As `read`, out of arrays like those that `join` returns."""
+        pieces: list[Any] = []
+        for bundle, array in zip(self.bundles, arrays, strict=True):
+            pieces += self.layout.chosen(bundle).cut([jnp.ravel(array)])
+        return self._sorted(pieces)
+
+    def _sorted(self, pieces: Sequence[Any]) -> tuple[Values, Values, Values, dict[str, Any]]:
+        by_index = dict(zip(self._order, pieces, strict=True))
         values = [by_index[index] for index in range(len(by_index))]
         ends = np.cumsum([self.gradients, len(self.state), len(self.metrics)])
         gradients, state, metrics, logs = (values[a:b] for a, b in zip([0, *ends], [*ends, None], strict=True))

@@ -25,6 +25,12 @@ class Step:
 
     A compiled function cannot wait for other processes, so where a loss needs it, the denominators come from a function
     of their own, which runs before: the same step, of which XLA leaves only what the denominators need.
+
+    Args:
+        jit: compiles a function, given the numbers of the arguments that it may overwrite, and where it leaves what it
+            returns.
+        donate: the numbers of those of `function`.
+        leave: where `function` leaves what it returns; None: on the device.
     """
 
     def __init__(
@@ -33,11 +39,12 @@ class Step:
         jit: Callable[..., Callable[..., Any]],
         merge: Merge,
         donate: tuple[int, ...] = (),
+        leave: Any = None,
     ) -> None:
         self._function = function
         self._jit = jit
         self._merge = merge
-        self._run = jit(self._trace, tuple(1 + number for number in donate))
+        self._run = jit(self._trace, tuple(1 + number for number in donate), leave)
         self._denominators: Callable[..., Any] | None = None
         self._prepared: dict[tuple[Any, ...], Callable[..., Any]] = {}
 

@@ -114,19 +114,21 @@ class Layout:
         ]
 
 
-# Below this many elements, handing an array over costs more than copying it into another.
 SMALL = 4096
+"""Below this many elements, handing an array over costs more than copying it into another."""
+SMALL_ON_THE_BUS = 2**16
+"""The same where it comes from a GPU."""
 
 
-def bundles(layout: Layout) -> list[list[int]]:
-    """The arrays of a layout grouped for the way: those below `SMALL` elements that count alike may travel as one.
+def bundles(layout: Layout, small: int = SMALL) -> list[list[int]]:
+    """The arrays of a layout grouped for the way: those below `small` elements that count alike may travel as one.
 
     Each large array is a group of its own. `layout.chosen` of all groups in a row describes the same flat buffers
     as the layout of the joined arrays.
     """
     groups: dict[object, list[int]] = {}
     for index, (shape, dtype, weight) in enumerate(zip(layout.shapes, layout.dtypes, layout.weights, strict=True)):
-        key = (dtype, weight) if math.prod(shape) < SMALL else index
+        key = (dtype, weight) if math.prod(shape) < small else index
         groups.setdefault(key, []).append(index)
     return list(groups.values())
 

@@ -9,14 +9,14 @@ rest afterwards.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import keras
-import ml_dtypes
 import numpy as np
 import torch
 from keras.src import tree
-from keras.src.backend.torch.core import convert_to_tensor
+from keras.src.backend.torch.core import convert_to_tensor, get_device
 from keras.src.backend.torch.trainer import TorchTrainer
 from keras.src.trainers.trainer import Trainer
 
@@ -29,6 +29,7 @@ from phalanx.backends.step_means import StepMeans
 from phalanx.backends.tensors import Gradient, HostFunction, Shape, same_shape
 from phalanx.backends.torch_adam import fused
 from phalanx.backends.torch_buffers import buffers
+from phalanx.backends.torch_host import all_from_host, all_to_host, from_host, taken, to_host
 from phalanx.backends.updater import BackendUpdater
 from phalanx.inputs.elements import Form
 from phalanx.nested import leaves, map_leaves
@@ -51,6 +52,7 @@ class TorchEngine(model_state.Packing):
         self._backward = torch.compile(self._run_backward) if model.jit_compile else self._run_backward
         self._layouts: dict[tuple[tuple[int, ...], tuple[str, ...]], Layout] = {}
         self._silent: frozenset[str] | None = None
+        self._device = torch.device(get_device())
         self._averages: dict[str, Any] = {}
         self._test_logs: dict[str, Any] = {}
         self.origins = LogOrigins(model)
@@ -137,7 +139,7 @@ class TorchEngine(model_state.Packing):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _scale_of(self, denominator: Any) -> float:
-        own = None if denominator is None else _to_host(denominator)
+        own = None if denominator is None else to_host(denominator)
         return float(scales([own], self._merge, self._share)[0])
 
     def _run_backward(self, data: Batch) -> tuple[list[Any], dict[str, Any]]:
@@ -181,8 +183,9 @@ class TorchEngine(model_state.Packing):
 
     def _exchange(self, exchange: Exchange, gradients: Sequence[Any]) -> list[Any]:
         """New weights for the gradients of all of them; None for those that are not known yet."""
-        values = exchange([_to_host(gradient) for gradient in gradients])
-        return [None if value is None else _from_host(value) for value in values]
+        values = exchange(all_to_host(gradients))
+        known = iter(all_from_host([value for value in values if value is not None], self._device))
+        return [None if value is None else next(known) for value in values]
 
     def _log_own(self, logs: dict[str, Any]) -> None:
         """The logs of a step of which only the gradients are merged: as the model returned them."""
@@ -195,11 +198,13 @@ class TorchEngine(model_state.Packing):
         if self._merge.exchange:
             return self._exchange(self._merge.exchange, gradients)
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        arrays = [_to_host(gradients[i]) for i in present]
+        arrays = all_to_host([gradients[i] for i in present])
         layout = Layout.of(arrays, [Weight.GRADIENT] * len(arrays))
         merged = list(gradients)
-        for i, array in zip(present, layout.cut(self._merge(layout, arrays, share)), strict=True):
-            merged[i] = _from_host(array, gradients[i].device)
+        if present:
+            _, tensors = taken(layout, self._merge(layout, arrays, share), self._device)
+            for i, tensor in zip(present, tensors, strict=True):
+                merged[i] = tensor
         return merged
 
     def _merge_all(
@@ -214,38 +219,31 @@ class TorchEngine(model_state.Packing):
 
         `present`: which of the weights have a gradient in this step.
         """
-        parts = [
-            [_to_host(gradient) for gradient in gradients],
-            [_to_host(variable.value) for variable in self._state],
-            [_to_host(variable.value) for variable in self._metrics],
-            [np.asarray(_scalar(value), np.float32) for value in logs.values()],
-        ]
-        arrays = [array for part in parts for array in part]
+        values = [*gradients, *(variable.value for variable in (*self._state, *self._metrics))]
+        arrays = [*all_to_host(values), *(np.asarray(_scalar(value), np.float32) for value in logs.values())]
         key = (present, tuple(logs))
         layout = self._layouts.get(key)
         if layout is None:
             counted = [*[Weight.GRADIENT] * len(gradients), *[Weight.SHARE] * len(self._state)]
             weights = [*counted, *self._weights, *[Weight.SHARE] * len(logs)]
             layout = self._layouts[key] = Layout.of(arrays, weights)
-        values = layout.cut(self._merge(layout, arrays, share))
-        ends = np.cumsum([len(part) for part in parts])
-        merged, state, metrics, averages = (values[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True))
-        self._silent = model_state.still_silent(self._silent, self._model, metrics)
+        arrays, tensors = taken(layout, self._merge(layout, arrays, share), self._device)
+        of_state, of_metrics, of_logs = accumulate((len(gradients), len(self._state), len(self._metrics)))
+        self._silent = model_state.still_silent(self._silent, self._model, arrays[of_metrics:of_logs])
         with torch.no_grad():
-            for variable, value in zip(self._state, state, strict=True):
-                variable.value.copy_(_from_host(value))
+            for variable, value in zip(self._state, tensors[of_state:of_metrics], strict=True):
+                variable.value.copy_(value)
             for variable, value, weight, before in zip(
-                self._metrics, metrics, self._weights, metrics_before, strict=True
+                self._metrics, tensors[of_metrics:of_logs], self._weights, metrics_before, strict=True
             ):
-                variable.value.copy_(_from_host(value))
+                variable.value.copy_(value)
                 if weight is Weight.ONE:
                     variable.value.add_(before)
-        self._averages = dict(zip(logs, averages, strict=True))
-        device = gradients[0].device if gradients else None
-        return [_from_host(array, device) for array in merged]
+        self._averages = dict(zip(logs, arrays[of_logs:], strict=True))
+        return tensors[:of_state]
 
     def read(self, variables: Sequence[Any]) -> list[Array]:
-        return [np.array(_to_host(variable.value)) for variable in variables]
+        return [np.array(to_host(variable.value)) for variable in variables]
 
     def layer_state(self) -> list[Any]:
         return list(self._state)
@@ -253,7 +251,7 @@ class TorchEngine(model_state.Packing):
     def write(self, values: Sequence[tuple[Any, Array]]) -> None:
         with torch.no_grad():
             for variable, value in values:
-                variable.value.copy_(_from_host(value))
+                variable.value.copy_(from_host(value))
 
     def retrace(self) -> None:
         self._layouts.clear()
@@ -275,14 +273,14 @@ class TorchEngine(model_state.Packing):
     def merged_metrics(self, share: float, *, final: bool, training: bool = False) -> Mapping[str, Any]:
         logs = self._averages if training else self._test_logs
         own = [variable.value.clone() for variable in self._metrics]
-        arrays = [_to_host(value) for value in own]
+        arrays = [to_host(value) for value in own]
         last = share if training else self._share
         arrays += model_state.weigh_last([_scalar(value) for value in logs.values()], last, share)
         layout = Layout.of(arrays, [*self._weights, *[Weight.SHARE] * len(logs)])
         values = layout.cut(self._merge(layout, arrays, share)) if arrays else []
         with torch.no_grad():
             for variable, value in zip(self._metrics, values, strict=False):
-                variable.value.copy_(_from_host(value))
+                variable.value.copy_(from_host(value))
             silent = model_state.silent_metrics(self._model, values[: len(own)])
             averages = dict(zip(logs, values[len(own) :], strict=True))
             origins = self.origins if training else self._test_origins
@@ -296,7 +294,7 @@ class TorchEngine(model_state.Packing):
     def predict(self, data: Batch, form: Form = Form.PARTS) -> Any:
         with torch.no_grad():
             outputs = self._model.predict_step(self._packed(_to_device(data), form))
-        return tree.map_structure(_to_host, outputs)
+        return tree.map_structure(to_host, outputs)
 
 
 def _layer_state(model: Any) -> list[Any]:
@@ -321,10 +319,11 @@ def _complete(gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
 
 def _assign(values: Sequence[Any], weights: Sequence[Any]) -> None:
     """Give the weights new values; those for which there is None keep their own."""
+    known = [(weight.value, value) for weight, value in zip(weights, values, strict=True) if value is not None]
+    if not known:
+        return
     with torch.no_grad():
-        for weight, value in zip(weights, values, strict=True):
-            if value is not None:
-                weight.value.copy_(value)
+        torch._foreach_copy_([old for old, _ in known], [new for _, new in known])
 
 
 def _batch_size(x: Any) -> int:
@@ -341,45 +340,27 @@ def _number(result: Any) -> Any:
     return value if value.ndim else float(value)
 
 
-def _to_host(tensor: Any) -> Array:
-    """The tensor's values on the host; a view where it lives there already. NumPy lacks bfloat16: its bits travel."""
-    tensor = tensor.detach().cpu()
-    if tensor.dtype == torch.bfloat16:
-        bits: Array = tensor.contiguous().view(torch.int16).numpy()
-        return bits.view(ml_dtypes.bfloat16)
-    values: Array = tensor.numpy()
-    return values
-
-
-def _from_host(array: Array, device: Any = None) -> Any:
-    """A tensor over the array's memory, or a copy of it on another device."""
-    if array.dtype == ml_dtypes.bfloat16:
-        tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    else:
-        tensor = torch.from_numpy(array)
-    return tensor if device is None else tensor.to(device)
-
-
 class TorchUpdater(BackendUpdater):
     """See `phalanx.backends.updater.Updater`."""
 
     def apply(self, gradients: Sequence[Any]) -> None:
         with torch.no_grad(), fused(self.optimizer):
-            self.optimizer.apply([_from_host(gradient) for gradient in gradients], self.variables)
+            devices = [variable.value.device for variable in self.variables]
+            self.optimizer.apply(list(map(from_host, gradients, devices)), self.variables)
 
     def values(self) -> list[Any]:
-        return [_to_host(variable.value).copy() for variable in self.variables]
+        return [to_host(variable.value).copy() for variable in self.variables]
 
     def load(self, values: Mapping[int, Any], state: Mapping[int, Any]) -> None:
         with torch.no_grad():
             for number, value in values.items():
-                self.variables[number].value.copy_(_from_host(np.asarray(value)))
+                self.variables[number].value.copy_(from_host(np.asarray(value)))
             for number, value in state.items():
-                self.optimizer.variables[number].value.copy_(_from_host(np.asarray(value)))
+                self.optimizer.variables[number].value.copy_(from_host(np.asarray(value)))
 
     def fetch(self, values: Sequence[int], state: Sequence[int]) -> tuple[list[Any], list[Any]]:
         own = self.optimizer.variables
-        return [_to_host(self.variables[n].value) for n in values], [_to_host(own[n].value) for n in state]
+        return [to_host(self.variables[n].value) for n in values], [to_host(own[n].value) for n in state]
 
 
 class TorchTensors:
@@ -388,7 +369,7 @@ class TorchTensors:
     merges_in_apply = True
 
     def from_host(self, array: Array) -> Any:
-        return _from_host(np.array(array, copy=True))
+        return from_host(np.array(array, copy=True), get_device())
 
     def call(
         self,
@@ -399,7 +380,7 @@ class TorchTensors:
         gradient: Gradient | None = None,
     ) -> list[Any]:
         tensors = [
-            tensor if isinstance(tensor, torch.Tensor) else torch.as_tensor(np.asarray(tensor)) for tensor in tensors
+            tensor if isinstance(tensor, torch.Tensor) else self.from_host(np.asarray(tensor)) for tensor in tensors
         ]
         if gradient is None:
             return _on_host(function, tensors)
@@ -436,5 +417,5 @@ class _Differentiable(torch.autograd.Function):  # type: ignore[misc]
 
 
 def _on_host(function: HostFunction, tensors: Sequence[Any]) -> list[Any]:
-    results = function([_to_host(tensor) for tensor in tensors])
-    return [_from_host(np.array(array), tensor.device) for array, tensor in zip(results, tensors, strict=True)]
+    results = function([to_host(tensor) for tensor in tensors])
+    return [from_host(np.array(array), tensor.device) for array, tensor in zip(results, tensors, strict=True)]

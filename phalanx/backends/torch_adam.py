@@ -1,8 +1,8 @@
 """Keras's Adam on PyTorch, in one pass over the memory.
 
 Keras updates the weights in a dozen passes (`torch._foreach_*`), a fifth of a small model's step on a CPU;
-PyTorch has one kernel for all of it. The two differ in where epsilon stands (Kingma & Ba 2014, section 2, the
-remark after algorithm 1):
+PyTorch has one kernel for all of it, on CPUs and on NVIDIA's GPUs. The two differ in where epsilon stands (Kingma & Ba
+2014, section 2, the remark after algorithm 1):
 
     Keras    w -= lr sqrt(1 - b2^t) / (1 - b1^t) * m / (sqrt(v) + eps)
     PyTorch  w -= lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps')
@@ -22,6 +22,7 @@ from keras.src.backend.torch.optimizers.torch_adam import Adam
 
 # What the kernel can be given; all weights of one model nearly always are float32.
 _DTYPES = (torch.float32, torch.float64)
+_DEVICES = ("cpu", "cuda")
 
 
 @contextmanager
@@ -49,9 +50,11 @@ def _update_in_one_pass(optimizer: Any, gradients: Sequence[Any], variables: Seq
     weights = [variable.value.detach() for variable in variables]
     momentums = [optimizer._momentums[place].value for place in places]
     velocities = [optimizer._velocities[place].value for place in places]
-    dtype = weights[0].dtype
+    dtype, device = weights[0].dtype, weights[0].device
     tensors = [*weights, *gradients, *momentums, *velocities]
-    if dtype not in _DTYPES or not all(t.dtype is dtype and t.is_cpu and t.is_contiguous() for t in tensors):
+    if dtype not in _DTYPES or device.type not in _DEVICES:
+        return False
+    if not all(t.dtype is dtype and t.device == device and t.is_contiguous() for t in tensors):
         return False
     iterations = optimizer.iterations  # an integer tensor while gradients are accumulated, else a variable
     step = int(getattr(iterations, "value", iterations)) + 1
@@ -61,7 +64,7 @@ def _update_in_one_pass(optimizer: Any, gradients: Sequence[Any], variables: Seq
         momentums,
         velocities,
         [],
-        [torch.tensor(float(step))] * len(weights),
+        [torch.full((), float(step), device=device)] * len(weights),
         lr=float(learning_rate),
         beta1=optimizer.beta_1,
         beta2=optimizer.beta_2,

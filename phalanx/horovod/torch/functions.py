@@ -14,7 +14,7 @@ from phalanx.horovod import operations
 from phalanx.horovod.objects import allgather_object, broadcast_bytes, broadcast_object
 from phalanx.horovod.process_sets import ProcessSet, global_process_set
 from phalanx.horovod.torch.mpi_ops import _put_back
-from phalanx.horovod.torch.tensors import to_host
+from phalanx.horovod.torch.tensors import all_to_host
 from phalanx.horovod.world import current
 
 _PLAIN = (type(None), bool, int, float, str)
@@ -81,7 +81,7 @@ def broadcast_optimizer_state(
 
 
 def _broadcast(tensors: list[torch.Tensor], root_rank: int, name: str, process_set: ProcessSet) -> None:
-    arrays = [to_host(tensor) for tensor in tensors]
+    arrays = all_to_host(tensors)
     pending = operations.broadcast(
         arrays, root_rank, name=f"broadcast.{name}", process_set=process_set, outs=arrays, wake=False
     )

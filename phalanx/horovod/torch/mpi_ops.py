@@ -20,7 +20,7 @@ from phalanx.horovod.process_sets import ProcessSet, global_process_set
 from phalanx.horovod.request import Op
 from phalanx.horovod.torch import autograd
 from phalanx.horovod.torch.compression import Compression
-from phalanx.horovod.torch.tensors import from_host, shares_memory, tensors_of, to_host
+from phalanx.horovod.torch.tensors import all_to_host, from_host, over, shares_memory, tensors_of, to_host
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -63,7 +63,7 @@ def grouped_allreduce_async_(
 ) -> Pending:
     """Start to merge tensors in place, all at once. The handle's result is the tensors."""
     tensors = list(tensors)
-    arrays = [to_host(tensor) for tensor in tensors]
+    arrays = all_to_host(tensors)
     pending = operations.allreduce(
         arrays,
         name=name,
@@ -90,7 +90,7 @@ def grouped_allreduce_async(
     """Start to merge tensors, all at once. The handle's result is a list of new tensors."""
     tensors = list(tensors)
     pending = operations.allreduce(
-        [to_host(tensor) for tensor in tensors],
+        all_to_host(tensors),
         name=name,
         op=check_op(op, average),
         prescale_factor=prescale_factor,
@@ -227,7 +227,7 @@ def grouped_allgather_async(
 ) -> Pending:
     """Start to join tensors over the ranks, all at once. The handle's result is a list of new tensors."""
     tensors = list(tensors)
-    pending = operations.allgather([to_host(tensor) for tensor in tensors], name=name, process_set=process_set)
+    pending = operations.allgather(all_to_host(tensors), name=name, process_set=process_set)
     pending.finish = lambda results: tensors_of(results, tensors)
     return pending
 
@@ -333,7 +333,7 @@ def grouped_reducescatter_async(
     """Start to merge tensors and give each rank its rows. The handle's result is a list of new tensors."""
     tensors = list(tensors)
     pending = operations.reducescatter(
-        [to_host(tensor) for tensor in tensors],
+        all_to_host(tensors),
         name=name,
         op=check_op(op),
         prescale_factor=prescale_factor,
@@ -411,7 +411,7 @@ def _put_back(tensors: Sequence[Tensor], results: Sequence[Any]) -> list[Tensor]
     """Results that were written to arrays from `to_host`, in the tensors themselves."""
     for tensor, result in zip(tensors, results, strict=True):
         if not shares_memory(tensor):
-            tensor.detach().copy_(from_host(result, tensor))
+            tensor.detach().copy_(over(result))
     return list(tensors)
 
 

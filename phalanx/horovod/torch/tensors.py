@@ -9,6 +9,8 @@ import ml_dtypes
 import numpy as np
 import torch
 
+from phalanx.pinned import fetched, sent
+
 Array = np.ndarray[Any, Any]
 
 
@@ -27,14 +29,22 @@ def to_host(tensor: torch.Tensor) -> Array:
     return tensor.numpy()
 
 
-def from_host(array: Array, like: torch.Tensor) -> torch.Tensor:
-    """A tensor of the array's memory (a copy, on another device)."""
+def all_to_host(tensors: Sequence[torch.Tensor]) -> list[Array]:
+    """As `to_host` of each, and from a GPU much faster."""
+    return [to_host(tensor) for tensor in fetched(tensors)]
+
+
+def over(array: Array) -> torch.Tensor:
+    """A tensor of the array's memory."""
     array = np.ascontiguousarray(array).reshape(array.shape)  # the former makes rows of single numbers
     if array.dtype == ml_dtypes.bfloat16:
-        tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    else:
-        tensor = torch.from_numpy(array)
-    return tensor if like.is_cpu else tensor.to(like.device)
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def from_host(array: Array, like: torch.Tensor) -> torch.Tensor:
+    """A tensor of the array's memory (a copy, on another device)."""
+    return sent([over(array)], like.device)[0]
 
 
 def tensors_of(arrays: Sequence[Array], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
