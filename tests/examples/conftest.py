@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.backends import BACKENDS, FIRST
+from tests.support.backends import BACKENDS, DEVICE_SETTINGS, FIRST
 from tests.support.commands import ROOT, finish
 
 EXAMPLES = ROOT / "examples"
@@ -31,7 +31,7 @@ def environment(backend: str) -> dict[str, str]:
         "KERAS_BACKEND": backend,
         "PYTHONPATH": str(ROOT),
         "TF_CPP_MIN_LOG_LEVEL": "3",
-        "CUDA_VISIBLE_DEVICES": "",
+        **DEVICE_SETTINGS,
         "COLUMNS": "200",
         # A rank that waits in vain is to say so long before the test's own bound.
         "PHALANX_TIMEOUT": "60",

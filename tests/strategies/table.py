@@ -524,7 +524,7 @@ def _gradients(loss_of: Any) -> Iterator[Any]:
     if keras.backend.backend() == "torch":
         import torch
 
-        yield lambda value: torch.autograd.grad(loss_of(leaf := torch.tensor(value, requires_grad=True)), leaf)[0]
+        yield lambda value: torch.autograd.grad(loss_of(leaf := tensor(value).requires_grad_()), leaf)[0]
         return
     import tensorflow as tf
 

@@ -1,8 +1,17 @@
-"""The backends that the tests of this run are for: those that the environment variable `BACKENDS` names."""
+"""What the tests of this run are for: the backends that the environment variable `BACKENDS` names, on CPUs, or where
+`TEST_ON_GPU` is set on the GPUs that are there."""
 
 from __future__ import annotations
 
 import os
 
+from phalanx.gpus import NO_GPU, ON_DEMAND
+
 BACKENDS = tuple(os.environ.get("BACKENDS", "jax tensorflow torch").split())
 FIRST = BACKENDS[0]
+
+# Jobs of tests run side by side, and are compared digit by digit: GPUs are shared, and multiply in full float32.
+ON_GPU = bool(os.environ.get("TEST_ON_GPU"))
+DEVICE_SETTINGS = (
+    {**ON_DEMAND, "JAX_DEFAULT_MATMUL_PRECISION": "highest", "NVIDIA_TF32_OVERRIDE": "0"} if ON_GPU else NO_GPU
+)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.support.backends import DEVICE_SETTINGS, ON_GPU
 from tests.support.commands import ROOT, finish
 
 START_BOUND_S = 90.0
@@ -67,8 +68,8 @@ def environment(backend: str, cache: Path) -> dict[str, str]:
         "KERAS_BACKEND": backend,
         "PYTHONPATH": str(ROOT),
         "TF_CPP_MIN_LOG_LEVEL": "3",
-        "CUDA_VISIBLE_DEVICES": "",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        **DEVICE_SETTINGS,
+        **({} if ON_GPU else {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}),
         "JAX_COMPILATION_CACHE_DIR": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",

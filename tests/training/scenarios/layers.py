@@ -282,7 +282,7 @@ def modules_of_pytorch_among_the_layers(setting: Setting) -> dict[str, Any]:
 
     model = compiled(setting, build)
     found = fitted(model, batch_size=11)
-    buffers = {name: buffer.numpy().copy() for name, buffer in norm.named_buffers()}
+    buffers = {name: buffer.cpu().numpy().copy() for name, buffer in norm.named_buffers()}
     buffers["phases"] = buffers["phases"].imag
     return {**found, "predict": model.predict(features(), verbose=0), "buffers": buffers}
 

@@ -1,0 +1,86 @@
+"""A step whose results are left in pinned memory, as on a GPU: JAX's CPUs know such memory too."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.backends import BACKENDS
+from tests.support.commands import ROOT
+
+pytestmark = pytest.mark.skipif("jax" not in BACKENDS, reason="needs JAX")
+
+PROGRAM = """
+import jax, keras, numpy as np
+from types import SimpleNamespace
+from jax.sharding import SingleDeviceSharding
+from phalanx.backends import jax as backend
+
+arrived = []
+
+
+class Merge:
+    updates = separate = repeats = False
+    exchange = gather = None
+
+    def __call__(self, layout, arrays, share):
+        arrived.append(len(arrays))
+        flats = layout.allocate()
+        for view, array in zip(layout.cut(flats), arrays, strict=True):
+            view[...] = array
+        return flats
+
+
+class Exchange(Merge):
+    updates = separate = True
+
+    def __init__(self, model):
+        self.weights = [np.array(v) for v in model.trainable_variables]
+
+    def exchange(self, gradients):
+        arrived.append(len(gradients))
+        self.weights = [w - 0.1 * g for w, g in zip(self.weights, gradients, strict=True)]
+        return list(self.weights)
+
+
+def trained(merge_of):
+    keras.utils.set_random_seed(3)
+    big = keras.layers.Dense(300, activation="relu")  # its kernel is large for a CPU, small for the bus
+    model = keras.Sequential([keras.Input((40,)), big, keras.layers.BatchNormalization(), keras.layers.Dense(3)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
+    x, y = np.random.default_rng(0).random((30, 40), np.float32), np.arange(30) % 3
+    engine = backend.JaxEngine(model, merge_of(model))
+    engine.build((x, y, None))
+    engine.begin()
+    for _ in range(3):
+        engine.train((x, y, None), 1.0)
+    logs = {name: float(value) for name, value in engine.logs().items()}
+    engine.end()
+    return [*model.get_weights(), *logs.values()], arrived[-1]
+
+
+device = jax.devices()[0]
+for merge_of in (lambda model: Merge(), Exchange):
+    expected, arrays = trained(merge_of)
+    backend.pinned_memory = lambda: SingleDeviceSharding(device, memory_kind="pinned_host")
+    found, fewer = trained(merge_of)
+    backend.pinned_memory = lambda: None
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+    print(arrays, fewer)
+"""
+
+
+def test_steps_compute_the_same_and_small_arrays_travel_as_one() -> None:
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PHALANX_")}
+    settings = {**own, "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    job = subprocess.run([sys.executable, "-c", PROGRAM], env=settings, capture_output=True, text=True, timeout=120)
+    assert job.returncode == 0, job.stderr
+    of_merge, of_exchange = job.stdout.splitlines()
+    arrays, fewer = map(int, of_merge.split())
+    assert fewer < arrays
+    assert of_exchange == "6 6"
