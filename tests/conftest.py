@@ -25,7 +25,7 @@ hypothesis.settings.load_profile("tests")
 
 CI_SCENARIOS = """
     sequential_adam functional_sgd_momentum_sample_weight subclassed_adam_class_weight several_inputs_and_outputs
-    batch_normalisation_trains_and_ranks_agree dropout_differs_between_ranks_on_the_same_start
+    batch_normalisation_trains_and_ranks_agree batch_normalization_over_all_replicas dropout_differs_between_ranks_on_the_same_start
     loss_reduction_sum masked_sequences_labelled_by_token metrics_of_two_classes
     own_train_step_and_test_step own_train_step_that_counts_steps means_of_steps
     optimizer_global_clipnorm optimizer_gradient_accumulation optimizer_loss_scale steps_per_execution

@@ -25,6 +25,7 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from phalanx.backends import model_state
 from phalanx.backends.engine import Batch, GradientRows, Merge
 from phalanx.backends.global_losses import ScaledLosses, check_losses, has_samples, scales
+from phalanx.backends.global_moments import SummedBy
 from phalanx.backends.layout import Layout, Weight
 from phalanx.backends.log_origins import LogOrigins
 from phalanx.backends.stand_in import StandIn
@@ -49,7 +50,7 @@ _Logs = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
 
 
 class _HostCallNeeded(Exception):
-    """A loss asks the other ranks in the middle of a function that XLA compiles, which cannot call the host."""
+    """A loss or a layer asks the other ranks in the middle of what XLA compiles, which cannot call the host."""
 
 
 class TensorFlowEngine(model_state.Packing):
@@ -71,6 +72,7 @@ class TensorFlowEngine(model_state.Packing):
         self._gradients_of_vectors = StandIn(tf.GradientTape, "gradient", self._gradient_function())
         self._share_in_graph = tf.Variable(self._share)
         self._means = StepMeans(lambda: self._share_in_graph)
+        self._moments = SummedBy(self._sum_over_ranks)
         self._predict = self._function(model.predict_step, jit_compile=model.jit_compile)
         self._make_functions(xla=bool(model.jit_compile) and not model.run_eagerly)
 
@@ -149,10 +151,10 @@ class TensorFlowEngine(model_state.Packing):
         eagerly = self._model.run_eagerly or tf.config.functions_run_eagerly()
         self._losses.batch_size = model_state.samples(data) if eagerly else -1
         try:
-            with self._losses, self._means, self._gradients_of_vectors:
+            with self._losses, self._means, self._gradients_of_vectors, self._moments:
                 return self._call(function, data)
         except _HostCallNeeded:
-            logger.info("XLA is off for %r: its loss is merged over the replicas.", self._model.name)
+            logger.info("XLA is off for %r: its replicas meet in the middle of a step.", self._model.name)
             self._make_functions(xla=False)
             return self._run(function, data, share)
         except tf.errors.OpError:
@@ -243,6 +245,37 @@ class TensorFlowEngine(model_state.Packing):
         (value,) = self._on_host(scale, [tf.ones([]) if is_sum else denominator], [tf.float32])
         value.set_shape([])
         return value
+
+    def _sum_over_ranks(self, tensors: list[Any]) -> list[Any]:
+        """Sums that count a rank's samples, by a host call inside the graph.
+
+        A rank's gradients count with its share of the global batch. So they go back weighted by the shares, too:
+
+            own = (sum over r of share_r * gradient_r) / share
+        """
+        if self._xla:
+            raise _HostCallNeeded
+
+        def total(arrays: Sequence[Array]) -> list[Array]:
+            return [self._merge.total(arrays[0], self._share)]
+
+        def total_of_gradients(arrays: Sequence[Array]) -> list[Array]:
+            share = arrays[0].dtype.type(self._share)
+            everyone = self._merge.total(arrays[0] * share, self._share)
+            return [everyone / share if share else np.zeros_like(everyone)]
+
+        def on_host(function: Callable[[Sequence[Array]], list[Array]], tensor: Any) -> Any:
+            (result,) = self._on_host(function, [tensor], [tensor.dtype])
+            result.set_shape(tensor.shape)
+            return result
+
+        @tf.custom_gradient  # type: ignore[untyped-decorator]
+        def summed(own: Any) -> Any:
+            return on_host(total, own), lambda gradient: on_host(total_of_gradients, gradient)
+
+        whole = summed(tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0))
+        parts = tf.split(whole, [tensor.shape.num_elements() for tensor in tensors])
+        return [tf.reshape(part, tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
     def _gradient_function(self) -> Callable[..., Any]:
         """In the place of `GradientTape.gradient`, which sums a loss that has values for each sample."""

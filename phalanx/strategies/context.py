@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from phalanx.backends.global_moments import SummedBy
 from phalanx.collectives.communicator import ReduceOp
 
 if TYPE_CHECKING:
@@ -51,6 +52,10 @@ class ReplicaContext:
         """The value, merged over the replicas; `value` may be a structure of tensors."""
         return self._strategy.reduce(reduce_op, value, axis=None)
 
+    def _sums(self, tensors: list[Any]) -> list[Any]:
+        sums: list[Any] = self.all_reduce("SUM", tensors)
+        return sums
+
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
         """The replicas' values, concatenated along `axis` in rank order."""
         return self._strategy.gather(value, axis)
@@ -78,7 +83,8 @@ def running(strategy: Strategy) -> Iterator[ReplicaContext]:
     _stack.replicas.append(context)
     _stack.strategies.append(strategy)
     try:
-        yield context
+        with SummedBy(context._sums):
+            yield context
     finally:
         _stack.strategies.pop()
         _stack.replicas.pop()

@@ -193,16 +193,14 @@ def check_batch_size(model: Any, batch: LocalBatch, replicas: int) -> None:
         )
 
 
-def check_normalization(model: Any, method: str) -> None:
-    """Raise UnsupportedError for batch normalization over all replicas' batches: Keras asks `tf.distribute` for the
-    others, and outside of its strategies TensorFlow gives it, without a word, the replica's own batch."""
+def check_normalization(model: Any) -> None:
+    """Raise UnsupportedError for batch normalization over all replicas' batches, where each trains on its own."""
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized:
             raise UnsupportedError(
-                f"{method}() of {model.name!r}: {layer.name!r} is a BatchNormalization(synchronized=True). Leave out "
-                f"synchronized=True: each replica then normalizes with its own batch, and what the layer keeps for "
-                f"later is averaged over the replicas. Over the whole batch, on TensorFlow and PyTorch: "
-                f"phalanx.horovod.keras.SyncBatchNormalization, with hvd.DistributedOptimizer."
+                f"{layer.name!r} of {model.name!r} is a BatchNormalization(synchronized=True), whose replicas meet in "
+                f"every step; with this strategy each takes steps of its own. Leave out synchronized=True, or use "
+                f"MultiWorkerMirroredStrategy."
             )
 
 

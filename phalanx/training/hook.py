@@ -3,9 +3,10 @@
 `install()` puts dispatchers before a few methods of Keras's trainer class; `uninstall()` takes them out. A model
 made or compiled inside `strategy.scope()` carries its strategy's member of the job, and its `fit`, `evaluate`, ...
 go to a `ReplicaTrainer` or a `ServerTrainer`; every other model goes on to Keras as if nothing were there. An optimizer
-applied inside `strategy.run` merges its gradients first. A session of a `Supervisor` accompanies the `fit` of its model
-(`replaced`). Another interface may choose the function of a step (`choose_train_function`). Layers, optimizers and
-metrics made in the scope of parameter servers are named, so that tasks can speak of them.
+applied inside `strategy.run` merges its gradients first; a synchronized batch normalization asks the other replicas.
+A session of a `Supervisor` accompanies the `fit` of its model (`replaced`). Another interface may choose the function
+of a step (`choose_train_function`). Layers, optimizers and metrics made in the scope of parameter servers are named,
+so that tasks can speak of them.
 
 Tested with Keras 3.15. On 3.12 (JAX) the training scenarios of CI hold as well, but for two results that Keras itself
 has changed since: the metrics of `train_on_batch`, and the names of the logs of an own `test_step`.
@@ -27,6 +28,7 @@ from typing import Any
 import keras
 
 from phalanx.backends import model_state
+from phalanx.backends.global_moments import synchronizing
 from phalanx.errors import UnsupportedError
 from phalanx.training import callbacks
 from phalanx.training.central import CentralTrainer, CentralWorker
@@ -89,6 +91,8 @@ def install(
     for optimizer in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
         owner = next(base for base in optimizer.__mro__ if "apply" in vars(base))
         _replace(owner, "apply", _merging(owner.apply))
+    normalization = keras.layers.BatchNormalization
+    _replace(normalization, "_moments", synchronizing(normalization._moments))
     for kind in KINDS:
         owner = next(base for base in kind.__mro__ if "__init__" in vars(base))
         _replace(owner, "__init__", _naming(owner.__init__))

@@ -307,9 +307,8 @@ class ReplicaTrainer:
         self._engine.expect(source.form)
         check_batch_size(self.model, first, self.replica.world_size)
         self._engine.build(first.data)
-        trains = method in ("fit", "train_on_batch")
-        if trains and not (self.replica.is_alone and self._policy.period is None):
-            check_normalization(self.model, method)
+        if method in ("fit", "train_on_batch") and self._policy.period is not None:
+            check_normalization(self.model)
         return self._engine
 
     def _prepare_to_predict(self, source: ShardedInput, method: str) -> Engine:

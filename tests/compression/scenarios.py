@@ -106,6 +106,19 @@ def compressed_alike_on_all_ranks(setting: Setting) -> dict[str, Any]:
     return found
 
 
+@scenario(
+    backends=("tensorflow",),
+    plain=False,
+    error={"tensorflow": ("UnsupportedError", "is a BatchNormalization(synchronized=True)")},
+)
+def batch_normalization_over_replicas_that_train_alone(setting: Setting) -> dict[str, Any]:
+    def build() -> Any:
+        inputs, normalization = keras.Input((FEATURES,)), keras.layers.BatchNormalization(synchronized=True)
+        return keras.Sequential([inputs, normalization, keras.layers.Dense(3, activation="softmax")])
+
+    return fitted(compiled(_with(setting, phalanx.LocalSGDStrategy, 2), build))
+
+
 @scenario(tolerance=1e-4)
 def compressed_with_own_codec(setting: Setting) -> dict[str, Any]:
     """A user's own compression, here one that loses nothing."""

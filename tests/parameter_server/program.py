@@ -41,6 +41,9 @@ def main() -> None:
         model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(width, "tanh"), keras.layers.Dense(1)])
         if kind == "spectral":
             model.add(keras.layers.SpectralNormalization(keras.layers.Dense(1)))
+        if kind == "synchronized":
+            model.add(keras.layers.BatchNormalization())
+            model.layers[-1].synchronized = True  # as an argument Keras takes it on TensorFlow alone
         model.trainable = kind != "frozen"
         optimizer = keras.optimizers.SGD(0.001) if kind == "momentum" else keras.optimizers.Adam(0.001)
         model.compile(optimizer, "mse", metrics=["mae"] if kind == "other metrics" and strategy.rank == 1 else [])

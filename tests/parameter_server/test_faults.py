@@ -331,6 +331,12 @@ def test_layers_that_set_their_own_weights_are_refused(start: Start) -> None:
     assert "sets its own weights when it is called" in tasks.said("worker/0")
 
 
+def test_normalization_over_all_batches_is_refused_where_each_worker_goes_its_own_way(start: Start) -> None:
+    tasks = start("synchronized")
+    assert set(tasks.ends("worker/0", "worker/1").values()) == {UnsupportedError.exit_code}
+    assert "is a BatchNormalization(synchronized=True)" in tasks.said("worker/0")
+
+
 def test_what_a_description_leaves_out_and_names_that_are_given_twice() -> None:
     import keras
     import numpy as np

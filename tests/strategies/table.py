@@ -15,7 +15,7 @@ from phalanx import ReduceOp
 from phalanx.strategies.strategy import Strategy
 from phalanx.training import hook
 from tests.support.seeds import set_random_seed
-from tests.training.scenarios.common import classifier, features, labels, numbers, regressor
+from tests.training.scenarios.common import FEATURES, classifier, features, labels, numbers, regressor
 from tests.training.scenarios.registry import BACKENDS, Setting, Table
 
 SCENARIOS = Table()
@@ -629,6 +629,28 @@ def custom_loop_on_tensorflow(setting: Setting) -> dict[str, Any]:
     import tensorflow as tf
 
     model, optimizer = _model(setting)
+
+    @tf.function(reduce_retracing=True)
+    def step(x: Any, y: Any, global_size: Any) -> Any:
+        with tf.GradientTape() as tape:
+            losses = keras.ops.mean(keras.ops.square(model(x, training=True) - y), axis=-1)
+            loss = phalanx.compute_average_loss(losses, global_batch_size=global_size)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return loss
+
+    return _loop(setting, step, model)
+
+
+@scenario(backends=("tensorflow",))
+def batch_normalization_over_all_replicas_in_a_custom_loop(setting: Setting) -> dict[str, Any]:
+    import tensorflow as tf
+
+    with setting.scope():
+        normalization = keras.layers.BatchNormalization(synchronized=True, momentum=0.6)
+        model = keras.Sequential([keras.Input((FEATURES,)), normalization, keras.layers.Dense(1)])
+        optimizer = keras.optimizers.SGD(0.05)
+        optimizer.build(model.trainable_variables)
 
     @tf.function(reduce_retracing=True)
     def step(x: Any, y: Any, global_size: Any) -> Any:

@@ -6,8 +6,8 @@ import importlib
 from typing import Any
 
 import keras
-from keras import ops
 
+from phalanx.backends.global_moments import moments
 from phalanx.errors import ConfigurationError, UnsupportedError
 from phalanx.horovod import basics
 from phalanx.horovod.operations import Sum
@@ -46,20 +46,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
     def _moments(self, inputs: Any, mask: Any) -> Any:
         if basics.size() == 1 or getattr(inputs, "is_meta", False):  # PyTorch's, while Keras asks for shapes only
             return super()._moments(inputs, mask)
-        axes = self._reduction_axes
-        if mask is None:
-            counted = ops.ones_like(inputs)
-        else:
-            mask = ops.expand_dims(ops.cast(mask, inputs.dtype), axis=-1)
-            counted = ops.broadcast_to(mask, ops.shape(inputs))
-        shape = [1] * len(inputs.shape)
-        shape[self.axis] = -1
-        count, total = self._sum([ops.sum(counted, axes), ops.sum(inputs * counted, axes)])
-        count = ops.maximum(count, 1.0)
-        mean = total / count
-        deviations = (inputs - ops.reshape(mean, shape)) * counted
-        (squares,) = self._sum([ops.sum(ops.square(deviations), axes)])
-        return mean, squares / count
+        return moments(self, inputs, mask, self._sum)
 
     @staticmethod
     def _sum(tensors: list[Any]) -> list[Any]:

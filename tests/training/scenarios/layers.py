@@ -346,37 +346,74 @@ def layer_that_keeps_a_sum(setting: Setting) -> dict[str, Any]:
     return fitted(compiled(setting, build))
 
 
-@scenario(  # on the other backends Keras itself refuses it
-    backends=("tensorflow",),
-    plain=False,
-    error={"tensorflow": ("UnsupportedError", "is a BatchNormalization(synchronized=True)")},
-)
+def _normalized(*before: Any) -> Any:
+    """A model whose batches are normalized over all replicas; Keras knows it on TensorFlow alone."""
+    last = [layers.BatchNormalization(synchronized=True, momentum=0.6), layers.Dense(CLASSES, activation="softmax")]
+    return keras.Sequential([*before, *last])
+
+
+@scenario(backends=("tensorflow",))
 def batch_normalization_over_all_replicas(setting: Setting) -> dict[str, Any]:
+    return fitted(compiled(setting, lambda: _normalized(keras.Input((FEATURES,)), layers.Dense(4))), batch_size=11)
+
+
+@scenario(backends=("tensorflow",))
+def batch_normalization_over_all_replicas_without_a_graph(setting: Setting) -> dict[str, Any]:
+    build = lambda: _normalized(keras.Input((FEATURES,)), layers.Dense(4))  # noqa: E731
+    return fitted(compiled(setting, build, run_eagerly=True), batch_size=11)
+
+
+@scenario(backends=("tensorflow",))
+def batch_normalization_of_images_over_all_replicas(setting: Setting) -> dict[str, Any]:
     def build() -> Any:
-        return keras.Sequential(
-            [
-                keras.Input((FEATURES,)),
-                layers.Dense(4),
-                layers.BatchNormalization(synchronized=True),
-                layers.Dense(CLASSES, activation="softmax"),
-            ]
-        )
+        images = [keras.Input((FEATURES,)), layers.Reshape((FEATURES, 1, 1)), layers.Conv2D(3, (2, 1))]
+        inner = layers.BatchNormalization(synchronized=True)
+        return _normalized(*images, inner, layers.Activation("relu"), layers.Flatten())
 
-    return fitted(compiled(setting, build))
+    return fitted(compiled(setting, build), batch_size=5)  # the last batch has none for some ranks
 
 
-@scenario(
-    backends=("tensorflow",),
-    plain=False,
-    error={"tensorflow": ("UnsupportedError", "is a BatchNormalization(synchronized=True)")},
-)
-def batch_normalization_over_all_replicas_made_in_build(setting: Setting) -> dict[str, Any]:
+@scenario(backends=("tensorflow",))
+def batch_normalization_over_all_replicas_of_what_a_mask_leaves(setting: Setting) -> dict[str, Any]:
+    def build() -> Any:
+        sequence = [keras.Input((FEATURES,)), layers.Reshape((FEATURES, 1)), _MasksSmall()]
+        return _normalized(*sequence, layers.BatchNormalization(synchronized=True), layers.Flatten())
+
+    return fitted(compiled(setting, build), batch_size=11)
+
+
+class _MasksSmall(layers.Layer):
+    supports_masking = True
+
+    def call(self, x: Any) -> Any:
+        return x
+
+    def compute_mask(self, x: Any, mask: Any = None) -> Any:
+        return x[..., 0] > 0.3
+
+
+@scenario(backends=("tensorflow",))
+def batch_normalization_over_all_replicas_in_a_step_of_its_own(setting: Setting) -> dict[str, Any]:
+    import tensorflow as tf
+
     class Model(keras.Model):
         def build(self, shape: Any) -> None:
             self.normalization = layers.BatchNormalization(synchronized=True)
             self.classes = layers.Dense(CLASSES, activation="softmax")
+            self.entropy = keras.metrics.Mean(name="entropy")
 
         def call(self, x: Any, training: bool = False) -> Any:
             return self.classes(self.normalization(x, training=training))
 
-    return fitted(compiled(setting, Model))
+        def train_step(self, data: Any) -> dict[str, Any]:
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+            self.entropy.update_state(loss, sample_weight=tf.shape(x)[0])
+            return {"entropy": self.entropy.result()}
+
+    model = compiled(setting, Model)
+    found = fitted(model, batch_size=11)
+    return {"entropy": found["history"]["entropy"], "weights": found["weights"]}
