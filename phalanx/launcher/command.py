@@ -26,7 +26,7 @@ from phalanx.launcher.keeping import Keeping, Numbers
 from phalanx.launcher.lifeline import adopt_orphans, end_orphans
 from phalanx.launcher.local import LocalHost, Streams, TerminalSize
 from phalanx.launcher.messages import Paced
-from phalanx.launcher.placement import Recipe, place
+from phalanx.launcher.placement import Recipe, patience, place
 from phalanx.launcher.pool import Pool, Script
 from phalanx.launcher.registry import registered
 from phalanx.launcher.restarts import SHORT_S, Restarts
@@ -49,8 +49,6 @@ GATHER_AGAIN_S = 10.0
 # What this process keeps open: for itself, and for each task on this host (pipes, a file of progress, a port, ...).
 OWN_FILES = 32
 FILES_PER_TASK = 8
-# As good as for ever, and no more than what the waits of the operating system take (2**31 ms).
-LONGEST_START_S = 1e6
 # Narrower than this a progress bar is no use, and wrapping lines are the lesser evil.
 MIN_COLUMNS = 20
 
@@ -105,8 +103,7 @@ def run(
     ending: tuple[signal.Signals, ...] = _ENDING_SIGNALS
     if preemption_signal is not None and signal_of(preemption_signal) not in ending:
         ending = (*ending, signal_of(preemption_signal))
-    if start_timeout_s is not None:
-        start_timeout_s = min(start_timeout_s, LONGEST_START_S)
+    start_timeout_s = patience(start_timeout_s)
     adopt_orphans()
     _make_room(len(tasks))
     terminal = sys.stdout.isatty()

@@ -18,7 +18,7 @@ from phalanx.launcher.hosts import MAX_WORKERS, HostShare
 from phalanx.launcher.job import Job, Outcome
 from phalanx.launcher.local import Streams
 from phalanx.launcher.messages import Paced
-from phalanx.launcher.placement import Recipe, place, task_names
+from phalanx.launcher.placement import Recipe, patience, place, task_names
 from phalanx.launcher.screen import Screen
 from phalanx.launcher.verdict import End
 
@@ -56,7 +56,7 @@ def launch(
         workers: processes to start, 1 or more.
         backend: sets KERAS_BACKEND for the workers.
         log_dir: keeps one file of output per task there, and the page that says why if the job fails.
-        start_timeout_s: seconds that the workers wait for each other at the start.
+        start_timeout_s: seconds that the workers wait for each other at the start; more than 0.
 
     Raises:
         the error of the worker that was the cause of the failure, with that worker's traceback as its
@@ -87,7 +87,7 @@ def launch(
                 tasks,
                 function=pickled,
                 backend=backend,
-                start_timeout_s=start_timeout_s,
+                start_timeout_s=patience(start_timeout_s),
             ),
             selector,
             Streams(merged=True),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numbers
 import secrets
 import selectors
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from phalanx.errors import ConfigurationError
 from phalanx.launcher.environment import job_settings
 from phalanx.launcher.hosts import HostShare
 from phalanx.launcher.job import Host, Placement
@@ -19,6 +21,8 @@ from phalanx.launcher.remote import RemoteHost
 SECRET_BYTES = 32
 # ssh with a slow name service, and Python's start on a cold file system.
 START_TIMEOUT_S = 60.0
+# As good as for ever, and no more than what the waits of the operating system take (2**31 ms).
+LONGEST_START_S = 1e6
 # For a task that is started again to come so far that it answers; a busy host takes long to import a backend.
 RETURN_TIMEOUT_S = 120.0
 LOOPBACK = "127.0.0.1"
@@ -29,6 +33,18 @@ NO_REPLICA = ("ps/", "evaluator/")
 def new_identity() -> tuple[str, str]:
     """A secret and a name for a new job."""
     return secrets.token_hex(SECRET_BYTES), secrets.token_hex(8)
+
+
+def patience(start_timeout_s: float | None) -> float | None:
+    """Seconds that hosts and tasks wait for each other at the start, as one may give them; None: not given.
+
+    Raises: ConfigurationError for what is no number above 0.
+    """
+    if start_timeout_s is None:
+        return None
+    if not isinstance(start_timeout_s, numbers.Real) or not start_timeout_s > 0:
+        raise ConfigurationError(f"start_timeout_s is {start_timeout_s!r}; give a number of seconds above 0.")
+    return min(float(start_timeout_s), LONGEST_START_S)
 
 
 def task_names(workers: int, *, chief: bool = False, servers: int = 0, evaluator: bool = False) -> list[str]:

@@ -291,8 +291,8 @@ class RemoteHost:
             data = msgspec.json.encode(command) + b"\n"
         except UnicodeEncodeError as error:
             raise ConfigurationError(
-                f"{error.object!r} cannot be sent to {self.name}, as it is not UTF-8. With workers on other hosts, the "
-                "folder, the arguments and the variables that go along must be."
+                f"{_whose(error.object, command)}{error.object!r} cannot be sent to {self.name}, as it is not UTF-8. "
+                "With workers on other hosts, the folder, the arguments and the variables that go along must be."
             ) from error
         try:
             process.stdin.write(data)
@@ -327,3 +327,9 @@ def _undisturbed() -> Iterator[None]:
             signal.signal(number, handler)
         for caught in came:
             signal.raise_signal(caught)
+
+
+def _whose(text: str, command: Command) -> str:
+    """`NAME=`, if the text is the value of an environment variable of an order."""
+    orders = command.orders if isinstance(command, Start) else []
+    return next((f"{name}=" for order in orders for name, value in order.environment.items() if value == text), "")

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -47,6 +48,16 @@ def test_results_come_back_in_rank_order() -> None:
 def test_a_closure_and_a_lambda_can_be_launched() -> None:
     base = {"value": 40}
     assert launch(lambda: base["value"] + 2, workers=1) == [42]
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), "long"])
+def test_a_start_takes_some_time(seconds: Any) -> None:
+    with pytest.raises(ConfigurationError, match="start_timeout_s"):
+        launch(describe, start_timeout_s=seconds)
+
+
+def test_a_start_may_take_for_ever() -> None:
+    assert launch(own_rank, start_timeout_s=float("inf")) == [0, 1]
 
 
 def test_none_is_a_result_too() -> None:

@@ -190,6 +190,10 @@ def test_what_is_not_utf_8_cannot_go_to_another_host(remote: Launcher) -> None:
     assert job.code == 64
     assert "is not UTF-8" in job.err
     assert "Traceback" not in job.err
+    remote.environment["KERAS_ODD"] = "\udcff"
+    job = remote.run("--hosts", f"{A}:1", remote.script("pass"))
+    assert job.code == 64
+    assert "KERAS_ODD='\\udcff' cannot be sent" in job.err
 
 
 def test_settings_without_a_value_are_none_and_a_start_may_take_for_ever(remote: Launcher) -> None:

@@ -626,31 +626,22 @@ def _model(setting: Setting) -> tuple[Any, Any]:
 
 @scenario(backends=("tensorflow",))
 def custom_loop_on_tensorflow(setting: Setting) -> dict[str, Any]:
-    import tensorflow as tf
-
     model, optimizer = _model(setting)
-
-    @tf.function(reduce_retracing=True)
-    def step(x: Any, y: Any, global_size: Any) -> Any:
-        with tf.GradientTape() as tape:
-            losses = keras.ops.mean(keras.ops.square(model(x, training=True) - y), axis=-1)
-            loss = phalanx.compute_average_loss(losses, global_batch_size=global_size)
-        gradients = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-        return loss
-
-    return _loop(setting, step, model)
+    return _loop(setting, _step_on_tensorflow(model, optimizer), model)
 
 
 @scenario(backends=("tensorflow",))
 def batch_normalization_over_all_replicas_in_a_custom_loop(setting: Setting) -> dict[str, Any]:
-    import tensorflow as tf
-
     with setting.scope():
         normalization = keras.layers.BatchNormalization(synchronized=True, momentum=0.6)
         model = keras.Sequential([keras.Input((FEATURES,)), normalization, keras.layers.Dense(1)])
         optimizer = keras.optimizers.SGD(0.05)
         optimizer.build(model.trainable_variables)
+    return _loop(setting, _step_on_tensorflow(model, optimizer), model)
+
+
+def _step_on_tensorflow(model: Any, optimizer: Any) -> Any:
+    import tensorflow as tf
 
     @tf.function(reduce_retracing=True)
     def step(x: Any, y: Any, global_size: Any) -> Any:
@@ -661,7 +652,7 @@ def batch_normalization_over_all_replicas_in_a_custom_loop(setting: Setting) -> 
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
         return loss
 
-    return _loop(setting, step, model)
+    return step
 
 
 @scenario(backends=("torch",))
