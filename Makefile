@@ -35,8 +35,10 @@ $(VENV)/.backend-%: | $(PY)
 	$(PIP) $(PACKAGE_$*) $(TESTED_WITH_$*)
 	@touch $@
 
-$(VENV)/.lint: pyproject.toml | $(PY)
-	$(PIP) -e ".[lint]"
+# An environment of its own, without a backend: mypy's verdict would depend on which ones are installed.
+.venv-lint/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-lint
+	.venv-lint/bin/python -m pip install --quiet --disable-pip-version-check -e ".[lint]"
 	@touch $@
 
 demo: $(VENV)/.demo
@@ -52,10 +54,10 @@ test-slow: $(addprefix $(VENV)/.backend-,$(BACKENDS)) $(VENV)/.test
 chaos: $(addprefix $(VENV)/.backend-,$(BACKENDS)) $(VENV)/.test
 	$(PY) -m tests.chaos.run $(ARGS)
 
-lint: $(VENV)/.lint
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy
+lint: .venv-lint/.installed
+	.venv-lint/bin/ruff check .
+	.venv-lint/bin/ruff format --check .
+	.venv-lint/bin/mypy
 
 # MPICH is left out where there is no wheel of it: only the all-reduce's comparison with it goes missing.
 # tf_keras itself asks for `tensorflow`, the same code as `tensorflow-cpu` with CUDA.

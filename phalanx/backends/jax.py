@@ -235,7 +235,10 @@ class JaxEngine(model_state.Packing):
     ) -> Callable[..., Any]:
         if not self._compiled:
             return function
-        return jax.jit(function, donate_argnums=donate, out_shardings=leave, compiler_options=options)
+        compiled: Callable[..., Any] = jax.jit(
+            function, donate_argnums=donate, out_shardings=leave, compiler_options=options
+        )
+        return compiled
 
     def _for_the_host(self, kind: Any) -> Any:
         """Where a function leaves what it returns, of whose parts the first one goes to the host."""
