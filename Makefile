@@ -81,4 +81,4 @@ bench-recovery: $(addprefix $(VENV)/.backend-,$(BACKENDS)) $(VENV)/.test
 	$(PY) -m benchmarks.recovery --torchrun .venv-peers/bin/torchrun $(ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-peers build dist
+	rm -rf $(VENV) .venv-lint .venv-peers build dist

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -25,23 +25,33 @@ class _Stack(threading.local):
     """The contexts that this thread is inside of, innermost last."""
 
     def __init__(self) -> None:
-        self.sums: list[Sum] = []
+        self.contexts: list[SummedBy] = []
 
 
 _stack = _Stack()
 
 
 class SummedBy(AbstractContextManager[None]):
-    """A context in which synchronized layers normalize with what `sum_over_ranks` gives."""
+    """A context in which synchronized layers normalize with what `sum_over_ranks` gives.
 
-    def __init__(self, sum_over_ranks: Sum) -> None:
-        self._sum = sum_over_ranks
+    Args:
+        key: what traces of compiled code are kept apart by: they hold this very sum.
+    """
+
+    def __init__(self, sum_over_ranks: Sum, key: Hashable | None = None) -> None:
+        self.sum = sum_over_ranks
+        self.key = key
 
     def __enter__(self) -> None:
-        _stack.sums.append(self._sum)
+        _stack.contexts.append(self)
 
     def __exit__(self, *error: object) -> None:
-        _stack.sums.pop()
+        _stack.contexts.pop()
+
+
+def trace_key() -> Hashable | None:
+    """See `SummedBy`; None outside of all."""
+    return _stack.contexts[-1].key if _stack.contexts else None
 
 
 def synchronizing(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,9 +59,9 @@ def synchronizing(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def method(self: Any, inputs: Any, mask: Any) -> Any:
-        if not self.synchronized or not _stack.sums:
+        if not self.synchronized or not _stack.contexts:
             return original(self, inputs, mask)
-        return moments(self, inputs, mask, _stack.sums[-1])
+        return moments(self, inputs, mask, _stack.contexts[-1].sum)
 
     return method
 
@@ -64,17 +74,20 @@ def moments(layer: Any, inputs: Any, mask: Any, sum_over_ranks: Sum) -> tuple[An
         inputs: float32 or wider, of shape (samples, ...).
         mask: of shape `inputs.shape[:-1]`, what counts; None: everything.
     """
-    axes = layer._reduction_axes
-    if mask is None:
-        counted = ops.ones_like(inputs)
-    else:
-        mask = ops.expand_dims(ops.cast(mask, inputs.dtype), axis=-1)
-        counted = ops.broadcast_to(mask, ops.shape(inputs))
+    counted = ops.ones_like(inputs, dtype="bool")
+    if mask is not None:
+        counted = ops.broadcast_to(ops.expand_dims(ops.cast(mask, "bool"), axis=-1), ops.shape(inputs))
     shape = [1] * len(inputs.shape)
     shape[layer.axis] = -1
-    count, total = sum_over_ranks([ops.sum(counted, axes), ops.sum(inputs * counted, axes)])
-    count = ops.maximum(count, 1.0)
-    mean = total / count
-    deviations = (inputs - ops.reshape(mean, shape)) * counted
-    (squares,) = sum_over_ranks([ops.sum(ops.square(deviations), axes)])
-    return mean, squares / count
+
+    def per_feature(values: Any) -> Any:
+        # What does not count may be NaN. The number of features is the layer's, where the inputs' is not known.
+        return ops.reshape(ops.sum(ops.where(counted, values, 0), layer._reduction_axes), layer.moving_mean.shape)
+
+    own = per_feature(ops.ones_like(inputs))
+    count, total = sum_over_ranks([own, per_feature(inputs)])
+    mean = total / ops.maximum(count, 1.0)
+    deviations = ops.where(counted, inputs - ops.reshape(mean, shape), 0)  # before squaring: or its gradient is NaN
+    # Counted again: a rank that was lost since has no squares.
+    count, squares = sum_over_ranks([own, per_feature(ops.square(deviations))])
+    return mean, squares / ops.maximum(count, 1.0)

@@ -25,13 +25,13 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from phalanx.backends import model_state
 from phalanx.backends.engine import Batch, GradientRows, Merge
 from phalanx.backends.global_losses import ScaledLosses, check_losses, has_samples, scales
-from phalanx.backends.global_moments import SummedBy
+from phalanx.backends.global_moments import SummedBy, trace_key
 from phalanx.backends.layout import Layout, Weight
 from phalanx.backends.log_origins import LogOrigins
 from phalanx.backends.stand_in import StandIn
 from phalanx.backends.step_means import StepMeans
 from phalanx.backends.tensorflow_adam import fused
-from phalanx.backends.tensorflow_host import call_in_graph
+from phalanx.backends.tensorflow_host import call_in_graph, prepare
 from phalanx.backends.tensorflow_tracing import trace_apart
 from phalanx.backends.tensors import Gradient, HostFunction, Shape, same_shape
 from phalanx.backends.updater import BackendUpdater
@@ -72,7 +72,10 @@ class TensorFlowEngine(model_state.Packing):
         self._gradients_of_vectors = StandIn(tf.GradientTape, "gradient", self._gradient_function())
         self._share_in_graph = tf.Variable(self._share)
         self._means = StepMeans(lambda: self._share_in_graph)
-        self._moments = SummedBy(self._sum_over_ranks)
+        # Functions that a model compiles itself would go on asking another engine, or nobody.
+        self._moments = SummedBy(self._sum_over_ranks, key=object())
+        trace_apart(trace_key)
+        prepare()
         self._predict = self._function(model.predict_step, jit_compile=model.jit_compile)
         self._make_functions(xla=bool(model.jit_compile) and not model.run_eagerly)
 
@@ -157,8 +160,8 @@ class TensorFlowEngine(model_state.Packing):
             logger.info("XLA is off for %r: its replicas meet in the middle of a step.", self._model.name)
             self._make_functions(xla=False)
             return self._run(function, data, share)
-        except tf.errors.OpError:
-            if self._failure is not None:  # the merge's own error, not TensorFlow's wrapping of it
+        except Exception:
+            if self._failure is not None:  # the merge's own error, not what TensorFlow or Keras made of it
                 failure, self._failure = self._failure, None
                 raise failure from None
             raise
@@ -252,6 +255,8 @@ class TensorFlowEngine(model_state.Packing):
         A rank's gradients count with its share of the global batch. So they go back weighted by the shares, too:
 
             own = (sum over r of share_r * gradient_r) / share
+
+        and gradients of those (gradient penalties have them) as the sums themselves.
         """
         if self._xla:
             raise _HostCallNeeded
@@ -271,7 +276,11 @@ class TensorFlowEngine(model_state.Packing):
 
         @tf.custom_gradient  # type: ignore[untyped-decorator]
         def summed(own: Any) -> Any:
-            return on_host(total, own), lambda gradient: on_host(total_of_gradients, gradient)
+            return on_host(total, own), lambda gradient: returned(gradient)
+
+        @tf.custom_gradient  # type: ignore[untyped-decorator]
+        def returned(gradient: Any) -> Any:
+            return on_host(total_of_gradients, gradient), lambda upstream: summed(upstream)
 
         whole = summed(tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0))
         parts = tf.split(whole, [tensor.shape.num_elements() for tensor in tensors])
@@ -602,19 +611,28 @@ class TensorFlowTensors:
             for i, each in zip(floating, kinds, strict=True)
         ]
 
-        def backward(*grads: Any) -> list[Any]:
-            def of_all(arrays: list[Array]) -> list[Array]:
-                flowing, lengths = arrays[: len(floating)], arrays[len(floating) :]
-                return gradient(flowing, [tuple(map(int, each)) for each in lengths])
+        def of_all(arrays: list[Array]) -> list[Array]:
+            flowing, lengths = arrays[: len(floating)], arrays[len(floating) :]
+            return gradient(flowing, [tuple(map(int, each)) for each in lengths])
 
-            flowing = [tf.convert_to_tensor(grads[i]) for i in floating]
-            own = iter(_on_host(of_all, [*flowing, *map(tf.convert_to_tensor, shapes)], kinds))
-            return [next(own) if i in floating else None for i in range(len(grads))]
+        @tf.custom_gradient  # type: ignore[untyped-decorator]
+        def there(*values: Any) -> Any:
+            return _on_host(function, values, _shapes_of(shape_of, values)), lambda *grads: placed(back(*picked(grads)))
 
-        def differentiable(*values: Any) -> Any:
-            return _on_host(function, values, _shapes_of(shape_of, values)), backward
+        # The function is linear, and so is its gradient, whose own gradient is the function.
+        @tf.custom_gradient  # type: ignore[untyped-decorator]
+        def back(*flowing: Any) -> Any:
+            own = _on_host(of_all, [*flowing, *map(tf.convert_to_tensor, shapes)], kinds)
+            return own, lambda *upstream: picked(there(*placed(upstream, tf.zeros_like)))
 
-        return list(tf.custom_gradient(differentiable)(*tensors))
+        def picked(every: Sequence[Any]) -> list[Any]:
+            return [tf.convert_to_tensor(every[i]) for i in floating]
+
+        def placed(own: Sequence[Any], other: Callable[[Any], Any] = lambda tensor: None) -> list[Any]:
+            given = iter(own)
+            return [next(given) if i in floating else other(tensor) for i, tensor in enumerate(tensors)]
+
+        return list(there(*tensors))
 
     @staticmethod
     def failure_behind(error: BaseException) -> BaseException | None:
@@ -624,11 +642,12 @@ class TensorFlowTensors:
                 "(tf.function(jit_compile=True)): compile the part that computes gradients, and call the rest from a "
                 "tf.function without."
             )
-        if not _failures or not isinstance(error, tf.errors.OpError):
+        if not _failures or not isinstance(error, tf.errors.OpError | RuntimeError):
             return None
         failure = _failures.pop()
         first_line = str(failure).partition("\n")[0]
-        return failure if type(failure).__name__ in str(error) and first_line[:80] in str(error) else None
+        named = type(failure).__name__ in str(error) or not isinstance(error, tf.errors.OpError)
+        return failure if named and first_line[:80] in str(error) else None
 
     @staticmethod
     def trace_apart(key: Callable[[], Hashable | None]) -> None:
@@ -681,14 +700,12 @@ def _shapes_of(shape_of: Callable[[Shape], Shape], tensors: Sequence[Any]) -> li
 
 
 _failures: list[BaseException] = []
-"""How the last call of a host function in a graph ended: TensorFlow makes an error of its own of it."""
+"""How the last call of a host function ended: TensorFlow makes an error of its own of it, and Keras may, where it calls
+a layer."""
 
 
 def _on_host(function: HostFunction, tensors: Sequence[Any], shapes: Sequence[Any]) -> list[Any]:
     """The results, as many as `shapes`, in the dtypes of the first tensors."""
-    if not tf.inside_function():
-        return [tf.convert_to_tensor(array) for array in function([tensor.numpy() for tensor in tensors])]
-    dtypes = [tensor.dtype for tensor in tensors[: len(shapes)]]
 
     def call(*arrays: Array) -> list[Array]:
         _failures.clear()
@@ -698,6 +715,9 @@ def _on_host(function: HostFunction, tensors: Sequence[Any], shapes: Sequence[An
             _failures.append(error)
             raise
 
+    if not tf.inside_function():
+        return [tf.convert_to_tensor(array) for array in call(*[tensor.numpy() for tensor in tensors])]
+    dtypes = [tensor.dtype for tensor in tensors[: len(shapes)]]
     results = call_in_graph(call, tensors, dtypes)
     for shape, result in zip(shapes, results, strict=True):
         result.set_shape(shape)

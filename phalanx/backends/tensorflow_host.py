@@ -29,6 +29,11 @@ def call_in_graph(
     return results
 
 
+def prepare() -> None:
+    """Before a function that somebody else compiles: its later traces may make no variables."""
+    _turn()
+
+
 @functools.cache
 def _turn() -> Any:
     """What all calls use."""

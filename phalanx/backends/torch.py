@@ -403,16 +403,26 @@ class _Differentiable(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(context: Any, function: HostFunction, gradient: Gradient, *tensors: Any) -> Any:
-        context.floating = [i for i, tensor in enumerate(tensors) if tensor.is_floating_point()]
-        shapes = [tuple(tensors[i].shape) for i in context.floating]
+        context.floating = floating = [i for i, tensor in enumerate(tensors) if tensor.is_floating_point()]
+        shapes = [tuple(tensors[i].shape) for i in floating]
         context.gradient = lambda flowing: gradient(flowing, shapes)
+        others = {i: to_host(tensor) for i, tensor in enumerate(tensors) if i not in floating}
+
+        def again(upstream: list[Array], _: list[Shape]) -> list[Array]:
+            given = iter(upstream)
+            every = function([others[i] if i in others else next(given) for i in range(len(tensors))])
+            return [every[i] for i in floating]
+
+        context.again = again
         results = _on_host(function, tensors)
         context.mark_non_differentiable(*[result for result in results if not result.is_floating_point()])
         return tuple(results)
 
     @staticmethod
     def backward(context: Any, *gradients: Any) -> Any:
-        flowing = iter(_on_host(context.gradient, [gradients[i] for i in context.floating]))
+        # The function is linear, and so is its gradient, whose own gradient is the function.
+        grads = [gradients[i] for i in context.floating]
+        flowing = iter(_Differentiable.apply(context.gradient, context.again, *grads))
         return None, None, *[next(flowing) if i in context.floating else None for i in range(len(gradients))]
 
 

@@ -38,8 +38,8 @@ def init_for(framework: str) -> Callable[..., None]:
 def _choose_for_torch(number: int) -> None:
     import torch
 
-    if number < torch.cuda.device_count():
-        torch.cuda.set_device(number)
+    if count := torch.cuda.device_count():
+        torch.cuda.set_device(number % count)
 
 
 def _choose_for_tensorflow(number: int) -> None:
@@ -47,5 +47,5 @@ def _choose_for_tensorflow(number: int) -> None:
     from tensorflow.python.eager import context
 
     gpus = tf.config.list_physical_devices("GPU")
-    if number < len(gpus) and context.context()._context_handle is None:  # else it has begun with what it saw
-        tf.config.set_visible_devices(gpus[number], "GPU")
+    if gpus and context.context()._context_handle is None:  # else it has begun with what it saw
+        tf.config.set_visible_devices(gpus[number % len(gpus)], "GPU")

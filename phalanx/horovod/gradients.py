@@ -18,6 +18,12 @@ from phalanx.horovod.process_sets import ProcessSet
 from phalanx.horovod.request import Array, Op
 
 
+def check_differentiable(op: Op) -> None:
+    """Raises UnsupportedError for an op of an allreduce that has no gradient."""
+    if op not in (Op.AVERAGE, Op.SUM, Op.ADASUM):
+        raise UnsupportedError(f"allreduce with op={op.value} has no gradient here; Average, Sum and Adasum have.")
+
+
 def of_allreduce(
     gradients: Sequence[Array],
     op: Op,
@@ -26,9 +32,8 @@ def of_allreduce(
     process_set: ProcessSet,
     name: str | None = None,
 ) -> list[Array]:
-    """Raises UnsupportedError for an op that has no gradient."""
-    if op not in (Op.AVERAGE, Op.SUM, Op.ADASUM):
-        raise UnsupportedError(f"allreduce with op={op.value} has no gradient here; Average, Sum and Adasum have.")
+    """Raises: as `check_differentiable`."""
+    check_differentiable(op)
     pending = operations.allreduce(
         gradients,
         name=name,

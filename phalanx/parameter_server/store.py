@@ -98,7 +98,7 @@ class Store:
         self._joints: dict[_Key, _Joint] = {}
         self._before = _NOTHING  # of the `fit` before: its number, its last values and tables
         self._behind: set[Worker] = set()  # those that may still ask for that
-        self._newest: dict[Worker, int] = {}  # the newest step that each worker has pushed
+        self._newest: dict[Worker, _Key] = {}  # the newest of each worker's pushes
         self._completed: dict[_Key, None] = {}  # the newest, in the order in which they were completed
         self._forgotten: _Key = (-1, -1)  # no merge up to this one is remembered
         self._results: dict[_Key, _Result] = {}
@@ -475,7 +475,7 @@ class Store:
     ) -> tuple[list[Array], str]:
         """Wait for the other members' parts; the last one merges. Returns the merged extras and a note."""
         ticket, key = message.ticket, (message.ticket.serial, message.phase)
-        self._newest[ticket.member] = ticket.serial
+        self._newest[ticket.member] = key
         self._changed.notify_all()
         if key in self._completed or key <= self._forgotten:
             self.late += 1
@@ -492,7 +492,7 @@ class Store:
             if joint.disagreement:
                 self._changed.notify_all()
                 raise DisagreementError(joint.disagreement)
-            if self._is_complete(joint, ticket, rules):
+            if self._is_complete(key, joint, ticket, rules):
                 joint.extras = self._merge(key, joint, message, rules)
                 self._joints.pop(key, None)
                 self._changed.notify_all()
@@ -529,12 +529,13 @@ class Store:
             del self._completed[oldest]
             self._forgotten = max(self._forgotten, oldest)
 
-    def _is_complete(self, joint: _Joint, ticket: Ticket, rules: Rules) -> bool:
+    def _is_complete(self, key: _Key, joint: _Joint, ticket: Ticket, rules: Rules) -> bool:
         if rules.at_least and len(joint.contributions) >= rules.at_least:
             return True
-        # One that has pushed a later step never took this one from its own head, or was too late there.
+        # One that has gone on never took this step from its own head, was too late there, or has had the answer to this
+        # push from a server that is lost.
         return all(
-            member in joint.contributions or self._newest.get(member, -1) > ticket.serial
+            member in joint.contributions or self._newest.get(member, (-1, -1)) > key
             for member in ticket.members
             if self._schedule.is_present(member)
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from phalanx.backends.global_moments import SummedBy
@@ -83,7 +83,7 @@ def running(strategy: Strategy) -> Iterator[ReplicaContext]:
     _stack.replicas.append(context)
     _stack.strategies.append(strategy)
     try:
-        with SummedBy(context._sums):
+        with nullcontext() if strategy._replica.is_alone else SummedBy(context._sums):
             yield context
     finally:
         _stack.strategies.pop()

@@ -194,12 +194,14 @@ def check_batch_size(model: Any, batch: LocalBatch, replicas: int) -> None:
 
 
 def check_normalization(model: Any) -> None:
-    """Raise UnsupportedError for batch normalization over all replicas' batches, where each trains on its own."""
+    """Raise UnsupportedError for batch normalization over all replicas' batches, where each trains on its own, or the
+    others do not wait for all."""
     for layer in model._flatten_layers():
-        if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized:
+        # A frozen one uses what it has collected.
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized and layer.trainable:
             raise UnsupportedError(
                 f"{layer.name!r} of {model.name!r} is a BatchNormalization(synchronized=True), whose replicas meet in "
-                f"every step; with this strategy each takes steps of its own. Leave out synchronized=True, or use "
+                f"every step; with this strategy they do not wait for each other. Leave out synchronized=True, or use "
                 f"MultiWorkerMirroredStrategy."
             )
 

@@ -297,7 +297,8 @@ class ServerTrainer:
         self._sample = source.peek(restart=self._peeked).data
         self._engine.expect(source.form)
         self._engine.build(self._sample)
-        if self._worker.workers > 1 and not self._worker.rules.synchronous:
+        rules = self._worker.rules
+        if self._worker.workers > 1 and (not rules.synchronous or rules.at_least):
             agreement.check_normalization(self._model)
         return self._engine
 

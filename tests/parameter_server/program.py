@@ -28,7 +28,8 @@ def main() -> None:
         if config["task"]["type"] == "ps":
             phalanx.Server(config["cluster"], job_name="ps", task_index=config["task"]["index"]).join()
     strategy = phalanx.ParameterServerStrategy(
-        synchronous=kind in ("synchronous", "other metrics"),
+        synchronous=kind in ("synchronous", "other metrics", "first"),
+        replicas_to_aggregate=1 if kind == "first" else None,
         staleness=2 if kind == "bounded" else None,
         refuse_nan=kind != "let through",
         snapshot_dir=os.environ.get("SNAPSHOT_DIR"),
@@ -41,7 +42,7 @@ def main() -> None:
         model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(width, "tanh"), keras.layers.Dense(1)])
         if kind == "spectral":
             model.add(keras.layers.SpectralNormalization(keras.layers.Dense(1)))
-        if kind == "synchronized":
+        if kind in ("synchronized", "first", "frozen"):
             model.add(keras.layers.BatchNormalization())
             model.layers[-1].synchronized = True  # as an argument Keras takes it on TensorFlow alone
         model.trainable = kind != "frozen"

@@ -331,8 +331,9 @@ def test_layers_that_set_their_own_weights_are_refused(start: Start) -> None:
     assert "sets its own weights when it is called" in tasks.said("worker/0")
 
 
-def test_normalization_over_all_batches_is_refused_where_each_worker_goes_its_own_way(start: Start) -> None:
-    tasks = start("synchronized")
+@pytest.mark.parametrize("kind", ["synchronized", "first"])
+def test_normalization_over_all_batches_is_refused_where_workers_do_not_wait_for_all(start: Start, kind: str) -> None:
+    tasks = start(kind)
     assert set(tasks.ends("worker/0", "worker/1").values()) == {UnsupportedError.exit_code}
     assert "is a BatchNormalization(synchronized=True)" in tasks.said("worker/0")
 

@@ -519,21 +519,49 @@ def values_that_are_gathered_or_reduced_along_an_axis_are_differentiable(setting
     return {}
 
 
-def _gradients(loss_of: Any) -> Iterator[Any]:
-    """Functions that give the gradient of a loss: compiled as well, where a backend can."""
+@scenario(plain=False, backends=("tensorflow", "torch"))
+def what_flows_back_is_differentiable(setting: Setting) -> dict[str, Any]:
+    """With s = sum over ranks of x^3 and the loss s^2 / 2 on each, the gradient of x is 3 x^2 size s; of the sum of
+    these over the ranks, it is 6 x size s + 3 x^2 size (sum over ranks of 3 x^2)."""
+    own, size = setting.rank + 1.0, setting.world_size
+    every = np.arange(1.0, size + 1)
+    total, slopes = (every**3).sum(), (3 * every**2).sum()
+
+    def loss_of(value: Any) -> Any:
+        cubes, _ = phalanx.get_replica_context().all_reduce("SUM", [value**3, tensor(np.array(1))])
+        return keras.ops.sum(cubes**2) / 2
+
+    for gradient_of in _gradients(loss_of, twice=True):
+        found = setting.strategy.run(gradient_of, args=(np.full((2, 3), own, "float32"),))
+        expected = np.full((2, 3), 6 * own * size * total + 3 * own**2 * size * slopes)
+        np.testing.assert_allclose(host(found), expected, rtol=1e-5)
+    return {}
+
+
+def _gradients(loss_of: Any, *, twice: bool = False) -> Iterator[Any]:
+    """Functions that give the gradient of a loss, or that of the gradient's sum: compiled as well, where a backend
+    can."""
     if keras.backend.backend() == "torch":
         import torch
 
-        yield lambda value: torch.autograd.grad(loss_of(leaf := tensor(value).requires_grad_()), leaf)[0]
+        def of_torch(value: Any) -> Any:
+            leaf = tensor(value).requires_grad_()
+            (gradient,) = torch.autograd.grad(loss_of(leaf), leaf, create_graph=twice)
+            return torch.autograd.grad(gradient.sum(), leaf)[0] if twice else gradient
+
+        yield of_torch
         return
     import tensorflow as tf
 
     def gradient_of(value: Any) -> Any:
         value = tf.convert_to_tensor(value)
-        with tf.GradientTape() as tape:
-            tape.watch(value)
-            loss = loss_of(value)
-        return tape.gradient(loss, value)
+        with tf.GradientTape() as outer:
+            outer.watch(value)
+            with tf.GradientTape() as tape:
+                tape.watch(value)
+                loss = loss_of(value)
+            gradient = tape.gradient(loss, value)
+        return outer.gradient(gradient, value) if twice else gradient
 
     yield gradient_of
     yield tf.function(gradient_of)
@@ -638,6 +666,25 @@ def batch_normalization_over_all_replicas_in_a_custom_loop(setting: Setting) -> 
         optimizer = keras.optimizers.SGD(0.05)
         optimizer.build(model.trainable_variables)
     return _loop(setting, _step_on_tensorflow(model, optimizer), model)
+
+
+@scenario(backends=("tensorflow",))
+def batch_normalization_of_a_lone_replica_is_compiled(setting: Setting) -> dict[str, Any]:
+    """Of several it cannot be, as they meet in its middle."""
+    import tensorflow as tf
+
+    with setting.scope():
+        normalization = keras.layers.BatchNormalization(synchronized=True)
+        normalization.build((None, FEATURES))
+    compiled = tf.function(lambda x: normalization(x, training=True), jit_compile=True)
+    x = tf.reshape(tf.range(2.0 * FEATURES), [2, FEATURES])
+    if setting.world_size > 1:
+        with pytest.raises(phalanx.UnsupportedError, match="cannot be compiled by XLA"):
+            setting.strategy.run(compiled, args=(x,))
+    elif setting.strategy is not None:
+        found = host(setting.strategy.run(compiled, args=(x,)))
+        np.testing.assert_allclose(found, [[-1.0] * FEATURES, [1.0] * FEATURES], rtol=1e-3)
+    return {}
 
 
 def _step_on_tensorflow(model: Any, optimizer: Any) -> Any:

@@ -53,10 +53,10 @@ model.fit(x, x[:, :1], batch_size=16, epochs=100_000, verbose=0, callbacks=[begu
 class Workers:
     """Worker processes of one job, each its own group."""
 
-    def __init__(self, folder: Path, backend: str):
+    def __init__(self, folder: Path, backend: str, text: str = PROGRAM):
         self.folder = folder
         program = folder / "program.py"
-        program.write_text(PROGRAM)
+        program.write_text(text)
         # The ports stay ours from the beginning: each worker inherits its listening socket.
         sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(WORLD_SIZE)]
         addresses = [f"127.0.0.1:{listener.getsockname()[1]}" for listener in sockets]
@@ -114,8 +114,8 @@ def _backends() -> list[object]:
     return [pytest.param(name, marks=getattr(pytest.mark, name)) for name in BACKENDS]
 
 
-def _kill_one(folder: Path, backend: str, victim: int, delay_s: float) -> None:
-    workers = Workers(folder, backend)
+def _kill_one(folder: Path, backend: str, victim: int, delay_s: float, text: str = PROGRAM) -> None:
+    workers = Workers(folder, backend, text)
     try:
         workers.wait_until_all_train()
         time.sleep(delay_s)  # the moment itself is what is tested
@@ -143,6 +143,17 @@ def _kill_one(folder: Path, backend: str, victim: int, delay_s: float) -> None:
 @pytest.mark.parametrize("backend", _backends())
 def test_survivors_of_a_killed_worker_end_and_name_it(tmp_path: Path, backend: str, victim: int) -> None:
     _kill_one(tmp_path, backend, victim, random.random())
+
+
+@pytest.mark.tensorflow
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("in_shared_memory")
+def test_survivors_whose_layer_waits_for_a_killed_worker_end_and_name_it(tmp_path: Path) -> None:
+    """Keras makes an error of its own of what a layer raises outside of a graph."""
+    layers = "keras.Input((8,)), "
+    text = PROGRAM.replace(layers, layers + "keras.layers.BatchNormalization(synchronized=True), ")
+    text = text.replace('"mse")', '"mse", run_eagerly=True)').replace("4096", "256")
+    _kill_one(tmp_path, "tensorflow", 1, random.random(), text)
 
 
 @pytest.mark.slow

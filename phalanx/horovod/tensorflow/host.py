@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from phalanx.backends.tensorflow_host import call_in_graph
+from phalanx.errors import UnsupportedError
 
 Array = np.ndarray[Any, Any]
 HostFunction = Callable[[list[Array]], Sequence[Any]]
@@ -39,6 +40,25 @@ def call(function: HostFunction, tensors: Sequence[Any], like: Sequence[tuple[An
     for result, (_, shape) in zip(results, like, strict=True):
         result.set_shape(shape)
     return list(results)
+
+
+def once(function: HostFunction, flowing: Sequence[Any], like: Sequence[tuple[Any, Any]], *others: Any) -> list[Any]:
+    """As `call` of what flows back and others, where a gradient of that must not be taken for nothing.
+
+    Raises: UnsupportedError where that is asked for.
+    """
+
+    def refuse(*upstream: Any) -> None:
+        raise UnsupportedError(
+            "A gradient of the gradient of an allgather, broadcast, alltoall or reducescatter is not supported; of an "
+            "allreduce it is."
+        )
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def returned(*upstream: Any) -> Any:
+        return call(function, [*upstream, *others], like), refuse
+
+    return list(returned(*map(tf.convert_to_tensor, flowing)))
 
 
 def name_in_graph(kind: str) -> str | None:

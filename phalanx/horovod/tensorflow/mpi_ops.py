@@ -17,7 +17,7 @@ from phalanx.horovod.operations import Average, Sum, check_op
 from phalanx.horovod.process_sets import ProcessSet, get_process_set_ids_and_ranks, global_process_set
 from phalanx.horovod.request import Op
 from phalanx.horovod.tensorflow.compression import Compression
-from phalanx.horovod.tensorflow.host import call, name_in_graph
+from phalanx.horovod.tensorflow.host import call, name_in_graph, once
 
 Tensor = Any
 """A `tf.Tensor`, or what can be made one."""
@@ -140,7 +140,7 @@ def grouped_allgather(
     def differentiable(*inputs: Any) -> Any:
         def grad(*upstream: Any) -> Any:
             rows = tf.stack([tf.shape(each, tf.int64)[0] for each in inputs])
-            return call(backward, [*upstream, rows], [(each.dtype, each.shape) for each in inputs])
+            return once(backward, upstream, [(each.dtype, each.shape) for each in inputs], rows)
 
         like = [(each.dtype, _any_rows(each)) for each in inputs]
         return call(forward, inputs, like), grad
@@ -167,7 +167,7 @@ def broadcast(
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def differentiable(given: Any) -> Any:
         like = [(given.dtype, given.shape)]
-        return call(forward, [given], like)[0], lambda upstream: call(backward, [upstream], like)[0]
+        return call(forward, [given], like)[0], lambda upstream: once(backward, [upstream], like)[0]
 
     return differentiable(tf.convert_to_tensor(tensor))
 
@@ -223,7 +223,7 @@ def alltoall(
         received, counts = call(forward, [value, *given], like)
 
         def grad(upstream: Any, _: Any) -> Any:
-            return call(backward, [upstream, counts], [(value.dtype, value.shape)])[0]
+            return once(backward, [upstream], [(value.dtype, value.shape)], counts)[0]
 
         return (received, counts), grad
 
@@ -279,7 +279,7 @@ def grouped_reducescatter(
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def differentiable(*inputs: Any) -> Any:
         def grad(*upstream: Any) -> Any:
-            return call(backward, upstream, [(each.dtype, each.shape) for each in inputs])
+            return once(backward, upstream, [(each.dtype, each.shape) for each in inputs])
 
         return call(forward, inputs, [(each.dtype, _any_rows(each)) for each in inputs]), grad
 
@@ -366,12 +366,17 @@ def _allreduce(
     def backward(arrays: list[Any]) -> Any:
         return gradients.of_allreduce(arrays, op, prescale, postscale, process_set, _gradient(name))
 
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def differentiable(*inputs: Any) -> Any:
-        like = [(each.dtype, each.shape) for each in inputs]
-        return call(forward, inputs, like), lambda *upstream: call(backward, upstream, like)
+    like = [(each.dtype, each.shape) for each in tensors]
 
-    return list(differentiable(*tensors))
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def merged(*inputs: Any) -> Any:
+        return call(forward, inputs, like), lambda *upstream: returned(*upstream)
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def returned(*upstream: Any) -> Any:
+        return call(backward, upstream, like), lambda *inputs: merged(*inputs)
+
+    return list(merged(*tensors))
 
 
 def _sparse(slices: Any, op: Op, name: str | None, process_set: ProcessSet) -> Any:

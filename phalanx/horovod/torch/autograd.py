@@ -1,4 +1,8 @@
-"""The collectives that PyTorch can differentiate; `phalanx.horovod.gradients` says what their gradients are."""
+"""The collectives that PyTorch can differentiate; `phalanx.horovod.gradients` says what their gradients are.
+
+An allreduce can be differentiated as often as is wanted, as its gradient is one, too. Of the others a gradient of the
+gradient is an error.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from phalanx.errors import UnsupportedError
 from phalanx.horovod import gradients, operations
 from phalanx.horovod.process_sets import ProcessSet
 from phalanx.horovod.request import Op
@@ -29,8 +34,31 @@ def _reduced(reduce: Callable[..., Any], ctx: Any, name: Any, tensors: Sequence[
     return tuple(tensors_of(pending.wait(), tensors))
 
 
-def _gradients(of: Callable[..., Any], ctx: Any, grads: Sequence[Tensor]) -> list[Tensor]:
-    return tensors_of(of([to_host(grad) for grad in grads], *ctx.arguments), grads)
+def _gradients(of: Callable[..., Any], ctx: Any, grads: Sequence[Tensor]) -> Any:
+    return once(lambda *own: tensors_of(of([to_host(grad) for grad in own], *ctx.arguments), own), *grads)
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Sequence[Tensor]], *upstream: Tensor) -> Any:
+        return tuple(function(*upstream))
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise UnsupportedError(
+            "A gradient of the gradient of an allgather, broadcast, alltoall, reducescatter or SyncBatchNorm is not "
+            "supported; of an allreduce it is."
+        )
+
+
+def once(function: Callable[..., Sequence[Tensor]], *upstream: Tensor) -> Any:
+    """What a function makes of what flows back, where a gradient of that must not be taken for nothing.
+
+    PyTorch's own `once_differentiable` raises in `backward` only: `torch.autograd.grad` passes it by.
+
+    Raises: UnsupportedError where that is asked for.
+    """
+    return _Once.apply(function, *upstream)  # type: ignore[no-untyped-call]
 
 
 class Allreduce(torch.autograd.Function):
@@ -43,7 +71,8 @@ class Allreduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, None, None, None, None, *_gradients(gradients.of_allreduce, ctx, grads)
+        gradients.check_differentiable(ctx.arguments[0])
+        return None, None, None, None, None, *Allreduce.apply(None, *ctx.arguments, *grads)  # type: ignore[no-untyped-call]
 
 
 class Allgather(torch.autograd.Function):
@@ -82,7 +111,7 @@ class Alltoall(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
-        return None, None, None, from_host(gradients.of_alltoall(to_host(grad), *ctx.arguments), grad)
+        return None, None, None, *_gradients(lambda own, *given: [gradients.of_alltoall(own[0], *given)], ctx, [grad])
 
 
 class Reducescatter(torch.autograd.Function):

@@ -18,6 +18,7 @@ from phalanx.horovod.basics import size
 from phalanx.horovod.numbering import Number
 from phalanx.horovod.operations import Sum
 from phalanx.horovod.process_sets import global_process_set
+from phalanx.horovod.torch.autograd import once
 from phalanx.horovod.torch.mpi_ops import allgather, allreduce
 
 Tensor: TypeAlias = torch.Tensor
@@ -92,27 +93,31 @@ class _Normalization(torch.autograd.Function):
         normal = (x - mean.view(shape)) * inverse.view(shape)
         result = normal if weight is None else normal * weight.view(shape)
         result = result if bias is None else result + bias.view(shape)
-        ctx.save_for_backward(normal, inverse, weight)
+        ctx.save_for_backward(input, normal, inverse, weight)
         ctx.count, ctx.name, ctx.dtype = count, name, input.dtype
         ctx.mark_non_differentiable(mean, variance)
         return result.to(input.dtype), mean, variance, count
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> Any:
-        normal, inverse, weight = ctx.saved_tensors
-        upstream = upstream.to(normal.dtype)
-        axes = _others(normal)
-        of_bias, of_weight = upstream.sum(axes), (upstream * normal).sum(axes)
-        of_input = None
-        if ctx.needs_input_grad[0]:
-            sums = allreduce(torch.stack([of_bias, of_weight]), op=Sum, name=f"{ctx.name}.backward") / ctx.count
-            shape = _beside(normal)
-            scale = inverse if weight is None else inverse * weight
-            centred = upstream - sums[0].view(shape) - normal * sums[1].view(shape)
-            of_input = (centred * scale.view(shape)).to(ctx.dtype)
+        input, normal, inverse, weight = ctx.saved_tensors
+        axes, shape = _others(normal), _beside(normal)
+
+        def of_all(given: Tensor, _: Tensor) -> list[Tensor]:
+            given = given.to(normal.dtype)
+            own = [given.sum(axes), (given * normal).sum(axes)]
+            if ctx.needs_input_grad[0]:
+                sums = allreduce(torch.stack(own), op=Sum, name=f"{ctx.name}.backward") / ctx.count
+                scale = inverse if weight is None else inverse * weight
+                centred = given - sums[0].view(shape) - normal * sums[1].view(shape)
+                own.append((centred * scale.view(shape)).to(ctx.dtype))
+            return own
+
+        of_bias, of_weight, *of_input = once(of_all, upstream, input)
+        found = of_input[0] if of_input else None
         if weight is None:
-            return of_input, None, None, None, None
-        return of_input, of_weight.to(weight.dtype), of_bias.to(weight.dtype), None, None
+            return found, None, None, None, None
+        return found, of_weight.to(weight.dtype), of_bias.to(weight.dtype), None, None
 
 
 def _whole(x: Tensor, name: str) -> tuple[Tensor, Tensor, int]:

@@ -110,6 +110,28 @@ def check_gradients_of_collectives() -> None:
         gradient(lambda x: hvd.allreduce(x, op=hvd.Max))
 
 
+def check_gradients_of_gradients() -> None:
+    rank, size = hvd.rank(), hvd.size()
+
+    def twice(function):
+        x = tf.fill([size, 2], rank + 1.0)
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = tf.reduce_sum(function(x**3) ** 2) / 2
+            first = tape.gradient(y, x)
+        return outer.gradient(first, x)
+
+    every = np.arange(1.0, size + 1)
+    expected = 6 * (rank + 1.0) * size * (every**3).sum() + 3 * (rank + 1.0) ** 2 * size * (3 * every**2).sum()
+    for run in (twice, tf.function(twice)):
+        np.testing.assert_allclose(run(lambda x: hvd.allreduce(x, op=hvd.Sum)), expected, rtol=1e-5)
+    for function in (hvd.allgather, hvd.reducescatter, lambda x: hvd.broadcast(x, 0), lambda x: hvd.alltoall(x)):
+        with pytest.raises(NotImplementedError, match="gradient of the gradient"):
+            twice(function)
+
+
 def check_differences_raise_on_every_rank() -> None:
     last = hvd.rank() == hvd.size() - 1
     with pytest.raises(hvd.HorovodInternalError, match="Mismatched shapes"):

@@ -139,6 +139,26 @@ def check_gradients_of_collectives() -> None:
         hvd.allreduce(mine, op=hvd.Max).sum().backward()
 
 
+def check_gradients_of_gradients() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    x = torch.full((size, 2), rank + 1.0, requires_grad=True)
+
+    def twice(function):
+        (first,) = torch.autograd.grad((function(x**3) ** 2).sum() / 2, x, create_graph=True)
+        return torch.autograd.grad(first.sum(), x)[0]
+
+    every = torch.arange(1.0, size + 1)
+    expected = 6 * (rank + 1.0) * size * (every**3).sum() + 3 * (rank + 1.0) ** 2 * size * (3 * every**2).sum()
+    torch.testing.assert_close(twice(lambda value: hvd.allreduce(value, op=hvd.Sum)), expected.expand(size, 2))
+    layer = hvd.SyncBatchNorm(2)
+    for function in (hvd.allgather, hvd.reducescatter, lambda value: hvd.broadcast(value, 0), layer):
+        with pytest.raises(NotImplementedError, match="gradient of the gradient"):
+            twice(function)
+    (first,) = torch.autograd.grad((layer(x) * torch.arange(2.0)).sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="gradient of the gradient"):
+        torch.autograd.grad(first.sum(), x)
+
+
 def _model(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))

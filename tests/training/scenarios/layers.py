@@ -383,13 +383,110 @@ def batch_normalization_over_all_replicas_of_what_a_mask_leaves(setting: Setting
 
 
 class _MasksSmall(layers.Layer):
+    """Args: fills: what it puts where it masks; None: what is there."""
+
     supports_masking = True
 
+    def __init__(self, fills: float | None = None) -> None:
+        super().__init__()
+        self.fills = fills
+
     def call(self, x: Any) -> Any:
-        return x
+        return x if self.fills is None else ops.where(x > 0.3, x, self.fills)
 
     def compute_mask(self, x: Any, mask: Any = None) -> Any:
         return x[..., 0] > 0.3
+
+
+@scenario(backends=("tensorflow",))
+def batch_normalization_over_all_replicas_where_what_does_not_count_is_not_finite(setting: Setting) -> dict[str, Any]:
+    def build() -> Any:
+        sequence = [keras.Input((FEATURES,)), layers.Reshape((FEATURES, 1)), _MasksSmall(fills=np.nan)]
+        inner = layers.BatchNormalization(synchronized=True, scale=False)  # a scale has NaN for gradient, as in Keras
+        return _normalized(*sequence, inner, _Fills(), layers.Flatten())
+
+    return fitted(compiled(setting, build), batch_size=11)
+
+
+class _Fills(layers.Layer):
+    """Puts 0 where something is not finite."""
+
+    supports_masking = True
+
+    def call(self, x: Any) -> Any:
+        return ops.where(ops.isfinite(x), x, ops.zeros_like(x))
+
+
+@scenario(backends=("tensorflow",))
+def batch_normalization_over_all_replicas_of_features_whose_number_is_unknown(setting: Setting) -> dict[str, Any]:
+    import tensorflow as tf
+
+    class Forgets(layers.Layer):
+        def call(self, x: Any) -> Any:
+            return tf.ensure_shape(tf.py_function(lambda value: value, [x], tf.float32), [None, None])
+
+        def compute_output_shape(self, shape: Any) -> Any:
+            return shape
+
+    return fitted(compiled(setting, lambda: _normalized(keras.Input((FEATURES,)), Forgets())), batch_size=11)
+
+
+@scenario(backends=("tensorflow",))
+def batch_normalization_over_all_replicas_in_a_function_of_its_own(setting: Setting) -> dict[str, Any]:
+    """It is traced before `fit`, and kept when the model is compiled anew."""
+    import tensorflow as tf
+
+    class Model(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = layers.Dense(4)
+            self.normalization = layers.BatchNormalization(synchronized=True, momentum=0.6)
+            self.classes = layers.Dense(CLASSES, activation="softmax")
+
+        @tf.function
+        def normalized(self, x: Any, training: bool) -> Any:
+            return self.normalization(x, training=training)
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            return self.classes(self.normalized(self.first(x), training))
+
+    model = compiled(setting, Model)
+    model(features()[:5], training=True)
+    first = fitted(model, batch_size=11)
+    model.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy")
+    second = fitted(model, batch_size=17)
+    model(features()[: 1 + setting.rank], training=True)  # alone: nobody is waited for
+    return {"first": first, "second": second}
+
+
+@scenario(backends=("tensorflow",))
+def batch_normalization_over_all_replicas_with_a_penalty_of_gradients(setting: Setting) -> dict[str, Any]:
+    import tensorflow as tf
+
+    class Model(keras.Model):
+        def build(self, shape: Any) -> None:
+            self.first = layers.Dense(4, activation="tanh")
+            self.normalization = layers.BatchNormalization(synchronized=True)
+            self.last = layers.Dense(1)
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            return self.last(ops.tanh(self.normalization(self.first(x), training=training)))
+
+        def train_step(self, data: Any) -> dict[str, Any]:
+            x, _ = data
+            with tf.GradientTape() as tape:
+                with tf.GradientTape() as inner:
+                    inner.watch(x)
+                    total = tf.reduce_sum(self(x, training=True))
+                loss = tf.reduce_mean(tf.reduce_sum(inner.gradient(total, x) ** 2, axis=1))
+            weights = self.trainable_variables
+            gradients = [0 * w if g is None else g for g, w in zip(tape.gradient(loss, weights), weights, strict=True)]
+            self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+            return {"loss": loss}
+
+    # As many samples on each rank: a sum of their outputs, unlike a mean, weighs each rank's by its share.
+    found = fitted(compiled(setting, Model), features()[:24], labels()[:24], batch_size=12)
+    return {"weights": found["weights"]}
 
 
 @scenario(backends=("tensorflow",))
