@@ -514,7 +514,9 @@ class Placed:
         self.of_server = [tuple(s for s in shards if s.server == server) for server in range(servers)]
         self.dense_of_server = [tuple(s for s in own if s.variable not in tables) for own in self.of_server]
         self.tables_of_server = [tuple(s for s in own if s.variable in tables) for own in self.of_server]
-        self._pieces = [[s for s in shards if s.variable == index] for index in range(len(variables))]
+        self._shapes = [[shard_shape(self.variables[s.variable], s) for s in own] for own in self.dense_of_server]
+        self._dense = _places(self.dense_of_server, len(variables))
+        self._rows = _places(self.tables_of_server, len(variables))
 
     def cut(self, arrays: Sequence[Array | Rows | None], server: int) -> list[Array]:
         """The parts of the variables' arrays that are this server's, in its order; of `Rows` their numbers and their
@@ -537,34 +539,27 @@ class Placed:
 
     def join(self, parts: Sequence[Sequence[Array]]) -> list[Array | None]:
         """The variables' arrays from the parts of all servers; None for tables."""
-        by_shard = _by_shard(self.dense_of_server, parts)
-        return [
-            None if index in self.tables else _joined([by_shard[piece] for piece in pieces])
-            for index, pieces in enumerate(self._pieces)
-        ]
+        return [_joined([parts[server][n] for server, n in places]) if places else None for places in self._dense]
 
     def join_tables(self, parts: Sequence[Sequence[Array]]) -> list[Array]:
         """For each table the rows that the servers sent, or all of them; the parts may be flat."""
-        by_shard = _by_shard(self.tables_of_server, parts)
         return [
-            _joined([by_shard[piece].reshape(-1, *self.variables[table].shape[1:]) for piece in self._pieces[table]])
+            _joined([parts[server][n].reshape(-1, *self.variables[table].shape[1:]) for server, n in self._rows[table]])
             for table in self.tables
         ]
 
     def shaped(self, server: int, arrays: Sequence[Array]) -> list[Array]:
         """A server's flat arrays in the shapes of its shards, tables excepted; none, if it sent none."""
-        return [
-            array.reshape(shard_shape(self.variables[s.variable], s))
-            for s, array in zip(self.dense_of_server[server], arrays, strict=False)
-        ]
+        return [array.reshape(shape) for shape, array in zip(self._shapes[server], arrays, strict=False)]
 
 
-def _by_shard(of_server: Sequence[Sequence[Shard]], parts: Sequence[Sequence[Array]]) -> dict[Shard, Array]:
-    return {
-        shard: array
-        for shards, arrays in zip(of_server, parts, strict=True)
-        for shard, array in zip(shards, arrays, strict=True)
-    }
+def _places(of_server: Sequence[Sequence[Shard]], variables: int) -> list[list[tuple[int, int]]]:
+    """Where each variable's pieces are, in their order: the servers' numbers, and the places in what they send."""
+    places: list[list[tuple[int, int, int]]] = [[] for _ in range(variables)]
+    for server, shards in enumerate(of_server):
+        for number, shard in enumerate(shards):
+            places[shard.variable].append((shard.start, server, number))
+    return [[(server, number) for _, server, number in sorted(own)] for own in places]
 
 
 def _joined(pieces: Sequence[Array]) -> Array:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,6 +42,14 @@ def place_bytes(lengths: Sequence[int]) -> int:
     return sum(_aligned(length) for length in lengths)
 
 
+class _Written(NamedTuple):
+    """What was last written in a place: shapes and dtypes, lengths in bytes, and the place itself as such arrays."""
+
+    kinds: list[tuple[tuple[int, ...], np.dtype[Any]]]
+    lengths: tuple[int, ...]
+    views: list[Array]
+
+
 class Lanes:
     """Both lanes between one worker and one server, seen from one of them."""
 
@@ -49,6 +57,9 @@ class Lanes:
         self._segment = segment
         self.place_bytes = segment.memory.nbytes // PLACES
         self._turn = 0
+        # Of each place as it was last used: what is in it, from one step to the next, is of the same kinds.
+        self._cut: dict[int, tuple[tuple[int, ...], list[memoryview]]] = {}
+        self._written: dict[int, _Written] = {}
 
     @classmethod
     def offer(cls, place: int, accepts: Callable[[Offer], bool]) -> Lanes | None:
@@ -81,12 +92,18 @@ class Lanes:
     def write(self, place: int, arrays: Sequence[Array]) -> tuple[int, ...]:
         """Copy arrays into a place; returns their lengths in bytes, or none if that is too little to be worth it or too
         much to fit."""
-        lengths = tuple(array.nbytes for array in arrays)
-        if sum(lengths) < MIN_BYTES or place_bytes(lengths) > self.place_bytes:
-            return ()
-        for array, memory in zip(arrays, self.read(place, lengths), strict=True):
-            np.copyto(np.frombuffer(memory, array.dtype).reshape(array.shape), array)
-        return lengths
+        kinds = [(array.shape, array.dtype) for array in arrays]
+        written = self._written.get(place)
+        if written is None or written.kinds != kinds:
+            lengths = tuple(array.nbytes for array in arrays)
+            if sum(lengths) < MIN_BYTES or place_bytes(lengths) > self.place_bytes:
+                return ()
+            memories = self.read(place, lengths)
+            views = [np.frombuffer(m, a.dtype).reshape(a.shape) for m, a in zip(memories, arrays, strict=True)]
+            written = self._written[place] = _Written(kinds, lengths, views)
+        for view, array in zip(written.views, arrays, strict=True):
+            np.copyto(view, array)
+        return written.lengths
 
     def write_values(self, arrays: Sequence[Array]) -> tuple[int, tuple[int, ...]]:
         """Copy values into the place whose turn it is; returns it, and as `write` their lengths. Where nothing is
@@ -98,20 +115,27 @@ class Lanes:
         return TO_WORKER + turn, lengths
 
     def read(self, place: int, lengths: Sequence[int]) -> list[memoryview]:
-        """The buffers that were written there, in the memory itself: they change when the place is written again.
+        """The buffers that were written there, in the memory itself: they change when the place is written again. The
+        list is not the caller's to change.
 
         Raises: FrameError if that cannot be: what the other side says is not believed.
         """
+        known = self._cut.get(place)
+        if known is not None and known[0] == lengths:
+            return known[1]
         if not 0 <= place < PLACES or min(lengths) < 0 or place_bytes(lengths) > self.place_bytes:
             raise FrameError(f"buffers of {sum(lengths)} bytes in place {place} of lanes of {self.place_bytes} bytes")
         buffers, start = [], place * self.place_bytes
         for length in lengths:
             buffers.append(self._segment.memory[start : start + length])
             start += _aligned(length)
+        self._cut[place] = tuple(lengths), buffers
         return buffers
 
     def close(self) -> None:
         """Unmap, as soon as nobody looks at the memory any more. Safe to call twice."""
+        self._cut.clear()
+        self._written.clear()
         with contextlib.suppress(BufferError):
             self._segment.close()
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -55,6 +55,14 @@ class _Joint:
     disagreement: str = ""  # two contributions cannot be merged, and why
 
 
+class _Kind(NamedTuple):
+    """What the gradient of a shard is like: of a table, that of one row."""
+
+    is_table: bool
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
 _Key = tuple[int, int]
 """A ticket's serial and the phase of its step."""
 
@@ -92,6 +100,7 @@ class Store:
         self._fit = -1
         self._declared: Declare | None = None
         self._shards: tuple[Shard, ...] = ()
+        self._kinds: list[_Kind] = []
         self._updater: Updater | TableUpdater | None = None
         self._tables: list[Array] = []
         self._values: list[Array] = []
@@ -134,6 +143,10 @@ class Store:
             for s, v, value in zip(self._shards, own, values, strict=True)
         ]
         tables = [number for number, shard in enumerate(self._shards) if shard.variable in model.tables]
+        self._kinds = [
+            _Kind(n in tables, v.shape[1:] if n in tables else shard_shape(v, s), pieces[n].value.dtype)
+            for n, (v, s) in enumerate(zip(own, self._shards, strict=True))
+        ]
         self._updater, self._values, self._tables = None, [], []  # a server may have nothing of this model
         if pieces:
             if tables:
@@ -425,17 +438,13 @@ class Store:
 
     def _shaped(self, flat: Iterator[Array]) -> list[Gradient]:
         """A gradient for each shard, from flat arrays: one of each, of a table two, the rows' numbers and gradients."""
-        assert self._declared is not None
-        model = self._declared.model
         gradients: list[Gradient] = []
-        for shard in self._shards:
-            variable = model.variables[shard.variable]
-            if shard.variable in model.tables:
+        for is_table, shape, dtype in self._kinds:
+            if is_table:
                 numbers = next(flat)
-                values = next(flat).astype(variable.dtype, copy=False)
-                gradients.append(Rows(numbers, values.reshape(len(numbers), *variable.shape[1:])))
+                gradients.append(Rows(numbers, _as(next(flat), dtype).reshape(len(numbers), *shape)))
             else:
-                gradients.append(next(flat).astype(variable.dtype, copy=False).reshape(shard_shape(variable, shard)))
+                gradients.append(_as(next(flat), dtype).reshape(shape))
         return gradients
 
     def _wanted(self, numbers: Sequence[Array]) -> list[Array]:
@@ -452,11 +461,11 @@ class Store:
             name = self._names[message.ticket.member]
             logger.warning("An update of %s: %s (%d so far).", name, note, self.refused)
             gradients = ()
-        # The copy works while this one does.
-        travelling = [array for gradient in gradients for array in _arrays_of(gradient)]
         applied = message.gradients and not note
-        arrays, step = [*travelling, *result.extras], self._schedule.global_step + applied
-        self._send_copy(Applied(*key, result.members, len(travelling), dtypes_of(arrays), step), arrays)
+        if self._copy is not None:  # it works while this one does
+            travelling = [array for gradient in gradients for array in _arrays_of(gradient)]
+            arrays, step = [*travelling, *result.extras], self._schedule.global_step + applied
+            self._send_copy(Applied(*key, result.members, len(travelling), dtypes_of(arrays), step), arrays)
         self._update(gradients)
         self._remember(key, result)
         self._await_copy()
@@ -562,6 +571,10 @@ class Store:
         """Somebody came or left: those who wait look again."""
         with self._changed:
             self._changed.notify_all()
+
+
+def _as(array: Array, dtype: np.dtype[Any]) -> Array:
+    return array if array.dtype == dtype else array.astype(dtype)
 
 
 def _like(buffer: memoryview, value: Array) -> Array:
