@@ -42,6 +42,7 @@ TLS_KEY = "PHALANX_TLS_KEY"
 """PEM file: the key of this task's certificate."""
 TLS_CA = "PHALANX_TLS_CA"
 """PEM file: the authority that signed the certificates of all tasks of the job."""
+TLS_FILES = (TLS_CERT, TLS_KEY, TLS_CA)
 PREEMPTION_SIGNAL = "PHALANX_PREEMPTION_SIGNAL"
 """Name of a signal that, like SIGTERM, tells a `fit` with a `Checkpoint` to save and end."""
 SEED = "PHALANX_SEED"
@@ -280,17 +281,16 @@ def _whole_number(values: Mapping[str, str], name: str) -> int | None:
 
 
 def _tls(values: Mapping[str, str]) -> TLSFiles | None:
-    names = (TLS_CERT, TLS_KEY, TLS_CA)
-    given = [name for name in names if values.get(name)]
+    given = [name for name in TLS_FILES if values.get(name)]
     if not given:
         return None
-    missing = [name for name in names if name not in given]
+    missing = [name for name in TLS_FILES if name not in given]
     if missing:
         raise ConfigurationError(
             f"{' and '.join(given)} is set, but not {' and '.join(missing)}. TLS needs all three: this "
             f"task's certificate, its key, and the authority that signed the certificates of all tasks."
         )
-    for name in names:
+    for name in TLS_FILES:
         if not os.access(values[name], os.R_OK) or not os.path.isfile(values[name]):
             raise ConfigurationError(f"{name}={values[name]!r} is not a file that this process can read.")
-    return TLSFiles(*(Path(values[name]) for name in names))
+    return TLSFiles(*(Path(values[name]) for name in TLS_FILES))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 
 from phalanx.errors import ConfigurationError
@@ -17,6 +18,7 @@ from phalanx.settings import (
     RETURN_TIMEOUT,
     SECRET,
     SNAPSHOTS,
+    TLS_FILES,
 )
 
 _OF_A_TASK = (HOST_GPUS, KEEPER, SNAPSHOTS)
@@ -110,7 +112,9 @@ def worker_environment(base: Mapping[str, str], job: Mapping[str, str], threads:
     # Unbuffered, or a worker's last lines before a crash would be lost in its buffer.
     defaults = {**thread_settings(threads), "PYTHONUNBUFFERED": "1"}
     own = {name: value for name, value in base.items() if name not in _OF_A_TASK}
-    return {**defaults, **own, **job}
+    environment = {**defaults, **own, **job}
+    # The program may go to another folder before it joins the job.
+    return environment | {name: os.path.abspath(environment[name]) for name in TLS_FILES if environment.get(name)}
 
 
 def grace_s(environ: Mapping[str, str]) -> float:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -81,3 +82,12 @@ def test_what_an_outer_job_has_told_its_own_task_is_not_told_to_those_that_this_
     assert "PHALANX_KEEPER" not in found
     assert "PHALANX_SNAPSHOTS" not in found
     assert found["PHALANX_TIMEOUT"] == "5"
+
+
+def test_files_of_tls_are_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    base = {"PHALANX_TLS_CERT": "own.pem", "PHALANX_TLS_KEY": "/etc/key.pem", "PHALANX_TLS_CA": ""}
+    found = environment.worker_environment(base, settings() | {"PHALANX_TLS_CA": "ca.pem"}, 1)
+    assert found["PHALANX_TLS_CERT"] == str(tmp_path / "own.pem")
+    assert found["PHALANX_TLS_KEY"] == "/etc/key.pem"
+    assert found["PHALANX_TLS_CA"] == str(tmp_path / "ca.pem")
