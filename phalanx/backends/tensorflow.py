@@ -31,7 +31,8 @@ from phalanx.backends.log_origins import LogOrigins
 from phalanx.backends.stand_in import StandIn
 from phalanx.backends.step_means import StepMeans
 from phalanx.backends.tensorflow_adam import fused
-from phalanx.backends.tensorflow_host import call_in_graph, prepare
+from phalanx.backends.tensorflow_calls import Trace
+from phalanx.backends.tensorflow_host import call_in_graph
 from phalanx.backends.tensorflow_tracing import trace_apart
 from phalanx.backends.tensors import Gradient, HostFunction, Shape, same_shape
 from phalanx.backends.updater import BackendUpdater
@@ -75,13 +76,12 @@ class TensorFlowEngine(model_state.Packing):
         # Functions that a model compiles itself would go on asking another engine, or nobody.
         self._moments = SummedBy(self._sum_over_ranks, key=object())
         trace_apart(trace_key)
-        prepare()
         self._predict = self._function(model.predict_step, jit_compile=model.jit_compile)
         self._make_functions(xla=bool(model.jit_compile) and not model.run_eagerly)
 
     def _make_functions(self, *, xla: bool) -> None:
         self._xla = xla
-        self._traces: dict[str, tuple[Any, Callable[..., Any]]] = {}
+        self._traces: dict[str, tuple[Any, Trace]] = {}
         own = not model_state.overrides(self._model, TensorFlowTrainer, "train_step")
         self._train = self._function(self._train_own if own else self._train_overridden)
         self._compiled_part = self._function(self._gradients, jit_compile=xla)
@@ -176,7 +176,7 @@ class TensorFlowEngine(model_state.Packing):
         if trace is not None and last == kind:
             return trace(tensors)
         results = function(tensors)
-        self._traces[name] = kind, function.get_concrete_function(tensors)
+        self._traces[name] = kind, Trace(function.get_concrete_function(tensors), tensors)
         return results
 
     # Parts of a step, traced into one function.
@@ -551,7 +551,7 @@ class TensorFlowUpdater(BackendUpdater):
         # One signature, traced once: to find the trace for the arguments of a call takes longer than the update.
         specs = [tf.TensorSpec(variable.shape, variable.dtype) for variable in self.variables]
         step = tf.function(tf.autograph.experimental.do_not_convert(self._update))
-        self._step = step.get_concrete_function(*specs)
+        self._step = Trace(step.get_concrete_function(*specs), *[tf.zeros(spec.shape, spec.dtype) for spec in specs])
         self._values: list[Array] | None = None
 
     def _update(self, *gradients: Any) -> list[Any]:
@@ -646,7 +646,7 @@ class TensorFlowTensors:
             return None
         failure = _failures.pop()
         first_line = str(failure).partition("\n")[0]
-        named = type(failure).__name__ in str(error) or not isinstance(error, tf.errors.OpError)
+        named = type(failure).__name__ in str(error) if isinstance(error, tf.errors.OpError) else bool(first_line)
         return failure if named and first_line[:80] in str(error) else None
 
     @staticmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -29,13 +30,13 @@ def call_in_graph(
     return results
 
 
-def prepare() -> None:
-    """Before a function that somebody else compiles: its later traces may make no variables."""
-    _turn()
-
-
 @functools.cache
 def _turn() -> Any:
-    """What all calls use."""
-    with tf.init_scope(), tf.device("CPU:0"):
+    """What all calls use. It is made in a thread of its own: later traces of a function may make no variables."""
+    with ThreadPoolExecutor(1) as elsewhere:
+        return elsewhere.submit(_make_turn).result()
+
+
+def _make_turn() -> Any:
+    with tf.device("CPU:0"):
         return tf.Variable(0, dtype=tf.int64, trainable=False, name="turn")

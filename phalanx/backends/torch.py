@@ -406,11 +406,11 @@ class _Differentiable(torch.autograd.Function):  # type: ignore[misc]
         context.floating = floating = [i for i, tensor in enumerate(tensors) if tensor.is_floating_point()]
         shapes = [tuple(tensors[i].shape) for i in floating]
         context.gradient = lambda flowing: gradient(flowing, shapes)
-        others = {i: to_host(tensor) for i, tensor in enumerate(tensors) if i not in floating}
+        others, count = {i: tensor for i, tensor in enumerate(tensors) if i not in floating}, len(tensors)
 
         def again(upstream: list[Array], _: list[Shape]) -> list[Array]:
             given = iter(upstream)
-            every = function([others[i] if i in others else next(given) for i in range(len(tensors))])
+            every = function([to_host(others[i]) if i in others else next(given) for i in range(count)])
             return [every[i] for i in floating]
 
         context.again = again

@@ -107,14 +107,21 @@ def job_settings(
     return settings
 
 
-def worker_environment(base: Mapping[str, str], job: Mapping[str, str], threads: int) -> dict[str, str]:
-    """The whole environment of a worker: thread settings, then the user's own, then the job's."""
+def worker_environment(
+    base: Mapping[str, str], job: Mapping[str, str], threads: int, folder: str | None = None
+) -> dict[str, str]:
+    """The whole environment of a worker: thread settings, then the user's own, then the job's.
+
+    Args:
+        folder: where it starts; None: where this process is.
+    """
     # Unbuffered, or a worker's last lines before a crash would be lost in its buffer.
     defaults = {**thread_settings(threads), "PYTHONUNBUFFERED": "1"}
     own = {name: value for name, value in base.items() if name not in _OF_A_TASK}
     environment = {**defaults, **own, **job}
     # The program may go to another folder before it joins the job.
-    return environment | {name: os.path.abspath(environment[name]) for name in TLS_FILES if environment.get(name)}
+    files = {name: environment[name] for name in TLS_FILES if environment.get(name)}
+    return environment | {name: os.path.abspath(os.path.join(folder or "", path)) for name, path in files.items()}
 
 
 def grace_s(environ: Mapping[str, str]) -> float:

@@ -151,7 +151,7 @@ class LocalHost:
         for order in orders:
             assert order.slot is not None
             listener, share, device = self._listeners[order.slot], shares[order.slot], devices[order.slot]
-            environment = worker_environment(os.environ, {**device, **order.environment}, share.threads)
+            environment = worker_environment(os.environ, {**device, **order.environment}, share.threads, order.folder)
             files = (_unnamed_file(), _unnamed_file()) if order.keeps else ()
             if files:
                 environment[SNAPSHOTS] = ":".join(f"/dev/fd/{file.fileno()}" for file in files)

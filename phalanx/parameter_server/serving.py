@@ -210,7 +210,7 @@ class Serving:
                 return schedule.try_take(worker, incarnation, fit, epoch, era) or Done(), ()
             case Pull(fit, version, after):
                 newest, values = store.pull(fit, version, after)
-                return Values(newest, dtypes=dtypes_of(values), shards=len(values)), values
+                return Values(newest, schedule.global_step, dtypes_of(values), len(values)), values
             case PullRows(fit):
                 rows = store.pull_rows(fit, arrays_of(buffers, [NUMBER.name] * len(buffers)))
                 return Values(store.version, dtypes=dtypes_of(rows), rows=len(rows)), rows

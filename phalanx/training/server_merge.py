@@ -253,7 +253,11 @@ class ServerMerge:
     def pull(self) -> list[Array | None]:
         """The variables' newest values; None for tables."""
         self.flush()
-        self._take(self._client.ask_all([(Pull(self._fit, version, self._after), ()) for version in self._versions]))
+        answers = self._client.ask_all([(Pull(self._fit, version, self._after), ()) for version in self._versions])
+        head, _ = answers[HEAD]
+        assert isinstance(head, Values)
+        self._worker.global_step = head.step  # others may have made the last steps alone
+        self._take(answers)
         # Copies: what came may be overwritten, or be aliased by a backend.
         return [None if value is None else np.array(value) for value in self._values]
 

@@ -98,7 +98,61 @@ try:
     tf.function(lambda x: tf.debugging.check_numerics(x, "no number"))(tf.fill([2], float("nan")))
 except tf.errors.InvalidArgumentError as error:
     assert strategy._tensors.failure_behind(error) is None
+try:
+    strategy._tensors.call(lambda arrays: exec("raise AssertionError"), [tf.ones(2)])
+except AssertionError:
+    assert strategy._tensors.failure_behind(RuntimeError("of something else")) is None
 step(tf.ones(2))
+"""
+
+
+CALLS = """
+import tensorflow as tf
+
+from phalanx.backends.tensorflow_calls import Trace
+
+factor = tf.Variable(2.0)
+
+
+@tf.function
+def function(data, more):
+    x, y, nothing = data
+    return {"sum": factor * (10 * x["b"] + x["a"]["c"])}, y, more[0]
+
+
+def arguments(scale):
+    x = {"b": tf.constant([1.0, 2.0]) * scale, "a": {"c": tf.constant([3.0, 4.0]) * scale}}
+    return (x, tf.constant([5.0]) * scale, None), [tf.constant(6.0) * scale]
+
+
+first = arguments(1.0)
+trace = Trace(function.get_concrete_function(*first), *first)
+assert sorted(trace._order) == [0, 1, 2, 3], "this version of TensorFlow lets it be told"
+factor.assign(3.0)
+sums, y, more = trace(*arguments(2.0))
+assert list(sums) == ["sum"] and sums["sum"].numpy().tolist() == [78.0, 144.0]
+assert (y.numpy().tolist(), float(more)) == ([10.0], 12.0)
+
+same = tf.ones(2)
+difference = tf.function(lambda a, b: a - b)
+trace = Trace(difference.get_concrete_function(same, same), same, same)
+assert trace(3 * same, same).numpy().tolist() == [2.0, 2.0]
+"""
+
+
+LATER = """
+import tensorflow as tf
+
+from phalanx.backends.tensorflow_host import call_in_graph
+
+
+@tf.function
+def function(x, calls):
+    return call_in_graph(lambda array: [array + 1], [x], [x.dtype])[0] if calls else x
+
+
+assert function(tf.ones(2), False).numpy().tolist() == [1.0, 1.0]
+assert function(tf.ones(2), True).numpy().tolist() == [2.0, 2.0]
 """
 
 
@@ -126,3 +180,13 @@ def test_batches_of_several_kinds() -> None:
     assert name == "traces"
     # One for each structure, and one more where the size is found to vary.
     assert 2 <= int(count) <= 4
+
+
+def test_traces_are_called_with_tensors_in_their_own_order() -> None:
+    done = _run(CALLS)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_first_call_of_the_host_may_come_in_a_later_trace() -> None:
+    done = _run(LATER)
+    assert done.returncode == 0, done.stderr

@@ -91,3 +91,5 @@ def test_files_of_tls_are_found_from_any_folder(tmp_path: Path, monkeypatch: pyt
     assert found["PHALANX_TLS_CERT"] == str(tmp_path / "own.pem")
     assert found["PHALANX_TLS_KEY"] == "/etc/key.pem"
     assert found["PHALANX_TLS_CA"] == str(tmp_path / "ca.pem")
+    found = environment.worker_environment(base, settings(), 1, "/elsewhere")
+    assert found["PHALANX_TLS_CERT"] == "/elsewhere/own.pem"

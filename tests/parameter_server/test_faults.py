@@ -338,6 +338,13 @@ def test_normalization_over_all_batches_is_refused_where_workers_do_not_wait_for
     assert "is a BatchNormalization(synchronized=True)" in tasks.said("worker/0")
 
 
+def test_a_chief_without_a_part_in_the_last_steps_knows_how_many_there_are(start: Start) -> None:
+    tasks = start("late chief", epochs=2)
+    assert set(tasks.ends("worker/0", "worker/1").values()) == {0}, tasks.everything()
+    assert steps(tasks) == (2 * BATCHES, True)
+    assert steps(tasks, 1) == (2 * BATCHES, True)
+
+
 def test_what_a_description_leaves_out_and_names_that_are_given_twice() -> None:
     import keras
     import numpy as np

@@ -45,20 +45,33 @@ def call(function: HostFunction, tensors: Sequence[Any], like: Sequence[tuple[An
 def once(function: HostFunction, flowing: Sequence[Any], like: Sequence[tuple[Any, Any]], *others: Any) -> list[Any]:
     """As `call` of what flows back and others, where a gradient of that must not be taken for nothing.
 
-    Raises: UnsupportedError where that is asked for.
+    Raises: UnsupportedError where that is asked for; where the graph of a function computes it, an error of
+        TensorFlow's that says so.
     """
+    flowing = [tf.convert_to_tensor(tensor) for tensor in flowing]
 
-    def refuse(*upstream: Any) -> None:
+    def fail(*_: Any) -> None:
         raise UnsupportedError(
             "A gradient of the gradient of an allgather, broadcast, alltoall or reducescatter is not supported; of an "
             "allreduce it is."
         )
 
+    def refuse(*upstream: Any) -> list[Any]:
+        if tf.executing_eagerly():
+            fail()
+        # Under a second tape TensorFlow traces this whether or not anybody wants it. What nobody wants does not run.
+        results: list[Any] = tf.numpy_function(
+            fail, list(upstream), [tensor.dtype for tensor in flowing], stateful=False
+        )
+        for result, tensor in zip(results, flowing, strict=True):
+            result.set_shape(tensor.shape)
+        return results
+
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def returned(*upstream: Any) -> Any:
         return call(function, [*upstream, *others], like), refuse
 
-    return list(returned(*map(tf.convert_to_tensor, flowing)))
+    return list(returned(*flowing))
 
 
 def name_in_graph(kind: str) -> str | None:

@@ -93,15 +93,16 @@ class _Normalization(torch.autograd.Function):
         normal = (x - mean.view(shape)) * inverse.view(shape)
         result = normal if weight is None else normal * weight.view(shape)
         result = result if bias is None else result + bias.view(shape)
-        ctx.save_for_backward(input, normal, inverse, weight)
+        ctx.save_for_backward(input, mean, inverse, weight)
         ctx.count, ctx.name, ctx.dtype = count, name, input.dtype
         ctx.mark_non_differentiable(mean, variance)
         return result.to(input.dtype), mean, variance, count
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> Any:
-        input, normal, inverse, weight = ctx.saved_tensors
-        axes, shape = _others(normal), _beside(normal)
+        input, mean, inverse, weight = ctx.saved_tensors
+        axes, shape = _others(input), _beside(input)
+        normal = (input.detach().to(inverse.dtype) - mean.view(shape)) * inverse.view(shape)
 
         def of_all(given: Tensor, _: Tensor) -> list[Tensor]:
             given = given.to(normal.dtype)

@@ -127,9 +127,23 @@ def check_gradients_of_gradients() -> None:
     expected = 6 * (rank + 1.0) * size * (every**3).sum() + 3 * (rank + 1.0) ** 2 * size * (3 * every**2).sum()
     for run in (twice, tf.function(twice)):
         np.testing.assert_allclose(run(lambda x: hvd.allreduce(x, op=hvd.Sum)), expected, rtol=1e-5)
+    scale = tf.Variable(2.0)
+
+    def beside(function):
+        x = tf.ones([size, 2])
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = tf.reduce_sum(function(x))
+            loss = scale * tf.reduce_sum(tf.stop_gradient(tape.gradient(y, x)))
+        return outer.gradient(loss, scale)
+
     for function in (hvd.allgather, hvd.reducescatter, lambda x: hvd.broadcast(x, 0), lambda x: hvd.alltoall(x)):
         with pytest.raises(NotImplementedError, match="gradient of the gradient"):
             twice(function)
+        with pytest.raises(tf.errors.OpError):
+            tf.function(twice)(function)
+        np.testing.assert_allclose(beside(tf.function(function)), beside(function))  # nobody asks for it
 
 
 def check_differences_raise_on_every_rank() -> None:
