@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -32,7 +33,7 @@ from phalanx.backends.stand_in import StandIn
 from phalanx.backends.step_means import StepMeans
 from phalanx.backends.tensorflow_adam import fused
 from phalanx.backends.tensorflow_calls import Trace
-from phalanx.backends.tensorflow_host import call_in_graph
+from phalanx.backends.tensorflow_host import call_in_graph, linear
 from phalanx.backends.tensorflow_tracing import trace_apart
 from phalanx.backends.tensors import Gradient, HostFunction, Shape, same_shape
 from phalanx.backends.updater import BackendUpdater
@@ -274,14 +275,7 @@ class TensorFlowEngine(model_state.Packing):
             result.set_shape(tensor.shape)
             return result
 
-        @tf.custom_gradient  # type: ignore[untyped-decorator]
-        def summed(own: Any) -> Any:
-            return on_host(total, own), lambda gradient: returned(gradient)
-
-        @tf.custom_gradient  # type: ignore[untyped-decorator]
-        def returned(gradient: Any) -> Any:
-            return on_host(total_of_gradients, gradient), lambda upstream: summed(upstream)
-
+        summed = linear(partial(on_host, total), partial(on_host, total_of_gradients))
         whole = summed(tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0))
         parts = tf.split(whole, [tensor.shape.num_elements() for tensor in tensors])
         return [tf.reshape(part, tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

@@ -30,6 +30,24 @@ def call_in_graph(
     return results
 
 
+def linear(function: Callable[..., Any], adjoint: Callable[..., Any]) -> Callable[..., Any]:
+    """A linear function of tensors whose gradient is its adjoint, and the gradient of that again the function.
+
+    What calls the host has no gradient of its own, and TensorFlow takes that for nothing.
+    """
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def there(*tensors: Any) -> Any:
+        return function(*tensors), lambda *upstream: back(*upstream)
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def back(*upstream: Any) -> Any:
+        return adjoint(*upstream), lambda *tensors: there(*tensors)
+
+    differentiable: Callable[..., Any] = there
+    return differentiable
+
+
 @functools.cache
 def _turn() -> Any:
     """What all calls use. It is made in a thread of its own: later traces of a function may make no variables."""

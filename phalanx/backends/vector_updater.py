@@ -96,25 +96,25 @@ class _Places:
 
     def __init__(self, vectors: Sequence[_Vector | None], where: Sequence[tuple[int, int]]):
         self._vectors = vectors
-        self.where = where
+        self._where = where
 
     def __len__(self) -> int:
-        return len(self.where)
+        return len(self._where)
 
     def arrays(self, numbers: Iterable[int]) -> list[int]:
         """Which arrays these are in."""
-        return sorted({self.where[number][0] for number in numbers})
+        return sorted({self._where[number][0] for number in numbers})
 
     def parts(self, numbers: Iterable[int], arrays: Mapping[int, Array]) -> list[Array]:
         """These parts of the arrays, as views."""
         cut = {place: self._cut(place, array) for place, array in arrays.items()}
-        return [cut[place][part] for place, part in (self.where[number] for number in numbers)]
+        return [cut[place][part] for place, part in (self._where[number] for number in numbers)]
 
     def filled(self, parts: Mapping[int, Any], arrays: Mapping[int, Array]) -> dict[int, Any]:
         """New arrays, with other values in these parts."""
         cut: dict[int, list[Any]] = {place: self._cut(place, array) for place, array in arrays.items()}
         for number, value in parts.items():
-            place, part = self.where[number]
+            place, part = self._where[number]
             cut[place][part] = value
         return {place: self._filled(place, own) for place, own in cut.items()}
 
@@ -150,8 +150,7 @@ class VectorUpdater(Updater):
         self._updater.apply([vector.joined([gradients[n] for n in vector.numbers]) for vector in self._vectors])
 
     def values(self) -> list[Array]:
-        cut = [vector.cut(array) for vector, array in zip(self._vectors, self._updater.values(), strict=True)]
-        return [cut[vector][part] for vector, part in self._values.where]
+        return self._values.parts(range(len(self._values)), dict(enumerate(self._updater.values())))
 
     def load(self, values: Mapping[int, Any], state: Mapping[int, Any]) -> None:
         of_values, of_state = self._fetch(values, state)

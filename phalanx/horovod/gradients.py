@@ -24,6 +24,15 @@ def check_differentiable(op: Op) -> None:
         raise UnsupportedError(f"allreduce with op={op.value} has no gradient here; Average, Sum and Adasum have.")
 
 
+def refuse_again(*_: object) -> None:
+    """In the place of the gradient of one of these gradients but an allreduce's, which is an allreduce. Raises:
+    UnsupportedError."""
+    raise UnsupportedError(
+        "A gradient of the gradient of an allgather, broadcast, alltoall, reducescatter or SyncBatchNorm is not "
+        "supported; of an allreduce it is."
+    )
+
+
 def of_allreduce(
     gradients: Sequence[Array],
     op: Op,

@@ -73,6 +73,11 @@ class Rules(msgspec.Struct, frozen=True):
     timeout_s: float
     all_needed: bool = False
 
+    @property
+    def all_together(self) -> bool:
+        """Whether all make each step together, and wait for each other."""
+        return self.synchronous and not self.at_least
+
 
 class Ticket(msgspec.Struct, frozen=True, tag="ticket"):
     """The right, and the duty, to make a step.

@@ -442,9 +442,10 @@ class Store:
         for is_table, shape, dtype in self._kinds:
             if is_table:
                 numbers = next(flat)
-                gradients.append(Rows(numbers, _as(next(flat), dtype).reshape(len(numbers), *shape)))
+                values = next(flat).astype(dtype, copy=False)
+                gradients.append(Rows(numbers, values.reshape(len(numbers), *shape)))
             else:
-                gradients.append(_as(next(flat), dtype).reshape(shape))
+                gradients.append(next(flat).astype(dtype, copy=False).reshape(shape))
         return gradients
 
     def _wanted(self, numbers: Sequence[Array]) -> list[Array]:
@@ -571,10 +572,6 @@ class Store:
         """Somebody came or left: those who wait look again."""
         with self._changed:
             self._changed.notify_all()
-
-
-def _as(array: Array, dtype: np.dtype[Any]) -> Array:
-    return array if array.dtype == dtype else array.astype(dtype)
 
 
 def _like(buffer: memoryview, value: Array) -> Array:

@@ -194,8 +194,8 @@ def check_batch_size(model: Any, batch: LocalBatch, replicas: int) -> None:
 
 
 def check_normalization(model: Any) -> None:
-    """Raise UnsupportedError for batch normalization over all replicas' batches, where each trains on its own, or the
-    others do not wait for all."""
+    """Raise UnsupportedError for batch normalization over all replicas' batches, where they do not wait for each
+    other."""
     for layer in model._flatten_layers():
         # A frozen one uses what it has collected.
         if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized and layer.trainable:

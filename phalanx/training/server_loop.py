@@ -297,8 +297,7 @@ class ServerTrainer:
         self._sample = source.peek(restart=self._peeked).data
         self._engine.expect(source.form)
         self._engine.build(self._sample)
-        rules = self._worker.rules
-        if self._worker.workers > 1 and (not rules.synchronous or rules.at_least):
+        if self._worker.workers > 1 and not self._worker.rules.all_together:
             agreement.check_normalization(self._model)
         return self._engine
 
@@ -388,8 +387,7 @@ class ServerTrainer:
     @contextmanager
     def _between_steps(self) -> Iterator[None]:
         """While inside, no worker makes a step. Where all make each step together the chief's own pause is enough."""
-        rules = self._worker.rules
-        if rules.synchronous and not rules.at_least:
+        if self._worker.rules.all_together:
             yield
             return
         self._merge.flush()

@@ -43,10 +43,11 @@ def main() -> None:
         model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(width, "tanh"), keras.layers.Dense(1)])
         if kind == "spectral":
             model.add(keras.layers.SpectralNormalization(keras.layers.Dense(1)))
-        if kind in ("synchronized", "first", "frozen"):
+        if kind in ("synchronized", "synchronized and frozen", "first"):
             model.add(keras.layers.BatchNormalization())
             model.layers[-1].synchronized = True  # as an argument Keras takes it on TensorFlow alone
         model.trainable = kind != "frozen"
+        model.layers[-1].trainable &= kind != "synchronized and frozen"
         optimizer = keras.optimizers.SGD(0.001) if kind == "momentum" else keras.optimizers.Adam(0.001)
         model.compile(optimizer, "mse", metrics=["mae"] if kind == "other metrics" and strategy.rank == 1 else [])
     x = np.random.default_rng(0).normal(size=(1024, 8)).astype("float32")
@@ -92,7 +93,8 @@ def main() -> None:
         next_ticket = ServerMerge.next_ticket
 
         def late(merge: ServerMerge, fit: int, epoch: int) -> object:
-            while epoch == epochs - 1 and (folder / "1.epoch").read_text() != str(epoch):
+            others = folder / "1.epoch"
+            while epoch == epochs - 1 and not (others.exists() and others.read_text() == str(epoch)):
                 time.sleep(0.05)
             return next_ticket(merge, fit, epoch)
 

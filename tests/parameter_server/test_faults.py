@@ -338,6 +338,11 @@ def test_normalization_over_all_batches_is_refused_where_workers_do_not_wait_for
     assert "is a BatchNormalization(synchronized=True)" in tasks.said("worker/0")
 
 
+def test_normalization_that_is_frozen_meets_nobody(start: Start) -> None:
+    tasks = start("synchronized and frozen", epochs=1)
+    assert set(tasks.ends("worker/0", "worker/1").values()) == {0}, tasks.everything()
+
+
 def test_a_chief_without_a_part_in_the_last_steps_knows_how_many_there_are(start: Start) -> None:
     tasks = start("late chief", epochs=2)
     assert set(tasks.ends("worker/0", "worker/1").values()) == {0}, tasks.everything()

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from phalanx.backends.tensorflow_host import call_in_graph
-from phalanx.errors import UnsupportedError
+from phalanx.horovod.gradients import refuse_again
 
 Array = np.ndarray[Any, Any]
 HostFunction = Callable[[list[Array]], Sequence[Any]]
@@ -50,18 +50,12 @@ def once(function: HostFunction, flowing: Sequence[Any], like: Sequence[tuple[An
     """
     flowing = [tf.convert_to_tensor(tensor) for tensor in flowing]
 
-    def fail(*_: Any) -> None:
-        raise UnsupportedError(
-            "A gradient of the gradient of an allgather, broadcast, alltoall or reducescatter is not supported; of an "
-            "allreduce it is."
-        )
-
     def refuse(*upstream: Any) -> list[Any]:
         if tf.executing_eagerly():
-            fail()
+            refuse_again()
         # Under a second tape TensorFlow traces this whether or not anybody wants it. What nobody wants does not run.
         results: list[Any] = tf.numpy_function(
-            fail, list(upstream), [tensor.dtype for tensor in flowing], stateful=False
+            refuse_again, list(upstream), [tensor.dtype for tensor in flowing], stateful=False
         )
         for result, tensor in zip(results, flowing, strict=True):
             result.set_shape(tensor.shape)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from phalanx.backends.tensorflow_host import linear
 from phalanx.errors import ConfigurationError
 from phalanx.horovod import basics, gradients, operations
 from phalanx.horovod.operations import Average, Sum, check_op
@@ -368,15 +369,8 @@ def _allreduce(
 
     like = [(each.dtype, each.shape) for each in tensors]
 
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def merged(*inputs: Any) -> Any:
-        return call(forward, inputs, like), lambda *upstream: returned(*upstream)
-
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def returned(*upstream: Any) -> Any:
-        return call(backward, upstream, like), lambda *inputs: merged(*inputs)
-
-    return list(merged(*tensors))
+    merge = linear(lambda *inputs: call(forward, inputs, like), lambda *upstream: call(backward, upstream, like))
+    return list(merge(*tensors))
 
 
 def _sparse(slices: Any, op: Op, name: str | None, process_set: ProcessSet) -> Any:

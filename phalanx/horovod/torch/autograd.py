@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-from phalanx.errors import UnsupportedError
 from phalanx.horovod import gradients, operations
 from phalanx.horovod.process_sets import ProcessSet
 from phalanx.horovod.request import Op
@@ -45,10 +44,7 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        raise UnsupportedError(
-            "A gradient of the gradient of an allgather, broadcast, alltoall, reducescatter or SyncBatchNorm is not "
-            "supported; of an allreduce it is."
-        )
+        gradients.refuse_again()
 
 
 def once(function: Callable[..., Sequence[Tensor]], *upstream: Tensor) -> Any:
