@@ -100,6 +100,12 @@ class Engine(Protocol):
         ...
 
     @property
+    def merges_only_gradients(self) -> bool:
+        """Whether the steps of this model may be left to `Merge.exchange`: nothing but gradients has to be merged at
+        every step, and all else at the end of an epoch (`merged_metrics`)."""
+        ...
+
+    @property
     def in_variables(self) -> bool:
         """Whether the newest values are in the model's variables, where a callback may have changed them."""
         ...

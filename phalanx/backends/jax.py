@@ -33,7 +33,7 @@ from keras.src.backend.jax.trainer import JAXTrainer
 from phalanx.backends import model_state
 from phalanx.backends.engine import Batch, Exchange, Merge
 from phalanx.backends.global_losses import check_losses
-from phalanx.backends.jax_host import SAME_ON_ALL, pinned_memory
+from phalanx.backends.jax_host import SAME_ON_ALL, pinned_memory, wide_vectors
 from phalanx.backends.jax_probe import only_call, probe
 from phalanx.backends.jax_recipe import Recipe
 from phalanx.backends.jax_step import Step
@@ -93,8 +93,8 @@ class JaxEngine(model_state.Packing):
         self._test_share = 1.0
 
     def retrace(self) -> None:
-        trace, kind = (self._trace_own_gradients, _Own) if self._merge.exchange else (self._trace_gradients, _Local)
-        self._gradients = Step(trace, self._jit, self._merge, leave=self._for_the_host(kind))
+        self._gradients = Step(self._trace_gradients, self._jit, self._merge, leave=self._for_the_host(_Local))
+        self._own_step = Step(self._trace_own_gradients, self._jit, self._merge, leave=self._for_the_host(_Own))
         self._test = Step(self._trace_test, self._jit, self._merge, donate=(2,))
         self._recipe: Recipe | None = None
         self._update: Callable[..., Any] | None = None
@@ -103,6 +103,17 @@ class JaxEngine(model_state.Packing):
     @property
     def builds_from_a_batch(self) -> bool:
         return model_state.is_unbuilt(self._model)
+
+    @property
+    def merges_only_gradients(self) -> bool:
+        model = self._model
+        return (
+            self._compiled
+            and self._pinned is None
+            and set(self._metric_weights()) <= {Weight.ONE}
+            and not model_state.logs_differ_from_metrics(model, JAXTrainer, "train_step")
+            and not self.layer_state()
+        )
 
     @property
     def in_variables(self) -> bool:
@@ -124,10 +135,13 @@ class JaxEngine(model_state.Packing):
 
     def train(self, data: Batch, share: float) -> None:
         trainable, non_trainable, optimizer, metrics = self._state(with_optimizer=True)
-        local = self._gradients(share, trainable, non_trainable, optimizer, metrics, data)
-        if self._merge.exchange:
-            self._finish_own(self._merge.exchange, local, trainable, non_trainable, optimizer)
+        if exchange := self._merge.exchange:
+            own = self._own_step(share, trainable, non_trainable, optimizer, metrics, data)
+            if not share:  # a stand-in batch counts nowhere
+                own = own._replace(metrics=metrics)
+            self._finish_own(exchange, own, trainable, non_trainable, optimizer)
             return
+        local = self._gradients(share, trainable, non_trainable, optimizer, metrics, data)
         recipe = self._recipe
         assert recipe is not None, "tracing the gradients has written it"
         flats = self._merge(recipe.travelling, [np.asarray(array) for array in local.merged], share)
@@ -140,8 +154,8 @@ class JaxEngine(model_state.Packing):
                 options = None if self._pinned is None else SAME_ON_ALL
                 self._update = self._jit(self._trace_update(recipe, self._silent), (0, 1, 2), options=options)
         # Where servers make the update, what the optimizer keeps stays as it is here, and need not pass through.
-        own = [] if self._merge.updates else optimizer
-        trainable, updated, metrics, state, self._logs = self._update(trainable, own, metrics, merged)
+        moved = [] if self._merge.updates else optimizer
+        trainable, updated, metrics, state, self._logs = self._update(trainable, moved, metrics, merged)
         optimizer = optimizer if self._merge.updates else updated
         for index, value in [*zip(recipe.state, state, strict=True), *local.private.items()]:
             non_trainable[index] = value
@@ -340,7 +354,7 @@ class JaxEngine(model_state.Packing):
             return values[0], list(values[1]), optimizer, values[-1]
         trainable = kept["trainable_variables"]
         return (
-            trainable.values if isinstance(trainable, _Weights) else trainable,
+            trainable.values if isinstance(trainable, _Weights) else trainable,  # Keras's own list
             list(kept["non_trainable_variables"]),
             kept.get("optimizer_variables"),
             kept["metrics_variables"],
@@ -349,7 +363,7 @@ class JaxEngine(model_state.Packing):
     def _keep(self, trainable: Values, non_trainable: Values, optimizer: Any, metrics: Values) -> None:
         # Keras writes this back into the variables when a callback touches `self.model`.
         state = {
-            "trainable_variables": _Weights(trainable) if self._merge.exchange else trainable,
+            "trainable_variables": _Weights(trainable),
             "non_trainable_variables": non_trainable,
             "metrics_variables": metrics,
         }
@@ -386,16 +400,22 @@ class JaxUpdater(BackendUpdater):
         self._values: Values = [variable.value for variable in self.variables]
         self._state: Values = [variable.value for variable in self.optimizer.variables]
         # The values are not donated: those of former steps may be on their way to a worker.
-        self._step = jax.jit(self._trace_step, donate_argnums=(0,))
+        self._step = jax.jit(self._trace_step, donate_argnums=(0,), compiler_options=wide_vectors())
 
-    def _trace_step(self, state: Values, gradients: Values, values: Values) -> tuple[Values, Values]:
+    def _trace_step(self, state: Values, parts: Sequence[Values], values: Values) -> tuple[Values, Values]:
+        gradients = parts[0]
+        for others in parts[1:]:
+            gradients = [gradient + other for gradient, other in zip(gradients, others, strict=True)]
         # The state comes first: JAX gives a donated buffer to the first result of its shape, and XLA copies what would
         # be written over before it is read. With the weights first that were all moments, a third of Adam's time.
         values, state = self.optimizer.stateless_apply(state, gradients, values)
         return state, values
 
     def apply(self, gradients: Sequence[Any]) -> None:
-        self._state, self._values = self._step(self._state, list(gradients), self._values)
+        self.apply_sum([gradients])
+
+    def apply_sum(self, parts: Sequence[Sequence[Any]]) -> None:
+        self._state, self._values = self._step(self._state, [list(part) for part in parts], self._values)
 
     def values(self) -> list[Any]:
         return [np.asarray(value) for value in self._values]

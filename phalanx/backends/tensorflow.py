@@ -92,6 +92,8 @@ class TensorFlowEngine(model_state.Packing):
     def builds_from_a_batch(self) -> bool:
         return False  # it builds while it traces
 
+    merges_only_gradients = False  # not built: what Keras computes takes most of a step here
+
     @property
     def in_variables(self) -> bool:
         return True

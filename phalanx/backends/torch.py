@@ -65,6 +65,8 @@ class TorchEngine(model_state.Packing):
     def builds_from_a_batch(self) -> bool:
         return model_state.is_unbuilt(self._model)
 
+    merges_only_gradients = False  # not built: what Keras computes takes most of a step here
+
     @property
     def in_variables(self) -> bool:
         return True

@@ -62,6 +62,10 @@ class Updater(ABC):
     def apply(self, gradients: Sequence[Any]) -> None:
         """One update; the gradients are in the order of the pieces. They must stay until something is asked for."""
 
+    def apply_sum(self, parts: Sequence[Sequence[Any]]) -> None:
+        """As `apply`, with the sums of several lists of gradients, added in their order."""
+        self.apply([sum(each[1:], start=each[0]) for each in zip(*parts, strict=True)])
+
     @abstractmethod
     def values(self) -> list[Array]:
         """The pieces' present values."""

@@ -39,14 +39,19 @@ def make_vector_updater(make: Make, optimizer: str, pieces: Sequence[Piece], apa
     return VectorUpdater(make(optimizer, [vector.piece for vector in vectors]), vectors)
 
 
-def _groups(described: dict[str, Any], pieces: Sequence[Piece], apart: Collection[int]) -> list[list[int]]:
-    """The numbers of the pieces that can be one vector."""
+def is_elementwise(described: Mapping[str, Any]) -> bool:
+    """Whether an optimizer of this description treats each number by itself."""
     config = described.get("config") or {}
-    elementwise = (
+    return (
         str(described.get("module")).startswith("keras.")
         and described.get("class_name") in ELEMENTWISE
         and config.get("clipnorm") is config.get("global_clipnorm") is None
     )
+
+
+def _groups(described: dict[str, Any], pieces: Sequence[Piece], apart: Collection[int]) -> list[list[int]]:
+    """The numbers of the pieces that can be one vector."""
+    elementwise = is_elementwise(described)
     groups: dict[object, list[int]] = {}
     for number, piece in enumerate(pieces):
         fits = elementwise and number not in apart and piece.constraint is None and piece.value.nbytes <= LARGEST_BYTES

@@ -7,13 +7,14 @@ from phalanx.collectives.cross_device_ops import (
     NcclAllReduce,
     ReductionToOneDevice,
 )
-from phalanx.collectives.factory import connect
+from phalanx.collectives.factory import connect, shared_block
 from phalanx.collectives.options import (
     CollectiveCommunication,
     CollectiveHints,
     CommunicationImplementation,
     CommunicationOptions,
 )
+from phalanx.collectives.segment import Segment
 
 __all__ = [
     "CollectiveCommunication",
@@ -27,5 +28,7 @@ __all__ = [
     "NcclAllReduce",
     "ReduceOp",
     "ReductionToOneDevice",
+    "Segment",
     "connect",
+    "shared_block",
 ]

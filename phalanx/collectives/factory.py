@@ -13,12 +13,13 @@ import msgspec
 from phalanx.cluster.membership import Membership, Rank
 from phalanx.cluster.rendezvous import FIRST_GENERATION
 from phalanx.collectives import segment as segments
+from phalanx.collectives.communicator import Communicator
 from phalanx.collectives.group_communicator import GroupCommunicator
 from phalanx.collectives.hierarchical import HierarchicalEngine
 from phalanx.collectives.mesh import Mesh
 from phalanx.collectives.options import CommunicationImplementation, CommunicationOptions
 from phalanx.collectives.ring import RingEngine
-from phalanx.collectives.segment import Offer, Segment
+from phalanx.collectives.segment import MEMFD, Offer, Segment
 from phalanx.collectives.shared_memory import (
     MIN_SLOT_BYTES,
     SLOT_BYTES,
@@ -32,6 +33,9 @@ from phalanx.errors import ConfigurationError, DisagreementError
 from phalanx.transport.throttle import Throttle
 
 _log = logging.getLogger(__name__)
+
+SHARED_MEMORY = "shared memory"
+"""The kind of a communicator all of whose members are on one host and share memory."""
 
 
 class _Facts(msgspec.Struct, frozen=True):
@@ -105,7 +109,7 @@ def connect(
     may_share = options.implementation is CommunicationImplementation.AUTO and simulated_mbits is None
     if may_share and len(membership.hosts) < len(ranks):
         engine = _engine(communicator, options, facts, segment_methods, links, autotune=autotune)
-        kind = "shared memory" if len(membership.hosts) == 1 else "hierarchical"
+        kind = SHARED_MEMORY if len(membership.hosts) == 1 else "hierarchical"
         if engine is not links:
             communicator.adopt(engine, kind)
             engines = {kind: engine, **engines}
@@ -161,6 +165,12 @@ def _engine(
     if autotune:
         slot_bytes = max(slot_bytes, TUNED_SLOT_BYTES)
     segment = _share(communicator, segment_bytes(len(local_ranks), slot_bytes), methods)
+    if segment is None and len(local_ranks) > 1:
+        _log.warning(
+            "the ranks on %s cannot share memory and use their links instead, which is slower. "
+            "The messages above say why.",
+            membership.me.host,
+        )
     local: SingleEngine | SharedMemoryEngine | RingEngine
     if len(local_ranks) == 1:
         local = SingleEngine(membership.rank)
@@ -183,6 +193,16 @@ def _engine(
 def _core_for_each(local_ranks: Sequence[Rank], facts: Sequence[_Facts]) -> bool:
     """Whether the ranks of a host may use at least as many cores as there are ranks."""
     return len({core for rank in local_ranks for core in facts[rank].cores}) >= len(local_ranks)
+
+
+def shared_block(communicator: Communicator, size: int) -> Segment | None:
+    """Memory of `size` bytes, zeros at first, that all members share; None where they cannot. All must call.
+
+    Not as a file: there may be much of it.
+    """
+    if not isinstance(communicator, GroupCommunicator) or communicator.kind != SHARED_MEMORY:
+        return None
+    return _share(communicator, size, [MEMFD])
 
 
 def _share(communicator: GroupCommunicator, size: int, methods: Sequence[str]) -> Segment | None:
@@ -226,12 +246,6 @@ def _share(communicator: GroupCommunicator, size: int, methods: Sequence[str]) -
             _log.info("no shared memory by %s", "; ".join(errors))
         if not any(item.error for item in opened):
             break
-    if shared is None and not alone:
-        _log.warning(
-            "the ranks on %s cannot share memory and use their links instead, which is slower. "
-            "The messages above say why.",
-            membership.me.host,
-        )
     return shared
 
 

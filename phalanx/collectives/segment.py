@@ -24,7 +24,8 @@ import msgspec
 TOKEN_BYTES = 16
 HEADER_BYTES = 4096
 """The token's page; what the segment is for starts after it."""
-METHODS = ("memfd", "/dev/shm", "tmp")
+MEMFD = "memfd"
+METHODS = (MEMFD, "/dev/shm", "tmp")
 """Where segments are made, the best first."""
 
 
@@ -60,7 +61,7 @@ class Segment:
     def create(cls, size: int, method: str) -> Segment:
         """Make a segment with `size` bytes of zeros after its header. Raises OSError if that cannot be."""
         size += HEADER_BYTES
-        if method == "memfd":
+        if method == MEMFD:
             if not hasattr(os, "memfd_create"):
                 raise OSError(errno.ENOSYS, "memfd_create is Linux's")
             descriptor = os.memfd_create("phalanx")
@@ -76,10 +77,10 @@ class Segment:
                 os.truncate(descriptor, size)
             offer = Offer(path, size, secrets.token_bytes(TOKEN_BYTES))
             os.pwrite(descriptor, offer.token, 0)
-            return cls(descriptor, offer, named=method != "memfd")
+            return cls(descriptor, offer, named=method != MEMFD)
         except BaseException:
             os.close(descriptor)
-            if method != "memfd":
+            if method != MEMFD:
                 os.unlink(path)
             raise
 

@@ -32,6 +32,7 @@ from phalanx.training.ledger import Ledger
 from phalanx.training.replica import own_seed
 from phalanx.training.resuming import Noted, Resumption
 from phalanx.training.step_check import StepCheck
+from phalanx.training.stepping import EveryStep
 from phalanx.training.told_alike import compare_training
 
 if TYPE_CHECKING:
@@ -129,6 +130,8 @@ class Fitting:
         own = callback_lists.change_logs_on_the_chief(call.callbacks)
         self._chief_logs_more = self._steadily(lambda: replica.any(own))
         self._make_callbacks()
+        if isinstance(self._stepper, EveryStep) and not repeats and self._elastic is None:
+            self._stepper = self._trainer.faster_stepper(self._engine, listened=self._listened) or self._stepper
         model.stop_training = False
         if self._elastic is not None:
             self._source.read_directly()

@@ -45,6 +45,7 @@ from phalanx.training.policy import EVERY_STEP, Policy
 from phalanx.training.replica import EntryOverError, Replica, own_seed
 from phalanx.training.results import decode_history, decode_outputs, encode_history, encode_outputs
 from phalanx.training.resuming import kept
+from phalanx.training.shared_update import SharedUpdate, applies, make_shared_update
 from phalanx.training.stepping import EveryStep, Stepper, inner_optimizer, steps_to_hold, unit_of_gradients
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class ReplicaTrainer:
         self.merge.holds = policy.period is None and steps_to_hold(model) > 1
         self.merge.unit = unit_of_gradients(model)
         self._stepper: Periodic | None = None
+        self._shared_update: SharedUpdate | None = None
         self._engine: Engine | None = None
         self._synchronised = False
         self._peeked = False
@@ -356,6 +358,19 @@ class ReplicaTrainer:
         # What is on its way between two exchanges is in no checkpoint, and would be lost with a replica.
         self._stepper.overlaps = period.overlap and not repeats
         return self._stepper
+
+    def faster_stepper(self, engine: Engine, *, listened: bool) -> Stepper | None:
+        """What takes the steps of this model between which nobody looks at it, where there is something faster.
+
+        Args:
+            listened: whether something on this rank has to do with single batches.
+        """
+        fits = not listened and applies(self.model, engine, self.merge, self.replica)
+        if self.replica.any(not fits):
+            return None
+        if self._shared_update is None or not self._shared_update.serves(self.model, engine):
+            self._shared_update = make_shared_update(self.model, engine, self.merge, self.replica)
+        return self._shared_update
 
     def _synchronise(self) -> None:
         if not self._synchronised:

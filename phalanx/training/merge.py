@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from phalanx import timeline
-from phalanx.backends.engine import Gather, GradientRows
+from phalanx.backends.engine import Exchange, Gather, GradientRows
 from phalanx.backends.layout import Layout, Weight
 from phalanx.compression import Compression, Reducer
 from phalanx.compression.protocol import State, below
@@ -76,10 +76,10 @@ class StepMerge:
     Attributes:
         unit: what gradients are multiplied by at present: the scale of the loss.
         holds: whether gradients of some steps may be held; the same for all steps of a model.
+        exchange: see `Merge.exchange`; for steps that are to be taken so.
     """
 
     updates = False
-    exchange = None
 
     def __init__(self, replica: Replica, compression: Compression | None = None) -> None:
         self._replica = replica
@@ -93,6 +93,7 @@ class StepMerge:
         self._groups: dict[Layout, _Groups] = {}
         self.unit = 1.0
         self.holds = False
+        self.exchange: Exchange | None = None
 
     @property
     def separate(self) -> bool:

@@ -170,7 +170,7 @@ def steps_to_hold(model: Any) -> int:
     simple = (
         optimizer is not None
         and len(model_state.optimizers(model)) == 1
-        and type(model).train_step is _keras_train_step(model)
+        and takes_keras_steps(model)
         and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     )
     return (getattr(optimizer, "gradient_accumulation_steps", None) or 1) if simple else 1
@@ -200,7 +200,7 @@ def loss_scale(optimizer: Any) -> Any:
     return optimizer.dynamic_scale if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else None
 
 
-def _keras_train_step(model: Any) -> Any:
-    """Keras's own `train_step` on the present backend."""
+def takes_keras_steps(model: Any) -> bool:
+    """Whether the model's `train_step` is Keras's own on the present backend."""
     trainer = next(base for base in keras.Model.__mro__ if "train_step" in vars(base) and base is not keras.Model)
-    return trainer.train_step
+    return bool(type(model).train_step is trainer.train_step)

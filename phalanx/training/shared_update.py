@@ -1,0 +1,314 @@
+"""Replicas of one host that each make the update of a part of the weights.
+
+Theory
+------
+Where every replica updates all weights, n replicas do the same work n times, and an optimizer like Adam, which reads or
+writes seven numbers for each weight, takes as long as the merge of the gradients. Here each has a part of the weights,
+and of what the optimizer keeps for them (Xu et al. 2020, "Automatic Cross-Replica Sharding of Weight Update in
+Data-Parallel Training"; the first stage of ZeRO, Rajbhandari et al. 2020). The replicas share a block of memory:
+
+    gradients of rank 0 | ... | of rank n - 1 | weights | weights
+
+In each row all variables lie one after the other, and the r-th part of the row is rank r's. In a step a rank
+
+1. writes its gradients, times its share of the batch, to its own row,
+2. waits for the others,
+3. updates its part with the sum of that part of all rows, in rank order, and writes it to the weights that are not in
+   use,
+4. waits for the others, and computes the next step from these weights, where they lie.
+
+Nobody writes what another reads: a rank comes to 1 again when all have done 3, in which the gradients are read; and who
+writes to one of the two rows of weights in 3 does so when all have done 1, for which they had read what lay there.
+The weights of the step before stay, for a step that fails.
+
+All else stays each rank's own until the epoch ends. Then the metrics are merged, and every rank gets the whole state of
+the optimizer: between epochs all replicas are alike, as callbacks and checkpoints expect them.
+
+To an optimizer that looks at norms, to callbacks that see single batches, to layers whose state is merged, this does
+not apply: see `applies`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import keras
+import numpy as np
+
+from phalanx import timeline
+from phalanx.backends import make_updater
+from phalanx.backends.descriptions import description_of
+from phalanx.backends.engine import Engine
+from phalanx.backends.updater import Piece, Slot, slots_of_model
+from phalanx.backends.vector_updater import is_elementwise
+from phalanx.collectives import Segment, shared_block
+from phalanx.compression.protocol import State
+from phalanx.errors import UnsupportedError
+from phalanx.launcher import progress
+from phalanx.training.agreement import JointBatch
+from phalanx.training.merge import StepMerge
+from phalanx.training.replica import Replica
+from phalanx.training.stepping import Steadily, takes_keras_steps
+
+Array = np.ndarray[Any, Any]
+
+SMALLEST_BYTES = 2**16
+"""The update of smaller models takes less time than to wait for the others twice."""
+UNIT = 16
+"""Variables begin at multiples of so many numbers: XLA copies arguments that are aligned to less than 64 bytes."""
+_DTYPE = np.dtype(np.float32)
+
+
+def applies(model: Any, engine: Engine, merge: StepMerge, replica: Replica) -> bool:
+    """Whether this model's steps can be taken so, as far as this rank knows."""
+    variables, optimizer = model.trainable_variables, model.optimizer
+    return (
+        replica.world_size > 1
+        and replica.elastic is None  # a part of the optimizer's state would be lost with a member
+        and replica.cross_device_ops is None
+        and not merge.separate
+        and engine.merges_only_gradients
+        and takes_keras_steps(model)
+        and _looks_at_numbers_alone(optimizer)
+        and len({bool(optimizer._use_weight_decay(v)) for v in variables if optimizer.weight_decay}) <= 1
+        and all(_is_plain(variable) for variable in variables)
+        and sum(math.prod(v.shape) for v in variables) * _DTYPE.itemsize >= SMALLEST_BYTES
+    )
+
+
+def _looks_at_numbers_alone(optimizer: Any) -> bool:
+    """Whether the optimizer treats each number by itself, at every step, and in the same way wherever it is made."""
+    rate = getattr(optimizer, "_learning_rate", None)
+    return (
+        isinstance(rate, (keras.Variable, keras.optimizers.schedules.LearningRateSchedule))
+        and not optimizer.gradient_accumulation_steps
+        and not optimizer.loss_scale_factor
+        and not optimizer.use_ema
+        and is_elementwise(json.loads(description_of(optimizer)))
+    )
+
+
+def _is_plain(variable: Any) -> bool:
+    dtype = keras.backend.standardize_dtype(variable.dtype)
+    return dtype == _DTYPE.name and variable.constraint is None and not variable.overwrite_with_gradient
+
+
+def make_shared_update(model: Any, engine: Engine, merge: StepMerge, replica: Replica) -> SharedUpdate | None:
+    """What takes the steps of a model to which this `applies` on all ranks; None where they cannot share memory, or
+    where the optimizer does not tell what it keeps. All ranks must call."""
+    vector = Vector([tuple(variable.shape) for variable in model.trainable_variables], replica.world_size)
+    try:
+        kept: _Kept | None = _Kept(model)
+    except UnsupportedError:
+        kept = None
+    if replica.any(kept is None):
+        return None
+    segment = shared_block(replica.communicator, (replica.world_size + 2) * vector.size * _DTYPE.itemsize)
+    if segment is None or kept is None:
+        return None
+    return SharedUpdate(model, engine, merge, replica, vector, kept, segment)
+
+
+class Vector:
+    """Arrays of these shapes as one vector, which is cut into as many equal parts as there are ranks.
+
+    Attributes:
+        part: how many numbers a part has.
+        size: how many the vector has, gaps included.
+    """
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], ranks: int) -> None:
+        self.shapes = list(shapes)
+        sizes = [math.prod(shape) for shape in shapes]
+        stops = list(accumulate(_rounded(size) for size in sizes))
+        self._places = [(start, start + size) for start, size in zip([0, *stops], sizes, strict=False)]
+        self.part = _rounded(-(-stops[-1] // ranks))
+        self.size = self.part * ranks
+
+    def cut(self, vector: Array) -> list[Array]:
+        """The arrays in it, as views."""
+        return [
+            vector[start:stop].reshape(shape) for (start, stop), shape in zip(self._places, self.shapes, strict=True)
+        ]
+
+    def part_of(self, arrays: Sequence[Array], rank: int) -> Array:
+        """A new array of a rank's part of the vector of these; its gaps are zero."""
+        first, last = rank * self.part, (rank + 1) * self.part
+        part = np.zeros(self.part, _DTYPE)
+        for array, (start, stop) in zip(arrays, self._places, strict=True):
+            low, high = max(start, first), min(stop, last)
+            if low < high:
+                part[low - first : high - first] = array.reshape(-1)[low - start : high - start]
+        return part
+
+
+def _rounded(size: int) -> int:
+    return -(-size // UNIT) * UNIT
+
+
+class _Kept:
+    """What a model's optimizer keeps, by name.
+
+    Attributes:
+        arrays: a variable for each of the model's.
+        single: variables of none.
+
+    Raises: UnsupportedError if that cannot be told.
+    """
+
+    def __init__(self, model: Any) -> None:
+        variables, own = model.trainable_variables, model.optimizer.variables
+        slots = slots_of_model(model.optimizer, variables)
+        if len(slots) != len(own):
+            raise UnsupportedError("The optimizer was built for other variables.")
+        by_slot = dict(zip(slots, own, strict=True))
+        self.single = {slot.name: variable for slot, variable in by_slot.items() if slot.variable < 0}
+        names = {slot.name for slot in slots if slot.variable >= 0}
+        missing = [slot for name in names for n in range(len(variables)) if (slot := Slot(n, name)) not in by_slot]
+        if missing:
+            raise UnsupportedError(f"The optimizer keeps no {missing[0].name!r} for some variables.")
+        self.arrays = {name: [by_slot[Slot(n, name)] for n in range(len(variables))] for name in names}
+
+
+class SharedUpdate:
+    """See the top of this file, and `stepping.Stepper`.
+
+    Args:
+        kept: of the model's optimizer.
+        segment: memory for the rows.
+    """
+
+    every_step = together = True
+
+    def __init__(
+        self,
+        model: Any,
+        engine: Engine,
+        merge: StepMerge,
+        replica: Replica,
+        vector: Vector,
+        kept: _Kept,
+        segment: Segment,
+    ) -> None:
+        self._engine = engine
+        self._merge = merge
+        self._replica = replica
+        self._vector = vector
+        self._kept = kept
+        self._variables = list(model.trainable_variables)
+        self._optimizer = optimizer = model.optimizer
+        decays = bool(optimizer.weight_decay) and optimizer._use_weight_decay(self._variables[0])
+        piece = Piece(f"part of rank {replica.rank}", np.zeros(vector.part, _DTYPE), None, decays)
+        self._updater = make_updater(description_of(optimizer), [piece])
+        *rows, first, second = np.frombuffer(segment.memory, _DTYPE).reshape(-1, vector.size)
+        self._own = slice(replica.rank * vector.part, (replica.rank + 1) * vector.part)
+        self._row = rows[replica.rank]
+        self._gradients = vector.cut(self._row)
+        self._parts = [[row[self._own]] for row in rows]
+        self._weights = [(flat[self._own], vector.cut(flat)) for flat in (first, second)]
+        self._share = _DTYPE.type(1)
+        self._stepped = False
+        self._logs: Mapping[str, Any] | None = None
+
+    def serves(self, model: Any, engine: Engine) -> bool:
+        """Whether this was made for what the model and its optimizer are now."""
+        variables = model.trainable_variables
+        return (
+            engine is self._engine
+            and model.optimizer is self._optimizer
+            and len(variables) == len(self._variables)
+            and all(own is variable for own, variable in zip(self._variables, variables, strict=True))
+        )
+
+    def begin(self, *, watched: bool, entering: bool = False) -> None:
+        """See `Stepper.begin`. Whatever has been done to weights and optimizer since the last epoch counts."""
+        self._stepped, self._logs = False, None
+        rank, part_of = self._replica.rank, self._vector.part_of
+        values = {0: part_of(self._engine.read(self._variables), rank)}
+        state = {
+            place: part_of(self._engine.read(self._kept.arrays[slot.name]), rank)
+            if slot.variable >= 0
+            else self._engine.read([self._kept.single[slot.name]])[0]
+            for place, slot in enumerate(self._updater.slots)
+        }
+        self._updater.load(values, state)
+
+    def train(self, batch: JointBatch, *, last: bool | None) -> None:
+        """See `Stepper.train`."""
+        self._share = _DTYPE.type(batch.share)
+        self._merge.exchange = self._exchange
+        try:
+            self._engine.train(batch.data, batch.share)
+        finally:
+            self._merge.exchange = None
+        self._stepped = True
+
+    def _exchange(self, gradients: Sequence[Array]) -> list[Array | None]:
+        """See `Merge.exchange`."""
+        barrier = self._replica.communicator.barrier
+        progress.enter("all_reduce")
+        timeline.current.enter("merge")
+        if self._share:
+            with np.errstate(all="ignore"):  # infinities are values here
+                for gradient, place in zip(gradients, self._gradients, strict=True):
+                    np.multiply(gradient, self._share, out=place)
+        else:  # a stand-in batch counts nowhere
+            self._row.fill(0)
+        barrier()
+        timeline.current.enter("apply")
+        self._updater.apply_sum(self._parts)
+        self._weights.reverse()
+        part, weights = self._weights[0]
+        np.copyto(part, self._updater.values()[0])
+        barrier()
+        progress.enter("update")
+        return list(weights)
+
+    def meet(self, steadily: Steadily) -> Sequence[str]:
+        """See `Stepper.meet`."""
+        return ()
+
+    def finish(self, steadily: Steadily) -> Sequence[str]:
+        """See `Stepper.finish`."""
+        if self._stepped:
+            self._spread_state()
+            self._logs = self._engine.merged_metrics(1 / self._replica.world_size, final=True, training=True)
+        return ()
+
+    def _spread_state(self) -> None:
+        """Give every rank the whole state of the optimizer."""
+        values: list[tuple[Any, Array]] = []
+        own: list[Array] = []
+        names: list[str] = []
+        for slot, value in zip(self._updater.slots, self._updater.optimizer_values(), strict=True):
+            if slot.variable < 0:
+                values.append((self._kept.single[slot.name], value))
+            else:
+                names.append(slot.name)
+                own.append(value)
+        if own:
+            parts = self._replica.communicator.all_gather(np.stack(own))
+            for name, *pieces in zip(names, *parts, strict=True):
+                values += zip(self._kept.arrays[name], self._vector.cut(np.concatenate(pieces)), strict=True)
+        self._engine.write(values)
+
+    def logs(self) -> Mapping[str, Any]:
+        """See `Stepper.logs`."""
+        return self._engine.logs() if self._logs is None else self._logs
+
+    def end(self, steadily: Steadily) -> None:
+        """See `Stepper.end`."""
+
+    def welcome(self) -> None:
+        """See `Stepper.welcome`. Nobody comes in."""
+
+    def pooled(self) -> State:
+        """See `Stepper.pooled`."""
+        return {}
+
+    def load_pooled(self, state: State) -> None:
+        """See `Stepper.load_pooled`."""
