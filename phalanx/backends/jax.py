@@ -85,6 +85,7 @@ class JaxEngine(model_state.Packing):
         self._compiled = bool(model.jit_compile) and not model.run_eagerly
         self._pinned = pinned_memory()
         self._predict = self._jit(model.predict_step)
+        self._results = self._jit(self._trace_results)
         self.retrace()
         self.origins = LogOrigins(model)
         self._test_origins = LogOrigins(model)
@@ -165,7 +166,7 @@ class JaxEngine(model_state.Packing):
         self, exchange: Exchange, own: _Own, trainable: Values, non_trainable: Values, optimizer: Values
     ) -> None:
         """The rest of a step of which only the gradients are merged."""
-        weights: Values = list(exchange([np.asarray(gradient) for gradient in own.gradients]))
+        weights: Values = list(exchange([np.asarray(gradient) for gradient in own.gradients], own.metrics))
         if not self._compiled:  # what a step keeps of its arguments would be overwritten
             weights = [None if weight is None else jnp.array(weight) for weight in weights]
         trainable = [old if new is None else new for old, new in zip(trainable, weights, strict=True)]
@@ -204,6 +205,10 @@ class JaxEngine(model_state.Packing):
 
     def logs(self) -> Mapping[str, Any]:
         return self._logs
+
+    def results_of(self, metrics: Sequence[Array]) -> Mapping[str, Any]:
+        results: Mapping[str, Any] = self._results(list(metrics))
+        return results
 
     def test(self, data: Batch, share: float) -> None:
         trainable, non_trainable, _, metrics = self._state(with_optimizer=False)
@@ -314,6 +319,9 @@ class JaxEngine(model_state.Packing):
             return trainable, optimizer, metrics, state, logs
 
         return update
+
+    def _trace_results(self, metrics: Values) -> dict[str, Any]:
+        return self._chosen({}, metrics, frozenset(), self.origins)
 
     def _trace_test(self, trainable: Values, non_trainable: Values, metrics: Values, data: Batch) -> Any:
         with self._watched("test_step", self._test_origins) as find:

@@ -144,6 +144,9 @@ class TensorFlowEngine(model_state.Packing):
     def warm(self, data: Batch, share: float) -> Callable[[], None] | None:
         return None  # its functions take batches of any size
 
+    def results_of(self, metrics: Sequence[Array]) -> Mapping[str, Any]:
+        raise NotImplementedError
+
     def logs(self) -> Mapping[str, Any]:
         silent = self._silent or frozenset()
         return model_state.choose_logs(self._averages, lambda: self._results, silent, lambda: self._derived)

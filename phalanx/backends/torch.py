@@ -116,6 +116,9 @@ class TorchEngine(model_state.Packing):
     def warm(self, data: Batch, share: float) -> Callable[[], None] | None:
         return None  # nothing is compiled ahead
 
+    def results_of(self, metrics: Sequence[Array]) -> Mapping[str, Any]:
+        raise NotImplementedError
+
     def logs(self) -> Mapping[str, Any]:
         silent = self._silent or frozenset()
         return model_state.choose_logs(self._averages, self._model.get_metrics_result, silent, self.origins.results)
@@ -185,7 +188,7 @@ class TorchEngine(model_state.Packing):
 
     def _exchange(self, exchange: Exchange, gradients: Sequence[Any]) -> list[Any]:
         """New weights for the gradients of all of them; None for those that are not known yet."""
-        values = exchange(all_to_host(gradients))
+        values = exchange(all_to_host(gradients), ())
         known = iter(all_from_host([value for value in values if value is not None], self._device))
         return [None if value is None else next(known) for value in values]
 

@@ -206,6 +206,14 @@ def listens_to_batches(callbacks: CallbackList, phase: str) -> bool:
     return any(_overrides(callback, hook) for callback in callbacks.callbacks for hook in _BATCH_HOOKS[phase])
 
 
+def looks_between_batches(callbacks: CallbackList) -> bool:
+    """Whether anything in this rank's list may look at the model between two steps of the training: all that has
+    something to do there, but bars, which show logs."""
+    bars = (keras.callbacks.ProgbarLogger, ReplicaProgbar)
+    own = [callback for callback in callbacks.callbacks if type(callback) not in bars]
+    return any(_overrides(callback, hook) for callback in own for hook in _BATCH_HOOKS["train"])
+
+
 def _overrides(callback: Any, hook: str, origin: type = keras.callbacks.Callback) -> bool:
     # LambdaCallback sets its hooks on the instance.
     default = getattr(origin, hook)

@@ -131,7 +131,7 @@ class Fitting:
         self._chief_logs_more = self._steadily(lambda: replica.any(own))
         self._make_callbacks()
         if isinstance(self._stepper, EveryStep) and not repeats and self._elastic is None:
-            self._stepper = self._trainer.faster_stepper(self._engine, listened=self._listened) or self._stepper
+            self._stepper = self._trainer.faster_stepper(self._engine, self._callbacks) or self._stepper
         model.stop_training = False
         if self._elastic is not None:
             self._source.read_directly()
@@ -450,7 +450,7 @@ class Fitting:
         model = self._model
         if self._listened:
             timeline.current.enter("callbacks")
-            self._callbacks.on_train_batch_end(step, self._engine.logs())
+            self._callbacks.on_train_batch_end(step, self._stepper.logs())
             timeline.current.leave()
         if not self._stepper.together:
             return False

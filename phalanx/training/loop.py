@@ -359,17 +359,19 @@ class ReplicaTrainer:
         self._stepper.overlaps = period.overlap and not repeats
         return self._stepper
 
-    def faster_stepper(self, engine: Engine, *, listened: bool) -> Stepper | None:
+    def faster_stepper(self, engine: Engine, callbacks: Any) -> Stepper | None:
         """What takes the steps of this model between which nobody looks at it, where there is something faster.
 
         Args:
-            listened: whether something on this rank has to do with single batches.
+            callbacks: that this rank runs.
         """
-        fits = not listened and applies(self.model, engine, self.merge, self.replica)
-        if self.replica.any(not fits):
+        looks = callback_lists.looks_between_batches(callbacks)
+        if self.replica.any(looks or not applies(self.model, engine, self.merge, self.replica)):
             return None
         if self._shared_update is None or not self._shared_update.serves(self.model, engine):
             self._shared_update = make_shared_update(self.model, engine, self.merge, self.replica)
+        if self._shared_update is not None:
+            self._shared_update.shows = self.replica.any(callback_lists.listens_to_batches(callbacks, "train"))
         return self._shared_update
 
     def _synchronise(self) -> None:

@@ -210,7 +210,7 @@ class ServerMerge:
         timeline.current.enter("apply")
         return flats
 
-    def _exchange(self, gradients: Sequence[Array]) -> list[Array | None]:
+    def _exchange(self, gradients: Sequence[Array], metrics: Sequence[Any]) -> list[Array | None]:
         """See `Merge.exchange`: asynchronous training merges nothing but gradients."""
         self._check_number(len(gradients))
         progress.enter("push")

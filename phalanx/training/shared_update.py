@@ -7,7 +7,7 @@ writes seven numbers for each weight, takes as long as the merge of the gradient
 and of what the optimizer keeps for them (Xu et al. 2020, "Automatic Cross-Replica Sharding of Weight Update in
 Data-Parallel Training"; the first stage of ZeRO, Rajbhandari et al. 2020). The replicas share a block of memory:
 
-    gradients of rank 0 | ... | of rank n - 1 | weights | weights
+    gradients of rank 0 | ... | of rank n - 1 | weights | weights | metrics of rank 0 | ...
 
 In each row all variables lie one after the other, and the r-th part of the row is rank r's. In a step a rank
 
@@ -22,7 +22,8 @@ writes to one of the two rows of weights in 3 does so when all have done 1, for 
 The weights of the step before stay, for a step that fails.
 
 All else stays each rank's own until the epoch ends. Then the metrics are merged, and every rank gets the whole state of
-the optimizer: between epochs all replicas are alike, as callbacks and checkpoints expect them.
+the optimizer: between epochs all replicas are alike, as callbacks and checkpoints expect them. Where a bar shows the
+metrics meanwhile, each rank writes what its own have counted along with its gradients, and the sums are taken in 3.
 
 To an optimizer that looks at norms, to callbacks that see single batches, to layers whose state is merged, this does
 not apply: see `applies`.
@@ -56,8 +57,6 @@ from phalanx.training.stepping import Steadily, takes_keras_steps
 
 Array = np.ndarray[Any, Any]
 
-SMALLEST_BYTES = 2**16
-"""The update of smaller models takes less time than to wait for the others twice."""
 UNIT = 16
 """Variables begin at multiples of so many numbers: XLA copies arguments that are aligned to less than 64 bytes."""
 _DTYPE = np.dtype(np.float32)
@@ -75,8 +74,8 @@ def applies(model: Any, engine: Engine, merge: StepMerge, replica: Replica) -> b
         and takes_keras_steps(model)
         and _looks_at_numbers_alone(optimizer)
         and len({bool(optimizer._use_weight_decay(v)) for v in variables if optimizer.weight_decay}) <= 1
-        and all(_is_plain(variable) for variable in variables)
-        and sum(math.prod(v.shape) for v in variables) * _DTYPE.itemsize >= SMALLEST_BYTES
+        and bool(variables)
+        and all(_is_plain(variable) for variable in [*variables, *model.metrics_variables])
     )
 
 
@@ -93,8 +92,11 @@ def _looks_at_numbers_alone(optimizer: Any) -> bool:
 
 
 def _is_plain(variable: Any) -> bool:
-    dtype = keras.backend.standardize_dtype(variable.dtype)
-    return dtype == _DTYPE.name and variable.constraint is None and not variable.overwrite_with_gradient
+    return (
+        keras.backend.standardize_dtype(variable.dtype) == _DTYPE.name
+        and variable.constraint is None
+        and not variable.overwrite_with_gradient
+    )
 
 
 def make_shared_update(model: Any, engine: Engine, merge: StepMerge, replica: Replica) -> SharedUpdate | None:
@@ -107,10 +109,13 @@ def make_shared_update(model: Any, engine: Engine, merge: StepMerge, replica: Re
         kept = None
     if replica.any(kept is None):
         return None
-    segment = shared_block(replica.communicator, (replica.world_size + 2) * vector.size * _DTYPE.itemsize)
+    metrics = Vector([tuple(variable.shape) for variable in model.metrics_variables], 1)
+    ranks = replica.world_size
+    numbers = (ranks + 2) * vector.size + ranks * metrics.size
+    segment = shared_block(replica.communicator, numbers * _DTYPE.itemsize)
     if segment is None or kept is None:
         return None
-    return SharedUpdate(model, engine, merge, replica, vector, kept, segment)
+    return SharedUpdate(model, engine, merge, replica, vector, metrics, kept, segment)
 
 
 class Vector:
@@ -126,7 +131,7 @@ class Vector:
         sizes = [math.prod(shape) for shape in shapes]
         stops = list(accumulate(_rounded(size) for size in sizes))
         self._places = [(start, start + size) for start, size in zip([0, *stops], sizes, strict=False)]
-        self.part = _rounded(-(-stops[-1] // ranks))
+        self.part = _rounded(-(-max(stops, default=0) // ranks))
         self.size = self.part * ranks
 
     def cut(self, vector: Array) -> list[Array]:
@@ -178,8 +183,13 @@ class SharedUpdate:
     """See the top of this file, and `stepping.Stepper`.
 
     Args:
+        vector: of the weights.
+        metrics: of what the metrics keep.
         kept: of the model's optimizer.
         segment: memory for the rows.
+
+    Attributes:
+        shows: whether somebody shows logs of single batches.
     """
 
     every_step = together = True
@@ -191,6 +201,7 @@ class SharedUpdate:
         merge: StepMerge,
         replica: Replica,
         vector: Vector,
+        metrics: Vector,
         kept: _Kept,
         segment: Segment,
     ) -> None:
@@ -204,12 +215,20 @@ class SharedUpdate:
         decays = bool(optimizer.weight_decay) and optimizer._use_weight_decay(self._variables[0])
         piece = Piece(f"part of rank {replica.rank}", np.zeros(vector.part, _DTYPE), None, decays)
         self._updater = make_updater(description_of(optimizer), [piece])
-        *rows, first, second = np.frombuffer(segment.memory, _DTYPE).reshape(-1, vector.size)
+        ranks = replica.world_size
+        memory = np.frombuffer(segment.memory, _DTYPE)
+        of_weights, of_metrics = np.split(memory, [(ranks + 2) * vector.size])
+        *rows, first, second = of_weights.reshape(-1, vector.size)
         self._own = slice(replica.rank * vector.part, (replica.rank + 1) * vector.part)
         self._row = rows[replica.rank]
         self._gradients = vector.cut(self._row)
         self._parts = [[row[self._own]] for row in rows]
         self._weights = [(flat[self._own], vector.cut(flat)) for flat in (first, second)]
+        self.shows = False
+        self._metrics = metrics
+        self._counts = of_metrics.reshape(ranks, -1)
+        self._own_counts = metrics.cut(self._counts[replica.rank])
+        self._counted: Array | None = None
         self._share = _DTYPE.type(1)
         self._stepped = False
         self._logs: Mapping[str, Any] | None = None
@@ -222,11 +241,12 @@ class SharedUpdate:
             and model.optimizer is self._optimizer
             and len(variables) == len(self._variables)
             and all(own is variable for own, variable in zip(self._variables, variables, strict=True))
+            and self._metrics.shapes == [tuple(variable.shape) for variable in model.metrics_variables]
         )
 
     def begin(self, *, watched: bool, entering: bool = False) -> None:
         """See `Stepper.begin`. Whatever has been done to weights and optimizer since the last epoch counts."""
-        self._stepped, self._logs = False, None
+        self._stepped, self._logs, self._counted = False, None, None
         rank, part_of = self._replica.rank, self._vector.part_of
         values = {0: part_of(self._engine.read(self._variables), rank)}
         state = {
@@ -247,7 +267,7 @@ class SharedUpdate:
             self._merge.exchange = None
         self._stepped = True
 
-    def _exchange(self, gradients: Sequence[Array]) -> list[Array | None]:
+    def _exchange(self, gradients: Sequence[Array], metrics: Sequence[Any]) -> list[Array | None]:
         """See `Merge.exchange`."""
         barrier = self._replica.communicator.barrier
         progress.enter("all_reduce")
@@ -258,8 +278,13 @@ class SharedUpdate:
                     np.multiply(gradient, self._share, out=place)
         else:  # a stand-in batch counts nowhere
             self._row.fill(0)
+        if self.shows:
+            for value, place in zip(metrics, self._own_counts, strict=True):
+                np.copyto(place, value, casting="same_kind")
         barrier()
         timeline.current.enter("apply")
+        if self.shows:
+            self._counted = self._counts.sum(axis=0)
         self._updater.apply_sum(self._parts)
         self._weights.reverse()
         part, weights = self._weights[0]
@@ -298,7 +323,11 @@ class SharedUpdate:
 
     def logs(self) -> Mapping[str, Any]:
         """See `Stepper.logs`."""
-        return self._engine.logs() if self._logs is None else self._logs
+        if self._logs is not None:
+            return self._logs
+        if self._counted is not None:
+            return self._engine.results_of(self._metrics.cut(self._counted))
+        return self._engine.logs()
 
     def end(self, steadily: Steadily) -> None:
         """See `Stepper.end`."""

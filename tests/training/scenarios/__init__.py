@@ -13,6 +13,7 @@ from tests.training.scenarios import (
     models,
     optimizers,
     precision,
+    sharing,
     steps,
 )
 from tests.training.scenarios.registry import SCENARIOS, Scenario, Setting
@@ -33,5 +34,6 @@ __all__ = [
     "models",
     "optimizers",
     "precision",
+    "sharing",
     "steps",
 ]
