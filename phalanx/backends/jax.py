@@ -33,7 +33,7 @@ from keras.src.backend.jax.trainer import JAXTrainer
 from phalanx.backends import model_state
 from phalanx.backends.engine import Batch, Exchange, Merge
 from phalanx.backends.global_losses import check_losses
-from phalanx.backends.jax_host import SAME_ON_ALL, pinned_memory, wide_vectors
+from phalanx.backends.jax_host import SAME_ON_ALL, computes_on_host, pinned_memory, wide_vectors
 from phalanx.backends.jax_probe import only_call, probe
 from phalanx.backends.jax_recipe import Recipe
 from phalanx.backends.jax_step import Step
@@ -110,7 +110,7 @@ class JaxEngine(model_state.Packing):
         model = self._model
         return (
             self._compiled
-            and self._pinned is None
+            and computes_on_host()
             and set(self._metric_weights()) <= {Weight.ONE}
             and not model_state.logs_differ_from_metrics(model, JAXTrainer, "train_step")
             and not self.layer_state()

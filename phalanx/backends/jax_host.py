@@ -35,4 +35,10 @@ def wide_vectors() -> dict[str, Any] | None:
     takes a fifth less time. Not where each rank makes the update for itself: to the last bit some optimizers
     (Adafactor, a centered RMSprop) give other numbers with each width, which not all hosts of a job have.
     """
-    return {"xla_cpu_prefer_vector_width": 512} if jax.default_backend() == "cpu" else None
+    return {"xla_cpu_prefer_vector_width": 512} if computes_on_host() else None
+
+
+def computes_on_host() -> bool:
+    """Whether JAX computes on this host's processors."""
+    backend: str = jax.default_backend()
+    return backend == "cpu"

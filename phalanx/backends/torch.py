@@ -157,7 +157,7 @@ class TorchEngine(model_state.Packing):
             weight.value.grad = None
         loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
         with torch.no_grad():
-            model._loss_tracker.update_state(loss.detach(), sample_weight=_batch_size(x))
+            _count_loss(model._loss_tracker, loss.detach(), _batch_size(x))
         if weights:
             model.optimizer.scale_loss(loss).backward()
         with torch.no_grad():
@@ -333,6 +333,16 @@ def _assign(values: Sequence[Any], weights: Sequence[Any]) -> None:
 
 def _batch_size(x: Any) -> int:
     return int(leaves(x)[0].shape[0])
+
+
+def _count_loss(tracker: Any, loss: Any, samples: int) -> None:
+    """`tracker.update_state(loss, samples)`: two additions, for which Keras takes twenty operations, 0.1 ms."""
+    masked = getattr(loss, "_keras_mask", None) is not None
+    if type(tracker) is keras.metrics.Mean and not loss.ndim and not masked and tracker.dtype == str(loss.dtype)[6:]:
+        tracker.total.value.add_(loss * samples)
+        tracker.count.value.add_(samples)
+    else:
+        tracker.update_state(loss, sample_weight=samples)
 
 
 def _scalar(value: Any) -> Any:

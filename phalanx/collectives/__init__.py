@@ -7,14 +7,13 @@ from phalanx.collectives.cross_device_ops import (
     NcclAllReduce,
     ReductionToOneDevice,
 )
-from phalanx.collectives.factory import connect, shared_block
+from phalanx.collectives.factory import connect
 from phalanx.collectives.options import (
     CollectiveCommunication,
     CollectiveHints,
     CommunicationImplementation,
     CommunicationOptions,
 )
-from phalanx.collectives.segment import Segment
 
 __all__ = [
     "CollectiveCommunication",
@@ -28,7 +27,5 @@ __all__ = [
     "NcclAllReduce",
     "ReduceOp",
     "ReductionToOneDevice",
-    "Segment",
     "connect",
-    "shared_block",
 ]

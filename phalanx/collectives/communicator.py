@@ -93,8 +93,13 @@ class Communicator(Protocol):
         """Send `arrays[r]` to rank r; returns what each rank sent here. First dimensions may differ."""
         ...
 
-    def barrier(self) -> None:
-        """Return when every rank has called it."""
+    def barrier(self, what: str = "", nbytes: int = 0) -> None:
+        """Return when every rank has called it.
+
+        Args:
+            what: has been done before, for people; equal on all ranks.
+            nbytes: how much this rank has given to the others before, in memory that all share (`shared_block`).
+        """
         ...
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:

@@ -264,8 +264,8 @@ class ElasticCommunicator:
     def all_to_all(self, arrays: Sequence[Array]) -> list[Array]:
         return self._run_alone(lambda inner: inner.all_to_all(arrays))
 
-    def barrier(self) -> None:
-        return self._run(lambda inner: inner.barrier())
+    def barrier(self, what: str = "", nbytes: int = 0) -> None:
+        return self._run(lambda inner: inner.barrier(what, nbytes))
 
     def close(self) -> None:
         self._inner.close()

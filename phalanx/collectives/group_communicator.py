@@ -304,11 +304,12 @@ class GroupCommunicator:
 
         return self._run(operation, body, sum(array.nbytes for array in arrays))
 
-    def barrier(self) -> None:
+    def barrier(self, what: str = "", nbytes: int = 0) -> None:
         """See `Communicator.barrier`."""
-        operation = self._operation(("barrier",), lambda: Description("barrier"))
-        nothing: list[list[memoryview]] = [[] for _ in range(self.world_size)]
-        self._run(operation, lambda call: self._engine.all_gather(call, [], nothing))
+        operation = self._operation(("barrier", what), lambda: Description("barrier", what))
+        nothing: list[list[memoryview]] = [[]] * self.world_size
+        self._mesh.bytes_shared += nbytes
+        self._run(operation, lambda call: self._engine.all_gather(call, [], nothing), nbytes)
 
     # --------------------------------------------------------------- life time
 

@@ -307,8 +307,11 @@ class SharedMemoryEngine:
         """
         size = self._slot_bytes
         own = lengths[self._position]
+        if not any(lengths):  # a barrier
+            self._synchronise(call)
+            return
         self._mesh.bytes_shared += own
-        for low in range(0, max(1, *lengths), size):
+        for low in range(0, max(lengths), size):
             slots = [byte_view(slot) for slot in self._slots[self._slot]]
             if low < own:
                 part = views_between(outgoing, low, min(low + size, own))

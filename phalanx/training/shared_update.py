@@ -46,7 +46,8 @@ from phalanx.backends.descriptions import description_of
 from phalanx.backends.engine import Engine
 from phalanx.backends.updater import Piece, Slot, slots_of_model
 from phalanx.backends.vector_updater import is_elementwise
-from phalanx.collectives import Segment, shared_block
+from phalanx.collectives.factory import shared_block
+from phalanx.collectives.segment import Segment
 from phalanx.compression.protocol import State
 from phalanx.errors import UnsupportedError
 from phalanx.launcher import progress
@@ -281,15 +282,15 @@ class SharedUpdate:
         if self.shows:
             for value, place in zip(metrics, self._own_counts, strict=True):
                 np.copyto(place, value, casting="same_kind")
-        barrier()
+        barrier("gradients", self._row.nbytes)
         timeline.current.enter("apply")
         if self.shows:
             self._counted = self._counts.sum(axis=0)
         self._updater.apply_sum(self._parts)
         self._weights.reverse()
         part, weights = self._weights[0]
-        np.copyto(part, self._updater.values()[0])
-        barrier()
+        np.copyto(part, self._updater.fetch((0,), ())[0][0])
+        barrier("new weights", part.nbytes)
         progress.enter("update")
         return list(weights)
 
