@@ -13,7 +13,7 @@ from phalanx.inputs.elements import Form
 
 Array = np.ndarray[Any, Any]
 Batch = tuple[Any, Any, Any]
-Exchange = Callable[[Sequence[Array], Sequence[Any]], list[Array | None]]
+Exchange = Callable[[Sequence[Any], Sequence[Any]], list[Array | None]]
 """See `Merge.exchange`."""
 
 
@@ -48,9 +48,9 @@ class Merge(Protocol):
     def exchange(self) -> Exchange | None:
         """Where nothing but gradients is merged, and all else that a step computes stays this rank's own: gives the new
         weights for the gradients of all trainable variables, None for those that are not known yet. They are lent: the
-        call after the next one overwrites them. It is told what the variables of this rank's metrics hold now, on
-        engines that have `merges_only_gradients`. It is called in the place of a call; None where there is no such
-        way."""
+        call after the next one overwrites them. Engines that have `merges_only_gradients` also say what the variables
+        of this rank's metrics hold now, and give None for a gradient of which a backend knows none. It is called in the
+        place of a call; None where there is no such way."""
         ...
 
     @property

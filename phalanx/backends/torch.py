@@ -15,6 +15,7 @@ from typing import Any
 import keras
 import numpy as np
 import torch
+from keras.src import backend as keras_backend
 from keras.src import tree
 from keras.src.backend.torch.core import convert_to_tensor, get_device
 from keras.src.backend.torch.trainer import TorchTrainer
@@ -65,7 +66,15 @@ class TorchEngine(model_state.Packing):
     def builds_from_a_batch(self) -> bool:
         return model_state.is_unbuilt(self._model)
 
-    merges_only_gradients = False  # not built: what Keras computes takes most of a step here
+    @property
+    def merges_only_gradients(self) -> bool:
+        return (
+            self._own_train_step
+            and self._device.type == "cpu"
+            and not self._state
+            and set(self._weights) <= {Weight.ONE}
+            and not model_state.logs_differ_from_metrics(self._model, TorchTrainer, "train_step")
+        )
 
     @property
     def in_variables(self) -> bool:
@@ -106,18 +115,16 @@ class TorchEngine(model_state.Packing):
             with self._losses, self._means:
                 run(_to_device(data), share, metrics_before)
         except BaseException:
-            with torch.no_grad():
-                for variable, value in zip(changed, state_before, strict=True):
-                    variable.value.copy_(value)
-                for variable, value in zip(self._metrics, metrics_before, strict=True):
-                    variable.value.copy_(value)
+            _restore([*changed, *self._metrics], [*state_before, *metrics_before])
             raise
 
     def warm(self, data: Batch, share: float) -> Callable[[], None] | None:
         return None  # nothing is compiled ahead
 
     def results_of(self, metrics: Sequence[Array]) -> Mapping[str, Any]:
-        raise NotImplementedError
+        values = [(variable, from_host(value)) for variable, value in zip(self._metrics, metrics, strict=True)]
+        with torch.no_grad(), keras_backend.StatelessScope(state_mapping=values):
+            return dict(self._model.get_metrics_result())
 
     def logs(self) -> Mapping[str, Any]:
         silent = self._silent or frozenset()
@@ -129,6 +136,8 @@ class TorchEngine(model_state.Packing):
         if self._merge.updates:
             gradients = _complete(gradients, weights)
         if self._merge.exchange:
+            if not share:  # a stand-in batch counts nowhere
+                _restore(self._metrics, metrics_before)
             _assign(self._exchange(self._merge.exchange, gradients), weights)
             self._log_own(logs)
             return
@@ -188,7 +197,9 @@ class TorchEngine(model_state.Packing):
 
     def _exchange(self, exchange: Exchange, gradients: Sequence[Any]) -> list[Any]:
         """New weights for the gradients of all of them; None for those that are not known yet."""
-        values = exchange(all_to_host(gradients), ())
+        arrays = iter(all_to_host([gradient for gradient in gradients if gradient is not None]))
+        own = [None if gradient is None else next(arrays) for gradient in gradients]
+        values = exchange(own, [to_host(variable.value) for variable in self._metrics])
         known = iter(all_from_host([value for value in values if value is not None], self._device))
         return [None if value is None else next(known) for value in values]
 
@@ -329,6 +340,12 @@ def _assign(values: Sequence[Any], weights: Sequence[Any]) -> None:
         return
     with torch.no_grad():
         torch._foreach_copy_([old for old, _ in known], [new for _, new in known])
+
+
+def _restore(variables: Sequence[Any], values: Sequence[Any]) -> None:
+    with torch.no_grad():
+        for variable, value in zip(variables, values, strict=True):
+            variable.value.copy_(value)
 
 
 def _batch_size(x: Any) -> int:

@@ -371,6 +371,8 @@ class ReplicaTrainer:
         if self._shared_update is None or not self._shared_update.serves(self.model, engine):
             self._shared_update = make_shared_update(self.model, engine, self.merge, self.replica)
         if self._shared_update is not None:
+            if self._shared_update.has_handed_over:
+                return None
             self._shared_update.shows = self.replica.any(callback_lists.listens_to_batches(callbacks, "train"))
         return self._shared_update
 

@@ -7,7 +7,7 @@ writes seven numbers for each weight, takes as long as the merge of the gradient
 and of what the optimizer keeps for them (Xu et al. 2020, "Automatic Cross-Replica Sharding of Weight Update in
 Data-Parallel Training"; the first stage of ZeRO, Rajbhandari et al. 2020). The replicas share a block of memory:
 
-    gradients of rank 0 | ... | of rank n - 1 | weights | weights | metrics of rank 0 | ...
+    gradients of rank 0 | ... | of rank n - 1 | weights | weights | metrics of rank 0 | ... | a flag of each rank
 
 In each row all variables lie one after the other, and the r-th part of the row is rank r's. In a step a rank
 
@@ -24,6 +24,10 @@ The weights of the step before stay, for a step that fails.
 All else stays each rank's own until the epoch ends. Then the metrics are merged, and every rank gets the whole state of
 the optimizer: between epochs all replicas are alike, as callbacks and checkpoints expect them. Where a bar shows the
 metrics meanwhile, each rank writes what its own have counted along with its gradients, and the sums are taken in 3.
+
+Where a rank has no gradient of a variable (PyTorch's word for one that the loss does not depend on), Keras's optimizers
+leave that variable alone, and its moments. A rank that meets this says so with its flag in 1; all see it in 3, and from
+then on take their steps as ever.
 
 To an optimizer that looks at norms, to callbacks that see single batches, to layers whose state is merged, this does
 not apply: see `applies`.
@@ -54,7 +58,7 @@ from phalanx.launcher import progress
 from phalanx.training.agreement import JointBatch
 from phalanx.training.merge import StepMerge
 from phalanx.training.replica import Replica
-from phalanx.training.stepping import Steadily, takes_keras_steps
+from phalanx.training.stepping import EveryStep, Steadily, takes_keras_steps
 
 Array = np.ndarray[Any, Any]
 
@@ -112,7 +116,7 @@ def make_shared_update(model: Any, engine: Engine, merge: StepMerge, replica: Re
         return None
     metrics = Vector([tuple(variable.shape) for variable in model.metrics_variables], 1)
     ranks = replica.world_size
-    numbers = (ranks + 2) * vector.size + ranks * metrics.size
+    numbers = (ranks + 2) * vector.size + ranks * (metrics.size + UNIT)
     segment = shared_block(replica.communicator, numbers * _DTYPE.itemsize)
     if segment is None or kept is None:
         return None
@@ -180,6 +184,10 @@ class _Kept:
         self.arrays = {name: [by_slot[Slot(n, name)] for n in range(len(variables))] for name in names}
 
 
+class _GradientMissingError(Exception):
+    """Some rank has no gradient of some variable."""
+
+
 class SharedUpdate:
     """See the top of this file, and `stepping.Stepper`.
 
@@ -206,6 +214,7 @@ class SharedUpdate:
         kept: _Kept,
         segment: Segment,
     ) -> None:
+        self._model = model
         self._engine = engine
         self._merge = merge
         self._replica = replica
@@ -218,7 +227,7 @@ class SharedUpdate:
         self._updater = make_updater(description_of(optimizer), [piece])
         ranks = replica.world_size
         memory = np.frombuffer(segment.memory, _DTYPE)
-        of_weights, of_metrics = np.split(memory, [(ranks + 2) * vector.size])
+        of_weights, of_metrics, flags = np.split(memory, np.cumsum([(ranks + 2) * vector.size, ranks * metrics.size]))
         *rows, first, second = of_weights.reshape(-1, vector.size)
         self._own = slice(replica.rank * vector.part, (replica.rank + 1) * vector.part)
         self._row = rows[replica.rank]
@@ -230,9 +239,16 @@ class SharedUpdate:
         self._counts = of_metrics.reshape(ranks, -1)
         self._own_counts = metrics.cut(self._counts[replica.rank])
         self._counted: Array | None = None
+        self._flags = flags[::UNIT]
+        self._instead: EveryStep | None = None
         self._share = _DTYPE.type(1)
         self._stepped = False
         self._logs: Mapping[str, Any] | None = None
+
+    @property
+    def has_handed_over(self) -> bool:
+        """Whether steps of this model turned out not to be for this."""
+        return self._instead is not None
 
     def serves(self, model: Any, engine: Engine) -> bool:
         """Whether this was made for what the model and its optimizer are now."""
@@ -247,6 +263,9 @@ class SharedUpdate:
 
     def begin(self, *, watched: bool, entering: bool = False) -> None:
         """See `Stepper.begin`. Whatever has been done to weights and optimizer since the last epoch counts."""
+        if self._instead is not None:
+            self._instead.begin(watched=watched, entering=entering)
+            return
         self._stepped, self._logs, self._counted = False, None, None
         rank, part_of = self._replica.rank, self._vector.part_of
         values = {0: part_of(self._engine.read(self._variables), rank)}
@@ -260,23 +279,38 @@ class SharedUpdate:
 
     def train(self, batch: JointBatch, *, last: bool | None) -> None:
         """See `Stepper.train`."""
-        self._share = _DTYPE.type(batch.share)
-        self._merge.exchange = self._exchange
-        try:
-            self._engine.train(batch.data, batch.share)
-        finally:
-            self._merge.exchange = None
-        self._stepped = True
+        if self._instead is None:
+            self._share = _DTYPE.type(batch.share)
+            self._merge.exchange = self._exchange
+            try:
+                self._engine.train(batch.data, batch.share)
+                self._stepped = True
+            except _GradientMissingError:
+                self._merge.exchange = None
+                self._instead = self._hand_over()
+            finally:
+                self._merge.exchange = None
+        if self._instead is not None:
+            self._instead.train(batch, last=last)
+
+    def _hand_over(self) -> EveryStep:
+        """What takes the steps from here on, which finds everything as if it had taken those before."""
+        self._gather()
+        stepper = EveryStep(self._model, self._engine, self._merge, self._replica, holds=False)
+        stepper.begin(watched=False)
+        return stepper
 
     def _exchange(self, gradients: Sequence[Array], metrics: Sequence[Any]) -> list[Array | None]:
         """See `Merge.exchange`."""
         barrier = self._replica.communicator.barrier
         progress.enter("all_reduce")
         timeline.current.enter("merge")
+        self._flags[self._replica.rank] = any(gradient is None for gradient in gradients)
         if self._share:
             with np.errstate(all="ignore"):  # infinities are values here
                 for gradient, place in zip(gradients, self._gradients, strict=True):
-                    np.multiply(gradient, self._share, out=place)
+                    if gradient is not None:
+                        np.multiply(gradient, self._share, out=place)
         else:  # a stand-in batch counts nowhere
             self._row.fill(0)
         if self.shows:
@@ -284,6 +318,8 @@ class SharedUpdate:
                 np.copyto(place, value, casting="same_kind")
         barrier("gradients", self._row.nbytes)
         timeline.current.enter("apply")
+        if self._flags.any():
+            raise _GradientMissingError
         if self.shows:
             self._counted = self._counts.sum(axis=0)
         self._updater.apply_sum(self._parts)
@@ -300,10 +336,16 @@ class SharedUpdate:
 
     def finish(self, steadily: Steadily) -> Sequence[str]:
         """See `Stepper.finish`."""
+        if self._instead is not None:
+            return self._instead.finish(steadily)
+        self._gather()
+        return ()
+
+    def _gather(self) -> None:
+        """Give every rank all of the optimizer's state, and what all metrics have counted."""
         if self._stepped:
             self._spread_state()
             self._logs = self._engine.merged_metrics(1 / self._replica.world_size, final=True, training=True)
-        return ()
 
     def _spread_state(self) -> None:
         """Give every rank the whole state of the optimizer."""
@@ -324,6 +366,8 @@ class SharedUpdate:
 
     def logs(self) -> Mapping[str, Any]:
         """See `Stepper.logs`."""
+        if self._instead is not None:
+            return self._instead.logs()
         if self._logs is not None:
             return self._logs
         if self._counted is not None:

@@ -80,8 +80,8 @@ CASES: dict[str, tuple[bool, dict[str, Any], dict[str, Any]]] = {
     "normalisation": (False, {"build": _normalised}, {}),
     "constraint": (False, {"build": _constrained}, {}),
     "own_callback": (False, {}, {"callbacks": lambda: [_Watching()]}),
-    "eager": (False, {"run_eagerly": True}, {}),
 }
+SHARING = ("jax", "torch")
 
 
 def _case(shared: bool, arguments: dict[str, Any], of_fit: dict[str, Any]) -> Callable[[Setting], dict[str, Any]]:
@@ -98,10 +98,10 @@ def _case(shared: bool, arguments: dict[str, Any], of_fit: dict[str, Any]) -> Ca
 
 for _name, (_shared, _arguments, _of_fit) in CASES.items():
     _plain = _name != "normalisation"  # each replica normalises its own part
-    add(f"sharing_{_name}", _case(_shared, _arguments, _of_fit), backends=("jax",), plain=_plain)
+    add(f"sharing_{_name}", _case(_shared, _arguments, _of_fit), backends=SHARING, plain=_plain)
 
 
-@scenario(backends=("jax",))
+@scenario(backends=SHARING)
 def sharing_again(setting: Setting) -> dict[str, Any]:
     """Between calls of `fit` and epochs the program changes what it likes, and takes single batches."""
     model = compiled(setting, optimizer=optimizers.Adam(0.05))
@@ -119,7 +119,7 @@ def sharing_again(setting: Setting) -> dict[str, Any]:
     return {"first": first, "batch": batch, "second": second} | _state(model)
 
 
-@scenario(backends=("jax",))
+@scenario(backends=SHARING)
 def sharing_layers_frozen_between(setting: Setting) -> dict[str, Any]:
     model = compiled(setting, optimizer=optimizers.Adam(0.05))
     with _steppers() as found:
@@ -132,7 +132,7 @@ def sharing_layers_frozen_between(setting: Setting) -> dict[str, Any]:
     return {"first": first, "second": second} | _state(model)
 
 
-@scenario(plain=False, backends=("jax",))
+@scenario(plain=False, backends=SHARING)
 def sharing_only_where_all_ranks_may(setting: Setting) -> dict[str, Any]:
     """A callback of one rank's alone looks between batches."""
     model = compiled(setting, optimizer="adam")
@@ -142,7 +142,7 @@ def sharing_only_where_all_ranks_may(setting: Setting) -> dict[str, Any]:
     return seen
 
 
-@scenario(plain=False, backends=("jax",))
+@scenario(plain=False, backends=SHARING)
 def sharing_not_without_memory(setting: Setting) -> dict[str, Any]:
     model = compiled(setting, optimizer="adam")
     with _steppers() as found, mock.patch("phalanx.training.shared_update.shared_block", return_value=None):
@@ -151,7 +151,7 @@ def sharing_not_without_memory(setting: Setting) -> dict[str, Any]:
     return seen
 
 
-@scenario(backends=("jax",))
+@scenario(backends=SHARING)
 def sharing_shows_what_all_have_counted(setting: Setting) -> dict[str, Any]:
     """What the bar shows of each batch is what all replicas have counted until then."""
     shown: list[dict[str, float]] = []
@@ -171,7 +171,7 @@ def sharing_shows_what_all_have_counted(setting: Setting) -> dict[str, Any]:
     return seen | {"own_shown": shown}
 
 
-@scenario(plain=False, backends=("jax",))
+@scenario(plain=False, backends=SHARING)
 def sharing_broken_off(setting: Setting) -> dict[str, Any]:
     """An error in the middle of an epoch leaves the weights of the last step, and an optimizer of the epoch before."""
 
@@ -196,3 +196,64 @@ def sharing_broken_off(setting: Setting) -> dict[str, Any]:
     for own, others in zip(model.get_weights(), twin.get_weights(), strict=True):
         np.testing.assert_allclose(own, others, rtol=1e-5, atol=1e-7)
     return {"iterations": int(model.optimizer.iterations), "weights": model.get_weights()}
+
+
+class _Branching(keras.Model):
+    """Has a layer that some batches do not use, and one that none uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.extra, self.last = (
+            layers.Dense(8, activation="tanh"),
+            layers.Dense(8),
+            layers.Dense(3, "softmax"),
+        )
+        self.unused = layers.Dense(2)
+
+    def build(self, shape: Any) -> None:
+        self.first.build(shape)
+        self.extra.build((None, 8))
+        self.last.build((None, 8))
+        self.unused.build((None, 8))
+
+    def call(self, x: Any) -> Any:
+        hidden = self.first(x)
+        if float(x[0, 0]) > 0:
+            hidden = hidden + self.extra(hidden)
+        return self.last(hidden)
+
+
+@scenario(backends=("torch",))
+def sharing_ends_where_gradients_are_missing(setting: Setting) -> dict[str, Any]:
+    """PyTorch gives none where a loss does not depend on a variable, which is then left alone with its moments."""
+    model = compiled(setting, _Branching, optimizer=optimizers.AdamW(0.05, weight_decay=0.1), metrics=["accuracy"])
+    model.build((None, 6))
+    x = features()
+    x[:, 0] = np.where(np.arange(len(x)) // BATCH == 1, 1, -1)  # whether the batch uses the layer
+    with _steppers() as found:
+        seen = fitted(model, x) | {"again": fitted(model, x)}
+    _check(setting, found, [True, False])
+    return seen | _state(model)
+
+
+@scenario(backends=("torch",))
+def sharing_ends_in_the_middle(setting: Setting) -> dict[str, Any]:
+    """The first batches use all that the optimizer knows."""
+    model = compiled(setting, _Branching, optimizer=optimizers.Adam(0.05), metrics=["accuracy"])
+    model.build((None, 6))
+    model.unused.trainable = False
+    x = features(80)
+    x[:, 0] = np.where(np.arange(len(x)) // BATCH < 3, 1, -1)
+    with _steppers() as found:
+        seen = fitted(model, x, labels(80))
+    _check(setting, found, [True])
+    return seen | _state(model)
+
+
+@scenario(backends=("jax",))
+def sharing_not_what_is_not_compiled(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting, optimizer="adam", run_eagerly=True)
+    with _steppers() as found:
+        seen = fitted(model)
+    _check(setting, found, [False])
+    return seen
