@@ -40,6 +40,9 @@ CI_SCENARIOS = """
     optimizer_of_a_model_inside other_subset_of_a_data_loader_on_one_rank
     predictions_of_random_layers_differ modules_of_pytorch_among_the_layers steps_per_execution_on_torch
     top_k_of_all_is_exact compressed_alike_on_all_ranks accumulated accumulating_meets_once_per_update
+    sharing_adam sharing_again sharing_normalisation sharing_only_where_all_ranks_may sharing_not_without_memory
+    sharing_shows_what_all_have_counted sharing_broken_off sharing_ends_where_gradients_are_missing
+    sharing_ends_in_the_middle
     local_sgd_recomputed diloco_overlapped_recomputed streams_of_unequal_length diloco_sends_little
     ranks_without_data_do_not_count overflow_on_one_rank_int8
 """
