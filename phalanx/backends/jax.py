@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -85,7 +86,7 @@ class JaxEngine(model_state.Packing):
         self._compiled = bool(model.jit_compile) and not model.run_eagerly
         self._pinned = pinned_memory()
         self._predict = self._jit(model.predict_step)
-        self._results = self._jit(self._trace_results)
+        self._results = self._jit(partial(model_state.results_of, model))
         self.retrace()
         self.origins = LogOrigins(model)
         self._test_origins = LogOrigins(model)
@@ -107,14 +108,8 @@ class JaxEngine(model_state.Packing):
 
     @property
     def merges_only_gradients(self) -> bool:
-        model = self._model
-        return (
-            self._compiled
-            and computes_on_host()
-            and set(self._metric_weights()) <= {Weight.ONE}
-            and not model_state.logs_differ_from_metrics(model, JAXTrainer, "train_step")
-            and not self.layer_state()
-        )
+        on_host = self._compiled and computes_on_host()
+        return on_host and model_state.only_counts(self._model, JAXTrainer) and not self.layer_state()
 
     @property
     def in_variables(self) -> bool:
@@ -319,9 +314,6 @@ class JaxEngine(model_state.Packing):
             return trainable, optimizer, metrics, state, logs
 
         return update
-
-    def _trace_results(self, metrics: Values) -> dict[str, Any]:
-        return self._chosen({}, metrics, frozenset(), self.origins)
 
     def _trace_test(self, trainable: Values, non_trainable: Values, metrics: Values, data: Batch) -> Any:
         with self._watched("test_step", self._test_origins) as find:

@@ -10,6 +10,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from keras import StatelessScope
 from keras.src.trainers.trainer import Trainer
 
 from phalanx.backends.layout import WEIGHT_OF_AGGREGATION, Weight
@@ -179,6 +180,18 @@ def has_built_parts(model: Any) -> bool:
 def metric_weights(model: Any) -> tuple[Weight, ...]:
     """How each of `model.metrics_variables` counts in the sum over ranks."""
     return tuple(WEIGHT_OF_AGGREGATION[variable.aggregation] for variable in model.metrics_variables)
+
+
+def results_of(model: Any, metrics: Sequence[Any]) -> dict[str, Any]:
+    """The results of the metrics, if `model.metrics_variables` had these values."""
+    values = [keras.ops.convert_to_tensor(value) for value in metrics]
+    with StatelessScope(state_mapping=list(zip(model.metrics_variables, values, strict=True))):
+        return dict(model.get_metrics_result())
+
+
+def only_counts(model: Any, trainer: type) -> bool:
+    """Whether the metrics of a training step are sums, of which it logs nothing but the results."""
+    return set(metric_weights(model)) <= {Weight.ONE} and not logs_differ_from_metrics(model, trainer, "train_step")
 
 
 def overrides(model: Any, trainer: type, method: str) -> bool:

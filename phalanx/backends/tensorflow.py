@@ -145,7 +145,7 @@ class TensorFlowEngine(model_state.Packing):
         return None  # its functions take batches of any size
 
     def results_of(self, metrics: Sequence[Array]) -> Mapping[str, Any]:
-        raise NotImplementedError
+        return model_state.results_of(self._model, metrics)
 
     def logs(self) -> Mapping[str, Any]:
         silent = self._silent or frozenset()

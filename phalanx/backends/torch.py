@@ -15,7 +15,6 @@ from typing import Any
 import keras
 import numpy as np
 import torch
-from keras.src import backend as keras_backend
 from keras.src import tree
 from keras.src.backend.torch.core import convert_to_tensor, get_device
 from keras.src.backend.torch.trainer import TorchTrainer
@@ -72,8 +71,7 @@ class TorchEngine(model_state.Packing):
             self._own_train_step
             and self._device.type == "cpu"
             and not self._state
-            and set(self._weights) <= {Weight.ONE}
-            and not model_state.logs_differ_from_metrics(self._model, TorchTrainer, "train_step")
+            and model_state.only_counts(self._model, TorchTrainer)
         )
 
     @property
@@ -122,9 +120,7 @@ class TorchEngine(model_state.Packing):
         return None  # nothing is compiled ahead
 
     def results_of(self, metrics: Sequence[Array]) -> Mapping[str, Any]:
-        values = [(variable, from_host(value)) for variable, value in zip(self._metrics, metrics, strict=True)]
-        with torch.no_grad(), keras_backend.StatelessScope(state_mapping=values):
-            return dict(self._model.get_metrics_result())
+        return model_state.results_of(self._model, metrics)
 
     def logs(self) -> Mapping[str, Any]:
         silent = self._silent or frozenset()
@@ -199,7 +195,7 @@ class TorchEngine(model_state.Packing):
         """New weights for the gradients of all of them; None for those that are not known yet."""
         arrays = iter(all_to_host([gradient for gradient in gradients if gradient is not None]))
         own = [None if gradient is None else next(arrays) for gradient in gradients]
-        values = exchange(own, [to_host(variable.value) for variable in self._metrics])
+        values = exchange(own, [variable.value for variable in self._metrics])
         known = iter(all_from_host([value for value in values if value is not None], self._device))
         return [None if value is None else next(known) for value in values]
 
@@ -282,8 +278,7 @@ class TorchEngine(model_state.Packing):
             logs = model_state.flat_logs(self._model.test_step(self._packed(_to_device(data))))
             find(logs)
             if before is not None:
-                for variable, value in zip(self._metrics, before, strict=True):
-                    variable.value.copy_(value)
+                _restore(self._metrics, before)
         self._test_logs = logs if differ else {}
 
     def merged_metrics(self, share: float, *, final: bool, training: bool = False) -> Mapping[str, Any]:
@@ -303,8 +298,7 @@ class TorchEngine(model_state.Packing):
             results = model_state.choose_logs(averages, self._model.get_metrics_result, silent, origins.results)
             results = {name: _number(value) for name, value in results.items()} if not final else results
             if not final:
-                for variable, value in zip(self._metrics, own, strict=True):
-                    variable.value.copy_(value)
+                _restore(self._metrics, own)
         return results
 
     def predict(self, data: Batch, form: Form = Form.PARTS) -> Any:

@@ -201,17 +201,16 @@ def change_logs_on_the_chief(callbacks: Any) -> bool:
     return any(_overrides(callback, "on_epoch_end", _origin(callback)) for callback in own)
 
 
-def listens_to_batches(callbacks: CallbackList, phase: str) -> bool:
-    """Whether anything in this rank's list has something to do at single batches."""
-    return any(_overrides(callback, hook) for callback in callbacks.callbacks for hook in _BATCH_HOOKS[phase])
+def listens_to_batches(callbacks: CallbackList, phase: str, *, but: Sequence[type] = ()) -> bool:
+    """Whether anything in this rank's list, `but` callbacks of these kinds, has something to do at single batches."""
+    own = [callback for callback in callbacks.callbacks if type(callback) not in but]
+    return any(_overrides(callback, hook) for callback in own for hook in _BATCH_HOOKS[phase])
 
 
 def looks_between_batches(callbacks: CallbackList) -> bool:
     """Whether anything in this rank's list may look at the model between two steps of the training: all that has
     something to do there, but bars, which show logs."""
-    bars = (keras.callbacks.ProgbarLogger, ReplicaProgbar)
-    own = [callback for callback in callbacks.callbacks if type(callback) not in bars]
-    return any(_overrides(callback, hook) for callback in own for hook in _BATCH_HOOKS["train"])
+    return listens_to_batches(callbacks, "train", but=(keras.callbacks.ProgbarLogger, ReplicaProgbar))
 
 
 def _overrides(callback: Any, hook: str, origin: type = keras.callbacks.Callback) -> bool:

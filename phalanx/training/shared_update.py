@@ -44,7 +44,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from phalanx import timeline
+from phalanx import memory, timeline
 from phalanx.backends import make_updater
 from phalanx.backends.descriptions import description_of
 from phalanx.backends.engine import Engine
@@ -62,9 +62,9 @@ from phalanx.training.stepping import EveryStep, Steadily, takes_keras_steps
 
 Array = np.ndarray[Any, Any]
 
-UNIT = 16
-"""Variables begin at multiples of so many numbers: XLA copies arguments that are aligned to less than 64 bytes."""
 _DTYPE = np.dtype(np.float32)
+UNIT = memory.ALIGNMENT_BYTES // _DTYPE.itemsize
+"""Variables begin at multiples of so many numbers."""
 
 
 def applies(model: Any, engine: Engine, merge: StepMerge, replica: Replica) -> bool:
@@ -226,8 +226,8 @@ class SharedUpdate:
         piece = Piece(f"part of rank {replica.rank}", np.zeros(vector.part, _DTYPE), None, decays)
         self._updater = make_updater(description_of(optimizer), [piece])
         ranks = replica.world_size
-        memory = np.frombuffer(segment.memory, _DTYPE)
-        of_weights, of_metrics, flags = np.split(memory, np.cumsum([(ranks + 2) * vector.size, ranks * metrics.size]))
+        numbers = np.frombuffer(segment.memory, _DTYPE)
+        of_weights, of_metrics, flags = np.split(numbers, np.cumsum([(ranks + 2) * vector.size, ranks * metrics.size]))
         *rows, first, second = of_weights.reshape(-1, vector.size)
         self._own = slice(replica.rank * vector.part, (replica.rank + 1) * vector.part)
         self._row = rows[replica.rank]
@@ -280,18 +280,21 @@ class SharedUpdate:
     def train(self, batch: JointBatch, *, last: bool | None) -> None:
         """See `Stepper.train`."""
         if self._instead is None:
-            self._share = _DTYPE.type(batch.share)
-            self._merge.exchange = self._exchange
             try:
-                self._engine.train(batch.data, batch.share)
-                self._stepped = True
+                self._take_step(batch)
             except _GradientMissingError:
-                self._merge.exchange = None
                 self._instead = self._hand_over()
-            finally:
-                self._merge.exchange = None
         if self._instead is not None:
             self._instead.train(batch, last=last)
+
+    def _take_step(self, batch: JointBatch) -> None:
+        self._share = _DTYPE.type(batch.share)
+        self._merge.exchange = self._exchange
+        try:
+            self._engine.train(batch.data, batch.share)
+        finally:
+            self._merge.exchange = None
+        self._stepped = True
 
     def _hand_over(self) -> EveryStep:
         """What takes the steps from here on, which finds everything as if it had taken those before."""

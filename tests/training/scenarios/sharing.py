@@ -3,6 +3,7 @@ seen of it. That the numbers are those of one process is what nearly all scenari
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -106,11 +107,11 @@ def sharing_again(setting: Setting) -> dict[str, Any]:
     """Between calls of `fit` and epochs the program changes what it likes, and takes single batches."""
     model = compiled(setting, optimizer=optimizers.Adam(0.05))
     halve = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
-    zero = keras.callbacks.LambdaCallback(
+    set_bias = keras.callbacks.LambdaCallback(
         on_epoch_end=lambda epoch, logs: model.layers[1].bias.assign(np.ones(3, "float32"))
     )
     with _steppers() as found:
-        first = fitted(model, callbacks=[halve, zero])
+        first = fitted(model, callbacks=[halve, set_bias])
         batch = model.train_on_batch(features(BATCH), labels(BATCH))
         model.set_weights([weight * 0.5 for weight in model.get_weights()])
         model.optimizer.learning_rate = 0.1
@@ -160,7 +161,7 @@ def sharing_shows_what_all_have_counted(setting: Setting) -> dict[str, Any]:
     )
     model = compiled(setting, optimizer="adam", metrics=["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2)])
     if setting.alone:
-        return fitted(model, callbacks=[note]) | {"own_shown": shown}
+        return fitted(model, callbacks=[note]) | {"shown": shown}
 
     class Bar(ReplicaProgbar):
         on_train_batch_end = staticmethod(note.on_train_batch_end)
@@ -168,7 +169,9 @@ def sharing_shows_what_all_have_counted(setting: Setting) -> dict[str, Any]:
     with _steppers() as found, mock.patch("phalanx.training.callbacks.ReplicaProgbar", Bar):
         seen = fitted(model, verbose=1)
     _check(setting, found, [True])
-    return seen | {"own_shown": shown}
+    chiefs, *others = map(json.loads, setting.gather(json.dumps(shown).encode()))
+    assert not any(others)
+    return seen | {"shown": chiefs}
 
 
 @scenario(plain=False, backends=SHARING)
