@@ -124,6 +124,10 @@ class _Bare:
     def __init__(self, _: str, pieces: Sequence[Any]) -> None:
         self._values = [piece.value for piece in pieces]
 
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        return tuple((number,) for number in range(len(self._values)))
+
     def apply(self, gradients: Sequence[Any]) -> None:
         self._values = list(gradients)  # in the worker's own memory, which it does not touch before it has the answer
 
@@ -176,6 +180,7 @@ def _push(
 ) -> None:
     _start(core)
     from phalanx.parameter_server.client import Client
+    from phalanx.parameter_server.groups import Groups
     from phalanx.parameter_server.messages import (
         Attach,
         Attached,
@@ -203,7 +208,8 @@ def _push(
         client.ask(0, Declare(0, 0, model, rules, slots, step=0, era=1), [*gradients, *state])
     answer, _ = client.ask(0, Attach(0, variables))
     assert isinstance(answer, Attached)
-    client.share_memory(0, [gradient.nbytes for gradient in gradients])
+    groups = Groups([(gradient.shape, gradient.dtype) for gradient in gradients], answer.groups)
+    client.share_memory(0, groups.kinds)
     era = answer.era
     if number == 0:
         client.ask(0, OpenEpoch(0, 0, -1))
@@ -212,10 +218,12 @@ def _push(
     def call() -> None:
         nonlocal ticket
         assert isinstance(ticket, Ticket)
-        push = Push(ticket, 0, True, True, 1.0, dtypes_of(gradients))
-        answer, buffers = client.ask(0, push, gradients)
+        room = client.room(0, groups.kinds)
+        for view, gradient in zip(groups.cut(room), gradients, strict=True):
+            np.copyto(view, gradient)
+        answer, buffers = client.ask(0, Push(ticket, 0, True, True, 1.0, dtypes_of(room)), room)
         assert isinstance(answer, Values)
-        assert len(buffers) == len(SHAPES)
+        assert len(buffers) == len(groups.kinds)
         ticket = answer.ticket
 
     for _ in range(WARM_UP_CALLS):

@@ -42,3 +42,10 @@ def aligned(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     block = np.empty(size + ALIGNMENT_BYTES, np.uint8)
     start = -block.ctypes.data % ALIGNMENT_BYTES
     return block[start : start + size].view(dtype).reshape(shape)
+
+
+def aligned_zeros(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """As `aligned`, and zero."""
+    block = aligned(shape, dtype)
+    block.fill(0)
+    return block

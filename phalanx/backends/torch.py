@@ -27,9 +27,10 @@ from phalanx.backends.layout import Layout, Weight
 from phalanx.backends.log_origins import LogOrigins
 from phalanx.backends.step_means import StepMeans
 from phalanx.backends.tensors import Gradient, HostFunction, Shape, same_shape
-from phalanx.backends.torch_adam import fused
+from phalanx.backends.torch_adam import fused, updated
 from phalanx.backends.torch_buffers import buffers
 from phalanx.backends.torch_host import all_from_host, all_to_host, from_host, taken, to_host
+from phalanx.backends.torch_products import FasterProducts
 from phalanx.backends.updater import BackendUpdater
 from phalanx.inputs.elements import Form
 from phalanx.nested import leaves, map_leaves
@@ -60,6 +61,7 @@ class TorchEngine(model_state.Packing):
         self._share = 1.0
         self._losses = ScaledLosses(self._scale_of)
         self._means = StepMeans(lambda: self._share)
+        self._products = FasterProducts()
 
     @property
     def builds_from_a_batch(self) -> bool:
@@ -110,7 +112,7 @@ class TorchEngine(model_state.Packing):
             run = self._train_own if self._own_train_step else self._train_overridden
             self._share = share
             self._losses.batch_size = model_state.samples(data)
-            with self._losses, self._means:
+            with self._losses, self._means, self._products:
                 run(_to_device(data), share, metrics_before)
         except BaseException:
             _restore([*changed, *self._metrics], [*state_before, *metrics_before])
@@ -274,7 +276,7 @@ class TorchEngine(model_state.Packing):
         self._losses.batch_size = model_state.samples(data)
         differ = model_state.logs_differ_from_metrics(self._model, TorchTrainer, "test_step")
         watched = self._test_origins.watched(of_interest=differ)
-        with torch.no_grad(), self._losses, self._means, watched as find:
+        with torch.no_grad(), self._losses, self._means, self._products, watched as find:
             logs = model_state.flat_logs(self._model.test_step(self._packed(_to_device(data))))
             find(logs)
             if before is not None:
@@ -302,7 +304,7 @@ class TorchEngine(model_state.Packing):
         return results
 
     def predict(self, data: Batch, form: Form = Form.PARTS) -> Any:
-        with torch.no_grad():
+        with torch.no_grad(), self._products:
             outputs = self._model.predict_step(self._packed(_to_device(data), form))
         return tree.map_structure(to_host, outputs)
 
@@ -372,7 +374,9 @@ class TorchUpdater(BackendUpdater):
     def apply(self, gradients: Sequence[Any]) -> None:
         with torch.no_grad(), fused(self.optimizer):
             devices = [variable.value.device for variable in self.variables]
-            self.optimizer.apply(list(map(from_host, gradients, devices)), self.variables)
+            tensors = list(map(from_host, gradients, devices))
+            if not updated(self.optimizer, tensors, self.variables):
+                self.optimizer.apply(tensors, self.variables)
 
     def values(self) -> list[Any]:
         return [to_host(variable.value).copy() for variable in self.variables]

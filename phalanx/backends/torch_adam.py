@@ -17,8 +17,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import keras
 import torch
 from keras.src.backend.torch.optimizers.torch_adam import Adam
+from keras.src.backend.torch.optimizers.torch_adamw import AdamW
 
 # What the kernel can be given; all weights of one model nearly always are float32.
 _DTYPES = (torch.float32, torch.float64)
@@ -42,6 +44,29 @@ def fused(optimizer: Any) -> Iterator[None]:
         yield
     finally:
         del vars(optimizer)["_parallel_update_step"]
+
+
+def updated(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> bool:
+    """As `optimizer.apply`, if that comes to the kernel and a count; else False, and nothing is done.
+
+    What Keras does around them takes as long as the kernel does for a small model.
+    """
+    comes_to_it = (
+        type(optimizer) in (Adam, AdamW)
+        and optimizer.built
+        and isinstance(optimizer._learning_rate, keras.Variable)
+        and not optimizer.amsgrad
+        and not optimizer.use_ema
+        and not optimizer.gradient_accumulation_steps
+        and not optimizer.loss_scale_factor
+        and optimizer.weight_decay is None
+        and optimizer.clipnorm is optimizer.clipvalue is optimizer.global_clipnorm is None
+        and not any(variable.constraint or variable.overwrite_with_gradient for variable in variables)
+        and _update_in_one_pass(optimizer, gradients, variables, optimizer._learning_rate.value)
+    )
+    if comes_to_it:
+        optimizer._iterations.value.add_(1)
+    return comes_to_it
 
 
 def _update_in_one_pass(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any) -> bool:

@@ -58,9 +58,15 @@ class Updater(ABC):
 
     slots: tuple[Slot, ...]
 
+    @property
+    @abstractmethod
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The numbers of the pieces, as their gradients and values pass: several that make a group as one `Vector`, one
+        alone as it is."""
+
     @abstractmethod
     def apply(self, gradients: Sequence[Any]) -> None:
-        """One update; the gradients are in the order of the pieces. They must stay until something is asked for."""
+        """One update; the gradients are those of the groups. They must stay until something is asked for."""
 
     def apply_sum(self, parts: Sequence[Sequence[Any]]) -> None:
         """As `apply`, with the sums of several lists of gradients, added in their order."""
@@ -68,7 +74,7 @@ class Updater(ABC):
 
     @abstractmethod
     def values(self) -> list[Array]:
-        """The pieces' present values."""
+        """The groups' present values."""
 
     @abstractmethod
     def set_learning_rate(self, rate: float) -> None:
@@ -111,6 +117,10 @@ class BackendUpdater(Updater):
             self.optimizer.weight_decay = None  # Keras on PyTorch fails where nothing decays
         self.slots = build_noting_slots(self.optimizer, self.variables)
         self._prepare()
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        return tuple((number,) for number in range(len(self.variables)))
 
     def _prepare(self) -> None:
         """What the backend needs before the first update."""

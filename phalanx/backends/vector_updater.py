@@ -2,28 +2,26 @@
 
 What a backend takes for each array of an update (tens of microseconds) is most of what a server does for a model of
 many small layers: Adam on a hundred arrays of 4,096 numbers takes six to eight times as long as on one array as large.
-To such an optimizer it is the same whether numbers are in one variable or in several.
+To such an optimizer it is the same whether numbers are in one variable or in several. Gradients come and values go as
+vectors as well, so that nothing has to be put together first.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
-from phalanx import memory
 from phalanx.backends.updater import Piece, Slot, Updater
+from phalanx.vector import Vector
 
 Array = np.ndarray[Any, Any]
 Make = Callable[[str, Sequence[Piece]], Updater]
 
 ELEMENTWISE = frozenset({"Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lion", "Nadam", "RMSprop", "SGD"})
 """Optimizers of Keras's that look at no number's neighbours, unless they clip by norm."""
-LARGEST_BYTES = 2**18
-"""Larger pieces stay by themselves: to copy their gradients takes longer than what is saved."""
 
 
 def make_vector_updater(make: Make, optimizer: str, pieces: Sequence[Piece], apart: Collection[int] = ()) -> Updater:
@@ -54,7 +52,7 @@ def _groups(described: dict[str, Any], pieces: Sequence[Piece], apart: Collectio
     elementwise = is_elementwise(described)
     groups: dict[object, list[int]] = {}
     for number, piece in enumerate(pieces):
-        fits = elementwise and number not in apart and piece.constraint is None and piece.value.nbytes <= LARGEST_BYTES
+        fits = elementwise and number not in apart and piece.constraint is None
         groups.setdefault((piece.value.dtype, piece.decays) if fits else number, []).append(number)
     return list(groups.values())
 
@@ -70,25 +68,16 @@ class _Vector:
         self.numbers = tuple(pieces)
         first, *others = pieces.values()
         values = [piece.value for piece in pieces.values()]
-        stops = list(accumulate(value.size for value in values))
-        self._slices = [slice(stop - value.size, stop) for stop, value in zip(stops, values, strict=True)]
-        self._shapes = [value.shape for value in values]
-        self._own = memory.aligned((stops[-1],), first.value.dtype) if others else None
+        self._vector = Vector([value.shape for value in values]) if others else None
         self.piece = first._replace(value=self.filled(values))
 
     def cut(self, vector: Array) -> list[Array]:
         """The pieces in it, as views."""
-        if self._own is None:
-            return [vector]
-        return [vector[place].reshape(shape) for place, shape in zip(self._slices, self._shapes, strict=True)]
+        return [vector] if self._vector is None else self._vector.cut(vector)
 
     def filled(self, arrays: Sequence[Any]) -> Any:
-        """A new array of these pieces."""
-        return arrays[0] if self._own is None else np.concatenate(arrays, axis=None, dtype=self._own.dtype)
-
-    def joined(self, arrays: Sequence[Any]) -> Any:
-        """These pieces as one array, which is overwritten when it is asked for again."""
-        return arrays[0] if self._own is None else np.concatenate(arrays, axis=None, out=self._own)
+        """These pieces as one variable."""
+        return arrays[0] if self._vector is None else self._vector.part_of([np.asarray(array) for array in arrays])
 
 
 class _Places:
@@ -151,11 +140,18 @@ class VectorUpdater(Updater):
             Slot(number, slot.name) for slot, own in zip(updater.slots, numbers, strict=True) for number in own
         )
 
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(vector.numbers for vector in self._vectors)
+
     def apply(self, gradients: Sequence[Any]) -> None:
-        self._updater.apply([vector.joined([gradients[n] for n in vector.numbers]) for vector in self._vectors])
+        self._updater.apply(gradients)
+
+    def apply_sum(self, parts: Sequence[Sequence[Any]]) -> None:
+        self._updater.apply_sum(parts)
 
     def values(self) -> list[Array]:
-        return self._values.parts(range(len(self._values)), dict(enumerate(self._updater.values())))
+        return self._updater.values()
 
     def load(self, values: Mapping[int, Any], state: Mapping[int, Any]) -> None:
         of_values, of_state = self._fetch(values, state)

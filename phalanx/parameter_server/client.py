@@ -6,12 +6,13 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from phalanx import errors
+from phalanx import errors, memory
 from phalanx.cluster.admission import DISAGREEMENT, PROBE
 from phalanx.cluster.agreement import Statement
 from phalanx.cluster.dialling import ATTEMPT_TIMEOUT_S, HANDSHAKE_FAILURES_S
@@ -30,7 +31,8 @@ from phalanx.errors import (
     RendezvousError,
 )
 from phalanx.parameter_server.group import LEAD, NOT_LEADING, NOTICE_AFTER_S, PURPOSE
-from phalanx.parameter_server.lanes import TO_SERVER, Lanes, place_bytes
+from phalanx.parameter_server.groups import Groups, Kind
+from phalanx.parameter_server.lanes import Lanes, place_bytes
 from phalanx.parameter_server.messages import (
     Answer,
     Bye,
@@ -111,6 +113,7 @@ class Client:
         self._left_out = False  # whether the servers go on without this process
         self._hosts = [""] * len(self.tasks)
         self._lanes: dict[int, Lanes] = {}
+        self._rooms: dict[int, tuple[tuple[Kind, ...], list[Array]]] = {}
         try:
             for group in range(len(self.tasks)):
                 self._links.append(self._connect(group, deadline))
@@ -145,24 +148,29 @@ class Client:
         self.send(server, question, buffers)
         return self.receive(server)
 
-    def send(self, server: int, question: Question, buffers: Sequence[Array] = (), *, reused: bool = False) -> None:
-        """Ask without waiting for the answer, which `receive` must fetch before the next question to this server.
+    def room(self, server: int, kinds: tuple[Kind, ...]) -> list[Array]:
+        """Arrays of these kinds, to be filled with what the next `Push` to a server carries; what is not filled is zero
+        or as it was. They must then stay as they are until that has been answered."""
+        lanes = self._lanes.get(server)
+        shared = lanes.room(kinds) if lanes is not None else None
+        if shared is not None:
+            return shared
+        own = self._rooms.get(server)
+        if own is None or own[0] != kinds:
+            own = self._rooms[server] = kinds, [memory.aligned_zeros(shape, dtype) for shape, dtype in kinds]
+        return own[1]
 
-        The buffers must stay as they are until then, unless they are to be `reused` as soon as this returns: what might
-        have to be repeated is then kept elsewhere.
-        """
+    def send(self, server: int, question: Question, buffers: Sequence[Array] = ()) -> None:
+        """Ask without waiting for the answer, which `receive` must fetch before the next question to this server. The
+        buffers must stay as they are until then."""
         if self._unanswered[server] is not None:
             # An error kept us from its answer, which would be taken for the next one.
             self._links[server].close()
         self._unanswered[server] = (question, buffers)
-        in_lane: Sequence[Array] = ()
         try:
-            in_lane = self._send(server, question, buffers)
+            self._send(server, question, buffers)
         except (LinkClosedError, LinkTimeoutError) as error:
             self._return(server, self._as_closed(error))
-        if reused:
-            kept = in_lane or ([buffer.copy() for buffer in buffers] if self.return_s else ())
-            self._unanswered[server] = (question, kept)
 
     def receive(self, server: int) -> tuple[Answer, list[memoryview]]:
         """The answer to what was sent to a server. Raises: as `ask`."""
@@ -245,22 +253,16 @@ class Client:
             raise error
         return answer
 
-    def _send(self, server: int, question: Question, buffers: Sequence[Array]) -> Sequence[Array]:
-        """Returns the buffers as they lie in the lane until the next ones are sent; none if they went by the link."""
+    def _send(self, server: int, question: Question, buffers: Sequence[Array]) -> None:
         lanes = self._lanes.get(server)
-        in_lane: Sequence[Array] = ()
-        if lanes is not None and isinstance(question, Push):
-            lengths = lanes.write(TO_SERVER, buffers)
-            if lengths:
-                question, buffers = msgspec.structs.replace(question, lengths=lengths), ()
-                in_lane = [np.frombuffer(memory, np.uint8) for memory in lanes.read(TO_SERVER, lengths)]
-                self.bytes_sent += sum(lengths)
+        if lanes is not None and isinstance(question, Push) and (lengths := lanes.lengths_of(buffers)):
+            question, buffers = msgspec.structs.replace(question, lengths=lengths), ()
+            self.bytes_sent += sum(lengths)
         header, arrays = _encode(question), [np.ascontiguousarray(buffer) for buffer in buffers]
         self.bytes_sent += len(header) + sum(array.nbytes for array in arrays)
         # Where a copy can take over, before other servers leave this worker out for what this one keeps it from.
         patience_s = self._me.settings.timeout_s / (2 if self._copied else 1)
         self._links[server].send(header, arrays, deadline=time.monotonic() + patience_s)
-        return in_lane
 
     def _receive(self, server: int, look: Callable[[float], None] | None = None) -> tuple[Answer, list[memoryview]]:
         """The next message of a server. `look` is told from time to time for how long it was waited for."""
@@ -289,10 +291,10 @@ class Client:
                 return answer, self._lanes[server].read(answer.place, answer.lengths)
         return answer, buffers
 
-    def share_memory(self, server: int, lengths: Sequence[int]) -> None:
-        """Let gradients and values of these lengths in bytes pass through memory, if the server is on this host. Values
-        that come so are overwritten by those that come after the next ones."""
-        need = place_bytes(lengths)
+    def share_memory(self, server: int, kinds: Sequence[Kind]) -> None:
+        """Let gradients and values of these kinds pass through memory, if the server is on this host. Values that come
+        so are overwritten by those that come after the next ones."""
+        need = place_bytes([math.prod(shape) * dtype.itemsize for shape, dtype in kinds])
         lanes = self._lanes.get(server)
         if self._hosts[server] != self._me.statement.host or (lanes is not None and lanes.place_bytes >= need):
             return
@@ -503,10 +505,16 @@ class Placed:
 
     Args:
         tables: numbers of the variables of which single rows travel.
+        groups: of each server's shards; none: each travels by itself.
     """
 
     def __init__(
-        self, variables: Sequence[Variable], shards: Sequence[Shard], servers: int, tables: Sequence[int] = ()
+        self,
+        variables: Sequence[Variable],
+        shards: Sequence[Shard],
+        servers: int,
+        tables: Sequence[int] = (),
+        groups: Sequence[Sequence[tuple[int, ...]]] = (),
     ):
         self.variables = tuple(variables)
         self.shards = tuple(shards)
@@ -514,28 +522,33 @@ class Placed:
         self.of_server = [tuple(s for s in shards if s.server == server) for server in range(servers)]
         self.dense_of_server = [tuple(s for s in own if s.variable not in tables) for own in self.of_server]
         self.tables_of_server = [tuple(s for s in own if s.variable in tables) for own in self.of_server]
-        self._shapes = [[shard_shape(self.variables[s.variable], s) for s in own] for own in self.dense_of_server]
+        self.groups = [self._grouped(*each) for each in zip_longest(self.of_server, groups)]
         self._dense = _places(self.dense_of_server, len(variables))
         self._rows = _places(self.tables_of_server, len(variables))
 
-    def cut(self, arrays: Sequence[Array | Rows | None], server: int) -> list[Array]:
-        """The parts of the variables' arrays that are this server's, in its order; of `Rows` their numbers and their
-        values, of None nothing."""
-        parts: list[Array] = []
-        for shard in self.of_server[server]:
-            whole = arrays[shard.variable]
-            if isinstance(whole, Rows):
-                parts += cut(whole, shard)
-            elif whole is not None:
-                parts.append(rows(whole, shard))
-        return parts
+    def _grouped(self, own: Sequence[Shard], groups: Sequence[tuple[int, ...]] | None) -> Groups:
+        kinds = [self.kind(shard) for shard in own]
+        tables = [number for number, shard in enumerate(own) if shard.variable in self.tables]
+        apart = [(n,) for n in range(len(own)) if n not in tables]
+        return Groups(kinds, apart if groups is None else groups, tables)
 
-    def lengths(self, shards: Sequence[Shard]) -> list[int]:
-        """Of the shards, in bytes."""
-        return [
-            math.prod(shard_shape(self.variables[s.variable], s)) * np.dtype(self.variables[s.variable].dtype).itemsize
-            for s in shards
-        ]
+    def kind(self, shard: Shard) -> Kind:
+        variable = self.variables[shard.variable]
+        return shard_shape(variable, shard), np.dtype(variable.dtype)
+
+    def cut(self, arrays: Sequence[Array | None], server: int) -> list[Array]:
+        """The parts of the variables' arrays that are this server's, in its order; of None nothing."""
+        parts = [(arrays[shard.variable], shard) for shard in self.of_server[server]]
+        return [rows(whole, shard) for whole, shard in parts if whole is not None]
+
+    def cut_tables(self, arrays: Sequence[Array | Rows], server: int) -> list[Rows]:
+        """Of the tables' rows those that are this server's."""
+        parts = []
+        for shard in self.tables_of_server[server]:
+            whole = arrays[shard.variable]
+            assert isinstance(whole, Rows)
+            parts.append(cut(whole, shard))
+        return parts
 
     def join(self, parts: Sequence[Sequence[Array]]) -> list[Array | None]:
         """The variables' arrays from the parts of all servers; None for tables."""
@@ -547,10 +560,6 @@ class Placed:
             _joined([parts[server][n].reshape(-1, *self.variables[table].shape[1:]) for server, n in self._rows[table]])
             for table in self.tables
         ]
-
-    def shaped(self, server: int, arrays: Sequence[Array]) -> list[Array]:
-        """A server's flat arrays in the shapes of its shards, tables excepted; none, if it sent none."""
-        return [array.reshape(shape) for shape, array in zip(self._shapes[server], arrays, strict=False)]
 
 
 def _places(of_server: Sequence[Sequence[Shard]], variables: int) -> list[list[tuple[int, int]]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ import numpy as np
 from phalanx.collectives.segment import Offer, Segment
 from phalanx.errors import FrameError
 from phalanx.memory import ALIGNMENT_BYTES
+from phalanx.parameter_server.groups import Kind
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,8 @@ SPARE_BYTES = 64 * 1024
 TO_SERVER, TO_WORKER = 0, 1
 """The first of the places of each lane."""
 PLACES = 3
+KNOWN = 16
+"""Kinds of contents whose arrays are kept: where single rows travel, each step has its own."""
 
 
 def place_bytes(lengths: Sequence[int]) -> int:
@@ -42,12 +46,11 @@ def place_bytes(lengths: Sequence[int]) -> int:
     return sum(_aligned(length) for length in lengths)
 
 
-class _Written(NamedTuple):
-    """What was last written in a place: shapes and dtypes, lengths in bytes, and the place itself as such arrays."""
+class _Laid(NamedTuple):
+    """Where arrays are in a place, and their lengths in bytes."""
 
-    kinds: list[tuple[tuple[int, ...], np.dtype[Any]]]
+    arrays: list[Array]
     lengths: tuple[int, ...]
-    views: list[Array]
 
 
 class Lanes:
@@ -59,7 +62,8 @@ class Lanes:
         self._turn = 0
         # Of each place as it was last used: what is in it, from one step to the next, is of the same kinds.
         self._cut: dict[int, tuple[tuple[int, ...], list[memoryview]]] = {}
-        self._written: dict[int, _Written] = {}
+        self._laid: dict[tuple[int, tuple[Kind, ...]], _Laid] = {}
+        self._to_send = _Laid([], ())
 
     @classmethod
     def offer(cls, place: int, accepts: Callable[[Offer], bool]) -> Lanes | None:
@@ -89,27 +93,49 @@ class Lanes:
             logger.debug("no shared memory at %s: %s", offer.path, error)
             return None
 
-    def write(self, place: int, arrays: Sequence[Array]) -> tuple[int, ...]:
-        """Copy arrays into a place; returns their lengths in bytes, or none if that is too little to be worth it or too
-        much to fit."""
-        kinds = [(array.shape, array.dtype) for array in arrays]
-        written = self._written.get(place)
-        if written is None or written.kinds != kinds:
-            lengths = tuple(array.nbytes for array in arrays)
+    def room(self, kinds: tuple[Kind, ...]) -> list[Array] | None:
+        """Arrays of these kinds in the place whose contents are sent next, to be filled; None if that is too little to
+        be worth it or too much to fit. What is not filled stays as it is, at first zero."""
+        laid = self._lay(TO_SERVER, kinds)
+        if laid is None:
+            return None
+        if laid is not self._to_send:  # others have been here
+            for array in laid.arrays:
+                array.fill(0)
+            self._to_send = laid
+        return laid.arrays
+
+    def lengths_of(self, arrays: Sequence[Array]) -> tuple[int, ...]:
+        """In bytes, if these are the arrays that `room` returned last; else none."""
+        return self._to_send.lengths if arrays is self._to_send.arrays else ()
+
+    def _lay(self, place: int, kinds: tuple[Kind, ...]) -> _Laid | None:
+        laid = self._laid.get((place, kinds))
+        if laid is None:
+            lengths = tuple(math.prod(shape) * dtype.itemsize for shape, dtype in kinds)
             if sum(lengths) < MIN_BYTES or place_bytes(lengths) > self.place_bytes:
-                return ()
+                return None
             memories = self.read(place, lengths)
-            views = [np.frombuffer(m, a.dtype).reshape(a.shape) for m, a in zip(memories, arrays, strict=True)]
-            written = self._written[place] = _Written(kinds, lengths, views)
-        for view, array in zip(written.views, arrays, strict=True):
-            np.copyto(view, array)
-        return written.lengths
+            arrays = [np.frombuffer(m, dtype).reshape(shape) for m, (shape, dtype) in zip(memories, kinds, strict=True)]
+            if len(self._laid) >= KNOWN:
+                self._laid.clear()
+            laid = self._laid[place, kinds] = _Laid(arrays, lengths)
+        return laid
+
+    def _write(self, place: int, arrays: Sequence[Array]) -> tuple[int, ...]:
+        """Copy arrays into a place; returns their lengths in bytes, or none if they are not for it."""
+        laid = self._lay(place, tuple([(array.shape, array.dtype) for array in arrays]))
+        if laid is None:
+            return ()
+        for room, array in zip(laid.arrays, arrays, strict=True):
+            np.copyto(room, array)
+        return laid.lengths
 
     def write_values(self, arrays: Sequence[Array]) -> tuple[int, tuple[int, ...]]:
-        """Copy values into the place whose turn it is; returns it, and as `write` their lengths. Where nothing is
-        written, the turn stays: the worker may still compute from the other place."""
+        """Copy values into the place whose turn it is; returns it, and their lengths in bytes: none if they are not
+        for it. Where nothing is written, the turn stays: the worker may still compute from the other place."""
         turn = 1 - self._turn
-        lengths = self.write(TO_WORKER + turn, arrays)
+        lengths = self._write(TO_WORKER + turn, arrays)
         if lengths:
             self._turn = turn
         return TO_WORKER + turn, lengths
@@ -135,7 +161,8 @@ class Lanes:
     def close(self) -> None:
         """Unmap, as soon as nobody looks at the memory any more. Safe to call twice."""
         self._cut.clear()
-        self._written.clear()
+        self._laid.clear()
+        self._to_send = _Laid([], ())
         with contextlib.suppress(BufferError):
             self._segment.close()
 

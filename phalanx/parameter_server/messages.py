@@ -194,7 +194,8 @@ class PullOptimizer(msgspec.Struct, frozen=True, tag="pull-optimizer"):
 
 
 class Push(msgspec.Struct, frozen=True, tag="push"):
-    """Gradients of the server's shards, to be applied; buffers in the order of the shards, then the extras.
+    """Gradients of the server's shards, to be applied; buffers in the order of their groups (see `Attached`), then the
+    extras.
 
     Of a shard of a table there are two: the numbers of the rows that have a gradient, and their gradients.
 
@@ -401,7 +402,7 @@ class Values(msgspec.Struct, frozen=True, tag="values"):
         version: of the shards' values; grows with every update.
         step: the global step: how many updates the job has made.
         dtypes: of the buffers.
-        shards: how many of the buffers, from the first, are the values of the server's shards.
+        shards: how many of the buffers, from the first, are the values of the groups of the server's shards.
         rows: how many of the next are rows of tables, or tables.
         note: what the worker should know of its update, for the log.
         slots: of the optimizer's variables, if those were asked for; as in `Declare`.
@@ -429,12 +430,14 @@ class Attached(msgspec.Struct, frozen=True, tag="attached"):
     Attributes:
         step: the global step, of the head's alone.
         tables: numbers of the variables of which single rows travel.
+        groups: the numbers of the server's shards whose gradients and values travel as one vector; see `Groups`.
     """
 
     era: int
     first_epoch: int
     step: int
     tables: tuple[int, ...]
+    groups: tuple[tuple[int, ...], ...]
 
 
 class Sharing(msgspec.Struct, frozen=True, tag="sharing"):

@@ -229,8 +229,7 @@ class Serving:
                 self._recovery.meet(worker)
                 if attached is None:
                     return FitOver(), ()
-                first_epoch, table_numbers = attached
-                return Attached(schedule.era, first_epoch, schedule.global_step, table_numbers), ()
+                return Attached(schedule.era, step=schedule.global_step, **attached._asdict()), ()
             case SetRate(rate):
                 store.set_learning_rate(rate)
             case Assign():

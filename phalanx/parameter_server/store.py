@@ -17,6 +17,7 @@ from phalanx.backends.updater import Piece, Slot, Updater
 from phalanx.cluster.agreement import first_difference
 from phalanx.errors import CollectiveTimeoutError, DisagreementError
 from phalanx.parameter_server.copying import LOST, Copy, Record
+from phalanx.parameter_server.groups import Groups
 from phalanx.parameter_server.messages import (
     Applied,
     Assign,
@@ -41,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 Array = np.ndarray[Any, Any]
 Gradient = Array | Rows
-"""Of a shard, or of those rows of a table that have one."""
+"""Of a group of shards, or of those rows of a table that have one."""
 
 
 @dataclass
@@ -55,8 +56,16 @@ class _Joint:
     disagreement: str = ""  # two contributions cannot be merged, and why
 
 
+class Trained(NamedTuple):
+    """What a worker that joins a `fit` must know of it; see `Attached`."""
+
+    first_epoch: int
+    tables: tuple[int, ...]
+    groups: tuple[tuple[int, ...], ...]
+
+
 class _Kind(NamedTuple):
-    """What the gradient of a shard is like: of a table, that of one row."""
+    """What the gradient of a group of shards is like: of a table, that of one row."""
 
     is_table: bool
     shape: tuple[int, ...]
@@ -69,7 +78,8 @@ _Key = tuple[int, int]
 COMPLETED = 1000
 """Merges of which it is remembered that they are over: more than any worker can be behind."""
 RESULTS = 8
-"""Merges whose results are kept for workers that ask again after their link broke; each one's newest always is."""
+"""Merges whose results are kept at least for workers that ask again after their link broke; each one's newest always
+is."""
 
 
 _NOTHING: tuple[int, list[Array], list[Array]] = (-1, [], [])
@@ -96,11 +106,13 @@ class Store:
         self._schedule = schedule
         self._names = names
         self._is_head = is_head
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._fit = -1
         self._declared: Declare | None = None
         self._shards: tuple[Shard, ...] = ()
         self._kinds: list[_Kind] = []
+        self._groups = Groups((), ())
         self._updater: Updater | TableUpdater | None = None
         self._tables: list[Array] = []
         self._values: list[Array] = []
@@ -121,7 +133,7 @@ class Store:
 
     def declare(self, message: Declare, buffers: Sequence[memoryview]) -> None:
         """The chief's model: values of the shards, then those of the optimizer's variables."""
-        with self._changed:
+        with self._lock:
             if self._declared is not None and (message.fit, message.era) == (self._fit, self._schedule.era):
                 return  # the chief asks once more after its link was lost
             self._before, self._behind = (self._fit, self._values, self._tables), set(range(len(self._names)))
@@ -143,10 +155,7 @@ class Store:
             for s, v, value in zip(self._shards, own, values, strict=True)
         ]
         tables = [number for number, shard in enumerate(self._shards) if shard.variable in model.tables]
-        self._kinds = [
-            _Kind(n in tables, v.shape[1:] if n in tables else shard_shape(v, s), pieces[n].value.dtype)
-            for n, (v, s) in enumerate(zip(own, self._shards, strict=True))
-        ]
+        self._kinds, self._groups = [], Groups((), ())
         self._updater, self._values, self._tables = None, [], []  # a server may have nothing of this model
         if pieces:
             if tables:
@@ -162,11 +171,15 @@ class Store:
                 ]
             )
             self._values = self._updater.values()
+            kinds = [(piece.value.shape, piece.value.dtype) for piece in pieces]
+            self._groups = Groups(kinds, self._updater.groups, tables)
+            self._kinds = [_Kind(False, *kind) for kind in self._groups.kinds]
+            self._kinds += [_Kind(True, kinds[table][0][1:], kinds[table][1]) for table in tables]
         self._fit, self._declared = message.fit, message
 
     def assign(self, message: Assign, buffers: Sequence[memoryview]) -> None:
         """New values of some variables, between two epochs; the optimizer keeps its state."""
-        with self._changed:
+        with self._lock:
             declared = self._declared
             if declared is None or message.fit != self._fit:
                 return
@@ -192,15 +205,13 @@ class Store:
         self._newest.clear()
         self._forgotten = (-1, -1)
 
-    def attach(
-        self, worker: Worker, fit: int, variables: tuple[Variable, ...], timeout_s: float
-    ) -> tuple[int, tuple[int, ...]] | None:
-        """Wait until the chief has declared this `fit`; compare the models. Returns the first epoch, and the tables;
-        None if the chief has declared another one since.
+    def attach(self, worker: Worker, fit: int, variables: tuple[Variable, ...], timeout_s: float) -> Trained | None:
+        """Wait until the chief has declared this `fit`; compare the models. None if the chief has declared another one
+        since.
 
         Raises: DisagreementError naming the first variable that differs; PeerLostError if the chief left without.
         """
-        with self._changed:
+        with self._lock:
             until = self._schedule.clock() + timeout_s
             while self._fit < fit or self._declared is None:
                 if self._schedule.has_chief_left:
@@ -219,7 +230,8 @@ class Store:
             self._behind.discard(worker)
             if not self._behind:
                 self._before = _NOTHING
-            return self._declared.first_epoch, self._declared.model.tables
+            groups = () if self._updater is None else self._updater.groups
+            return Trained(self._declared.first_epoch, self._declared.model.tables, groups)
 
     # Its own end.
 
@@ -230,7 +242,7 @@ class Store:
 
     def state(self) -> tuple[State, list[Array]] | None:
         """All that another process needs to go on in the place of this one; None before the first `fit`."""
-        with self._changed:
+        with self._lock:
             if self._declared is None:
                 return None
             slots, optimizer = self.optimizer_values()
@@ -253,13 +265,13 @@ class Store:
     def _whole(self) -> list[Array]:
         """The shards' values, in their order; they stay what they are."""
         assert self._declared is not None
-        tables, values = iter(self._tables), iter(self._values)
+        tables, values = iter(self._tables), iter(self._groups.cut(self._values))
         is_table = [shard.variable in self._declared.model.tables for shard in self._shards]
         return [next(tables).copy() if table else next(values) for table in is_table]
 
     def restore(self, state: State, buffers: Sequence[memoryview]) -> None:
         """Go on with what `state` returned elsewhere."""
-        with self._changed:
+        with self._lock:
             count = sum(shard.server == self._index for shard in state.declared.model.shards) + len(state.slots)
             self._build(state.declared, state.slots, buffers[:count])
             self._forget()
@@ -275,7 +287,7 @@ class Store:
     def outrun(self, version: int, updates: int) -> None:
         """Somebody has seen this version, which is lost: the next ones must not be taken for it. The optimizer counts
         the `updates` that were lost as well: schedules go by the steps of the job, the same on all servers."""
-        with self._changed:
+        with self._lock:
             self.version = max(self.version, version) + 1
             if self._updater is not None and updates:
                 self._updater.count(updates)
@@ -285,27 +297,27 @@ class Store:
     @property
     def is_copied(self) -> bool:
         """Whether another server has a copy, as far as is known."""
-        with self._changed:
+        with self._lock:
             if self._copy is not None and self._copy.is_lost:
                 self._lose_copy()
             return self._copy is not None
 
     def copy_to(self, copy: Copy) -> bool:
         """Keep a copy there from now on; False if that failed."""
-        with self._changed:
+        with self._lock:
             self._copy = copy
             self._copy_state()
             return self._copy is not None
 
     def tell_copy(self, record: Record) -> None:
         """Have the copy do this as well."""
-        with self._changed:
+        with self._lock:
             self._send_copy(record)
             self._await_copy()
 
     def end_copy(self) -> None:
         """The job is over, for the copy as well."""
-        with self._changed:
+        with self._lock:
             self.tell_copy(Over())
             if self._copy is not None:
                 self._copy.close()
@@ -313,7 +325,7 @@ class Store:
 
     def follow(self, record: Applied, buffers: Sequence[memoryview]) -> None:
         """Be the copy: apply what the leader has applied."""
-        with self._changed:
+        with self._lock:
             arrays = arrays_of(buffers, record.dtypes)
             if record.gradients:
                 self._update(self._shaped(iter(arrays[: record.gradients])))
@@ -355,7 +367,7 @@ class Store:
         Args:
             after: see `Pull`; in vain if all are lost whose parts of that step could come.
         """
-        with self._changed:
+        with self._lock:
             self._await_step(after)
             if fit < self._fit:  # a worker that is late to end it
                 return version, self._before[1] if fit == self._before[0] else []
@@ -372,12 +384,12 @@ class Store:
 
     def pull_rows(self, fit: int, wanted: Sequence[Array]) -> list[Array]:
         """Rows of the tables of this `fit`, by their numbers."""
-        with self._changed:
+        with self._lock:
             return _gather(self._tables_of(fit), wanted)
 
     def pull_tables(self, fit: int) -> list[Array]:
         """The tables of this `fit`, whole."""
-        with self._changed:
+        with self._lock:
             return [table.copy() for table in self._tables_of(fit)]
 
     def _tables_of(self, fit: int) -> list[Array]:
@@ -385,13 +397,13 @@ class Store:
 
     def optimizer_values(self, *, tables: bool = True) -> tuple[tuple[Slot, ...], list[Array]]:
         """The optimizer's variables, and what each is; without `tables` only those that belong to none."""
-        with self._changed:
+        with self._lock:
             if isinstance(self._updater, TableUpdater) and not tables:
                 return self._updater.without_tables()
             return (self._updater.slots, self._updater.optimizer_values()) if self._updater else ((), [])
 
     def set_learning_rate(self, rate: float) -> None:
-        with self._changed:
+        with self._lock:
             if self._updater is not None:
                 self._updater.set_learning_rate(rate)
             self.tell_copy(SetRate(rate))
@@ -406,7 +418,7 @@ class Store:
         Returns: the version, the values, the rows that are wanted, the merged extras (synchronous training only), and a
             note for the log.
         """
-        with self._changed:
+        with self._lock:
             assert self._declared is not None, "a ticket is given after the declaration"
             rules = self._declared.rules
             if message.ticket.era != self._schedule.era:
@@ -430,14 +442,14 @@ class Store:
             return self.version, self._values if message.gradients else [], self._wanted(wanted), extras, note
 
     def _arrays(self, message: Push, buffers: Sequence[memoryview]) -> tuple[list[Gradient], list[Array], list[Array]]:
-        """The gradients in the shards' shapes and dtypes, the numbers of the rows wanted, and the extras, flat."""
+        """The gradients in the groups' shapes and dtypes, the numbers of the rows wanted, and the extras, flat."""
         flat = iter(arrays_of(buffers, message.dtypes))
         gradients = self._shaped(flat) if message.gradients else []
         wanted = [next(flat) for _ in self._tables] if message.wants else []
         return gradients, wanted, list(flat)
 
     def _shaped(self, flat: Iterator[Array]) -> list[Gradient]:
-        """A gradient for each shard, from flat arrays: one of each, of a table two, the rows' numbers and gradients."""
+        """A gradient for each group, from flat arrays: one of each, of a table two, the rows' numbers and gradients."""
         gradients: list[Gradient] = []
         for is_table, shape, dtype in self._kinds:
             if is_table:
@@ -529,7 +541,7 @@ class Store:
         self._completed[key] = None
         self._results[key] = result
         self._last |= dict.fromkeys(result.members, key)
-        if len(self._results) > RESULTS:
+        if len(self._results) > 2 * RESULTS:
             kept = self._last.values()
             outdated = (key for key in self._results if key not in kept)
             for old in list(islice(outdated, len(self._results) - RESULTS)):
@@ -570,7 +582,7 @@ class Store:
 
     def notice(self) -> None:
         """Somebody came or left: those who wait look again."""
-        with self._changed:
+        with self._lock:
             self._changed.notify_all()
 
 

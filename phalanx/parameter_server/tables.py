@@ -34,6 +34,7 @@ class TableUpdater:
 
     Attributes:
         slots: what each of the optimizer's variables belongs to.
+        groups: see `Updater`; the tables come last.
     """
 
     def __init__(self, optimizer: str, pieces: Sequence[Piece], tables: Collection[int]):
@@ -43,6 +44,9 @@ class TableUpdater:
         self._dense = [number for number in range(len(pieces)) if number not in self._tables]
         self._room = {number: min(LEAST_ROWS, len(table)) for number, table in self._tables.items()}
         self._updater = self._make([pieces[number].value for number in self._dense])
+        of_tables = tuple((number,) for number in self._tables)
+        self._dense_groups = tuple(group for group in self._updater.groups if group not in of_tables)
+        self.groups = self._dense_groups + of_tables
         self.slots: tuple[Slot, ...] = self._updater.slots
         self._state = {
             place: np.broadcast_to(value[:1], self._tables[slot.variable].shape)  # until it is loaded
@@ -51,8 +55,9 @@ class TableUpdater:
         }
 
     def apply(self, gradients: Sequence[Array | Rows]) -> None:
-        """One update; the gradients are in the order of the pieces, those of tables are `Rows`."""
-        rows = {number: gradients[number] for number in self._tables}
+        """One update; the gradients are those of the groups, of tables they are `Rows`."""
+        by_group = dict(zip(self.groups, gradients, strict=True))
+        rows = {number: by_group[number,] for number in self._tables}
         numbers = {number: part.numbers for number, part in rows.items() if isinstance(part, Rows)}
         self._make_room({number: len(touched) for number, touched in numbers.items()})
         table_of = {place: self.slots[place].variable for place in self._state}
@@ -61,7 +66,10 @@ class TableUpdater:
             {place: padded(self._state[place][numbers[n]], self._room[n]) for place, n in table_of.items()},
         )
         self._updater.apply(
-            [padded(g.values, self._room[n]) if isinstance(g, Rows) else g for n, g in enumerate(gradients)]
+            [
+                padded(gradient.values, self._room[group[0]]) if isinstance(gradient, Rows) else gradient
+                for group, gradient in ((group, by_group[group]) for group in self._updater.groups)
+            ]
         )
         values, state = self._updater.fetch(list(self._tables), list(table_of))
         for (number, table), value in zip(self._tables.items(), values, strict=True):
@@ -70,9 +78,9 @@ class TableUpdater:
             self._state[place][numbers[number]] = value[: len(numbers[number])]
 
     def values(self) -> list[Array]:
-        """The present values of the pieces that are no tables; they stay what they are."""
-        present = self._updater.values()
-        return [present[number] for number in self._dense]
+        """The present values of the groups that are no tables; they stay what they are."""
+        present = dict(zip(self._updater.groups, self._updater.values(), strict=True))
+        return [present[group] for group in self._dense_groups]
 
     def tables(self) -> list[Array]:
         """The tables themselves, which go on changing."""
@@ -113,9 +121,9 @@ class TableUpdater:
         if room == self._room:
             return
         kept = [place for place in range(len(self.slots)) if place not in self._state]
-        _, state = self._updater.fetch((), kept)
+        dense, state = self._updater.fetch(self._dense, kept)
         self._room = room
-        self._updater = self._make(self.values())
+        self._updater = self._make(dense)
         self._updater.load({}, dict(zip(kept, state, strict=True)))
 
     def _make(self, dense: Sequence[Array]) -> Updater:

@@ -21,7 +21,6 @@ from phalanx.parameter_server.messages import (
     Attach,
     Attached,
     Declare,
-    FitOver,
     Model,
     PullOptimizer,
     SetRate,
@@ -95,14 +94,15 @@ class Served:
         self._client.starting = True
         progress.report("initial values")
         answers = self._client.ask_all([(Attach(fit, self._placed.variables), ())] * self._client.servers)
-        if any(isinstance(answer, FitOver) for answer, _ in answers):
+        attached = [answer for answer, _ in answers if isinstance(answer, Attached)]
+        if len(attached) < len(answers):
             return None
-        answer = answers[HEAD][0]
-        assert isinstance(answer, Attached)
+        answer = attached[HEAD]
         self._merge.era, self.tables = answer.era, answer.tables
         # Also less than before, if the chief was started again since.
         self._worker.global_step = answer.step
-        self._placed = Placed(self._described, self._shards, self._client.servers, self.tables)
+        groups = [each.groups for each in attached]
+        self._placed = Placed(self._described, self._shards, self._client.servers, self.tables, groups)
         if self._clip is not None and self.tables and self._worker.rules.synchronous:
             raise UnsupportedError(
                 "The optimizer clips by the norm of merged gradients, of which each of several servers sees a part "

@@ -16,6 +16,7 @@ from phalanx.backends.layout import Layout, Weight
 from phalanx.errors import UnsupportedError
 from phalanx.launcher import progress
 from phalanx.parameter_server.client import HEAD, Placed
+from phalanx.parameter_server.groups import Kind
 from phalanx.parameter_server.messages import (
     Answer,
     EpochOver,
@@ -31,6 +32,7 @@ from phalanx.parameter_server.messages import (
     arrays_of,
     dtypes_of,
 )
+from phalanx.parameter_server.placement import rows as rows_of
 from phalanx.parameter_server.rows import Rows
 from phalanx.training.merge import Buffers
 from phalanx.training.row_exchange import RowExchange
@@ -75,6 +77,10 @@ class ServerMerge:
         self._rows: RowExchange | None = None
         self._clip: Callable[[Sequence[Array]], Sequence[Array]] | None = None
         self._values: list[Array | None] = []
+        self._kinds: list[tuple[Kind, ...]] = []  # of what each server gets of gradients, those of tables excepted
+        # The shards in arrays that are used from step to step, and these: of each server's room, and of what it sends.
+        self._views: dict[int, tuple[Sequence[Array], list[Array]]] = {}
+        self._came: dict[tuple[int, int], tuple[Sequence[memoryview], list[Array]]] = {}
         self._versions: list[int] = []
         self._outstanding = False
         self._tickets: deque[Ticket] = deque()
@@ -101,8 +107,12 @@ class ServerMerge:
         self._spare = self._overlap or (asynchronous and bool(placed.tables))
         self._clip = clip
         self._versions = [-1] * self._client.servers
-        for server, shards in enumerate(placed.of_server):
-            self._client.share_memory(server, placed.lengths(shards))
+        for server, groups in enumerate(placed.groups):
+            of_tables = [placed.kind(shard) for shard in placed.tables_of_server[server]]
+            self._client.share_memory(server, [*groups.kinds, *of_tables])
+        self._kinds = [tuple(map(self._on_wire, groups.kinds)) for groups in placed.groups]
+        self._views.clear()
+        self._came.clear()
         self._outstanding = False
         self._after = -1
         self._tickets.clear()
@@ -332,32 +342,57 @@ class ServerMerge:
             # This process was stopped, or very slow: the head alone knows whether it was left out, and the others would
             # apply its old gradients.
             self._client.ask(HEAD, IsOver())
-        placed = self._require_placed()
         assert self._ticket is not None
         if gradients:
             self._pushed.append(self._ticket.serial)
-        if self._wire is not None:
-            gradients = [g.astype(self._wire) if g.dtype.itemsize > 2 else g for g in gradients]
-        travelling = self._rows.of_step(gradients) if self._rows is not None and gradients else list(gradients)
-        values = [part.values if isinstance(part, Rows) else part for part in travelling]
-        finite = not self._worker.rules.refuse_nan or all(_is_finite(value) for value in values)
+        rows = self._rows if gradients else None
+        travelling = rows.of_step(gradients) if rows is not None else gradients
+        sent, finite = [], True
         for server in range(self._client.servers):
-            parts = placed.cut(travelling, server) if gradients else []
-            wanted = self._rows.wanted(server) if self._rows is not None and gradients else []
-            parts += wanted
-            with_extras = [*parts, *extras] if server == HEAD else parts
+            wanted = rows.wanted(server) if rows is not None else []
+            room, count = self._filled(server, travelling, [*wanted, *extras] if server == HEAD else wanted)
+            finite = finite and (not self._worker.rules.refuse_nan or all(map(_is_finite, room[:count])))
+            sent.append((room, bool(wanted)))
+        merged = tuple([weight.value for weight in weights])
+        for server, (room, wants) in enumerate(sent):
             question = Push(
                 self._ticket,
                 self._phase,
                 bool(gradients),
                 finite,
                 share,
-                dtypes_of(with_extras),
-                tuple(weight.value for weight in weights) if server == HEAD else (),
-                wants=bool(wanted),
+                dtypes_of(room),
+                merged if server == HEAD else (),
+                wants=wants,
             )
-            self._client.send(server, question, with_extras, reused=self._overlap)  # the engine goes on
+            self._client.send(server, question, room)
         self._phase += 1
+
+    def _filled(self, server: int, gradients: Sequence[Array | Rows], more: Sequence[Array]) -> tuple[list[Array], int]:
+        """What goes to a server, where it lies until it has been answered: its part of the gradients, then `more`. And
+        how many of these arrays are of gradients."""
+        placed = self._require_placed()
+        parts = placed.cut_tables(gradients, server) if placed.tables and gradients else []
+        kinds = self._kinds[server] if gradients else ()
+        of_tables = [kind for part in parts for kind in (_kind(part.numbers), self._on_wire(_kind(part.values)))]
+        room = self._client.room(server, (*kinds, *of_tables, *map(_kind, more)))
+        if gradients:
+            views = self._views.get(server)
+            if views is None or views[0] is not room:
+                views = self._views[server] = room, placed.groups[server].cut(room[: len(kinds)])
+            for view, shard in zip(views[1], placed.dense_of_server[server], strict=True):
+                gradient = gradients[shard.variable]
+                assert isinstance(gradient, np.ndarray)
+                np.copyto(view, rows_of(gradient, shard), casting="unsafe")
+        behind = [*(array for part in parts for array in part), *more]
+        for place, array in zip(room[len(kinds) :], behind, strict=True):
+            np.copyto(place, array, casting="unsafe")
+        return room, len(kinds) + len(of_tables)
+
+    def _on_wire(self, kind: Kind) -> Kind:
+        """Of gradients of a kind."""
+        shape, dtype = kind
+        return kind if self._wire is None or dtype.itemsize <= self._wire.itemsize else (shape, self._wire)
 
     def _take(self, answers: Sequence[Any]) -> list[Array]:
         """Keep the values that the servers sent; returns the merged extras of the head."""
@@ -367,28 +402,42 @@ class ServerMerge:
             assert isinstance(answer, Values)
             if answer.note:
                 logger.warning("An update of this worker: %s.", answer.note)
-            arrays = arrays_of(buffers, answer.dtypes)
             if answer.shards or not placed.dense_of_server[server]:  # else newer ones are still to come
                 self._versions[server] = answer.version
-            parts.append(placed.shaped(server, arrays[: answer.shards]))
-            rows.append(arrays[answer.shards : answer.shards + answer.rows])
-            extras += arrays[answer.shards + answer.rows :]
+            parts.append(self._values_from(server, answer, buffers) if answer.shards else [])
+            more = arrays_of(buffers[answer.shards :], answer.dtypes[answer.shards :])
+            rows.append(more[: answer.rows])
+            extras += more[answer.rows :]
         self._keep(parts)
         if any(rows):
             self.rows.came(rows)
         return extras
+
+    def _values_from(self, server: int, answer: Values, buffers: Sequence[memoryview]) -> list[Array]:
+        """The server's shards, tables excepted."""
+        known = self._came.get((server, answer.place))
+        if known is None or known[0] is not buffers:
+            arrays = arrays_of(buffers[: answer.shards], answer.dtypes[: answer.shards])
+            known = buffers, self._require_placed().groups[server].cut(arrays)
+            if answer.lengths:
+                self._came[server, answer.place] = known
+        return known[1]
 
     def _keep(self, parts: list[list[Array]]) -> None:
         placed = self._require_placed()
         if all(len(part) == len(shards) for part, shards in zip(parts, placed.dense_of_server, strict=True)):
             self._values = placed.join(parts)
         elif any(parts):
-            old = [placed.cut(self._values, server) for server in range(len(parts))]
+            old = [placed.cut(self._values, server) for server in range(len(parts))]  # of tables there are none
             self._values = placed.join([part or before for part, before in zip(parts, old, strict=True)])
 
     def _require_placed(self) -> Placed:
         assert self._placed is not None, "the model is placed before the first step"
         return self._placed
+
+
+def _kind(array: Array) -> Kind:
+    return array.shape, array.dtype
 
 
 def _is_finite(array: Array) -> bool:

@@ -36,15 +36,13 @@ not apply: see `applies`.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 import keras
 import numpy as np
 
-from phalanx import memory, timeline
+from phalanx import timeline
 from phalanx.backends import make_updater
 from phalanx.backends.descriptions import description_of
 from phalanx.backends.engine import Engine
@@ -59,12 +57,11 @@ from phalanx.training.agreement import JointBatch
 from phalanx.training.merge import StepMerge
 from phalanx.training.replica import Replica
 from phalanx.training.stepping import EveryStep, Steadily, takes_keras_steps
+from phalanx.vector import UNIT, Vector
 
 Array = np.ndarray[Any, Any]
 
 _DTYPE = np.dtype(np.float32)
-UNIT = memory.ALIGNMENT_BYTES // _DTYPE.itemsize
-"""Variables begin at multiples of so many numbers."""
 
 
 def applies(model: Any, engine: Engine, merge: StepMerge, replica: Replica) -> bool:
@@ -121,43 +118,6 @@ def make_shared_update(model: Any, engine: Engine, merge: StepMerge, replica: Re
     if segment is None or kept is None:
         return None
     return SharedUpdate(model, engine, merge, replica, vector, metrics, kept, segment)
-
-
-class Vector:
-    """Arrays of these shapes as one vector, which is cut into as many equal parts as there are ranks.
-
-    Attributes:
-        part: how many numbers a part has.
-        size: how many the vector has, gaps included.
-    """
-
-    def __init__(self, shapes: Sequence[tuple[int, ...]], ranks: int) -> None:
-        self.shapes = list(shapes)
-        sizes = [math.prod(shape) for shape in shapes]
-        stops = list(accumulate(_rounded(size) for size in sizes))
-        self._places = [(start, start + size) for start, size in zip([0, *stops], sizes, strict=False)]
-        self.part = _rounded(-(-max(stops, default=0) // ranks))
-        self.size = self.part * ranks
-
-    def cut(self, vector: Array) -> list[Array]:
-        """The arrays in it, as views."""
-        return [
-            vector[start:stop].reshape(shape) for (start, stop), shape in zip(self._places, self.shapes, strict=True)
-        ]
-
-    def part_of(self, arrays: Sequence[Array], rank: int) -> Array:
-        """A new array of a rank's part of the vector of these; its gaps are zero."""
-        first, last = rank * self.part, (rank + 1) * self.part
-        part = np.zeros(self.part, _DTYPE)
-        for array, (start, stop) in zip(arrays, self._places, strict=True):
-            low, high = max(start, first), min(stop, last)
-            if low < high:
-                part[low - first : high - first] = array.reshape(-1)[low - start : high - start]
-        return part
-
-
-def _rounded(size: int) -> int:
-    return -(-size // UNIT) * UNIT
 
 
 class _Kept:

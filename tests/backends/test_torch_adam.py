@@ -12,7 +12,7 @@ pytestmark = pytest.mark.torch
 
 PROGRAM = """
 import keras, numpy as np, torch
-from phalanx.backends.torch_adam import fused
+from phalanx.backends.torch_adam import fused, updated
 
 optimizers = keras.optimizers
 decaying = optimizers.schedules.ExponentialDecay(0.01, 2, 0.9)
@@ -29,7 +29,7 @@ CASES = {
 }
 
 
-def train(make, dtype, context):
+def train(make, dtype, context, apply=lambda optimizer, *arguments: optimizer.apply(*arguments)):
     variables = [keras.Variable(np.full((30, 2), i, dtype)) for i in range(1, 4)]
     optimizer = make()
     optimizer.build(variables)
@@ -37,7 +37,7 @@ def train(make, dtype, context):
     for _ in range(20):
         gradients = [torch.tensor(rng.normal(size=(30, 2)).astype(dtype)) for _ in variables]
         with torch.no_grad(), context(optimizer):
-            optimizer.apply(gradients, variables)
+            apply(optimizer, gradients, variables)
     return [keras.ops.convert_to_numpy(v) for v in (*variables, *optimizer.variables)]
 
 
@@ -57,6 +57,15 @@ for name, (make, dtype, in_one_pass) in CASES.items():
     assert bool(calls) == in_one_pass, name
     for a, b in zip(expected, found, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6, err_msg=name)
+    calls.clear()
+    done = []
+    found = train(make, dtype, nothing, lambda *arguments: done.append(updated(*arguments)))
+    assert set(done) == {name in ("adam", "large epsilon", "float64")}, name
+    if done[0]:
+        for a, b in zip(expected, found, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6, err_msg=name)
+    else:
+        assert not calls
     print(name, "ok")
 """
 

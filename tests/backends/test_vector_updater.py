@@ -17,9 +17,11 @@ import numpy as np
 from phalanx.backends import _of_backend, make_updater
 from phalanx.backends.descriptions import description_of
 from phalanx.backends.updater import Piece
-from phalanx.backends.vector_updater import ELEMENTWISE, LARGEST_BYTES, VectorUpdater
+from phalanx.backends.vector_updater import ELEMENTWISE, VectorUpdater
+from phalanx.parameter_server.groups import Groups
+from phalanx.vector import Vector
 
-shapes = [(3, 5), (), (7,), (1, 4), (LARGEST_BYTES // 4 + 1,), (20, 4)]
+shapes = [(3, 5), (), (7,), (1, 4), (100_000,), (20, 4)]
 random = np.random.default_rng(0)
 
 
@@ -40,6 +42,15 @@ def close(left, right):
         np.testing.assert_allclose(one, other, rtol=2e-6, atol=1e-7)
 
 
+def grouped(updater, arrays):
+    lists = [[arrays[n] for n in group] for group in updater.groups]
+    return [own[0] if len(own) == 1 else Vector([array.shape for array in own]).part_of(own) for own in lists]
+
+
+def values(updater):
+    return Groups([(shape, np.dtype("float32")) for shape in shapes], updater.groups).cut(updater.values())
+
+
 def state(updater):
     return dict(zip(updater.slots, updater.optimizer_values(), strict=True))
 
@@ -55,6 +66,8 @@ for optimizer in optimizers:
     starts = arrays()
     joined, apart = made(optimizer, make_updater, starts, apart=(1,)), made(optimizer, _of_backend("Updater"), starts)
     assert isinstance(joined, VectorUpdater)
+    # One stays apart, one does not decay, one has a constraint; all others are one vector, however large.
+    assert sorted(joined.groups) == [(0, 3, 4), (1,), (2,), (5,)]
     assert set(joined.slots) == set(apart.slots) and len(joined.slots) == len(apart.slots)
     for step in range(3):
         if step == 1:
@@ -64,14 +77,14 @@ for optimizer in optimizers:
                 updater.count(3)
                 updater.load(new, {})
         if step == 2 and optimizer in optimizers[-4:]:
-            again = made(optimizer, make_updater, joined.values())
+            again = made(optimizer, make_updater, values(joined))
             again.load_optimizer([state(joined)[slot] for slot in again.slots])
             joined = again
         gradients = arrays()
         before = [value.copy() for value in joined.values()], joined.values()
-        joined.apply(gradients)
+        joined.apply(grouped(joined, gradients))
         apart.apply(gradients)
-        close(joined.values(), apart.values())
+        close(values(joined), apart.values())
         close(*before)
         left, right = state(joined), state(apart)
         close([left[slot] for slot in apart.slots], right.values())

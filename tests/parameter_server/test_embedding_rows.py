@@ -379,7 +379,7 @@ def test_where_every_row_is_touched_rows_are_updated_as_tables(name: str) -> Non
         Piece("dense", random.normal(size=(3, 2)).astype("float32"), None, True),
         Piece("table", random.normal(size=(200, 2)).astype("float32"), None, True),
     ]
-    whole = make_updater(optimizer, pieces)
+    whole = make_updater(optimizer, pieces, apart=[0, 1])
     by_rows = TableUpdater(optimizer, [piece._replace(value=piece.value.copy()) for piece in pieces], [1])
     by_rows.load_optimizer(
         [dict(zip(whole.slots, whole.optimizer_values(), strict=True))[slot] for slot in by_rows.slots]

@@ -39,9 +39,19 @@ def pair() -> Iterator[tuple[Lanes, Lanes]]:
     others[-1].close()
 
 
+def filled(lanes: Lanes, arrays: list[np.ndarray]) -> tuple[int, ...]:
+    """The lengths of what is sent next: these arrays."""
+    room = lanes.room(tuple((array.shape, array.dtype) for array in arrays))
+    if room is None:
+        return ()
+    for place, array in zip(room, arrays, strict=True):
+        np.copyto(place, array)
+    return lanes.lengths_of(room)
+
+
 def test_arrays_arrive_as_they_were_sent(pair: tuple[Lanes, Lanes]) -> None:
     worker, server = pair
-    lengths = worker.write(TO_SERVER, ARRAYS)
+    lengths = filled(worker, ARRAYS)
     assert lengths == tuple(array.nbytes for array in ARRAYS)
     for array, memory in zip(ARRAYS, server.read(TO_SERVER, lengths), strict=True):
         np.testing.assert_array_equal(np.frombuffer(memory, array.dtype).reshape(array.shape), array)
@@ -61,7 +71,7 @@ def test_values_stay_until_those_after_the_next_come(pair: tuple[Lanes, Lanes]) 
     assert len(places) == 2
     assert TO_SERVER not in places
     assert server.write_values([])[1] == (), "nothing new"
-    worker.write(TO_SERVER, [second])
+    filled(worker, [second])
     for (place, lengths), sent in zip(written, (first, second), strict=True):
         (memory,) = worker.read(place, lengths)
         np.testing.assert_array_equal(np.frombuffer(memory, np.float32), sent)
@@ -70,9 +80,24 @@ def test_values_stay_until_those_after_the_next_come(pair: tuple[Lanes, Lanes]) 
 
 def test_what_is_too_little_or_too_much_goes_with_the_message(pair: tuple[Lanes, Lanes]) -> None:
     worker, _ = pair
-    assert worker.write(TO_SERVER, [np.zeros(10, np.float32)]) == ()
-    assert worker.write(TO_SERVER, []) == ()
-    assert worker.write(TO_SERVER, [np.zeros(worker.place_bytes, np.uint8), np.zeros(1, np.uint8)]) == ()
+    assert filled(worker, [np.zeros(10, np.float32)]) == ()
+    assert filled(worker, []) == ()
+    assert filled(worker, [np.zeros(worker.place_bytes, np.uint8), np.zeros(1, np.uint8)]) == ()
+
+
+def test_what_others_have_left_in_a_room_is_not_taken_for_its_contents(pair: tuple[Lanes, Lanes]) -> None:
+    worker, _ = pair
+    large = (((6000,), np.dtype(np.float32)),)
+    room = worker.room(large)
+    assert room is not None
+    room[0][:] = 1
+    assert worker.room(large) is room
+    assert room[0].all(), "what was not filled stays"
+    assert worker.lengths_of(room) == (24_000,)
+    filled(worker, [np.full(24_000, 7, np.uint8)])
+    assert worker.lengths_of(room) == ()
+    assert worker.room(large) is room
+    assert not room[0].any()
 
 
 @pytest.mark.parametrize(("place", "lengths"), [(-1, [64]), (3, [64]), (TO_WORKER, [-64, 128]), (0, [1 << 60])])

@@ -1,4 +1,4 @@
-"""How the weights of a model lie in the memory that replicas share; what comes of it, `scenarios/sharing.py` shows."""
+"""Arrays one after the other in a vector."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.training.shared_update import UNIT, Vector
+from phalanx.vector import UNIT, Vector
 
 
 def _shapes(smallest: int) -> st.SearchStrategy[list[tuple[int, ...]]]:
