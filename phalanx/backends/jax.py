@@ -396,11 +396,13 @@ def _own_logs(model: Any, step: str, logs: Any) -> dict[str, Any]:
 class JaxUpdater(BackendUpdater):
     """See `phalanx.backends.updater.Updater`."""
 
+    lends = True
+
     def _prepare(self) -> None:
         self._values: Values = [variable.value for variable in self.variables]
         self._state: Values = [variable.value for variable in self.optimizer.variables]
-        # The values are not donated: those of former steps may be on their way to a worker.
-        self._step = jax.jit(self._trace_step, donate_argnums=(0,), compiler_options=wide_vectors())
+        # Values that somebody still looks at JAX does not overwrite, but copies.
+        self._step = jax.jit(self._trace_step, donate_argnums=(0, 2), compiler_options=wide_vectors())
 
     def _trace_step(self, state: Values, parts: Sequence[Values], values: Values) -> tuple[Values, Values]:
         gradients = parts[0]

@@ -371,6 +371,8 @@ def _number(result: Any) -> Any:
 class TorchUpdater(BackendUpdater):
     """See `phalanx.backends.updater.Updater`."""
 
+    lends = True
+
     def apply(self, gradients: Sequence[Any]) -> None:
         with torch.no_grad(), fused(self.optimizer):
             devices = [variable.value.device for variable in self.variables]
@@ -379,7 +381,7 @@ class TorchUpdater(BackendUpdater):
                 self.optimizer.apply(tensors, self.variables)
 
     def values(self) -> list[Any]:
-        return [to_host(variable.value).copy() for variable in self.variables]
+        return [to_host(variable.value) for variable in self.variables]
 
     def load(self, values: Mapping[int, Any], state: Mapping[int, Any]) -> None:
         with torch.no_grad():

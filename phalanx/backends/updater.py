@@ -50,13 +50,15 @@ class Slot(NamedTuple):
 class Updater(ABC):
     """An optimizer and the pieces that it updates; made by `make_updater`.
 
-    Used by one thread at a time. Values that it returned stay what they are when it goes on.
+    Used by one thread at a time.
 
     Attributes:
         slots: what each of the optimizer's variables belongs to.
+        lends: whether what `values` returned is the memory that the next update changes; else it stays what it is.
     """
 
     slots: tuple[Slot, ...]
+    lends = False
 
     @property
     @abstractmethod

@@ -130,6 +130,7 @@ class VectorUpdater(Updater):
 
     def __init__(self, updater: Updater, vectors: Sequence[_Vector]):
         self._updater = updater
+        self.lends = updater.lends
         self._vectors = vectors
         of_piece = {n: (place, part) for place, vector in enumerate(vectors) for part, n in enumerate(vector.numbers)}
         self._values = _Places(vectors, [of_piece[number] for number in sorted(of_piece)])

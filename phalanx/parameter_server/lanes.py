@@ -128,8 +128,18 @@ class Lanes:
         if laid is None:
             return ()
         for room, array in zip(laid.arrays, arrays, strict=True):
-            np.copyto(room, array)
+            if room is not array:
+                np.copyto(room, array)
         return laid.lengths
+
+    def copies(self, arrays: list[Array]) -> list[Array]:
+        """Copies of values where `write_values` would write them next, if they are for it."""
+        laid = self._lay(TO_WORKER + 1 - self._turn, tuple([(array.shape, array.dtype) for array in arrays]))
+        if laid is None:
+            return [array.copy() for array in arrays]
+        for room, array in zip(laid.arrays, arrays, strict=True):
+            np.copyto(room, array)
+        return laid.arrays
 
     def write_values(self, arrays: Sequence[Array]) -> tuple[int, tuple[int, ...]]:
         """Copy values into the place whose turn it is; returns it, and their lengths in bytes: none if they are not

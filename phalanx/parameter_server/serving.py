@@ -58,7 +58,7 @@ from phalanx.parameter_server.presence import Worker
 from phalanx.parameter_server.recovery import Recovery
 from phalanx.parameter_server.rows import NUMBER
 from phalanx.parameter_server.schedule import Schedule
-from phalanx.parameter_server.store import Store
+from phalanx.parameter_server.store import Copies, Store, copies
 from phalanx.transport.link import Link
 
 logger = logging.getLogger(__name__)
@@ -140,7 +140,8 @@ class Serving:
                     if lanes is None:
                         raise FrameError("gradients in memory that is not shared")
                     buffers = lanes.read(TO_SERVER, question.lengths)
-                answer, arrays = self._reply(worker, incarnation, question, buffers)
+                copy = copies if lanes is None else lanes.copies
+                answer, arrays = self._reply(worker, incarnation, question, buffers, copy)
                 if lanes is not None and isinstance(answer, Values) and isinstance(question, Push | Pull):
                     place, lengths = lanes.write_values(arrays)
                     if lengths:
@@ -159,7 +160,7 @@ class Serving:
                 lanes.close()
 
     def _reply(
-        self, worker: Worker, incarnation: str, question: Question, buffers: Sequence[memoryview]
+        self, worker: Worker, incarnation: str, question: Question, buffers: Sequence[memoryview], copy: Copies
     ) -> tuple[Answer, Sequence[Array]]:
         """The answer to a question, a refusal included."""
         try:
@@ -168,7 +169,7 @@ class Serving:
                     f"{self._names[worker]} made no progress for too long and was left out; the others went on. Start "
                     f"it again to take part."
                 )
-            return self._handle(worker, incarnation, question, buffers)
+            return self._handle(worker, incarnation, question, buffers, copy)
         except PeerLostError as error:
             return Refusal(type(error).__name__, str(error), error.task, error.rank), ()
         except PhalanxError as error:
@@ -178,7 +179,7 @@ class Serving:
             return Refusal("PhalanxError", f"{self._me.task} failed: {error!r}"), ()
 
     def _handle(
-        self, worker: Worker, incarnation: str, question: Question, buffers: Sequence[memoryview]
+        self, worker: Worker, incarnation: str, question: Question, buffers: Sequence[memoryview], copy: Copies
     ) -> tuple[Answer, Sequence[Array]]:
         store, schedule = self._store, self._schedule
         timeout_s = self._me.settings.timeout_s
@@ -189,7 +190,7 @@ class Serving:
                 self._recovery.take_back(worker, question, buffers)
             case Push():
                 self._wait_for_chief()
-                version, values, rows, extras, note = store.push(question, buffers)
+                version, values, rows, extras, note = store.push(question, buffers, copy)
                 # Not asked where there is no copy: the other workers' updates keep the store's lock.
                 alone = self._copied and not store.is_copied
                 if alone:
@@ -209,7 +210,7 @@ class Serving:
                     return schedule.take(worker, incarnation, fit, epoch, era, timeout_s), ()
                 return schedule.try_take(worker, incarnation, fit, epoch, era) or Done(), ()
             case Pull(fit, version, after):
-                newest, values = store.pull(fit, version, after)
+                newest, values = store.pull(fit, version, after, copy)
                 return Values(newest, schedule.global_step, dtypes_of(values), len(values)), values
             case PullRows(fit):
                 rows = store.pull_rows(fit, arrays_of(buffers, [NUMBER.name] * len(buffers)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
@@ -43,6 +43,14 @@ logger = logging.getLogger(__name__)
 Array = np.ndarray[Any, Any]
 Gradient = Array | Rows
 """Of a group of shards, or of those rows of a table that have one."""
+
+
+Copies = Callable[[list[Array]], list[Array]]
+"""Makes copies of arrays."""
+
+
+def copies(arrays: list[Array]) -> list[Array]:
+    return [array.copy() for array in arrays]
 
 
 @dataclass
@@ -115,7 +123,6 @@ class Store:
         self._groups = Groups((), ())
         self._updater: Updater | TableUpdater | None = None
         self._tables: list[Array] = []
-        self._values: list[Array] = []
         self._joints: dict[_Key, _Joint] = {}
         self._before = _NOTHING  # of the `fit` before: its number, its last values and tables
         self._behind: set[Worker] = set()  # those that may still ask for that
@@ -136,7 +143,8 @@ class Store:
         with self._lock:
             if self._declared is not None and (message.fit, message.era) == (self._fit, self._schedule.era):
                 return  # the chief asks once more after its link was lost
-            self._before, self._behind = (self._fit, self._values, self._tables), set(range(len(self._names)))
+            self._before = (self._fit, self._values(copies), self._tables)
+            self._behind = set(range(len(self._names)))
             self._build(message, message.slots, buffers)
             self._forget()
             self.version += 1
@@ -156,7 +164,7 @@ class Store:
         ]
         tables = [number for number, shard in enumerate(self._shards) if shard.variable in model.tables]
         self._kinds, self._groups = [], Groups((), ())
-        self._updater, self._values, self._tables = None, [], []  # a server may have nothing of this model
+        self._updater, self._tables = None, []  # a server may have nothing of this model
         if pieces:
             if tables:
                 self._updater = TableUpdater(model.optimizer, pieces, tables)
@@ -170,7 +178,6 @@ class Store:
                     for slot, value in zip(self._updater.slots, self._updater.optimizer_values(), strict=True)
                 ]
             )
-            self._values = self._updater.values()
             kinds = [(piece.value.shape, piece.value.dtype) for piece in pieces]
             self._groups = Groups(kinds, self._updater.groups, tables)
             self._kinds = [_Kind(False, *kind) for kind in self._groups.kinds]
@@ -265,7 +272,7 @@ class Store:
     def _whole(self) -> list[Array]:
         """The shards' values, in their order; they stay what they are."""
         assert self._declared is not None
-        tables, values = iter(self._tables), iter(self._groups.cut(self._values))
+        tables, values = iter(self._tables), iter(self._groups.cut(self._values(copies)))
         is_table = [shard.variable in self._declared.model.tables for shard in self._shards]
         return [next(tables).copy() if table else next(values) for table in is_table]
 
@@ -361,17 +368,26 @@ class Store:
 
     # Values.
 
-    def pull(self, fit: int, version: int, after: int = -1) -> tuple[int, list[Array]]:
+    def pull(self, fit: int, version: int, after: int, copy: Copies) -> tuple[int, list[Array]]:
         """The version and the values of this `fit`, or none if they are of this version already.
 
         Args:
             after: see `Pull`; in vain if all are lost whose parts of that step could come.
+            copy: see `push`.
         """
         with self._lock:
             self._await_step(after)
             if fit < self._fit:  # a worker that is late to end it
                 return version, self._before[1] if fit == self._before[0] else []
-            return self.version, [] if version == self.version else self._values
+            return self.version, [] if version == self.version else self._values(copy)
+
+    def _values(self, copy: Copies) -> list[Array]:
+        """The present ones, which stay what they are. None are kept here: memory that nobody looks at, an update may
+        write over."""
+        if self._updater is None:
+            return []
+        values = self._updater.values()
+        return copy(values) if self._updater.lends else values
 
     def _await_step(self, serial: int) -> None:
         rules = self._declared.rules if self._declared is not None else None
@@ -411,9 +427,12 @@ class Store:
     # Updates.
 
     def push(
-        self, message: Push, buffers: Sequence[memoryview]
+        self, message: Push, buffers: Sequence[memoryview], copy: Copies
     ) -> tuple[int, list[Array], list[Array], list[Array], str]:
         """Apply gradients, alone or with those of the others.
+
+        Args:
+            copy: copies values that would change with the next update.
 
         Returns: the version, the values, the rows that are wanted, the merged extras (synchronous training only), and a
             note for the log.
@@ -439,7 +458,8 @@ class Store:
             else:
                 extras, result = [], _Result(message.ticket.members, [])
                 note = self._apply(key, result, gradients, rules, message, finite=message.finite)
-            return self.version, self._values if message.gradients else [], self._wanted(wanted), extras, note
+            values = self._values(copy) if message.gradients else []
+            return self.version, values, self._wanted(wanted), extras, note
 
     def _arrays(self, message: Push, buffers: Sequence[memoryview]) -> tuple[list[Gradient], list[Array], list[Array]]:
         """The gradients in the groups' shapes and dtypes, the numbers of the rows wanted, and the extras, flat."""
@@ -489,7 +509,6 @@ class Store:
     def _update(self, gradients: Sequence[Gradient]) -> None:
         if gradients and self._updater is not None:
             self._updater.apply(gradients)
-            self._values = self._updater.values()
             self.version += 1
 
     def _push_jointly(

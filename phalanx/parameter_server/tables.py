@@ -35,6 +35,7 @@ class TableUpdater:
     Attributes:
         slots: what each of the optimizer's variables belongs to.
         groups: see `Updater`; the tables come last.
+        lends: see `Updater`.
     """
 
     def __init__(self, optimizer: str, pieces: Sequence[Piece], tables: Collection[int]):
@@ -47,6 +48,7 @@ class TableUpdater:
         of_tables = tuple((number,) for number in self._tables)
         self._dense_groups = tuple(group for group in self._updater.groups if group not in of_tables)
         self.groups = self._dense_groups + of_tables
+        self.lends = self._updater.lends
         self.slots: tuple[Slot, ...] = self._updater.slots
         self._state = {
             place: np.broadcast_to(value[:1], self._tables[slot.variable].shape)  # until it is loaded
@@ -78,7 +80,7 @@ class TableUpdater:
             self._state[place][numbers[number]] = value[: len(numbers[number])]
 
     def values(self) -> list[Array]:
-        """The present values of the groups that are no tables; they stay what they are."""
+        """The present values of the groups that are no tables; see `lends`."""
         present = dict(zip(self._updater.groups, self._updater.values(), strict=True))
         return [present[group] for group in self._dense_groups]
 

@@ -85,7 +85,8 @@ for optimizer in optimizers:
         joined.apply(grouped(joined, gradients))
         apart.apply(gradients)
         close(values(joined), apart.values())
-        close(*before)
+        if not joined.lends:
+            close(*before)
         left, right = state(joined), state(apart)
         close([left[slot] for slot in apart.slots], right.values())
         close(joined.fetch([2, 0], [0])[0], apart.fetch([2, 0], [0])[0])

@@ -78,6 +78,23 @@ def test_values_stay_until_those_after_the_next_come(pair: tuple[Lanes, Lanes]) 
     assert server.write_values([first])[0] == written[0][0]
 
 
+def test_copies_lie_where_they_are_sent_from(pair: tuple[Lanes, Lanes]) -> None:
+    worker, server = pair
+    values = [np.full(5000, 1.0, np.float32), np.full((), 2.0, np.float32)]
+    sent = server.copies(values)
+    values[0][:] = 3.0
+    rows = np.full(7, 4.0, np.float32)
+    for more in [], [rows]:  # what goes with them leaves them where they are
+        place, lengths = server.write_values([*sent, *more])
+        memories = worker.read(place, lengths)
+        for memory, expected in zip(memories, [1.0, 2.0, 4.0], strict=False):
+            np.testing.assert_array_equal(np.frombuffer(memory, np.float32), expected)
+        sent = server.copies([np.full(5000, 1.0, np.float32), values[1]])
+    (small,) = server.copies([values[1]])
+    values[1][...] = 5.0
+    assert small == 2.0
+
+
 def test_what_is_too_little_or_too_much_goes_with_the_message(pair: tuple[Lanes, Lanes]) -> None:
     worker, _ = pair
     assert filled(worker, [np.zeros(10, np.float32)]) == ()
