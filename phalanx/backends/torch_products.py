@@ -42,24 +42,27 @@ def _is_of_amd() -> bool:
 
 
 class FasterProducts(StandIn):
-    """A context in which Keras's products are made so. Without effect where they are not faster."""
+    """A context in which Keras's products are made so. Without effect where they are not faster, and inside of itself:
+    a step may predict."""
 
     def __init__(self) -> None:
         super().__init__(keras_numpy, "matmul", self._matmul)
+        self._in_use: list[bool] = []
 
     def __enter__(self) -> None:
-        self._in_use = has_faster_products() and torch.backends.mkldnn.enabled
-        if self._in_use:
+        is_inside = isinstance(getattr(keras_numpy.matmul, "__self__", None), FasterProducts)
+        self._in_use.append(has_faster_products() and torch.backends.mkldnn.enabled and not is_inside)
+        if self._in_use[-1]:
             super().__enter__()
 
     def __exit__(self, *error: object) -> None:
-        if self._in_use:
+        if self._in_use.pop():
             super().__exit__(*error)
 
     def _matmul(self, x1: Any, x2: Any) -> Any:
         if not torch.compiler.is_compiling():
             left, right = _tensor(x1), _tensor(x2)
-            if left is not None and right is not None and right.ndim == 2 and left.ndim >= 2:
+            if left is not None and right is not None and right.ndim == 2 and left.ndim >= 2 and left.numel():
                 if left.ndim == 2:
                     return product(left, right)
                 return product(left.reshape(-1, left.shape[-1]), right).reshape(*left.shape[:-1], right.shape[1])

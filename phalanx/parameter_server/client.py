@@ -66,6 +66,9 @@ CALL_S = 1.0
 """For one attempt then."""
 LOOK_S = 0.5
 """Between two looks, while one server's answer is waited for, at whether the links to the others still stand."""
+ROOMS = 2
+"""Memory for what goes to a server that shares none is kept for so many kinds of contents: steps that ask for something
+before they push take turns."""
 GOODBYE_S = 5.0
 """For taking leave: a server that is busy is not waited for longer."""
 
@@ -113,7 +116,7 @@ class Client:
         self._left_out = False  # whether the servers go on without this process
         self._hosts = [""] * len(self.tasks)
         self._lanes: dict[int, Lanes] = {}
-        self._rooms: dict[int, tuple[tuple[Kind, ...], list[Array]]] = {}
+        self._rooms: dict[int, dict[tuple[Kind, ...], list[Array]]] = {}
         try:
             for group in range(len(self.tasks)):
                 self._links.append(self._connect(group, deadline))
@@ -155,10 +158,12 @@ class Client:
         shared = lanes.room(kinds) if lanes is not None else None
         if shared is not None:
             return shared
-        own = self._rooms.get(server)
-        if own is None or own[0] != kinds:
-            own = self._rooms[server] = kinds, [memory.aligned_zeros(shape, dtype) for shape, dtype in kinds]
-        return own[1]
+        own = self._rooms.setdefault(server, {})
+        if kinds not in own:
+            if len(own) >= ROOMS:
+                own.clear()
+            own[kinds] = [memory.aligned_zeros(shape, dtype) for shape, dtype in kinds]
+        return own[kinds]
 
     def send(self, server: int, question: Question, buffers: Sequence[Array] = ()) -> None:
         """Ask without waiting for the answer, which `receive` must fetch before the next question to this server. The

@@ -633,7 +633,7 @@ def _weighted_sum(arrays: Sequence[Array], weights: Sequence[float]) -> Array:
     if not counted:
         return np.zeros_like(arrays[0])
     first, weight = counted[0]
-    result: Array = first * first.dtype.type(weight)
+    result: Array = np.asarray(first * first.dtype.type(weight))  # of an array without axes NumPy makes a number
     for array, weight in counted[1:]:
         result += array * array.dtype.type(weight)
     return result

@@ -382,7 +382,7 @@ class ServerMerge:
                 views = self._views[server] = room, placed.groups[server].cut(room[: len(kinds)])
             for view, shard in zip(views[1], placed.dense_of_server[server], strict=True):
                 gradient = gradients[shard.variable]
-                assert isinstance(gradient, np.ndarray)
+                assert not isinstance(gradient, Rows), "of a table"
                 np.copyto(view, rows_of(gradient, shard), casting="unsafe")
         behind = [*(array for part in parts for array in part), *more]
         for place, array in zip(room[len(kinds) :], behind, strict=True):

@@ -83,6 +83,7 @@ cases = [  # arguments of keras.ops.matmul, and whether oneDNN makes it
     (a.bfloat16(), b.bfloat16(), False),
     (a.detach().numpy(), b, False),
     (torch.rand(300), b, False),
+    (torch.rand(2, 3, 0), torch.rand(0, 5), False),
 ]
 for left, right, meant in cases:
     expected = keras.ops.matmul(left, right)
@@ -91,10 +92,18 @@ for left, right, meant in cases:
         result = keras.ops.matmul(left, right)
     assert bool(made) == meant, (left.shape, right.shape)
     assert result.dtype is expected.dtype
-    close(result.detach().float(), expected.detach().float())
+    torch.testing.assert_close(result.detach().float(), expected.detach().float(), rtol=2e-5, atol=2e-3)
     del made[:]
     keras.ops.matmul(left, right)
     assert not made, "after the context"
+
+with products, FasterProducts(), products:  # a step that predicts
+    keras.ops.matmul(a.double(), b.double())
+    assert not made
+    keras.ops.matmul(a, b)
+    assert made.pop()
+keras.ops.matmul(a, b)
+assert not made
 
 torch.backends.mkldnn.enabled = False
 with products:

@@ -70,6 +70,21 @@ def _wide(keras: Any) -> Any:
     return keras.Sequential([keras.Input((FEATURES,)), layers.Dense(4096, "tanh"), layers.Dense(CLASSES, "softmax")])
 
 
+def _scaled(keras: Any) -> Any:
+    """A model with a variable without axes, of which NumPy likes to make a number."""
+
+    class Scale(keras.layers.Layer):  # type: ignore[misc]
+        def build(self, shape: Any) -> None:
+            self.factor = self.add_weight(shape=(), initializer="ones", name="factor")
+
+        def call(self, inputs: Any) -> Any:
+            return inputs * self.factor
+
+    layers = keras.layers
+    hidden = [layers.Dense(8, "tanh"), Scale(), layers.Dense(CLASSES, "softmax")]
+    return keras.Sequential([keras.Input((FEATURES,)), *hidden])
+
+
 def _of_float64(keras: Any) -> Any:
     """What JAX keeps in float32 all the same."""
     layers = keras.layers
@@ -104,6 +119,7 @@ CASES = {
     "alone_stopped_within_an_epoch": Case(1, {}, fit={"epochs": 4}, stops=True),
     "alone_wide": Case(1, {"variable_partitioner": 2}, model=_wide),
     "alone_in_float64": Case(1, {}, model=_of_float64),
+    "alone_with_a_variable_without_axes": Case(1, {}, model=_scaled),
     "alone_with_lamb": Case(1, {}, lambda keras: keras.optimizers.Lamb(0.01)),
     "synchronous": Case(2, {"synchronous": True}),
     "synchronous_after_a_fit_of_no_epochs": Case(2, {"synchronous": True}, idles=True, fit={"shuffle": False}),
@@ -119,6 +135,12 @@ CASES = {
     ),
     "synchronous_clipped_one_by_one": Case(
         2, {"synchronous": True}, lambda keras: keras.optimizers.SGD(1.0, clipnorm=0.05)
+    ),
+    "synchronous_with_a_variable_without_axes": Case(
+        2, {"synchronous": True}, lambda keras: keras.optimizers.Lamb(0.01), model=_scaled
+    ),
+    "synchronous_with_a_variable_without_axes_clipped": Case(
+        2, {"synchronous": True}, lambda keras: keras.optimizers.SGD(0.1, clipnorm=0.05), model=_scaled
     ),
     "synchronous_accumulating": Case(
         2, {"synchronous": True}, lambda keras: keras.optimizers.Adam(0.02, gradient_accumulation_steps=3)
