@@ -18,11 +18,8 @@ from phalanx.backends.vector_updater import make_vector_updater
 from phalanx.errors import UnsupportedError
 
 
-def prepare(*, in_step: bool = False) -> None:
+def prepare() -> None:
     """Call once in a process that takes part in a job, before anything is computed.
-
-    Args:
-        in_step: whether it waits for the other processes at each of its steps.
 
     Raises: UnsupportedError if Keras runs on a backend that Phalanx does not know.
     """
@@ -32,8 +29,7 @@ def prepare(*, in_step: bool = False) -> None:
         from phalanx.backends import jax_cache, jax_dispatch
 
         jax_cache.install()
-        if in_step:
-            jax_dispatch.compute_inline_on_one_core()
+        jax_dispatch.compute_inline_on_one_core()
 
 
 def set_memory_growth(enable: bool = True) -> None:

@@ -114,7 +114,7 @@ def leave_job() -> None:
 
 def _join(resolver: ClusterResolver, options: CommunicationOptions) -> Job:
     exit_codes.install()
-    prepare(in_step=True)
+    prepare()
     settings = Settings.from_environment()
     timeout_s = options.timeout_seconds or settings.stall_end_s or settings.timeout_s
     with_timeout = replace(options, timeout_seconds=timeout_s)

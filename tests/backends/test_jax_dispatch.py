@@ -1,4 +1,4 @@
-"""Where a replica has one core, JAX computes in the thread that asks for it."""
+"""Where a process of a job has one core, JAX computes in the thread that asks for it."""
 
 from __future__ import annotations
 
@@ -11,24 +11,20 @@ import pytest
 pytestmark = pytest.mark.jax
 
 PROGRAM = """
-import sys
-
 import jax
 import jax.numpy as jnp
 from phalanx.backends import prepare
 
-prepare(in_step=sys.argv[1] == "in step")
+prepare()
 print("asynchronous", jax.config.values["jax_cpu_enable_async_dispatch"])
 print(float(jax.jit(lambda x: 2 * x)(jnp.float32(21))))
 """
 
 
-@pytest.mark.parametrize(
-    ("cores", "kind", "asynchronous"), [("1", "in step", False), ("2", "in step", True), ("1", "", True)]
-)
-def test_inline_only_on_one_core_and_in_step(cores: str, kind: str, asynchronous: bool) -> None:
+@pytest.mark.parametrize(("cores", "asynchronous"), [("1", False), ("2", True)])
+def test_inline_only_on_one_core(cores: str, asynchronous: bool) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, kind],
+        [sys.executable, "-c", PROGRAM],
         env={**os.environ, "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", "PJRT_NPROC": cores},
         capture_output=True,
         text=True,
