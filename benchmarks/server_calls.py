@@ -120,6 +120,7 @@ class _Bare:
     """In the place of an `Updater`: the gradients are the new values."""
 
     slots = ()
+    lends = False
 
     def __init__(self, _: str, pieces: Sequence[Any]) -> None:
         self._values = [piece.value for piece in pieces]
@@ -250,7 +251,8 @@ def _optimizer(name: str) -> tuple[str, tuple[tuple[int, str], ...], list[Any]]:
         return "", (), []
     import keras
 
-    from phalanx.backends.updater import build_noting_slots, description_of
+    from phalanx.backends.descriptions import description_of
+    from phalanx.backends.updater import build_noting_slots
 
     adam = keras.optimizers.Adam()
     slots = build_noting_slots(adam, [keras.Variable(np.zeros(shape, np.float32)) for shape in SHAPES])

@@ -368,7 +368,7 @@ class Store:
 
     # Values.
 
-    def pull(self, fit: int, version: int, after: int, copy: Copies) -> tuple[int, list[Array]]:
+    def pull(self, fit: int, version: int, after: int, copy: Copies = copies) -> tuple[int, list[Array]]:
         """The version and the values of this `fit`, or none if they are of this version already.
 
         Args:
@@ -427,7 +427,7 @@ class Store:
     # Updates.
 
     def push(
-        self, message: Push, buffers: Sequence[memoryview], copy: Copies
+        self, message: Push, buffers: Sequence[memoryview], copy: Copies = copies
     ) -> tuple[int, list[Array], list[Array], list[Array], str]:
         """Apply gradients, alone or with those of the others.
 
