@@ -44,6 +44,10 @@ def aligned(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     return block[start : start + size].view(dtype).reshape(shape)
 
 
+def copies(arrays: Sequence[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
+    return [array.copy() for array in arrays]
+
+
 def aligned_zeros(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     """As `aligned`, and zero."""
     block = aligned(shape, dtype)

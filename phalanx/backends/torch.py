@@ -374,11 +374,12 @@ class TorchUpdater(BackendUpdater):
     lends = True
 
     def apply(self, gradients: Sequence[Any]) -> None:
-        with torch.no_grad(), fused(self.optimizer):
-            devices = [variable.value.device for variable in self.variables]
-            tensors = list(map(from_host, gradients, devices))
+        devices = [variable.value.device for variable in self.variables]
+        tensors = list(map(from_host, gradients, devices))
+        with torch.no_grad():
             if not updated(self.optimizer, tensors, self.variables):
-                self.optimizer.apply(tensors, self.variables)
+                with fused(self.optimizer):
+                    self.optimizer.apply(tensors, self.variables)
 
     def values(self) -> list[Any]:
         return [to_host(variable.value) for variable in self.variables]

@@ -4,9 +4,9 @@ On CPUs PyTorch multiplies float32 matrices with Intel's MKL, which uses no more
 Intel's. PyTorch has oneDNN as well, for convolutions, and that uses what the processor has: on an AMD EPYC with AVX-512
 a product takes it half the time (784 x 64 times 64 x 256: 0.14 ms instead of 0.24).
 
-Products of Keras's layers only (`keras.ops.matmul` with a matrix on the right), forth and back, and only while one of
-`fit`'s steps runs: what a program multiplies itself it multiplies as ever. Who switches oneDNN off in PyTorch
-(`torch.backends.mkldnn.enabled = False`) has MKL for all.
+Products of Keras's layers only (`keras.ops.matmul` with a matrix on the right), forth and back, and only while a step
+of `fit`, `evaluate` or `predict` runs: what a program multiplies itself it multiplies as ever. Who switches oneDNN off
+in PyTorch (`torch.backends.mkldnn.enabled = False`) has MKL for all.
 """
 
 from __future__ import annotations
@@ -92,17 +92,14 @@ def _is_transformed() -> bool:
 
 
 def _multiplied(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    if not left.is_contiguous():
-        left = _dense(left)
-    if not right.is_contiguous():
-        right = _dense(right)
-    result: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(left, right.t(), None, "none", [], "")
+    multiply = torch.ops.mkldnn._linear_pointwise.default
+    result: torch.Tensor = multiply(_dense(left), _dense(right).t(), None, "none", [], "")
     return result
 
 
 def _dense(matrix: torch.Tensor) -> torch.Tensor:
     """Without gaps and repetitions, for which oneDNN takes a thousand times as long (gradients of sums are such)."""
-    return matrix if matrix.t().is_contiguous() else matrix.contiguous()
+    return matrix if matrix.is_contiguous() or matrix.t().is_contiguous() else matrix.contiguous()
 
 
 class _Product(torch.autograd.Function):  # type: ignore[misc]

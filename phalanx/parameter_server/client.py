@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from itertools import zip_longest
@@ -31,7 +30,7 @@ from phalanx.errors import (
     RendezvousError,
 )
 from phalanx.parameter_server.group import LEAD, NOT_LEADING, NOTICE_AFTER_S, PURPOSE
-from phalanx.parameter_server.groups import Groups, Kind
+from phalanx.parameter_server.groups import Groups, Kind, nbytes_of
 from phalanx.parameter_server.lanes import Lanes, place_bytes
 from phalanx.parameter_server.messages import (
     Answer,
@@ -299,7 +298,7 @@ class Client:
     def share_memory(self, server: int, kinds: Sequence[Kind]) -> None:
         """Let gradients and values of these kinds pass through memory, if the server is on this host. Values that come
         so are overwritten by those that come after the next ones."""
-        need = place_bytes([math.prod(shape) * dtype.itemsize for shape, dtype in kinds])
+        need = place_bytes([nbytes_of(kind) for kind in kinds])
         lanes = self._lanes.get(server)
         if self._hosts[server] != self._me.statement.host or (lanes is not None and lanes.place_bytes >= need):
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -12,6 +13,15 @@ from phalanx.vector import Vector
 Array = np.ndarray[Any, Any]
 Kind = tuple[tuple[int, ...], np.dtype[Any]]
 """Of an array: its shape and dtype."""
+
+
+def kind_of(array: Array) -> Kind:
+    return array.shape, array.dtype
+
+
+def nbytes_of(kind: Kind) -> int:
+    shape, dtype = kind
+    return math.prod(shape) * dtype.itemsize
 
 
 class Groups:

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from phalanx import memory
 from phalanx.collectives.segment import Offer, Segment
 from phalanx.errors import FrameError
-from phalanx.memory import ALIGNMENT_BYTES
-from phalanx.parameter_server.groups import Kind
+from phalanx.parameter_server.groups import Kind, kind_of, nbytes_of
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +111,7 @@ class Lanes:
     def _lay(self, place: int, kinds: tuple[Kind, ...]) -> _Laid | None:
         laid = self._laid.get((place, kinds))
         if laid is None:
-            lengths = tuple(math.prod(shape) * dtype.itemsize for shape, dtype in kinds)
+            lengths = tuple(map(nbytes_of, kinds))
             if sum(lengths) < MIN_BYTES or place_bytes(lengths) > self.place_bytes:
                 return None
             memories = self.read(place, lengths)
@@ -122,33 +121,28 @@ class Lanes:
             laid = self._laid[place, kinds] = _Laid(arrays, lengths)
         return laid
 
-    def _write(self, place: int, arrays: Sequence[Array]) -> tuple[int, ...]:
-        """Copy arrays into a place; returns their lengths in bytes, or none if they are not for it."""
-        laid = self._lay(place, tuple([(array.shape, array.dtype) for array in arrays]))
-        if laid is None:
-            return ()
-        for room, array in zip(laid.arrays, arrays, strict=True):
-            if room is not array:
-                np.copyto(room, array)
-        return laid.lengths
+    def _written(self, place: int, arrays: Sequence[Array]) -> _Laid | None:
+        """Arrays copied into a place; None if they are not for it."""
+        laid = self._lay(place, tuple(map(kind_of, arrays)))
+        if laid is not None:
+            for room, array in zip(laid.arrays, arrays, strict=True):
+                if room is not array:
+                    np.copyto(room, array)
+        return laid
 
     def copies(self, arrays: list[Array]) -> list[Array]:
         """Copies of values where `write_values` would write them next, if they are for it."""
-        laid = self._lay(TO_WORKER + 1 - self._turn, tuple([(array.shape, array.dtype) for array in arrays]))
-        if laid is None:
-            return [array.copy() for array in arrays]
-        for room, array in zip(laid.arrays, arrays, strict=True):
-            np.copyto(room, array)
-        return laid.arrays
+        laid = self._written(TO_WORKER + 1 - self._turn, arrays)
+        return memory.copies(arrays) if laid is None else laid.arrays
 
     def write_values(self, arrays: Sequence[Array]) -> tuple[int, tuple[int, ...]]:
         """Copy values into the place whose turn it is; returns it, and their lengths in bytes: none if they are not
         for it. Where nothing is written, the turn stays: the worker may still compute from the other place."""
         turn = 1 - self._turn
-        lengths = self._write(TO_WORKER + turn, arrays)
-        if lengths:
+        laid = self._written(TO_WORKER + turn, arrays)
+        if laid is not None:
             self._turn = turn
-        return TO_WORKER + turn, lengths
+        return TO_WORKER + turn, () if laid is None else laid.lengths
 
     def read(self, place: int, lengths: Sequence[int]) -> list[memoryview]:
         """The buffers that were written there, in the memory itself: they change when the place is written again. The
@@ -178,4 +172,4 @@ class Lanes:
 
 
 def _aligned(length: int) -> int:
-    return -(-length // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return -(-length // memory.ALIGNMENT_BYTES) * memory.ALIGNMENT_BYTES

@@ -84,8 +84,7 @@ class Schedule:
         self._names = names
         self.clock = clock
         self._start_s = start_s
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = threading.Condition()
         self._presence = Presence(names, relink_s=relink_s, chief_relink_s=chief_relink_s, clock=clock)
         self._chief_left = False
         self.stop_asked = -1  # in which `fit` a worker has asked for its end
@@ -125,7 +124,7 @@ class Schedule:
 
     def chief_left(self) -> None:
         """The chief has no more to do: who waits for it waits in vain."""
-        with self._lock:
+        with self._changed:
             self._chief_left = True
             self._changed.notify_all()
 
@@ -140,7 +139,7 @@ class Schedule:
     def begin(self, rules: Rules, fit: int, step: int = 0, era: int | None = None) -> None:
         """A `fit` begins, under these rules, with the values of a global step; the same one again if the chief was
         started again. It is of this era; None: of the next one."""
-        with self._lock:
+        with self._changed:
             self._rules = rules
             self._rebuilt = True
             chief = self._presence.process(CHIEF)
@@ -166,7 +165,7 @@ class Schedule:
 
     def resume(self, state: State) -> None:
         """A `fit` goes on, or has ended, that began under another schedule."""
-        with self._lock:
+        with self._changed:
             self.begin(state.declared.rules, state.declared.fit)
             self.era, self.global_step = state.era, state.step
             self._presence.seen.update(range(len(self._names)))  # all came to its start
@@ -175,7 +174,7 @@ class Schedule:
 
     def attach(self, worker: Worker, incarnation: str) -> None:
         """A worker is here, by the link of this name (`link_name`); one that it had before counts no more."""
-        with self._lock:
+        with self._changed:
             self._leave(worker)
             self._presence.enter(worker, incarnation)
             # One that comes late is not behind: the others must not wait until it has made as many steps.
@@ -184,7 +183,7 @@ class Schedule:
 
     def detach(self, worker: Worker, incarnation: str, *, goodbye: bool = False, why: str = "") -> None:
         """The worker is gone, with a `goodbye` or without, and then perhaps it is known `why`: a sentence."""
-        with self._lock:
+        with self._changed:
             if self._presence.has_link(worker, incarnation):
                 self._leave(worker)
                 if not goodbye:
@@ -207,7 +206,7 @@ class Schedule:
 
     def evict(self, worker: Worker) -> None:
         """Go on without a worker that does not come; what it still sends over the link that it has is refused."""
-        with self._lock:
+        with self._changed:
             if self.is_present(worker):
                 if self._rules is not None and self._rules.all_needed:
                     self._miss(lambda: _did_not_come(f"{self._names[worker]} did not make its part of a step"))
@@ -219,7 +218,7 @@ class Schedule:
 
     def forget_evicted(self) -> None:
         """This schedule was not the one that counts: who was missed here was elsewhere."""
-        with self._lock:
+        with self._changed:
             self._presence.forget_evicted()
 
     def is_evicted(self, incarnation: str) -> bool:
@@ -260,12 +259,12 @@ class Schedule:
 
     def await_workers(self) -> None:
         """Another process led before, and its workers are on their way here: they are not lost."""
-        with self._lock:
+        with self._changed:
             self._presence.expect_all(REJOIN_S)
 
     def await_rejoins(self) -> None:
         """This schedule is new in the middle of a `fit`: it is made anew from what the workers tell of themselves."""
-        with self._lock:
+        with self._changed:
             self._rebuilt = False
             self._rebuild_since = self.clock()
             self._rejoined.clear()
@@ -273,7 +272,7 @@ class Schedule:
 
     def rejoin(self, worker: Worker, message: Rejoin, order: Array | None) -> None:
         """A worker is back after its link was lost, and says where it is."""
-        with self._lock:
+        with self._changed:
             self.global_step = max(self.global_step, message.step)
             if self._rebuilt:
                 self._hold_again(message)
@@ -287,7 +286,7 @@ class Schedule:
     def wait_until_rebuilt(self, worker: Worker, timeout_s: float) -> None:
         """Before anything else that this worker asks: wait for the workers to rejoin, for the chief at most `timeout_s`
         and for the others less; new processes have nothing to tell."""
-        with self._lock:
+        with self._changed:
             if not self._rebuilt and worker not in self._rejoined:
                 self._fresh.add(worker)
             while not self._rebuilt:
@@ -353,7 +352,7 @@ class Schedule:
 
     def open_epoch(self, fit: int, number: int, steps: int | None, order: Array | None) -> None:
         """The chief opens an epoch. In synchronous training, wait for all workers before the first one."""
-        with self._lock:
+        with self._changed:
             assert self._rules is not None
             if self._epoch is not None and (self._epoch.fit, self._epoch.number) == (fit, number):
                 # The chief asks once more after its link was lost.
@@ -383,7 +382,7 @@ class Schedule:
     def order(self, fit: int, number: int, era: int, timeout_s: float) -> Array | EpochOver | FitOver:
         """The order of the samples in the pass that began with this epoch; waits until the chief has told it, or will
         not any more."""
-        with self._lock:
+        with self._changed:
             asked, patience_s = self.clock(), timeout_s if self._began else self._start_s
             while True:
                 self.check()
@@ -404,7 +403,7 @@ class Schedule:
 
     def end_epoch(self, fit: int, number: int) -> int:
         """No more steps of this epoch are handed out; returns how many there are. Asked for twice it is the same."""
-        with self._lock:
+        with self._changed:
             epoch = self._epoch
             if epoch is not None and (epoch.fit, epoch.number) == (fit, number):
                 epoch.steps = self._steps_made()
@@ -417,7 +416,7 @@ class Schedule:
         return self._ended_fit >= fit
 
     def end_fit(self, fit: int) -> None:
-        with self._lock:
+        with self._changed:
             self._note_steps()
             self._ended_fit = max(self._ended_fit, fit)
             self._epoch = None
@@ -440,7 +439,7 @@ class Schedule:
         self, worker: Worker, incarnation: str, fit: int, number: int, era: int, timeout_s: float
     ) -> Ticket | EpochOver | FitOver:
         """The worker's next ticket in this epoch; waits until there is one or will be none."""
-        with self._lock:
+        with self._changed:
             asked = since = self.clock()
             blocked_since: float | None = None
             while True:
@@ -474,7 +473,7 @@ class Schedule:
 
     def try_take(self, worker: Worker, incarnation: str, fit: int, number: int, era: int) -> Ticket | None:
         """A ticket, if there is one at hand."""
-        with self._lock:
+        with self._changed:
             epoch = self._epoch
             if epoch is None or (epoch.fit, epoch.number, self.era) != (fit, number, era):
                 return None
@@ -530,7 +529,7 @@ class Schedule:
 
     def done(self, ticket: Ticket, *, applied: bool = True) -> None:
         """The step of this ticket is over; `applied`, or refused as it was not finite."""
-        with self._lock:
+        with self._changed:
             # Those of updates outside of epochs are negative.
             is_repeated = 0 <= ticket.serial <= self._proved
             self.global_step += applied and not is_repeated
@@ -542,7 +541,7 @@ class Schedule:
 
     def confirm(self, ticket: Ticket) -> None:
         """The step of this ticket was applied before this schedule was made: it is over."""
-        with self._lock:
+        with self._changed:
             if self._joint is not None and self._joint.serial == ticket.serial:
                 self._joint = None
             self._held.pop(ticket.serial, None)
@@ -550,7 +549,7 @@ class Schedule:
 
     def no_batch(self, ticket: Ticket, *, ends: bool) -> None:
         """The worker has no batch for its ticket: the epoch ends before it, or a stream has passed it by."""
-        with self._lock:
+        with self._changed:
             epoch = self._epoch
             self._held.pop(ticket.serial, None)
             if self._joint is not None and self._joint.serial == ticket.serial:
@@ -566,7 +565,7 @@ class Schedule:
 
     def hold(self, timeout_s: float) -> None:
         """Hand out no more steps, and wait until all have been made but the chief's own, which asks for this."""
-        with self._lock:
+        with self._changed:
             self._on_hold = True
             until = self.clock() + timeout_s
             # Until the chief is lost, which asks for this.
@@ -578,7 +577,7 @@ class Schedule:
                     self._changed.wait(POLL_S)
 
     def go_on(self) -> None:
-        with self._lock:
+        with self._changed:
             self._on_hold = False
             self._changed.notify_all()
 
@@ -586,7 +585,7 @@ class Schedule:
 
     def begin_session(self, worker: Worker, session: int) -> None:
         """The chief has restored what this session starts from; or another worker waits until it has."""
-        with self._lock:
+        with self._changed:
             if worker == CHIEF:
                 self._session = max(self._session, session)
                 self._changed.notify_all()
@@ -598,7 +597,7 @@ class Schedule:
 
     def tell(self, subject: str, fit: int, arrays: list[Array], *, once: bool) -> list[Array]:
         """Keep it for those who ask, and return what holds now: with `once` what was told first."""
-        with self._lock:
+        with self._changed:
             if not (once and subject in self._told):
                 self._told[subject] = (fit, arrays)
                 self._changed.notify_all()
@@ -606,7 +605,7 @@ class Schedule:
 
     def hear(self, subject: str, fit: int) -> list[Array] | None:
         """What the chief has told of this for `fit` or a later one; waits until it has. None if it left without."""
-        with self._lock:
+        with self._changed:
             until = self.clock() + self._start_s
             while subject not in self._told or self._told[subject][0] < fit:
                 if self._chief_left:
@@ -617,7 +616,7 @@ class Schedule:
     # What the workers counted.
 
     def report(self, worker: Worker, report: Report, arrays: list[Array]) -> None:
-        with self._lock:
+        with self._changed:
             if self._epoch is None or (self._epoch.fit, self._epoch.number) != (report.fit, report.epoch):
                 return  # of an epoch that was collected without it
             self._took.add(worker)
@@ -634,7 +633,7 @@ class Schedule:
 
     def collect(self, fit: int, epoch: int, timeout_s: float) -> tuple[list[Array], int, int]:
         """The merged report of an epoch, its samples, and how many steps it had; waits for all workers present."""
-        with self._lock:
+        with self._changed:
             until = self.clock() + timeout_s
             while True:
                 late = [worker for worker in self._took - self._reports.by(fit, epoch) if self.is_present(worker)]

@@ -13,6 +13,7 @@ import numpy as np
 
 from phalanx.cluster.roll_call import Identity
 from phalanx.errors import EvictedError, FrameError, LinkClosedError, LinkTimeoutError, PeerLostError, PhalanxError
+from phalanx.memory import copies
 from phalanx.parameter_server.lanes import TO_SERVER, Lanes
 from phalanx.parameter_server.messages import (
     Alive,
@@ -58,7 +59,7 @@ from phalanx.parameter_server.presence import Worker
 from phalanx.parameter_server.recovery import Recovery
 from phalanx.parameter_server.rows import NUMBER
 from phalanx.parameter_server.schedule import Schedule
-from phalanx.parameter_server.store import Copies, Store, copies
+from phalanx.parameter_server.store import Copies, Store
 from phalanx.transport.link import Link
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,9 @@ from phalanx.backends.layout import Weight
 from phalanx.backends.updater import Piece, Slot, Updater
 from phalanx.cluster.agreement import first_difference
 from phalanx.errors import CollectiveTimeoutError, DisagreementError
+from phalanx.memory import copies
 from phalanx.parameter_server.copying import LOST, Copy, Record
-from phalanx.parameter_server.groups import Groups
+from phalanx.parameter_server.groups import Groups, kind_of
 from phalanx.parameter_server.messages import (
     Applied,
     Assign,
@@ -47,10 +48,6 @@ Gradient = Array | Rows
 
 Copies = Callable[[list[Array]], list[Array]]
 """Makes copies of arrays."""
-
-
-def copies(arrays: list[Array]) -> list[Array]:
-    return [array.copy() for array in arrays]
 
 
 @dataclass
@@ -114,8 +111,7 @@ class Store:
         self._schedule = schedule
         self._names = names
         self._is_head = is_head
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = threading.Condition()
         self._fit = -1
         self._declared: Declare | None = None
         self._shards: tuple[Shard, ...] = ()
@@ -140,7 +136,7 @@ class Store:
 
     def declare(self, message: Declare, buffers: Sequence[memoryview]) -> None:
         """The chief's model: values of the shards, then those of the optimizer's variables."""
-        with self._lock:
+        with self._changed:
             if self._declared is not None and (message.fit, message.era) == (self._fit, self._schedule.era):
                 return  # the chief asks once more after its link was lost
             self._before = (self._fit, self._values(copies), self._tables)
@@ -178,7 +174,7 @@ class Store:
                     for slot, value in zip(self._updater.slots, self._updater.optimizer_values(), strict=True)
                 ]
             )
-            kinds = [(piece.value.shape, piece.value.dtype) for piece in pieces]
+            kinds = [kind_of(piece.value) for piece in pieces]
             self._groups = Groups(kinds, self._updater.groups, tables)
             self._kinds = [_Kind(False, *kind) for kind in self._groups.kinds]
             self._kinds += [_Kind(True, kinds[table][0][1:], kinds[table][1]) for table in tables]
@@ -186,7 +182,7 @@ class Store:
 
     def assign(self, message: Assign, buffers: Sequence[memoryview]) -> None:
         """New values of some variables, between two epochs; the optimizer keeps its state."""
-        with self._lock:
+        with self._changed:
             declared = self._declared
             if declared is None or message.fit != self._fit:
                 return
@@ -218,7 +214,7 @@ class Store:
 
         Raises: DisagreementError naming the first variable that differs; PeerLostError if the chief left without.
         """
-        with self._lock:
+        with self._changed:
             until = self._schedule.clock() + timeout_s
             while self._fit < fit or self._declared is None:
                 if self._schedule.has_chief_left:
@@ -249,7 +245,7 @@ class Store:
 
     def state(self) -> tuple[State, list[Array]] | None:
         """All that another process needs to go on in the place of this one; None before the first `fit`."""
-        with self._lock:
+        with self._changed:
             if self._declared is None:
                 return None
             slots, optimizer = self.optimizer_values()
@@ -278,7 +274,7 @@ class Store:
 
     def restore(self, state: State, buffers: Sequence[memoryview]) -> None:
         """Go on with what `state` returned elsewhere."""
-        with self._lock:
+        with self._changed:
             count = sum(shard.server == self._index for shard in state.declared.model.shards) + len(state.slots)
             self._build(state.declared, state.slots, buffers[:count])
             self._forget()
@@ -294,7 +290,7 @@ class Store:
     def outrun(self, version: int, updates: int) -> None:
         """Somebody has seen this version, which is lost: the next ones must not be taken for it. The optimizer counts
         the `updates` that were lost as well: schedules go by the steps of the job, the same on all servers."""
-        with self._lock:
+        with self._changed:
             self.version = max(self.version, version) + 1
             if self._updater is not None and updates:
                 self._updater.count(updates)
@@ -304,27 +300,27 @@ class Store:
     @property
     def is_copied(self) -> bool:
         """Whether another server has a copy, as far as is known."""
-        with self._lock:
+        with self._changed:
             if self._copy is not None and self._copy.is_lost:
                 self._lose_copy()
             return self._copy is not None
 
     def copy_to(self, copy: Copy) -> bool:
         """Keep a copy there from now on; False if that failed."""
-        with self._lock:
+        with self._changed:
             self._copy = copy
             self._copy_state()
             return self._copy is not None
 
     def tell_copy(self, record: Record) -> None:
         """Have the copy do this as well."""
-        with self._lock:
+        with self._changed:
             self._send_copy(record)
             self._await_copy()
 
     def end_copy(self) -> None:
         """The job is over, for the copy as well."""
-        with self._lock:
+        with self._changed:
             self.tell_copy(Over())
             if self._copy is not None:
                 self._copy.close()
@@ -332,7 +328,7 @@ class Store:
 
     def follow(self, record: Applied, buffers: Sequence[memoryview]) -> None:
         """Be the copy: apply what the leader has applied."""
-        with self._lock:
+        with self._changed:
             arrays = arrays_of(buffers, record.dtypes)
             if record.gradients:
                 self._update(self._shaped(iter(arrays[: record.gradients])))
@@ -375,7 +371,7 @@ class Store:
             after: see `Pull`; in vain if all are lost whose parts of that step could come.
             copy: see `push`.
         """
-        with self._lock:
+        with self._changed:
             self._await_step(after)
             if fit < self._fit:  # a worker that is late to end it
                 return version, self._before[1] if fit == self._before[0] else []
@@ -400,12 +396,12 @@ class Store:
 
     def pull_rows(self, fit: int, wanted: Sequence[Array]) -> list[Array]:
         """Rows of the tables of this `fit`, by their numbers."""
-        with self._lock:
+        with self._changed:
             return _gather(self._tables_of(fit), wanted)
 
     def pull_tables(self, fit: int) -> list[Array]:
         """The tables of this `fit`, whole."""
-        with self._lock:
+        with self._changed:
             return [table.copy() for table in self._tables_of(fit)]
 
     def _tables_of(self, fit: int) -> list[Array]:
@@ -413,13 +409,13 @@ class Store:
 
     def optimizer_values(self, *, tables: bool = True) -> tuple[tuple[Slot, ...], list[Array]]:
         """The optimizer's variables, and what each is; without `tables` only those that belong to none."""
-        with self._lock:
+        with self._changed:
             if isinstance(self._updater, TableUpdater) and not tables:
                 return self._updater.without_tables()
             return (self._updater.slots, self._updater.optimizer_values()) if self._updater else ((), [])
 
     def set_learning_rate(self, rate: float) -> None:
-        with self._lock:
+        with self._changed:
             if self._updater is not None:
                 self._updater.set_learning_rate(rate)
             self.tell_copy(SetRate(rate))
@@ -437,7 +433,7 @@ class Store:
         Returns: the version, the values, the rows that are wanted, the merged extras (synchronous training only), and a
             note for the log.
         """
-        with self._lock:
+        with self._changed:
             assert self._declared is not None, "a ticket is given after the declaration"
             rules = self._declared.rules
             if message.ticket.era != self._schedule.era:
@@ -601,7 +597,7 @@ class Store:
 
     def notice(self) -> None:
         """Somebody came or left: those who wait look again."""
-        with self._lock:
+        with self._changed:
             self._changed.notify_all()
 
 

@@ -16,7 +16,7 @@ from phalanx.backends.layout import Layout, Weight
 from phalanx.errors import UnsupportedError
 from phalanx.launcher import progress
 from phalanx.parameter_server.client import HEAD, Placed
-from phalanx.parameter_server.groups import Kind
+from phalanx.parameter_server.groups import Kind, kind_of
 from phalanx.parameter_server.messages import (
     Answer,
     EpochOver,
@@ -374,8 +374,8 @@ class ServerMerge:
         placed = self._require_placed()
         parts = placed.cut_tables(gradients, server) if placed.tables and gradients else []
         kinds = self._kinds[server] if gradients else ()
-        of_tables = [kind for part in parts for kind in (_kind(part.numbers), self._on_wire(_kind(part.values)))]
-        room = self._client.room(server, (*kinds, *of_tables, *map(_kind, more)))
+        of_tables = [kind for part in parts for kind in (kind_of(part.numbers), self._on_wire(kind_of(part.values)))]
+        room = self._client.room(server, (*kinds, *of_tables, *map(kind_of, more)))
         if gradients:
             views = self._views.get(server)
             if views is None or views[0] is not room:
@@ -434,10 +434,6 @@ class ServerMerge:
     def _require_placed(self) -> Placed:
         assert self._placed is not None, "the model is placed before the first step"
         return self._placed
-
-
-def _kind(array: Array) -> Kind:
-    return array.shape, array.dtype
 
 
 def _is_finite(array: Array) -> bool:

@@ -79,9 +79,6 @@ def encode_frame(header: bytes, buffers: Sequence[Buffer] = ()) -> list[memoryvi
 
     Raises: FrameError if the frame is over a limit, so that the sender hears of it and not the receiver.
     """
-    if not buffers:  # as most messages are
-        _check_limits(len(header), 0, what="to send")
-        return [memoryview(_PREAMBLE.pack(MAGIC, len(header), 0) + header)]
     views = [byte_view(buffer) for buffer in buffers]
     lengths = [view.nbytes for view in views]
     _check_limits(len(header), len(views), what="to send")

@@ -154,7 +154,7 @@ class Link:
             count = self.try_send(pieces)
             if count:
                 remaining -= count
-                pieces = skip_bytes(pieces, count) if remaining else ()
+                pieces = skip_bytes(pieces, count)
             elif not self._wait(self._send_waits_for, deadline):
                 if remaining < total:
                     self.close()
