@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.tools import ALL_REDUCE, CORES, RESULT_FILE, TOOLS, Kind, Share, Tool
 from benchmarks.work import WORKS
-from phalanx.gpus import NO_GPU, ON_DEMAND
+from phalanx.devices.gpu_count import NO_GPU, ON_DEMAND
 
 ROOT = Path(__file__).resolve().parent.parent
 ON_GPU = bool(os.environ.get("BENCH_ON_GPU"))

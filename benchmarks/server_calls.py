@@ -69,7 +69,16 @@ def measure(optimizer: str, clients: int, calls: int = CALLS) -> Calls:
         others = [
             context.Process(
                 target=_push,
-                args=(spec, number, optimizer, calls, cores[1 % len(cores)], server.pid, barrier, pipes[number][1]),
+                args=(
+                    spec,
+                    number,
+                    optimizer,
+                    calls,
+                    cores[1 % len(cores)],
+                    server.pid,
+                    barrier,
+                    pipes[number][1],
+                ),
                 daemon=True,
             )
             for number in range(clients)
@@ -149,24 +158,24 @@ def _start(core: int) -> None:
 
 
 def _identity(spec: dict[str, list[str]], kind: str, number: int, listen_fd: int | None) -> Any:
-    from phalanx.cluster.agreement import Facts
-    from phalanx.cluster.roll_call import Identity
+    from phalanx.cluster.compatibility import JobFacts
+    from phalanx.cluster.peer_registry import TaskIdentity
     from phalanx.cluster.spec import ClusterSpec, Task
-    from phalanx.settings import Settings
+    from phalanx.config.job_config import JobConfig
 
-    settings = Settings(secret=SECRET, rendezvous_timeout_s=BOUND_S, timeout_s=BOUND_S, listen_fd=listen_fd)
-    return Identity(ClusterSpec(spec), Task(kind, number), Facts(), settings)
+    settings = JobConfig(secret=SECRET, rendezvous_timeout_s=BOUND_S, timeout_s=BOUND_S, listen_fd=listen_fd)
+    return TaskIdentity(ClusterSpec(spec), Task(kind, number), JobFacts(), settings)
 
 
 def _serve(spec: dict[str, list[str]], listener: socket.socket, optimizer: str, core: int) -> None:
     _start(core)
-    from phalanx.backends import prepare
-    from phalanx.parameter_server import server, store
+    from phalanx.engines import prepare
+    from phalanx.parameter_server.server import parameter_server, variable_store
 
     prepare()
     if optimizer == BARE:
-        vars(store)["make_updater"] = _Bare
-    server.ParameterServer(_identity(spec, "ps", 0, listener.fileno())).run()
+        vars(variable_store)["make_updater"] = _Bare
+    parameter_server.ParameterServer(_identity(spec, "ps", 0, listener.fileno())).run()
 
 
 def _push(
@@ -180,9 +189,8 @@ def _push(
     writer: Any,
 ) -> None:
     _start(core)
-    from phalanx.parameter_server.client import Client
-    from phalanx.parameter_server.groups import Groups
-    from phalanx.parameter_server.messages import (
+    from phalanx.parameter_server.client import ParameterServerClient
+    from phalanx.parameter_server.server_messages import (
         Attach,
         Attached,
         Declare,
@@ -190,31 +198,32 @@ def _push(
         Model,
         OpenEpoch,
         Push,
-        Rules,
-        Take,
+        TakeTicket,
         Ticket,
+        UpdateRules,
         Values,
         dtypes_of,
     )
-    from phalanx.parameter_server.placement import Variable, place
+    from phalanx.parameter_server.shard_packing import ShardPacking
+    from phalanx.parameter_server.shard_placement import PlacedVariable, place
 
-    client = Client(_identity(spec, "worker", number, None))
-    variables = tuple(Variable(f"v{index}", shape, "float32") for index, shape in enumerate(SHAPES))
+    client = ParameterServerClient(_identity(spec, "worker", number, None))
+    variables = tuple(PlacedVariable(f"v{index}", shape, "float32") for index, shape in enumerate(SHAPES))
     gradients = [np.full(shape, 1e-3, np.float32) for shape in SHAPES]
     if number == 0:
         description, slots, state = _optimizer(optimizer)
         nothing = (None,) * len(SHAPES)
         model = Model(variables, place(variables, 1), description, nothing, (True,) * len(SHAPES))
-        rules = Rules(synchronous=False, at_least=0, staleness=-1, refuse_nan=True, timeout_s=BOUND_S)
+        rules = UpdateRules(synchronous=False, at_least=0, staleness=-1, refuse_nan=True, timeout_s=BOUND_S)
         client.ask(0, Declare(0, 0, model, rules, slots, step=0, era=1), [*gradients, *state])
     answer, _ = client.ask(0, Attach(0, variables))
     assert isinstance(answer, Attached)
-    groups = Groups([(gradient.shape, gradient.dtype) for gradient in gradients], answer.groups)
+    groups = ShardPacking([(gradient.shape, gradient.dtype) for gradient in gradients], answer.groups)
     client.share_memory(0, groups.kinds)
     era = answer.era
     if number == 0:
         client.ask(0, OpenEpoch(0, 0, -1))
-    ticket, _ = client.ask(0, Take(0, 0, era))
+    ticket, _ = client.ask(0, TakeTicket(0, 0, era))
 
     def call() -> None:
         nonlocal ticket
@@ -251,13 +260,13 @@ def _optimizer(name: str) -> tuple[str, tuple[tuple[int, str], ...], list[Any]]:
         return "", (), []
     import keras
 
-    from phalanx.backends.descriptions import description_of
-    from phalanx.backends.updater import build_noting_slots
+    from phalanx.engines.updater import build_noting_slots
+    from phalanx.keras_compat.object_config import config_json_of
 
     adam = keras.optimizers.Adam()
     slots = build_noting_slots(adam, [keras.Variable(np.zeros(shape, np.float32)) for shape in SHAPES])
     state = [np.array(keras.ops.convert_to_numpy(variable)) for variable in adam.variables]
-    return description_of(keras.optimizers.Adam()), tuple((slot.variable, slot.name) for slot in slots), state
+    return config_json_of(keras.optimizers.Adam()), tuple((slot.variable, slot.name) for slot in slots), state
 
 
 def _processor_s(pid: int) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from phalanx.absent import absent
+from phalanx.compat.unsupported_names import absent
 from phalanx.version import __version__
 
 if TYPE_CHECKING:
@@ -43,6 +43,14 @@ if TYPE_CHECKING:
         ReduceOp,
         ReductionToOneDevice,
     )
+    from phalanx.data import (
+        AutoShardPolicy,
+        DistributedDataset,
+        DistributedIterator,
+        InputContext,
+        InputOptions,
+        InputReplicationMode,
+    )
     from phalanx.errors import (
         CollectiveMismatchError,
         CollectiveTimeoutError,
@@ -54,16 +62,9 @@ if TYPE_CHECKING:
         RendezvousError,
         UnsupportedError,
     )
-    from phalanx.inputs import (
-        AutoShardPolicy,
-        DistributedDataset,
-        DistributedIterator,
-        InputContext,
-        InputOptions,
-        InputReplicationMode,
-    )
-    from phalanx.launcher.function import launch
-    from phalanx.parameter_server.partition import FixedShardsPartitioner, MaxSizePartitioner, MinSizePartitioner
+    from phalanx.evaluator import SidecarEvaluator
+    from phalanx.launcher.launch_function import launch
+    from phalanx.parameter_server.partitioners import FixedShardsPartitioner, MaxSizePartitioner, MinSizePartitioner
     from phalanx.strategies import (
         CentralStorageStrategy,
         DiLoCoStrategy,
@@ -82,9 +83,9 @@ if TYPE_CHECKING:
         in_cross_replica_context,
         leave_job,
     )
-    from phalanx.strategies.average import compute_average_loss, scale_regularization_loss
-    from phalanx.supervision import ManagedSession, Saver, SidecarEvaluator, Supervisor
-    from phalanx.training.outer import OuterSGD
+    from phalanx.strategies.loss_scaling import compute_average_loss, scale_regularization_loss
+    from phalanx.supervisor import ManagedSession, Saver, Supervisor
+    from phalanx.training.steps.outer_optimizer import OuterSGD
 
 _EXPORTS = {
     "phalanx.cluster": (
@@ -117,7 +118,7 @@ _EXPORTS = {
         "RendezvousError",
         "UnsupportedError",
     ),
-    "phalanx.inputs": (
+    "phalanx.data": (
         "AutoShardPolicy",
         "DistributedDataset",
         "DistributedIterator",
@@ -125,7 +126,7 @@ _EXPORTS = {
         "InputOptions",
         "InputReplicationMode",
     ),
-    "phalanx.launcher.function": ("launch",),
+    "phalanx.launcher.launch_function": ("launch",),
     "phalanx.strategies": (
         "CentralStorageStrategy",
         "DiLoCoStrategy",
@@ -144,10 +145,11 @@ _EXPORTS = {
         "in_cross_replica_context",
         "leave_job",
     ),
-    "phalanx.parameter_server.partition": ("FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner"),
-    "phalanx.supervision": ("ManagedSession", "Saver", "SidecarEvaluator", "Supervisor"),
-    "phalanx.training.outer": ("OuterSGD",),
-    "phalanx.strategies.average": ("compute_average_loss", "scale_regularization_loss"),
+    "phalanx.parameter_server.partitioners": ("FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner"),
+    "phalanx.evaluator": ("SidecarEvaluator",),
+    "phalanx.supervisor": ("ManagedSession", "Saver", "Supervisor"),
+    "phalanx.training.steps.outer_optimizer": ("OuterSGD",),
+    "phalanx.strategies.loss_scaling": ("compute_average_loss", "scale_regularization_loss"),
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 
@@ -228,7 +230,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF and name not in _MODULES:
         raise absent(__name__, name)
     # Lest a wrong argument of the first strategy end the process as an error of the program's own.
-    importlib.import_module("phalanx.launcher.exit_codes").install()
+    importlib.import_module("phalanx.runtime.exit_codes").install()
     if name in _MODULES:
         return importlib.import_module(f"phalanx.{name}")
     return getattr(importlib.import_module(_MODULE_OF[name]), name)

@@ -1,7 +1,7 @@
 """Callbacks for `fit`, beside Keras's own."""
 
+from phalanx.checkpoint.checkpoint_callback import Checkpoint
 from phalanx.strategies.strategy import install_hook
-from phalanx.training.saving import Checkpoint
 
 __all__ = ["Checkpoint"]
 

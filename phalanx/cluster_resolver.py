@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from phalanx.absent import absent
 from phalanx.cluster.resolvers import (
     ClusterResolver,
     KubernetesClusterResolver,
@@ -13,6 +12,7 @@ from phalanx.cluster.resolvers import (
     SlurmClusterResolver,
     TFConfigClusterResolver,
 )
+from phalanx.compat.unsupported_names import absent
 
 __all__ = [
     "ClusterResolver",

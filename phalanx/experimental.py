@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from phalanx import coordinator
-from phalanx.absent import absent
-from phalanx.cluster.resolvers.resolver import ClusterResolver
+from phalanx.cluster.resolvers.base_resolver import ClusterResolver
 from phalanx.collectives import CollectiveCommunication, CommunicationImplementation, CommunicationOptions
 from phalanx.collectives.options import CollectiveHints
-from phalanx.parameter_server import partition as partitioners
+from phalanx.compat.unsupported_names import absent
+from phalanx.parameter_server import partitioners as partitioners
 from phalanx.strategies import CentralStorageStrategy, ParameterServerStrategy, ValueContext
 from phalanx.strategies import MultiWorkerMirroredStrategy as _MultiWorkerMirroredStrategy
 

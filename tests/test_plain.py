@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from phalanx.plain import decode, encode, is_plain
+from phalanx.transport.serialization import decode, encode, is_plain
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx import timeline
 from phalanx.errors import ConfigurationError
+from phalanx.monitoring import timeline
 from tests.support.traces import check_nesting, named, names_of_processes, names_of_tracks, read
 
 BOUND_S = 30.0
@@ -25,8 +25,8 @@ def _stopped() -> Iterator[None]:
     timeline.stop()
 
 
-def begin(path: Path, rank: int = 0) -> timeline.Recorder:
-    timeline.start(timeline.FileRecorder(timeline.FileSink(path, "job"), rank, f"worker/{rank}"))
+def begin(path: Path, rank: int = 0) -> timeline.TimelineRecorder:
+    timeline.start(timeline.TimelineFileRecorder(timeline.TimelineFileSink(path, "job"), rank, f"worker/{rank}"))
     return timeline.current
 
 
@@ -41,7 +41,7 @@ def test_what_is_recorded_is_a_trace_with_named_processes_and_tracks(tmp_path: P
     recorder.leave()
     recorder.leave()
     recorder.instant(timeline.MEMBERSHIP, 'a name with "quotes" and\nlines')
-    parts = [timeline.Part("NEGOTIATE_ALLREDUCE", 2000), timeline.Part("ALLREDUCE", 3000, {"bytes": 8})]
+    parts = [timeline.TimelinePart("NEGOTIATE_ALLREDUCE", 2000), timeline.TimelinePart("ALLREDUCE", 3000, {"bytes": 8})]
     recorder.across("tensor", 1000, parts)
     timeline.stop()
 
@@ -125,7 +125,7 @@ def test_several_processes_write_to_one_file_and_of_a_killed_one_the_beginning_i
 def test_a_torn_end_is_mended_by_the_next_who_writes(tmp_path: Path, torn: bytes) -> None:
     path = tmp_path / "t.json"
     timeline.create(path, "job")
-    sink = timeline.FileSink(path, "job")
+    sink = timeline.TimelineFileSink(path, "job")
     assert sink.write([b'{"name":"one","ph":"M"}', b'{"name":"two","ph":"M"}'])
     whole = path.read_bytes()
     path.write_bytes(whole.removesuffix(b"\n]\n") + torn)
@@ -135,7 +135,7 @@ def test_a_torn_end_is_mended_by_the_next_who_writes(tmp_path: Path, torn: bytes
 
 def test_events_wait_for_the_file_of_their_job(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
-    sink = timeline.FileSink(path, "mine")
+    sink = timeline.TimelineFileSink(path, "mine")
     assert not sink.write([b"{}"])
     timeline.create(path, "former")
     assert not sink.write([b"{}"])

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.vector import UNIT, Vector
+from phalanx.arrays.flat_buffer import UNIT, FlatBuffer
 
 
 def _shapes(smallest: int) -> st.SearchStrategy[list[tuple[int, ...]]]:
@@ -17,7 +17,7 @@ def _shapes(smallest: int) -> st.SearchStrategy[list[tuple[int, ...]]]:
 
 @given(_shapes(0), st.integers(1, 5))
 def test_all_parts_make_up_the_vector(shapes: list[tuple[int, ...]], ranks: int) -> None:
-    vector = Vector(shapes, ranks)
+    vector = FlatBuffer(shapes, ranks)
     arrays = [np.arange(np.prod(shape), dtype=np.float32).reshape(shape) + 100 * n for n, shape in enumerate(shapes)]
     whole = np.concatenate([vector.part_of(arrays, rank) for rank in range(ranks)])
     assert whole.shape == (vector.size,)
@@ -28,7 +28,7 @@ def test_all_parts_make_up_the_vector(shapes: list[tuple[int, ...]], ranks: int)
 
 @given(_shapes(1), st.integers(1, 5))
 def test_arrays_and_parts_begin_where_xla_need_not_copy_them(shapes: list[tuple[int, ...]], ranks: int) -> None:
-    vector = Vector(shapes, ranks)
+    vector = FlatBuffer(shapes, ranks)
     flat = np.zeros(vector.size, np.float32)
     starts = [view.__array_interface__["data"][0] - flat.__array_interface__["data"][0] for view in vector.cut(flat)]
     assert all(start % (UNIT * flat.itemsize) == 0 for start in starts)

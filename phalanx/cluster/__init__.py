@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.cluster.agreement import Facts
+from phalanx.cluster.compatibility import JobFacts
 from phalanx.cluster.membership import Member, Membership, Rank
 from phalanx.cluster.node import Node, join
 from phalanx.cluster.resolvers import (
@@ -19,7 +19,7 @@ from phalanx.cluster.spec import ClusterSpec, Task
 __all__ = [
     "ClusterResolver",
     "ClusterSpec",
-    "Facts",
+    "JobFacts",
     "KubernetesClusterResolver",
     "MPIClusterResolver",
     "Member",

@@ -6,9 +6,9 @@ from collections.abc import Callable, Container
 
 import msgspec
 
-from phalanx.cluster.agreement import Statement, describe_disagreement
+from phalanx.cluster.compatibility import TaskDescription, describe_disagreement
 from phalanx.cluster.membership import Rank
-from phalanx.cluster.roll_call import Identity, Peer, RollCall
+from phalanx.cluster.peer_registry import Peer, PeerRegistry, TaskIdentity
 from phalanx.errors import DisagreementError
 from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
@@ -31,7 +31,7 @@ LEAVING = "leaving"
 """Refusal: the same process was in the job before, which this task has not left yet. It passes."""
 
 
-def serve_rendezvous(listener: Listener, me: Identity, roll_call: RollCall) -> None:
+def serve_rendezvous(listener: Listener, me: TaskIdentity, roll_call: PeerRegistry) -> None:
     """Register all that a task serves during the rendezvous; after it, they answer that the job runs."""
     listener.register(MESH, _Mesh(me, roll_call))
     listener.register(PROBE, Probe(me))
@@ -41,7 +41,7 @@ def serve_rendezvous(listener: Listener, me: Identity, roll_call: RollCall) -> N
 class _Mesh:
     """Links with tasks of higher rank."""
 
-    def __init__(self, me: Identity, roll_call: RollCall):
+    def __init__(self, me: TaskIdentity, roll_call: PeerRegistry):
         self._me = me
         self._roll_call = roll_call
 
@@ -50,7 +50,7 @@ class _Mesh:
         if isinstance(verdict, DisagreementError):
             return Welcome(refusal=DISAGREEMENT, reason=str(verdict))
         try:
-            newcomer = msgspec.msgpack.decode(hello.details, type=Statement)
+            newcomer = msgspec.msgpack.decode(hello.details, type=TaskDescription)
         except msgspec.MsgspecError as error:
             return Welcome(
                 refusal=DISAGREEMENT,
@@ -86,7 +86,7 @@ class _Mesh:
         return Welcome(details=msgspec.msgpack.encode(self._me.statement))
 
     def adopt(self, hello: Hello, link: Link) -> None:
-        newcomer = msgspec.msgpack.decode(hello.details, type=Statement)
+        newcomer = msgspec.msgpack.decode(hello.details, type=TaskDescription)
         rank = self._me.rank_of(newcomer.task)
         assert rank is not None, "checked when it was admitted"
         self._roll_call.enter(rank, Peer(newcomer, link))
@@ -103,7 +103,7 @@ def process_of(link: str) -> str:
 
 
 def admit_worker(
-    me: Identity, hello: Hello, ranks: Container[Rank | None], link_of: Callable[[Rank], tuple[str, Link] | None]
+    me: TaskIdentity, hello: Hello, ranks: Container[Rank | None], link_of: Callable[[Rank], tuple[str, Link] | None]
 ) -> Welcome:
     """Whether a task may link to this one for a purpose beside the rendezvous.
 
@@ -113,7 +113,7 @@ def admit_worker(
             lost that one before it was noticed here, and replaces it.
     """
     try:
-        newcomer = msgspec.msgpack.decode(hello.details, type=Statement)
+        newcomer = msgspec.msgpack.decode(hello.details, type=TaskDescription)
     except msgspec.MsgspecError as error:
         return Welcome(refusal=DISAGREEMENT, reason=f"{hello.task} and {me.task} run different versions ({error}).")
     if disagreement := describe_disagreement(me.statement, newcomer):
@@ -134,7 +134,7 @@ def admit_worker(
 class Probe:
     """Says who is here, before, during and after the rendezvous."""
 
-    def __init__(self, me: Identity):
+    def __init__(self, me: TaskIdentity):
         self._me = me
 
     def admit(self, hello: Hello) -> Welcome:
@@ -149,7 +149,7 @@ class Probe:
 class _Verdict:
     """Hears from another task why the job cannot begin."""
 
-    def __init__(self, roll_call: RollCall):
+    def __init__(self, roll_call: PeerRegistry):
         self._roll_call = roll_call
 
     def admit(self, hello: Hello) -> Welcome:
@@ -163,16 +163,16 @@ class _Verdict:
         link.close()
 
 
-def _is_same_process(present: Peer, newcomer: Statement) -> bool:
+def _is_same_process(present: Peer, newcomer: TaskDescription) -> bool:
     before = present.statement
     return (before.pid, before.host) == (newcomer.pid, newcomer.host) and present.link.peer_closed()
 
 
-def _is_other_process(present: Peer, newcomer: Statement) -> bool:
+def _is_other_process(present: Peer, newcomer: TaskDescription) -> bool:
     return present.statement.incarnation != newcomer.incarnation and not present.link.peer_closed()
 
 
-def _describe_running(rank: Rank, present: Peer | None, newcomer: Statement) -> str:
+def _describe_running(rank: Rank, present: Peer | None, newcomer: TaskDescription) -> str:
     process = f"This process, pid {newcomer.pid} on {newcomer.host},"
     if present is None or present.link.peer_closed():
         return (

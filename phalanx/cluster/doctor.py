@@ -17,15 +17,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from phalanx.cluster.agreement import Facts, Statement, describe_disagreement
-from phalanx.cluster.dialling import who_is_at
-from phalanx.cluster.measure import EXAMINE, Answer, Examination, Line, measure
-from phalanx.cluster.resolvers import ClusterResolver, resolve
-from phalanx.cluster.roll_call import Identity
-from phalanx.cluster.software import Software, installed_software
+from phalanx.cluster.compatibility import JobFacts, TaskDescription, describe_disagreement
+from phalanx.cluster.link_benchmark import EXAMINE, LinkBenchmarkAnswer, LinkBenchmarkService, LinkMeasurement, measure
+from phalanx.cluster.peer_dialing import who_is_at
+from phalanx.cluster.peer_registry import TaskIdentity
+from phalanx.cluster.resolvers import ClusterResolver
+from phalanx.cluster.resolvers.auto_resolver import resolve
+from phalanx.cluster.software_versions import SoftwareVersions, installed_software
 from phalanx.cluster.spec import EVALUATOR, ClusterSpec, Task
+from phalanx.config.job_config import SECRET, JobConfig
 from phalanx.errors import ConfigurationError, HandshakeError, PhalanxError, RendezvousError
-from phalanx.settings import SECRET, Settings
 from phalanx.transport.address import Address
 from phalanx.transport.dial import RefusedError, retry_delay_s
 from phalanx.transport.link import Link
@@ -39,7 +40,7 @@ CLOCK_OFFSET_WORTH_A_WORD_S = 1.0
 
 
 @dataclass
-class TaskReport:
+class TaskDiagnosis:
     """What was found out about one task.
 
     Attributes:
@@ -52,24 +53,24 @@ class TaskReport:
     address: str
     addresses: tuple[str, ...] = ()
     state: str = ""
-    software: Software | None = None
-    line: Line | None = None
+    software: SoftwareVersions | None = None
+    line: LinkMeasurement | None = None
 
 
 @dataclass
-class Report:
+class DoctorReport:
     """What the doctor found. Healthy if there are no `problems`; `remarks` are worth a word."""
 
     resolver: str
     cluster_spec: ClusterSpec
     task: Task | None
-    software: Software
+    software: SoftwareVersions
     host: str = ""
     rank: int | None = None
     world_size: int = 1
     secret: bool = False
     tls: bool = False
-    tasks: list[TaskReport] = field(default_factory=list)
+    tasks: list[TaskDiagnosis] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
@@ -79,7 +80,7 @@ class Report:
 
 
 def run(
-    resolver: ClusterResolver | None = None, *, settings: Settings | None = None, wait_s: float = DEFAULT_WAIT_S
+    resolver: ClusterResolver | None = None, *, settings: JobConfig | None = None, wait_s: float = DEFAULT_WAIT_S
 ) -> int:
     """Examine, print, and return the exit code: 0 if all is well."""
     console = Console()
@@ -90,8 +91,8 @@ def run(
 
 
 def examine(
-    resolver: ClusterResolver | None = None, *, settings: Settings | None = None, wait_s: float = DEFAULT_WAIT_S
-) -> Report:
+    resolver: ClusterResolver | None = None, *, settings: JobConfig | None = None, wait_s: float = DEFAULT_WAIT_S
+) -> DoctorReport:
     """Find out what can be known about the cluster from here.
 
     Args:
@@ -100,10 +101,10 @@ def examine(
 
     Raises: ConfigurationError if the cluster or the environment is described wrongly.
     """
-    settings = settings or Settings.from_environment()
+    settings = settings or JobConfig.from_environment()
     resolver = resolver or resolve()
     spec, task = resolver.cluster_spec(), resolver.task()
-    report = Report(
+    report = DoctorReport(
         resolver=type(resolver).__name__,
         cluster_spec=spec,
         task=task,
@@ -118,8 +119,8 @@ def examine(
         )
         return report
     spec.check_member(task)
-    facts = Facts(keras=report.software.keras, backend=report.software.backend, seed=settings.seed)
-    me = Identity(spec, task, facts, settings)
+    facts = JobFacts(keras=report.software.keras, backend=report.software.backend, seed=settings.seed)
+    me = TaskIdentity(spec, task, facts, settings)
     report.host = me.statement.host
     report.rank = me.rank if me.rank >= 0 else None
     report.world_size = len(me.tasks)
@@ -129,9 +130,9 @@ def examine(
     return report
 
 
-def _check_addresses(report: Report, settings: Settings) -> None:
+def _check_addresses(report: DoctorReport, settings: JobConfig) -> None:
     spec = report.cluster_spec
-    report.tasks = [TaskReport(task, str(spec.address(task))) for task in spec.tasks]
+    report.tasks = [TaskDiagnosis(task, str(spec.address(task))) for task in spec.tasks]
     with ThreadPoolExecutor(thread_name_prefix="phalanx-resolve") as pool:
         for entry, found in zip(report.tasks, pool.map(_resolve, (spec.address(t) for t in spec.tasks)), strict=True):
             if isinstance(found, str):
@@ -158,8 +159,8 @@ def _resolve(address: Address) -> tuple[str, ...] | str:
     return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
-def _meet_the_others(report: Report, me: Identity, wait_s: float) -> None:
-    service = Examination(Answer(me.statement, report.software), len(report.tasks))
+def _meet_the_others(report: DoctorReport, me: TaskIdentity, wait_s: float) -> None:
+    service = LinkBenchmarkService(LinkBenchmarkAnswer(me.statement, report.software), len(report.tasks))
     listener = _listen(report, me, service)
     try:
         # An evaluator listens nowhere.
@@ -185,7 +186,7 @@ def _meet_the_others(report: Report, me: Identity, wait_s: float) -> None:
             listener.close()
 
 
-def _listen(report: Report, me: Identity, service: Examination) -> Listener | None:
+def _listen(report: DoctorReport, me: TaskIdentity, service: LinkBenchmarkService) -> Listener | None:
     """Open this task's port and answer on it; None, with the reason in the report, if that cannot be."""
     own = next((entry for entry in report.tasks if entry.task == me.task), None)
     if own is None or me.task.type == EVALUATOR:
@@ -195,7 +196,7 @@ def _listen(report: Report, me: Identity, service: Examination) -> Listener | No
         sockets = open_sockets(me.address, secret=me.settings.secret, listen_fd=me.settings.listen_fd)
     except PortTakenError as error:
         owner = who_is_at(me, me.task)
-        if isinstance(owner, Statement) and owner.task == str(me.task):
+        if isinstance(owner, TaskDescription) and owner.task == str(me.task):
             own.state = f"this task; it runs already (pid {owner.pid} on {owner.host})"
         else:
             own.state = "this task; its port is taken"
@@ -211,7 +212,7 @@ def _listen(report: Report, me: Identity, service: Examination) -> Listener | No
     return listener
 
 
-def _reach(report: Report, me: Identity, entry: TaskReport, deadline: float) -> Link | None:
+def _reach(report: DoctorReport, me: TaskIdentity, entry: TaskDiagnosis, deadline: float) -> Link | None:
     """Try until it answers or the time is up. A link if the line can be measured."""
     started_at = time.monotonic()
     telling = ""  # what somebody there has answered: that it does not answer any more says less
@@ -219,10 +220,10 @@ def _reach(report: Report, me: Identity, entry: TaskReport, deadline: float) -> 
         now = time.monotonic()
         try:
             link, welcome = me.dial(entry.task, EXAMINE, deadline=now + ATTEMPT_TIMEOUT_S)
-            answer = msgspec.msgpack.decode(welcome.details, type=Answer)
+            answer = msgspec.msgpack.decode(welcome.details, type=LinkBenchmarkAnswer)
         except RefusedError as error:
             found = who_is_at(me, entry.task)
-            if isinstance(found, Statement):
+            if isinstance(found, TaskDescription):
                 entry.state = f"trains (pid {found.pid} on {found.host})"
                 _check_statement(report, me, entry, found)
                 return None
@@ -243,7 +244,7 @@ def _reach(report: Report, me: Identity, entry: TaskReport, deadline: float) -> 
         time.sleep(retry_delay_s(now - started_at))
 
 
-def _check_statement(report: Report, me: Identity, entry: TaskReport, statement: Statement) -> None:
+def _check_statement(report: DoctorReport, me: TaskIdentity, entry: TaskDiagnosis, statement: TaskDescription) -> None:
     if statement.task != str(entry.task):
         report.problems.append(
             f"at the address of {entry.task}, {entry.address}, {statement.whereabouts} answers: the tasks have "
@@ -258,7 +259,7 @@ def _check_statement(report: Report, me: Identity, entry: TaskReport, statement:
         report.problems.append(disagreement)
 
 
-def _compare(report: Report) -> None:
+def _compare(report: DoctorReport) -> None:
     for entry in report.tasks:
         if entry.line and abs(entry.line.clock_offset_s) > CLOCK_OFFSET_WORTH_A_WORD_S:
             report.remarks.append(
@@ -271,11 +272,11 @@ def _compare(report: Report) -> None:
             )
 
 
-def _name(owner: Statement | str) -> str:
-    return owner.whereabouts if isinstance(owner, Statement) else owner
+def _name(owner: TaskDescription | str) -> str:
+    return owner.whereabouts if isinstance(owner, TaskDescription) else owner
 
 
-def show(report: Report, console: Console) -> None:
+def show(report: DoctorReport, console: Console) -> None:
     """Print a report."""
     console.print(f"[bold]Cluster[/] found by {report.resolver}: {len(report.cluster_spec.tasks)} task(s)")
     if report.task is not None:
@@ -300,7 +301,7 @@ WIDE = 130
 """Columns of a terminal on which a table of all tasks can be read."""
 
 
-def _tables(report: Report, columns: int) -> list[Table]:
+def _tables(report: DoctorReport, columns: int) -> list[Table]:
     """One of all tasks; or, on a narrow terminal, one for each."""
     rows = [_row(entry) for entry in report.tasks]
     if columns >= WIDE:
@@ -316,7 +317,7 @@ def _tables(report: Report, columns: int) -> list[Table]:
     return tables
 
 
-def _row(entry: TaskReport) -> dict[str, str]:
+def _row(entry: TaskDiagnosis) -> dict[str, str]:
     line = entry.line
     return {
         "task": str(entry.task),

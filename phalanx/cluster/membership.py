@@ -36,7 +36,7 @@ class Member:
 
 
 @dataclass(slots=True)
-class Course:
+class GenerationPolicy:
     """What becomes of a generation whose members come and go.
 
     Attributes:
@@ -65,7 +65,7 @@ class Membership:
     rank: Rank
     members: tuple[Member, ...]
     links: Mapping[Rank, Link] = field(default_factory=dict)
-    course: Course = field(default_factory=Course, compare=False)
+    course: GenerationPolicy = field(default_factory=GenerationPolicy, compare=False)
 
     @property
     def world_size(self) -> int:

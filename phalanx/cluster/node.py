@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 
 from phalanx.cluster.admission import PROBE, Probe
-from phalanx.cluster.agreement import Facts
-from phalanx.cluster.host import host_identity
+from phalanx.cluster.compatibility import JobFacts
+from phalanx.cluster.host_identity import host_identity
 from phalanx.cluster.membership import Member, Membership
+from phalanx.cluster.peer_registry import TaskIdentity
 from phalanx.cluster.rendezvous import FIRST_GENERATION, meet
 from phalanx.cluster.resolvers import ClusterResolver
-from phalanx.cluster.roll_call import Identity
 from phalanx.cluster.spec import EVALUATOR, PS, WORKER, ClusterSpec, Task
+from phalanx.config.job_config import JobConfig
 from phalanx.errors import ConfigurationError, UnsupportedError
-from phalanx.settings import Settings
 from phalanx.transport.listener import Listener, open_sockets
 
 
@@ -34,7 +34,7 @@ class Node:
         *,
         task: Task,
         cluster_spec: ClusterSpec,
-        settings: Settings,
+        settings: JobConfig,
         membership: Membership,
         listener: Listener | None,
     ):
@@ -65,8 +65,8 @@ def join(
     cluster: ClusterResolver | ClusterSpec,
     task: Task | None = None,
     *,
-    facts: Facts | None = None,
-    settings: Settings | None = None,
+    facts: JobFacts | None = None,
+    settings: JobConfig | None = None,
     timeout_s: float | None = None,
 ) -> Node:
     """Meet the other tasks of the cluster; returns when all of them are linked to each other.
@@ -92,12 +92,12 @@ def join(
         HandshakeError: a task has another secret, or something else listens at its address.
         UnsupportedError: this process is a parameter server.
     """
-    settings = settings or Settings.from_environment()
+    settings = settings or JobConfig.from_environment()
     spec = cluster if isinstance(cluster, ClusterSpec) else cluster.cluster_spec()
     if task is None and isinstance(cluster, ClusterResolver):
         task = cluster.task()
     if not spec:
-        return _alone(spec, task or Task(WORKER, 0), settings, facts or Facts())
+        return _alone(spec, task or Task(WORKER, 0), settings, facts or JobFacts())
     if task is None:
         raise ConfigurationError(
             f"the cluster has the tasks {', '.join(map(str, spec.tasks))}, but nothing says which of them "
@@ -110,18 +110,18 @@ def join(
             f"ParameterServerStrategy, or start this process as a worker."
         )
     if task.type == EVALUATOR or len(spec.ranked_tasks) == 1:
-        return _alone(spec, task, settings, facts or Facts())
+        return _alone(spec, task, settings, facts or JobFacts())
     membership, listener = meet(
         spec,
         task,
-        facts or Facts(),
+        facts or JobFacts(),
         settings,
         settings.rendezvous_timeout_s if timeout_s is None else timeout_s,
     )
     return Node(task=task, cluster_spec=spec, settings=settings, membership=membership, listener=listener)
 
 
-def _alone(spec: ClusterSpec, task: Task, settings: Settings, facts: Facts) -> Node:
+def _alone(spec: ClusterSpec, task: Task, settings: JobConfig, facts: JobFacts) -> Node:
     member = Member(
         rank=0,
         task=str(task),
@@ -132,11 +132,11 @@ def _alone(spec: ClusterSpec, task: Task, settings: Settings, facts: Facts) -> N
     membership = Membership(generation=FIRST_GENERATION, rank=0, members=(member,))
     listener = None
     if settings.listen_fd is not None and task.type != EVALUATOR and EVALUATOR in spec.jobs:
-        listener = _answer_the_evaluator(Identity(spec, task, facts, settings))
+        listener = _answer_the_evaluator(TaskIdentity(spec, task, facts, settings))
     return Node(task=task, cluster_spec=spec, settings=settings, membership=membership, listener=listener)
 
 
-def _answer_the_evaluator(me: Identity) -> Listener:
+def _answer_the_evaluator(me: TaskIdentity) -> Listener:
     """A port that only says that the job lives; the launcher has opened it anyway."""
     settings = me.settings
     sockets = open_sockets(me.address, secret=settings.secret, listen_fd=settings.listen_fd)

@@ -1,7 +1,7 @@
 """The rendezvous: the tasks of a cluster find each other, compare notes, and become ranks with links.
 
 Every task listens on its port and dials all tasks of lower rank; so each pair has one link. At the
-first contact the two compare what must agree (`phalanx.cluster.agreement`). When a task has a link to every
+first contact the two compare what must agree (`phalanx.cluster.compatibility`). When a task has a link to every
 other, it says so to the chief; when all have, the chief answers with the list of members, and the job begins.
 Until then a link that breaks is made again: processes may be restarted, in any order, minutes apart.
 
@@ -34,12 +34,13 @@ from typing import TypeVar
 import msgspec
 
 from phalanx.cluster.admission import VERDICT, serve_rendezvous
-from phalanx.cluster.agreement import Facts, Statement
-from phalanx.cluster.dialling import ATTEMPT_TIMEOUT_S, CHIEF_RANK, keep_linked, who_is_at
+from phalanx.cluster.compatibility import JobFacts, TaskDescription
 from phalanx.cluster.membership import Member, Membership, Rank
-from phalanx.cluster.missing import describe_owner, in_threads, notice_missing, time_is_up, watch_for_ended
-from phalanx.cluster.roll_call import Identity, RollCall
+from phalanx.cluster.missing_tasks import describe_owner, in_threads, notice_missing, time_is_up, watch_for_ended
+from phalanx.cluster.peer_dialing import ATTEMPT_TIMEOUT_S, CHIEF_RANK, keep_linked, who_is_at
+from phalanx.cluster.peer_registry import PeerRegistry, TaskIdentity
 from phalanx.cluster.spec import ClusterSpec, Task
+from phalanx.config.job_config import JobConfig
 from phalanx.errors import (
     ConfigurationError,
     DisagreementError,
@@ -48,7 +49,6 @@ from phalanx.errors import (
     LinkTimeoutError,
     PhalanxError,
 )
-from phalanx.settings import Settings
 from phalanx.transport.dial import RefusedError
 from phalanx.transport.link import Link
 from phalanx.transport.listener import Listener, PortTakenError, open_sockets
@@ -83,14 +83,14 @@ _Message = TypeVar("_Message", _Status, _Start)
 
 
 def meet(
-    spec: ClusterSpec, task: Task, facts: Facts, settings: Settings, timeout_s: float
+    spec: ClusterSpec, task: Task, facts: JobFacts, settings: JobConfig, timeout_s: float
 ) -> tuple[Membership, Listener]:
     """Wait for all ranked tasks of the cluster and link up with them; this task's port stays open.
 
     Raises: as `phalanx.cluster.join`.
     """
-    me = Identity(spec, task, facts, settings)
-    roll_call = RollCall(me)
+    me = TaskIdentity(spec, task, facts, settings)
+    roll_call = PeerRegistry(me)
     listener: Listener | None = None
     started_at = time.monotonic()
     try:
@@ -127,7 +127,7 @@ def meet(
     return membership, listener
 
 
-def _listen(me: Identity) -> Listener:
+def _listen(me: TaskIdentity) -> Listener:
     patience_until = time.monotonic() + PORT_TAKEN_PATIENCE_S
     while True:
         try:
@@ -135,7 +135,7 @@ def _listen(me: Identity) -> Listener:
             break
         except PortTakenError as error:
             owner = who_is_at(me, me.task)
-            if isinstance(owner, Statement):
+            if isinstance(owner, TaskDescription):
                 raise ConfigurationError(describe_owner(me, owner)) from error
             if time.monotonic() >= patience_until:
                 raise PortTakenError(f"{me.task} cannot start: {error} Whoever has it: {owner}.") from error
@@ -148,7 +148,7 @@ def _start_thread(name: str, target: Callable[..., None], *args: object) -> None
     threading.Thread(target=target, args=args, name=f"phalanx-{name}", daemon=True).start()
 
 
-def _gather(me: Identity, roll_call: RollCall, deadline: float) -> Membership | None:
+def _gather(me: TaskIdentity, roll_call: PeerRegistry, deadline: float) -> Membership | None:
     """React to what happens until the job begins; None if the time is up before."""
     progress = _ChiefsPart(me, roll_call) if me.rank == CHIEF_RANK else _MembersPart(me, roll_call)
     while True:
@@ -169,7 +169,7 @@ def _gather(me: Identity, roll_call: RollCall, deadline: float) -> Membership | 
         _wait(roll_call, progress.events(), min(deadline - time.monotonic(), POLL_S))
 
 
-def _wait(roll_call: RollCall, events: dict[Rank, int], timeout_s: float) -> None:
+def _wait(roll_call: PeerRegistry, events: dict[Rank, int], timeout_s: float) -> None:
     """Until a link or the roll call has news."""
     poller = select.poll()
     poller.register(roll_call.news, select.POLLIN)
@@ -187,7 +187,7 @@ _PEER_CLOSED = getattr(select, "POLLRDHUP", 0)
 class _ChiefsPart:
     """The chief hears from all when they are ready, and says when to start."""
 
-    def __init__(self, me: Identity, roll_call: RollCall):
+    def __init__(self, me: TaskIdentity, roll_call: PeerRegistry):
         self._me = me
         self._roll_call = roll_call
 
@@ -223,7 +223,7 @@ class _ChiefsPart:
 class _MembersPart:
     """Any other task tells the chief what it misses, and starts when the chief says so."""
 
-    def __init__(self, me: Identity, roll_call: RollCall):
+    def __init__(self, me: TaskIdentity, roll_call: PeerRegistry):
         self._me = me
         self._roll_call = roll_call
         self._told: tuple[Link, dict[str, str]] | None = None
@@ -273,7 +273,7 @@ def _receive(link: Link, kind: type[_Message]) -> _Message | None:
         raise FrameError(f"{link.peer} sent something else than a {kind.__name__}: {error}") from error
 
 
-def _spread(me: Identity, roll_call: RollCall, verdict: DisagreementError) -> None:
+def _spread(me: TaskIdentity, roll_call: PeerRegistry, verdict: DisagreementError) -> None:
     """Tell all others why the job cannot begin; those that were not here yet are given a moment to start."""
     until = time.monotonic() + SPREAD_VERDICT_S
 

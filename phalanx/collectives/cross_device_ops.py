@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from phalanx.collectives.communicator import Array, Communicator, ReduceOp
-from phalanx.collectives.layout import ranges
+from phalanx.collectives.fusion_layout import ranges
 from phalanx.collectives.reduction import cast, check_reducible, merge_rows, wire_dtype
 from phalanx.errors import CollectiveMismatchError, ConfigurationError
 

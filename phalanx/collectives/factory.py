@@ -12,23 +12,23 @@ import msgspec
 
 from phalanx.cluster.membership import Membership, Rank
 from phalanx.cluster.rendezvous import FIRST_GENERATION
-from phalanx.collectives import segment as segments
+from phalanx.collectives.autotune.autotuned_algorithm import AutotunedAlgorithm, AutotuneLog, TunableAlgorithm
 from phalanx.collectives.communicator import Communicator
-from phalanx.collectives.group_communicator import GroupCommunicator
-from phalanx.collectives.hierarchical import HierarchicalEngine
-from phalanx.collectives.mesh import Mesh
-from phalanx.collectives.options import CommunicationImplementation, CommunicationOptions
-from phalanx.collectives.ring import RingEngine
-from phalanx.collectives.segment import MEMFD, Offer, Segment
-from phalanx.collectives.shared_memory import (
+from phalanx.collectives.host import shared_segment as segments
+from phalanx.collectives.host.hierarchical import HierarchicalAlgorithm
+from phalanx.collectives.host.host_communicator import HostCommunicator
+from phalanx.collectives.host.mesh import Mesh
+from phalanx.collectives.host.ring import RingAlgorithm
+from phalanx.collectives.host.shared_memory import (
     MIN_SLOT_BYTES,
     SLOT_BYTES,
     TUNED_SLOT_BYTES,
-    SharedMemoryEngine,
+    SharedMemoryAlgorithm,
     segment_bytes,
 )
-from phalanx.collectives.single import SingleEngine
-from phalanx.collectives.tuning import Journal, Tunable, TunedEngine
+from phalanx.collectives.host.shared_segment import MEMFD, SegmentOffer, SharedSegment
+from phalanx.collectives.host.single_process import SingleProcessAlgorithm
+from phalanx.collectives.options import CommunicationImplementation, CommunicationOptions
 from phalanx.errors import ConfigurationError, DisagreementError
 from phalanx.transport.throttle import Throttle
 
@@ -51,7 +51,7 @@ class _Facts(msgspec.Struct, frozen=True):
 class _Setup(msgspec.Struct, frozen=True):
     """One attempt at a segment: the first rank of a host makes the offer, the others say what came of it."""
 
-    offer: Offer | None = None
+    offer: SegmentOffer | None = None
     error: str = ""
 
 
@@ -64,7 +64,7 @@ def connect(
     stall_s: float = math.inf,
     autotune: bool = False,
     autotune_log: Path | None = None,
-) -> GroupCommunicator:
+) -> HostCommunicator:
     """A communicator of all members. Every member must call this.
 
     With AUTO it goes through shared memory inside a host and through links between hosts; where processes
@@ -98,14 +98,14 @@ def connect(
     mesh = Mesh(membership, None if simulated_mbits is None else Throttle(simulated_mbits * 1e6 / 8))
     ranks = range(membership.world_size)
     if len(ranks) == 1:
-        return GroupCommunicator(mesh, SingleEngine(membership.rank), "single", options.timeout_s)
-    links = RingEngine(mesh, ranks, options.bytes_per_pack)
-    communicator = GroupCommunicator(mesh, links, "ring", options.timeout_s)
+        return HostCommunicator(mesh, SingleProcessAlgorithm(membership.rank), "single", options.timeout_s)
+    links = RingAlgorithm(mesh, ranks, options.bytes_per_pack)
+    communicator = HostCommunicator(mesh, links, "ring", options.timeout_s)
     communicator.warn_of_stalls(stall_s)
     facts = _agree(communicator, options, simulated_mbits, autotune)
     if not _core_for_each(membership.local_ranks, facts):
         mesh.spin_s = 0.0
-    engines: dict[str, Tunable] = {"ring": links}
+    engines: dict[str, TunableAlgorithm] = {"ring": links}
     may_share = options.implementation is CommunicationImplementation.AUTO and simulated_mbits is None
     if may_share and len(membership.hosts) < len(ranks):
         engine = _engine(communicator, options, facts, segment_methods, links, autotune=autotune)
@@ -116,8 +116,8 @@ def connect(
     if autotune:
         # Later members of an elastic job tune anew: what the former ones found stays in the file.
         anew = membership.generation <= FIRST_GENERATION
-        journal = Journal(autotune_log, anew=anew) if membership.rank == 0 else None
-        communicator.adopt(TunedEngine(engines, journal), communicator.kind)
+        journal = AutotuneLog(autotune_log, anew=anew) if membership.rank == 0 else None
+        communicator.adopt(AutotunedAlgorithm(engines, journal), communicator.kind)
     _log.info(
         "rank %d of %d, generation %d: communicator through %s",
         membership.rank,
@@ -129,7 +129,7 @@ def connect(
 
 
 def _agree(
-    communicator: GroupCommunicator, options: CommunicationOptions, simulated_mbits: float | None, autotune: bool
+    communicator: HostCommunicator, options: CommunicationOptions, simulated_mbits: float | None, autotune: bool
 ) -> list[_Facts]:
     """Every rank's facts, after comparing what must be equal."""
     cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
@@ -149,14 +149,14 @@ def _agree(
 
 
 def _engine(
-    communicator: GroupCommunicator,
+    communicator: HostCommunicator,
     options: CommunicationOptions,
     facts: Sequence[_Facts],
     methods: Sequence[str],
-    links: RingEngine,
+    links: RingAlgorithm,
     *,
     autotune: bool,
-) -> Tunable:
+) -> TunableAlgorithm:
     """The engine for ranks of which some share a host; `links` if memory cannot be shared anywhere."""
     membership, mesh = communicator.membership, links.mesh
     local_ranks = membership.local_ranks
@@ -171,21 +171,21 @@ def _engine(
             "The messages above say why.",
             membership.me.host,
         )
-    local: SingleEngine | SharedMemoryEngine | RingEngine
+    local: SingleProcessAlgorithm | SharedMemoryAlgorithm | RingAlgorithm
     if len(local_ranks) == 1:
-        local = SingleEngine(membership.rank)
+        local = SingleProcessAlgorithm(membership.rank)
     elif segment is not None:
         spin = _core_for_each(local_ranks, facts)
-        local = SharedMemoryEngine(mesh, local_ranks, segment, slot_bytes, chunk_bytes=chunk_bytes, spin=spin)
+        local = SharedMemoryAlgorithm(mesh, local_ranks, segment, slot_bytes, chunk_bytes=chunk_bytes, spin=spin)
     else:
-        local = RingEngine(mesh, local_ranks, options.bytes_per_pack)
+        local = RingAlgorithm(mesh, local_ranks, options.bytes_per_pack)
     if len(membership.hosts) == 1:
-        return local if isinstance(local, SharedMemoryEngine) else links
+        return local if isinstance(local, SharedMemoryAlgorithm) else links
     leaders = [membership.ranks_on(host)[0] for host in membership.hosts]
-    return HierarchicalEngine(
+    return HierarchicalAlgorithm(
         membership,
         local=local,
-        leaders=RingEngine(mesh, leaders, options.bytes_per_pack) if membership.rank in leaders else None,
+        leaders=RingAlgorithm(mesh, leaders, options.bytes_per_pack) if membership.rank in leaders else None,
         whole=links,
     )
 
@@ -195,17 +195,17 @@ def _core_for_each(local_ranks: Sequence[Rank], facts: Sequence[_Facts]) -> bool
     return len({core for rank in local_ranks for core in facts[rank].cores}) >= len(local_ranks)
 
 
-def shared_block(communicator: Communicator, size: int) -> Segment | None:
+def shared_block(communicator: Communicator, size: int) -> SharedSegment | None:
     """Memory of `size` bytes, zeros at first, that all members share; None where they cannot. All must call.
 
     Not as a file: there may be much of it.
     """
-    if not isinstance(communicator, GroupCommunicator) or communicator.kind != SHARED_MEMORY:
+    if not isinstance(communicator, HostCommunicator) or communicator.kind != SHARED_MEMORY:
         return None
     return _share(communicator, size, [MEMFD])
 
 
-def _share(communicator: GroupCommunicator, size: int, methods: Sequence[str]) -> Segment | None:
+def _share(communicator: HostCommunicator, size: int, methods: Sequence[str]) -> SharedSegment | None:
     """The segment of this host, mapped by all its ranks; None if it has one rank or cannot have one.
 
     All ranks of all hosts take part in every attempt, so that they stay in step even if hosts differ.
@@ -213,12 +213,12 @@ def _share(communicator: GroupCommunicator, size: int, methods: Sequence[str]) -
     membership = communicator.membership
     local_ranks = membership.local_ranks
     alone = len(local_ranks) == 1
-    shared: Segment | None = None
+    shared: SharedSegment | None = None
     for method in methods:
         segment, setup = None, _Setup()
         if not alone and shared is None and membership.rank == local_ranks[0]:
             try:
-                segment = Segment.create(size, method)
+                segment = SharedSegment.create(size, method)
                 setup = _Setup(segment.offer)
             except OSError as error:
                 setup = _Setup(error=f"{method}: {error}")
@@ -227,7 +227,7 @@ def _share(communicator: GroupCommunicator, size: int, methods: Sequence[str]) -
             error_text = setup.error
             if offer is not None and segment is None:
                 try:
-                    segment = Segment.open(offer)
+                    segment = SharedSegment.open(offer)
                 except OSError as error:
                     error_text = f"{method}: {error}"
             opened = _gather(communicator, _Setup(offer if segment else None, error_text))
@@ -249,6 +249,6 @@ def _share(communicator: GroupCommunicator, size: int, methods: Sequence[str]) -
     return shared
 
 
-def _gather(communicator: GroupCommunicator, setup: _Setup) -> list[_Setup]:
+def _gather(communicator: HostCommunicator, setup: _Setup) -> list[_Setup]:
     encoded = communicator.all_gather_bytes(msgspec.msgpack.encode(setup))
     return [msgspec.msgpack.decode(item, type=_Setup) for item in encoded]

@@ -10,10 +10,10 @@ from functools import cached_property
 
 import msgspec
 
-from phalanx.collectives.layout import Layout
+from phalanx.collectives.fusion_layout import FusionLayout
 
 
-class Description(msgspec.Struct, frozen=True):
+class CollectiveDescription(msgspec.Struct, frozen=True):
     """What must be equal on all ranks, in words: it is compared by its signature and shown in errors.
 
     Attributes:
@@ -43,8 +43,8 @@ class Operation:
         nbytes: what each rank brings, or root; 0 where that differs between calls.
     """
 
-    description: Description
-    layouts: tuple[Layout, ...] = ()
+    description: CollectiveDescription
+    layouts: tuple[FusionLayout, ...] = ()
     shapes: tuple[tuple[int, ...], ...] = field(default=())
     nbytes: int = 0
 
@@ -56,7 +56,7 @@ class Operation:
 
 
 @dataclass(slots=True)
-class Call:
+class CollectiveCall:
     """One running collective.
 
     Attributes:
@@ -79,7 +79,7 @@ class Call:
         return f"{self.operation.description} (collective {self.number})"
 
 
-def explain_mismatch(descriptions: Mapping[int, Description | None]) -> str:
+def explain_mismatch(descriptions: Mapping[int, CollectiveDescription | None]) -> str:
     """The message of a CollectiveMismatchError: the first difference, with rank and value on both sides.
 
     The side that most ranks take is the reference (the one with the lowest rank, if two are equal).
@@ -103,7 +103,7 @@ def explain_mismatch(descriptions: Mapping[int, Description | None]) -> str:
     return " ".join(lines)
 
 
-def _difference(rank: int, mine: Description, reference_rank: int, reference: Description) -> str:
+def _difference(rank: int, mine: CollectiveDescription, reference_rank: int, reference: CollectiveDescription) -> str:
     both = f"rank {rank} called {mine}; rank {reference_rank} called {reference}."
     if mine.name != reference.name:
         return (
@@ -126,7 +126,7 @@ def _difference(rank: int, mine: Description, reference_rank: int, reference: De
     )
 
 
-def _both(mine: Description, reference: Description) -> str:
+def _both(mine: CollectiveDescription, reference: CollectiveDescription) -> str:
     extra = _first_extra(mine.arrays, reference.arrays)
     return f"the first difference is at array {extra}."
 

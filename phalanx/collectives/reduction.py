@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.collectives.communicator import Array, ReduceOp
-from phalanx.collectives.half import from_half, to_half
+from phalanx.collectives.half_precision import from_half, to_half
 from phalanx.errors import ConfigurationError
 
 DType = np.dtype[Any]

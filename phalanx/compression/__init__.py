@@ -1,12 +1,12 @@
 """Fewer bytes for gradients: what `compression=` of a strategy takes, by name or as an object."""
 
+from phalanx.compression.base_compression import Compression, Merged
 from phalanx.compression.cast import BFloat16, Float16
 from phalanx.compression.codec import Codec
-from phalanx.compression.names import resolve
+from phalanx.compression.compression_registry import resolve
 from phalanx.compression.power_sgd import PowerSGD
-from phalanx.compression.protocol import Compression, Merged
-from phalanx.compression.quantised import Int4, Int6, Int8
-from phalanx.compression.reducer import Reducer
+from phalanx.compression.quantized import Int4, Int6, Int8
+from phalanx.compression.reducer import CompressedReducer
 from phalanx.compression.top_k import TopK
 
 __all__ = [
@@ -19,7 +19,7 @@ __all__ = [
     "Int8",
     "Merged",
     "PowerSGD",
-    "Reducer",
+    "CompressedReducer",
     "TopK",
     "resolve",
 ]

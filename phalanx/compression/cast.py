@@ -11,8 +11,8 @@ import numpy as np
 
 from phalanx.collectives.communicator import Array, Communicator
 from phalanx.collectives.reduction import cast
+from phalanx.compression.base_compression import DType, Merged, State
 from phalanx.compression.flat import cut, fill
-from phalanx.compression.protocol import DType, Merged, State
 
 _WIDER_THAN = 2
 """Bytes of the dtypes that are narrow enough as they are."""

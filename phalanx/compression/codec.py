@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 
 from phalanx.collectives.communicator import Array, Communicator
-from phalanx.collectives.layout import byte_view
-from phalanx.compression.protocol import DType, Merged, State
+from phalanx.collectives.fusion_layout import byte_view
+from phalanx.compression.base_compression import DType, Merged, State
 from phalanx.errors import ConfigurationError
 
 SMALL = 1024

@@ -33,8 +33,8 @@ from functools import cache
 import numpy as np
 
 from phalanx.collectives.communicator import Array, Communicator
-from phalanx.compression.protocol import Compression, DType, Merged, State
-from phalanx.compression.quantised import Int6
+from phalanx.compression.base_compression import Compression, DType, Merged, State
+from phalanx.compression.quantized import Int6
 from phalanx.errors import ConfigurationError
 
 RANK = 26

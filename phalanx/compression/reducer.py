@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 
 from phalanx.collectives.communicator import Array, Communicator
-from phalanx.collectives.named import broadcast_named, sum_named
-from phalanx.compression.protocol import Compression, State
+from phalanx.collectives.keyed import broadcast_named, sum_named
+from phalanx.compression.base_compression import Compression, State
 
 OWN, SHARED = "own", "shared"
 
@@ -32,7 +32,7 @@ class _Memory(NamedTuple):
 _NOTHING = _Memory((), {})
 
 
-class Reducer:
+class CompressedReducer:
     """Sums gradients by a compression, with error feedback.
 
     `all_reduce` changes nothing that is remembered until `commit` is called, so a step that fails may be repeated.

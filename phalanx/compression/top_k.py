@@ -10,7 +10,7 @@ import numpy as np
 
 from phalanx.collectives.communicator import Array
 from phalanx.compression.codec import Codec
-from phalanx.compression.quantised import Int8
+from phalanx.compression.quantized import Int8
 from phalanx.errors import ConfigurationError
 
 RATIO = 0.5

@@ -2,7 +2,7 @@
 
 from phalanx.coordinator.cluster_coordinator import ClusterCoordinator
 from phalanx.coordinator.current_worker import experimental_get_current_worker_index
-from phalanx.coordinator.remote import (
+from phalanx.coordinator.remote_values import (
     OutOfRangeError,
     PerWorkerDataset,
     PerWorkerIterator,

@@ -12,20 +12,20 @@ from typing import Any
 
 import keras
 
-from phalanx.backends import make_tensors
-from phalanx.coordinator import state
+from phalanx.config.job_config import SECRET
+from phalanx.coordinator import function_effects
+from phalanx.coordinator.coordinated_variables import ChiefVariables
+from phalanx.coordinator.coordinator_messages import MakeObject
 from phalanx.coordinator.dispatcher import Dispatcher, ScheduledCall
-from phalanx.coordinator.messages import Make
-from phalanx.coordinator.outgoing import OutgoingReferences
-from phalanx.coordinator.pickling import pack, unpack
-from phalanx.coordinator.remote import PerWorkerDataset, PerWorkerIterator, PerWorkerValues, RemoteValue
-from phalanx.coordinator.variables import ChiefVariables
-from phalanx.coordinator.worker import FunctionServer
+from phalanx.coordinator.function_pickling import pack, unpack
+from phalanx.coordinator.function_server import FunctionServer
+from phalanx.coordinator.outgoing_references import OutgoingReferences
+from phalanx.coordinator.remote_values import PerWorkerDataset, PerWorkerIterator, PerWorkerValues, RemoteValue
+from phalanx.engines import make_tensors
 from phalanx.errors import ConfigurationError, UnsupportedError
-from phalanx.settings import SECRET
-from phalanx.strategies.parameter_server import ParameterServerStrategy
-from phalanx.training.made import Name
-from phalanx.training.server_worker import ServerWorker
+from phalanx.strategies.parameter_server_strategy import ParameterServerStrategy
+from phalanx.training.parameter_server_worker import ParameterServerWorker
+from phalanx.training.scope_registry import ScopedName
 
 
 class ClusterCoordinator:
@@ -74,7 +74,7 @@ class ClusterCoordinator:
         self._lock = threading.RLock()  # one thread at a time packs, and speaks to the servers
         self._references = OutgoingReferences({"strategy": strategy, "coordinator": self}, worker.made, make_tensors())
         self._variables = ChiefVariables(worker, trainers=len(me.tasks) - 1)
-        self._account = state.Account(worker.made)
+        self._account = function_effects.EffectAccumulator(worker.made)
         self._account_lock = threading.Lock()
         self._dispatcher = Dispatcher(me, self._note_answer, worker.client.without)
         self._dispatcher.start()
@@ -168,7 +168,7 @@ class ClusterCoordinator:
         """
         with self._lock:
             dataset = PerWorkerDataset(self._references.number, self._iterate)
-            self._dispatcher.tell(Make(dataset.number), [self._pack_maker(dataset_fn)])
+            self._dispatcher.tell(MakeObject(dataset.number), [self._pack_maker(dataset_fn)])
             return dataset
 
     def create_per_worker_values(self, fn: Callable[..., Any]) -> PerWorkerValues:
@@ -177,7 +177,7 @@ class ClusterCoordinator:
             raise ConfigurationError(f"create_per_worker_values() got {fn!r}; pass a function.")
         with self._lock:
             values = PerWorkerValues(self._references.number)
-            self._dispatcher.tell(Make(values.number), [self._pack_maker(fn)])
+            self._dispatcher.tell(MakeObject(values.number), [self._pack_maker(fn)])
             return values
 
     # Behind them.
@@ -190,7 +190,7 @@ class ClusterCoordinator:
         with self._lock, self._dispatcher.paused() as some_wait:
             self._take_changes(more_to_come=some_wait)
 
-    def _prepare(self, used: set[Name]) -> None:
+    def _prepare(self, used: set[ScopedName]) -> None:
         """Let the servers have the variables as functions need them."""
         if self._variables.is_ready(used):
             return
@@ -198,7 +198,7 @@ class ClusterCoordinator:
         self._take_changes()
         begin = self._variables.begin(used)
         if begin is not None:
-            values = pack(state.untrained(self._worker.made), self._references, "The state of layers")
+            values = pack(function_effects.untrained(self._worker.made), self._references, "The state of layers")
             self._dispatcher.tell(begin, [values])
 
     def _settle(self) -> None:
@@ -215,7 +215,7 @@ class ClusterCoordinator:
     def _iterate(self, dataset: PerWorkerDataset) -> PerWorkerIterator:
         with self._lock:
             iterator = PerWorkerIterator(self._references.number, dataset)
-            self._dispatcher.tell(Make(iterator.number, iterator_of=dataset.number))
+            self._dispatcher.tell(MakeObject(iterator.number, iterator_of=dataset.number))
             return iterator
 
     def _pack_maker(self, maker: Any) -> bytes:
@@ -244,14 +244,14 @@ class ClusterCoordinator:
         return unpack(pickle, self._references.load if as_tensors else self._references.load_on_host)
 
 
-def _check(strategy: Any) -> ServerWorker:
+def _check(strategy: Any) -> ParameterServerWorker:
     """This task's place, if it can have a coordinator."""
     if not isinstance(strategy, ParameterServerStrategy):
         raise ConfigurationError(
             f"A ClusterCoordinator schedules functions for a ParameterServerStrategy; it got {strategy!r}."
         )
     worker = strategy._member
-    if not isinstance(worker, ServerWorker):
+    if not isinstance(worker, ParameterServerWorker):
         raise ConfigurationError(
             "The evaluator runs no scheduled functions. Let it do its own work before the ClusterCoordinator is made: "
             "`if strategy.cluster_resolver.task_type == 'evaluator': ...`."

@@ -18,29 +18,29 @@ from typing import Any
 import msgspec
 
 from phalanx.cluster.admission import PROBE, Probe, admit_worker, link_name
-from phalanx.cluster.agreement import Statement
-from phalanx.cluster.dialling import who_is_at
-from phalanx.cluster.roll_call import Identity
-from phalanx.coordinator.messages import (
+from phalanx.cluster.compatibility import TaskDescription
+from phalanx.cluster.peer_dialing import who_is_at
+from phalanx.cluster.peer_registry import TaskIdentity
+from phalanx.coordinator.coordinator_messages import (
     FUNCTIONS_KEPT,
     Answer,
     Begin,
-    Call,
-    Forget,
-    Keep,
-    Make,
+    CallFunction,
+    ForgetObject,
+    FunctionRaised,
+    FunctionReturned,
+    KeepObject,
+    MakeObject,
     Order,
     Ping,
     Pong,
-    Raised,
-    Returned,
-    Stop,
+    StopWorker,
 )
-from phalanx.coordinator.queue import MAX_LOSSES, FunctionQueue
-from phalanx.coordinator.remote import RemoteValue
+from phalanx.coordinator.function_queue import MAX_LOSSES, FunctionQueue
+from phalanx.coordinator.remote_values import RemoteValue
 from phalanx.errors import FrameError, LinkClosedError, LinkTimeoutError, PeerLostError, PhalanxError, RendezvousError
-from phalanx.launcher import call as calls
-from phalanx.launcher.function import WorkerTraceback
+from phalanx.launcher.launch_function import WorkerTraceback
+from phalanx.runtime import function_call as calls
 from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
 from phalanx.transport.listener import Listener, open_sockets
@@ -116,7 +116,7 @@ class Dispatcher:
         silent: is kept: the names of workers that were lost because they do not answer, and have not come back.
     """
 
-    def __init__(self, me: Identity, on_answer: Callable[[memoryview, int], None], silent: set[str]) -> None:
+    def __init__(self, me: TaskIdentity, on_answer: Callable[[memoryview, int], None], silent: set[str]) -> None:
         self._me = me
         self._silent = silent
         self._on_answer = on_answer
@@ -125,7 +125,7 @@ class Dispatcher:
         self._queue = FunctionQueue()
         self._calls: dict[int, ScheduledCall] = {}
         self._workers: dict[int, _Worker] = {}
-        self._news: list[tuple[Begin | Make, Sequence[bytes]]] = []  # what a worker that comes later must hear
+        self._news: list[tuple[Begin | MakeObject, Sequence[bytes]]] = []  # what a worker that comes later must hear
         self._failure: BaseException | None = None
         self._links_made = itertools.count()
         self._alone_since = time.monotonic()
@@ -157,7 +157,7 @@ class Dispatcher:
             self._queue.add(call.result.number, [need.number for need in call.needs if not need.is_finished])
             self._changed.notify_all()
 
-    def tell(self, order: Begin | Make, buffers: Sequence[bytes] = ()) -> None:
+    def tell(self, order: Begin | MakeObject, buffers: Sequence[bytes] = ()) -> None:
         """Tell all workers, also those that come later; who come later hear the last `Begin` only."""
         with self._changed:
             if isinstance(order, Begin):
@@ -175,7 +175,7 @@ class Dispatcher:
             ]
             for worker in self._workers.values():
                 worker.kept.discard(number)
-                worker.outbox.append((Forget(number), ()))
+                worker.outbox.append((ForgetObject(number), ()))
             self._changed.notify_all()
 
     def is_done(self) -> bool:
@@ -227,7 +227,7 @@ class Dispatcher:
                 return
             self._closing = True
             for worker in self._workers.values():
-                worker.outbox.append((Stop(), ()))
+                worker.outbox.append((StopWorker(), ()))
             self._changed.notify_all()
             # They hang up; if we did, what they are sending could cost them the message.
             self._changed.wait_for(lambda: not self._workers, timeout=GOODBYE_S)
@@ -293,7 +293,7 @@ class Dispatcher:
             worker = _Worker(number, hello.task, incarnation, link, deque(self._news))
             former = self._workers.get(number)
             if self._closing:
-                worker.outbox.append((Stop(), ()))
+                worker.outbox.append((StopWorker(), ()))
             self._workers[number] = worker
             self._came.add(number)
             self._silent.discard(hello.task)
@@ -314,7 +314,7 @@ class Dispatcher:
                     _encode(order), buffers, deadline=time.monotonic() + self._me.settings.timeout_s + PING_S
                 )
                 worker.told_at = time.monotonic()
-                if isinstance(order, Stop):
+                if isinstance(order, StopWorker):
                     worker.link.finish()
                     return
         except (LinkClosedError, LinkTimeoutError, FrameError) as error:
@@ -341,7 +341,7 @@ class Dispatcher:
         try:
             for kept, pickle in call.keeps.items():
                 if kept not in worker.kept:
-                    worker.outbox.append((Keep(kept), [pickle()]))
+                    worker.outbox.append((KeepObject(kept), [pickle()]))
                     worker.kept.add(kept)
         except Exception as error:  # it has changed since it was scheduled: an array may have been given away
             self._queue.finish(worker.number, worker.incarnation, number)
@@ -359,7 +359,7 @@ class Dispatcher:
             call.arguments,
             *[need.finished() for need in call.needs],
         ]
-        worker.outbox.append((Call(number, call.digest, is_new, results), buffers))
+        worker.outbox.append((CallFunction(number, call.digest, is_new, results), buffers))
 
     def _receive_from(self, worker: _Worker) -> None:
         patience_s = self._me.settings.timeout_s + PING_S
@@ -375,15 +375,15 @@ class Dispatcher:
     def _take(self, worker: _Worker, answer: Answer, buffers: list[memoryview]) -> None:
         if isinstance(answer, Pong):
             return
-        if isinstance(answer, Raised) and answer.missed and self._reaches(answer.missed):
+        if isinstance(answer, FunctionRaised) and answer.missed and self._reaches(answer.missed):
             self._lose(worker, f"it does not reach {answer.missed}, which answers here.")
             return
-        raised = _error_of(worker.name, buffers[0]) if isinstance(answer, Raised) else None
+        raised = _error_of(worker.name, buffers[0]) if isinstance(answer, FunctionRaised) else None
         with self._changed:
             if not self._queue.finish(worker.number, worker.incarnation, answer.call):
                 return
             call = self._calls.pop(answer.call)
-            if isinstance(answer, Returned):
+            if isinstance(answer, FunctionReturned):
                 try:
                     self._on_answer(buffers[1], answer.global_step)
                     call.result.succeed(buffers[0])
@@ -398,7 +398,7 @@ class Dispatcher:
         if name == str(self._me.task):
             return True
         task = next((task for task in self._me.spec.tasks if str(task) == name), None)
-        return task is not None and isinstance(who_is_at(self._me, task, PROBE_S), Statement)
+        return task is not None and isinstance(who_is_at(self._me, task, PROBE_S), TaskDescription)
 
     def _lose(self, worker: _Worker, why: str) -> None:
         worker.link.close()
@@ -448,7 +448,7 @@ def _error_of(name: str, pickle: memoryview) -> BaseException:
     except Exception as error:
         # Its class may be one that only the worker has.
         return PhalanxError(f"A function failed on {name} with an error that cannot be read here: {error!r}")
-    assert isinstance(raised, calls.Raised), raised
+    assert isinstance(raised, calls.CallRaised), raised
     with contextlib.suppress(AttributeError, TypeError):  # an error class may allow no cause to be set
         raised.error.__cause__ = WorkerTraceback(name, raised.traceback)
     return raised.error

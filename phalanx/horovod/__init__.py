@@ -11,6 +11,6 @@ numpy, torch, tensorflow, keras, jax   one for each framework
 
 from __future__ import annotations
 
-from phalanx.horovod.launch import run
+from phalanx.horovod.run_function import run
 
 __all__ = ["run"]

@@ -20,10 +20,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from phalanx.collectives.communicator import Communicator
-from phalanx.collectives.layout import shares
+from phalanx.collectives.fusion_layout import shares
 from phalanx.collectives.reduction import is_float, wire_dtype
 from phalanx.errors import ConfigurationError
-from phalanx.horovod.request import Array
+from phalanx.horovod.operation_request import Array
 
 TINY = float(np.sqrt(np.finfo(np.float64).tiny))
 """Squared norms below this count as zero: a gradient of zeros has nothing in common with any other."""

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from phalanx.cluster import tracing
+from phalanx.cluster import timeline_relay
 from phalanx.errors import UnsupportedError
 from phalanx.horovod import process_sets as sets
-from phalanx.horovod.world import current, is_joined, join_world, leave_world
+from phalanx.horovod.horovod_job import current, is_joined, join_world, leave_world
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
@@ -82,7 +82,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
 def stop_timeline() -> None:
     """Record no more, and write what has been recorded. Raises ValueError before `init`."""
     current()
-    tracing.end()
+    timeline_relay.end()
 
 
 def rank() -> int:

@@ -24,18 +24,18 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from phalanx import timeline
+from phalanx.collectives.autotune.trial_search import TrialSearch
 from phalanx.collectives.communicator import ReduceOp
-from phalanx.collectives.group_communicator import GroupCommunicator
-from phalanx.collectives.search import Search
+from phalanx.collectives.host.host_communicator import HostCommunicator
 from phalanx.errors import CollectiveMismatchError, CollectiveTimeoutError, PhalanxError
 from phalanx.horovod.exceptions import HorovodInternalError
-from phalanx.horovod.execution import Part, execute
-from phalanx.horovod.knobs import Knobs
-from phalanx.horovod.negotiation import Cache, Statement, Verdict, absent, decide, fuse, refusal
-from phalanx.horovod.request import Request
-from phalanx.horovod.stalls import StallInspector
-from phalanx.horovod.tuning import Fusion, FusionTuner
+from phalanx.horovod.execution import FusedPart, execute
+from phalanx.horovod.fusion_autotune import FusionAutotuner, FusionSettings
+from phalanx.horovod.horovod_environment import HorovodEnvironment
+from phalanx.horovod.negotiation import NegotiationResult, RankRequests, RequestCache, absent, decide, fuse, refusal
+from phalanx.horovod.operation_request import Request
+from phalanx.horovod.stall_inspector import StallInspector
+from phalanx.monitoring import timeline
 
 _log = logging.getLogger(__name__)
 
@@ -44,12 +44,12 @@ _BITS_FROM = 1
 """A round's bits: the first says that this rank has nothing new to tell, the others which known requests it wants."""
 
 
-class Handle:
+class OperationHandle:
     """One operation that was asked for. `controller.wait` gives its result."""
 
     __slots__ = ("asked_at", "done", "error", "part", "request")
 
-    def __init__(self, request: Request, part: Part):
+    def __init__(self, request: Request, part: FusedPart):
         self.request = request
         self.part = part
         self.done = False
@@ -74,23 +74,23 @@ class Controller:
 
     def __init__(
         self,
-        communicator: GroupCommunicator,
-        knobs: Knobs,
+        communicator: HostCommunicator,
+        knobs: HorovodEnvironment,
         timeout_s: float,
         names: Sequence[str],
         *,
-        tune: Callable[[Search[Fusion]], None] | None = None,
+        tune: Callable[[TrialSearch[FusionSettings]], None] | None = None,
     ):
         self.communicator = communicator
         self.automatic_names: dict[str, itertools.count[int]] = {}
         self._stalls = StallInspector(knobs.stall_s, timeout_s, names)
-        self._fusion = Fusion(knobs.fusion_bytes, knobs.cycle_s)
-        self._tuner = None if tune is None else FusionTuner(self._fusion, self._largest, tune)
-        self._cache = Cache(knobs.cache_capacity)
+        self._fusion = FusionSettings(knobs.fusion_bytes, knobs.cycle_s)
+        self._tuner = None if tune is None else FusionAutotuner(self._fusion, self._largest, tune)
+        self._cache = RequestCache(knobs.cache_capacity)
         self._changed = threading.Condition()  # protects what follows, up to the empty line
-        self._waiting: dict[str, Handle] = {}
-        self._later: dict[str, deque[Handle]] = {}  # asked for under an automatic name that is still in use
-        self._join: Handle | None = None
+        self._waiting: dict[str, OperationHandle] = {}
+        self._later: dict[str, deque[OperationHandle]] = {}  # asked for under an automatic name that is still in use
+        self._join: OperationHandle | None = None
         self._failure: BaseException | None = None
         self._stopped = False
         self._thread: threading.Thread | None = None
@@ -105,7 +105,7 @@ class Controller:
 
     # ------------------------------------------------------------------------------------------------ what callers do
 
-    def submit(self, request: Request, part: Part, *, wake: bool, queue: bool = False) -> Handle:
+    def submit(self, request: Request, part: FusedPart, *, wake: bool, queue: bool = False) -> OperationHandle:
         """Ask for an operation. The part's arrays belong to it until it is done.
 
         Args:
@@ -114,7 +114,7 @@ class Controller:
 
         Raises: HorovodInternalError if an operation of that name is under way, or collectives have failed before.
         """
-        handle = Handle(request, part)
+        handle = OperationHandle(request, part)
         with self._changed:
             self._check_usable()
             if request.name not in self._waiting:
@@ -132,7 +132,7 @@ class Controller:
 
     def join(self) -> int:
         """Run out of data: count as zeros in the others' reductions until all have; returns who was the last."""
-        handle = Handle(Request("join", "join"), Part(()))
+        handle = OperationHandle(Request("join", "join"), FusedPart(()))
         with self._changed:
             self._check_usable()
             if self._join is not None:
@@ -142,11 +142,11 @@ class Controller:
         last: int = handle.part.result
         return last
 
-    def poll(self, handle: Handle) -> bool:
+    def poll(self, handle: OperationHandle) -> bool:
         """Whether an operation is done, well or not; never waits."""
         return handle.done
 
-    def wait(self, handle: Handle) -> None:
+    def wait(self, handle: OperationHandle) -> None:
         """Return when an operation is done, with its result in `handle.part.result`.
 
         Raises: HorovodInternalError if it failed.
@@ -276,13 +276,13 @@ class Controller:
             raise CollectiveTimeoutError(f"{self._awaited()} did not begin: {error}") from error
         if self._merged[_NEWS]:
             ready = [cache[int(number)] for number in np.flatnonzero(self._merged[_BITS_FROM:])]
-            verdicts = [Verdict(request, refusal(request, self._joined)) for request in ready]
+            verdicts = [NegotiationResult(request, refusal(request, self._joined)) for request in ready]
         else:
-            verdicts = self._hear_all(Statement(items, joins, self._stalls.overdue(waiting)))
+            verdicts = self._hear_all(RankRequests(items, joins, self._stalls.overdue(waiting)))
         self._carry_out(verdicts)
         return bool(verdicts)
 
-    def _hear_all(self, own: Statement) -> list[Verdict]:
+    def _hear_all(self, own: RankRequests) -> list[NegotiationResult]:
         encoded = self.communicator.all_gather_bytes(_encode(own))
         statements = [_DECODER.decode(item) for item in encoded]
         self._joined += [rank for rank, each in enumerate(statements) if each.joined and rank not in self._joined]
@@ -305,7 +305,7 @@ class Controller:
             handle.part.result = last
             handle.done = True
 
-    def _carry_out(self, verdicts: Sequence[Verdict]) -> None:
+    def _carry_out(self, verdicts: Sequence[NegotiationResult]) -> None:
         good = [verdict.request for verdict in verdicts if not verdict.error]
         for request in good:
             self._cache.note(request)
@@ -322,7 +322,7 @@ class Controller:
         if self._tuner is not None and good:
             self._tune(self._tuner, good)
 
-    def _tune(self, tuner: FusionTuner, done: Sequence[Request]) -> None:
+    def _tune(self, tuner: FusionAutotuner, done: Sequence[Request]) -> None:
         """What a round has taken counts for what is used at present; the next one may use something else."""
         tuner.did(sum(request.nbytes for request in done))
         self._fusion = tuner.present
@@ -389,7 +389,7 @@ class Controller:
         )
 
 
-def _record(handles: Sequence[Handle | None], started_ns: int) -> None:
+def _record(handles: Sequence[OperationHandle | None], started_ns: int) -> None:
     """Note in the timeline how long operations were negotiated about, and how long they took together."""
     ended_ns = timeline.now()
     for handle in handles:
@@ -397,9 +397,9 @@ def _record(handles: Sequence[Handle | None], started_ns: int) -> None:
             request, kind = handle.request, handle.request.kind.upper()
             asked_ns = min(int(handle.asked_at * 1e9), started_ns)
             args = {"bytes": request.nbytes, "together with": len(handles) - 1}
-            negotiation = timeline.Part(f"NEGOTIATE_{kind}", started_ns)
-            timeline.current.across(request.name, asked_ns, [negotiation, timeline.Part(kind, ended_ns, args)])
+            negotiation = timeline.TimelinePart(f"NEGOTIATE_{kind}", started_ns)
+            timeline.current.across(request.name, asked_ns, [negotiation, timeline.TimelinePart(kind, ended_ns, args)])
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_DECODER = msgspec.msgpack.Decoder(Statement)
+_DECODER = msgspec.msgpack.Decoder(RankRequests)

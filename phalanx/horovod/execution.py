@@ -11,22 +11,22 @@ import numpy as np
 from phalanx.collectives.communicator import Communicator, ReduceOp
 from phalanx.collectives.reduction import is_float, merge_rows, wire_dtype
 from phalanx.horovod import adasum
-from phalanx.horovod.request import Array, Kind, Op, Request, dtype_of
+from phalanx.horovod.operation_request import Array, HorovodOp, OperationKind, Request, dtype_of
 
 _REDUCE_OPS = {
-    Op.AVERAGE: ReduceOp.SUM,
-    Op.SUM: ReduceOp.SUM,
-    Op.MIN: ReduceOp.MIN,
-    Op.MAX: ReduceOp.MAX,
-    Op.PRODUCT: ReduceOp.PRODUCT,
+    HorovodOp.AVERAGE: ReduceOp.SUM,
+    HorovodOp.SUM: ReduceOp.SUM,
+    HorovodOp.MIN: ReduceOp.MIN,
+    HorovodOp.MAX: ReduceOp.MAX,
+    HorovodOp.PRODUCT: ReduceOp.PRODUCT,
 }
 
-_SCALED_ON_THE_WAY = (Op.AVERAGE, Op.SUM)
+_SCALED_ON_THE_WAY = (HorovodOp.AVERAGE, HorovodOp.SUM)
 """The communicator multiplies while it adds."""
 
 
 @dataclass(slots=True)
-class Part:
+class FusedPart:
     """What this rank brings to an operation, and gets from it.
 
     Attributes:
@@ -44,23 +44,23 @@ class Part:
 
 
 @np.errstate(all="ignore")  # what overflows on one rank must not end the operation there alone
-def execute(communicator: Communicator, requests: Sequence[Request], parts: Sequence[Part | None]) -> None:
+def execute(communicator: Communicator, requests: Sequence[Request], parts: Sequence[FusedPart | None]) -> None:
     """Do a batch of requests that travel as one (`negotiation.fuse`); all ranks must call with the same requests.
 
     Args:
         parts: of this rank, filled with results; None where it has joined and only lends a hand.
     """
     kind = requests[0].kind
-    if kind == Kind.ALLREDUCE:
+    if kind == OperationKind.ALLREDUCE:
         _allreduce(communicator, requests, parts)
-    elif kind == Kind.BROADCAST:
+    elif kind == OperationKind.BROADCAST:
         _broadcast(communicator, requests, parts)
-    elif kind != Kind.BARRIER:
+    elif kind != OperationKind.BARRIER:
         (part,) = parts
         assert part is not None, "other kinds are refused once a rank has joined"
-        if kind == Kind.ALLGATHER:
+        if kind == OperationKind.ALLGATHER:
             part.result = [np.concatenate(communicator.all_gather(array)) for array in part.arrays]
-        elif kind == Kind.ALLTOALL:
+        elif kind == OperationKind.ALLTOALL:
             part.result = _alltoall(communicator, part)
         else:
             part.result = [_reducescatter(communicator, array, requests[0]) for array in part.arrays]
@@ -75,8 +75,8 @@ def share_of_rows(rows: int, size: int) -> list[int]:
 # -------------------------------------------------------------------------------------------------------- reductions
 
 
-def _allreduce(communicator: Communicator, requests: Sequence[Request], parts: Sequence[Part | None]) -> None:
-    op, prescale, postscale = Op(requests[0].op), requests[0].prescale, requests[0].postscale
+def _allreduce(communicator: Communicator, requests: Sequence[Request], parts: Sequence[FusedPart | None]) -> None:
+    op, prescale, postscale = HorovodOp(requests[0].op), requests[0].prescale, requests[0].postscale
     arrays: list[Array] = []
     outs: list[Array] = []
     for request, part in zip(requests, parts, strict=True):
@@ -93,19 +93,19 @@ def _allreduce(communicator: Communicator, requests: Sequence[Request], parts: S
             on_the_way = op in _SCALED_ON_THE_WAY
             arrays += part.arrays if on_the_way else [_scaled(array, prescale) for array in part.arrays]
             outs += part.result
-    if op is Op.ADASUM:
+    if op is HorovodOp.ADASUM:
         adasum.adasum(communicator, arrays, outs)
-    elif op is Op.AVERAGE and all(is_float(array.dtype) for array in arrays):
+    elif op is HorovodOp.AVERAGE and all(is_float(array.dtype) for array in arrays):
         if prescale == 1.0:
             communicator.all_reduce(arrays, ReduceOp.MEAN, out=outs)
         else:
             communicator.all_reduce(arrays, ReduceOp.SUM, scale=[prescale] * len(arrays), out=outs)
             postscale /= communicator.world_size
-    elif op is Op.AVERAGE:
+    elif op is HorovodOp.AVERAGE:
         sums = communicator.all_reduce([_widened(_scaled(array, prescale)) for array in arrays], ReduceOp.SUM)
         for out, total in zip(outs, sums, strict=True):
             out[...] = _divided(total, communicator.world_size)
-    elif op is Op.SUM:
+    elif op is HorovodOp.SUM:
         scales = [prescale if is_float(array.dtype) else 1.0 for array in arrays]
         arrays = [array if is_float(array.dtype) else _scaled(array, prescale) for array in arrays]
         communicator.all_reduce(arrays, ReduceOp.SUM, scale=scales if prescale != 1.0 else 1.0, out=outs)
@@ -116,19 +116,19 @@ def _allreduce(communicator: Communicator, requests: Sequence[Request], parts: S
             out[...] = _scaled(out, postscale)
 
 
-def _neutral(op: Op, dtype: np.dtype[Any], shape: Sequence[int]) -> Array:
+def _neutral(op: HorovodOp, dtype: np.dtype[Any], shape: Sequence[int]) -> Array:
     """What a rank that has joined brings: zeros to sums and averages, and to the others what changes nothing."""
     value: Any = 0
-    if op is Op.PRODUCT:
+    if op is HorovodOp.PRODUCT:
         value = 1
-    elif op in (Op.MIN, Op.MAX):
+    elif op in (HorovodOp.MIN, HorovodOp.MAX):
         if is_float(dtype):
-            value = np.inf if op is Op.MIN else -np.inf
+            value = np.inf if op is HorovodOp.MIN else -np.inf
         elif dtype == np.bool_:
-            value = op is Op.MIN
+            value = op is HorovodOp.MIN
         else:
             limits = np.iinfo(dtype)
-            value = limits.max if op is Op.MIN else limits.min
+            value = limits.max if op is HorovodOp.MIN else limits.min
     return np.full(shape, value, dtype)
 
 
@@ -156,7 +156,7 @@ def _reducescatter(communicator: Communicator, array: Array, request: Request) -
     """
     counts = share_of_rows(array.shape[0], communicator.world_size)
     given, array = array.dtype, _scaled(array, request.prescale)
-    if request.op == Op.AVERAGE:
+    if request.op == HorovodOp.AVERAGE:
         array = _widened(array)
     array = np.ascontiguousarray(array)
     rows = communicator.all_to_all(np.split(array, np.cumsum(counts)[:-1]))
@@ -164,8 +164,8 @@ def _reducescatter(communicator: Communicator, array: Array, request: Request) -
     if out.size:
         wire = wire_dtype(array.dtype)
         flat = [row.reshape(-1).astype(wire, copy=False) for row in rows]
-        merge_rows(flat, out.reshape(-1), _REDUCE_OPS[Op(request.op)])
-    average = communicator.world_size if request.op == Op.AVERAGE else 1
+        merge_rows(flat, out.reshape(-1), _REDUCE_OPS[HorovodOp(request.op)])
+    average = communicator.world_size if request.op == HorovodOp.AVERAGE else 1
     return _scaled(_divided(out, average), request.postscale).astype(given, copy=False)
 
 
@@ -185,7 +185,7 @@ def _scaled(array: Array, factor: float) -> Array:
 # --------------------------------------------------------------------------------------------------------- exchanges
 
 
-def _broadcast(communicator: Communicator, requests: Sequence[Request], parts: Sequence[Part | None]) -> None:
+def _broadcast(communicator: Communicator, requests: Sequence[Request], parts: Sequence[FusedPart | None]) -> None:
     arrays: list[Array] = []
     outs: list[Array] = []
     for part in parts:
@@ -196,7 +196,7 @@ def _broadcast(communicator: Communicator, requests: Sequence[Request], parts: S
     communicator.broadcast(arrays, requests[0].root, out=outs)
 
 
-def _alltoall(communicator: Communicator, part: Part) -> tuple[Array, list[int]]:
+def _alltoall(communicator: Communicator, part: FusedPart) -> tuple[Array, list[int]]:
     (array,) = part.arrays
     received = communicator.all_to_all(np.split(array, np.cumsum(part.splits)[:-1]))
     return np.concatenate(received), [len(rows) for rows in received]

@@ -14,13 +14,13 @@ import numpy as np
 
 from phalanx.errors import UnsupportedError
 from phalanx.horovod import operations
+from phalanx.horovod.operation_request import Array, HorovodOp
 from phalanx.horovod.process_sets import ProcessSet
-from phalanx.horovod.request import Array, Op
 
 
-def check_differentiable(op: Op) -> None:
+def check_differentiable(op: HorovodOp) -> None:
     """Raises UnsupportedError for an op of an allreduce that has no gradient."""
-    if op not in (Op.AVERAGE, Op.SUM, Op.ADASUM):
+    if op not in (HorovodOp.AVERAGE, HorovodOp.SUM, HorovodOp.ADASUM):
         raise UnsupportedError(f"allreduce with op={op.value} has no gradient here; Average, Sum and Adasum have.")
 
 
@@ -35,7 +35,7 @@ def refuse_again(*_: object) -> None:
 
 def of_allreduce(
     gradients: Sequence[Array],
-    op: Op,
+    op: HorovodOp,
     prescale: float,
     postscale: float,
     process_set: ProcessSet,
@@ -60,7 +60,7 @@ def of_allgather(
     gradients: Sequence[Array], rows: Sequence[int], process_set: ProcessSet, name: str | None = None
 ) -> list[Array]:
     """Args: rows: how many this rank brought of each array."""
-    merged = of_allreduce(gradients, Op.AVERAGE, 1.0, 1.0, process_set, name)
+    merged = of_allreduce(gradients, HorovodOp.AVERAGE, 1.0, 1.0, process_set, name)
     sizes = operations.allgather(
         [np.array([rows], np.int64)], name=None if name is None else f"{name}.rows", process_set=process_set, wake=False
     ).wait()[0]
@@ -72,7 +72,7 @@ def of_broadcast(
     gradients: Sequence[Array], root_rank: int, process_set: ProcessSet, name: str | None = None
 ) -> list[Array]:
     """Zeros on all ranks but the root."""
-    merged = of_allreduce(gradients, Op.AVERAGE, 1.0, 1.0, process_set, name)
+    merged = of_allreduce(gradients, HorovodOp.AVERAGE, 1.0, 1.0, process_set, name)
     is_root = process_set.rank() == process_set.position(root_rank, "root_rank")
     return merged if is_root else [np.zeros_like(each) for each in merged]
 
@@ -88,16 +88,16 @@ def of_alltoall(
 
 def of_reducescatter(
     gradients: Sequence[Array],
-    op: Op,
+    op: HorovodOp,
     prescale: float,
     postscale: float,
     process_set: ProcessSet,
     name: str | None = None,
 ) -> list[Array]:
     """Raises UnsupportedError for an op that has no gradient."""
-    if op not in (Op.AVERAGE, Op.SUM):
+    if op not in (HorovodOp.AVERAGE, HorovodOp.SUM):
         raise UnsupportedError(f"reducescatter with op={op.value} has no gradient here; Average and Sum have.")
-    factor = prescale * postscale * (process_set.size() if op is Op.SUM else 1)
+    factor = prescale * postscale * (process_set.size() if op is HorovodOp.SUM else 1)
     scaled = [(each * factor).astype(each.dtype) if factor != 1.0 else each for each in gradients]
     pending = operations.allgather(scaled, name=name, process_set=process_set, wake=False)
     gathered: list[Array] = pending.wait()

@@ -13,9 +13,9 @@ import numpy as np
 from phalanx.errors import ConfigurationError
 from phalanx.horovod import operations
 from phalanx.horovod.compression import Compression
-from phalanx.horovod.operations import Average, Pending, check_op
+from phalanx.horovod.operation_request import Array, HorovodOp
+from phalanx.horovod.operations import Average, PendingResult, check_op
 from phalanx.horovod.process_sets import ProcessSet, global_process_set
-from phalanx.horovod.request import Array, Op
 
 Tensor = Any
 
@@ -56,11 +56,11 @@ class Interface:
         tensor: Tensor,
         average: bool | None = None,
         name: str | None = None,
-        op: Op | None = None,
+        op: HorovodOp | None = None,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         process_set: ProcessSet = global_process_set,
-    ) -> Pending:
+    ) -> PendingResult:
         """Start `allreduce`; the handle's result is a new tensor."""
         return _one(
             self.grouped_allreduce_async([tensor], average, name, op, prescale_factor, postscale_factor, process_set)
@@ -71,13 +71,13 @@ class Interface:
         tensors: Sequence[Tensor],
         average: bool | None = None,
         name: str | None = None,
-        op: Op | None = None,
+        op: HorovodOp | None = None,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         process_set: ProcessSet = global_process_set,
         *,
         wake: bool = True,
-    ) -> Pending:
+    ) -> PendingResult:
         """Start `grouped_allreduce`; the handle's result is a list of new tensors."""
         pending = operations.allreduce(
             list(map(self._to_host, tensors)),
@@ -97,7 +97,7 @@ class Interface:
         average: bool | None = None,
         name: str | None = None,
         compression: Any = Compression.none,
-        op: Op | None = None,
+        op: HorovodOp | None = None,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         process_set: ProcessSet = global_process_set,
@@ -113,7 +113,7 @@ class Interface:
         average: bool | None = None,
         name: str | None = None,
         compression: Any = Compression.none,
-        op: Op | None = None,
+        op: HorovodOp | None = None,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         process_set: ProcessSet = global_process_set,
@@ -134,13 +134,13 @@ class Interface:
 
     def allgather_async(
         self, tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-    ) -> Pending:
+    ) -> PendingResult:
         """Start `allgather`; the handle's result is a new tensor."""
         return _one(self.grouped_allgather_async([tensor], name, process_set))
 
     def grouped_allgather_async(
         self, tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
-    ) -> Pending:
+    ) -> PendingResult:
         """Start `grouped_allgather`; the handle's result is a list of new tensors."""
         pending = operations.allgather(list(map(self._to_host, tensors)), name=name, process_set=process_set)
         pending.finish = self._tensors
@@ -165,7 +165,7 @@ class Interface:
         root_rank: int,
         name: str | None = None,
         process_set: ProcessSet = global_process_set,
-    ) -> Pending:
+    ) -> PendingResult:
         """Start `broadcast`; the handle's result is a new tensor."""
         pending = operations.broadcast([self._to_host(tensor)], root_rank, name=name, process_set=process_set)
         pending.finish = self._tensors
@@ -189,7 +189,7 @@ class Interface:
         splits: Any = None,
         name: str | None = None,
         process_set: ProcessSet = global_process_set,
-    ) -> Pending:
+    ) -> PendingResult:
         """Start `alltoall`; the handle's result is what that returns."""
         counts = None if splits is None else np.asarray(splits)
         pending = operations.alltoall(self._to_host(tensor), counts, name=name, process_set=process_set)
@@ -219,11 +219,11 @@ class Interface:
         self,
         tensor: Tensor,
         name: str | None = None,
-        op: Op = Average,
+        op: HorovodOp = Average,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         process_set: ProcessSet = global_process_set,
-    ) -> Pending:
+    ) -> PendingResult:
         """Start `reducescatter`; the handle's result is a new tensor."""
         return _one(
             self.grouped_reducescatter_async([tensor], name, op, prescale_factor, postscale_factor, process_set)
@@ -233,11 +233,11 @@ class Interface:
         self,
         tensors: Sequence[Tensor],
         name: str | None = None,
-        op: Op = Average,
+        op: HorovodOp = Average,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         process_set: ProcessSet = global_process_set,
-    ) -> Pending:
+    ) -> PendingResult:
         """Start `grouped_reducescatter`; the handle's result is a list of new tensors."""
         pending = operations.reducescatter(
             list(map(self._to_host, tensors)),
@@ -254,7 +254,7 @@ class Interface:
         self,
         tensor: Tensor,
         name: str | None = None,
-        op: Op = Average,
+        op: HorovodOp = Average,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         process_set: ProcessSet = global_process_set,
@@ -266,7 +266,7 @@ class Interface:
         self,
         tensors: Sequence[Tensor],
         name: str | None = None,
-        op: Op = Average,
+        op: HorovodOp = Average,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         process_set: ProcessSet = global_process_set,
@@ -281,17 +281,17 @@ class Interface:
         return list(map(self._from_host, arrays))
 
 
-def synchronize(handle: Pending) -> Any:
+def synchronize(handle: PendingResult) -> Any:
     """The result of an operation; waits until it is there. Raises HorovodInternalError if it failed."""
     return handle.wait()
 
 
-def poll(handle: Pending) -> bool:
+def poll(handle: PendingResult) -> bool:
     """Whether `synchronize` would return at once."""
     return handle.done()
 
 
-def _one(pending: Pending) -> Pending:
+def _one(pending: PendingResult) -> PendingResult:
     """A group's operation of one tensor, whose result is that tensor."""
     finish = pending.finish
     assert finish is not None

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from phalanx.errors import ConfigurationError, UnsupportedError
-from phalanx.horovod import elastic, names, operations, steps
+from phalanx.horovod import elastic, exported_names, operations, step_reports
 from phalanx.horovod.compression import Compression
+from phalanx.horovod.exported_names import *  # noqa: F403
 from phalanx.horovod.interface import Interface, check_kept, poll, synchronize
-from phalanx.horovod.names import *  # noqa: F403
+from phalanx.horovod.operation_request import Array, HorovodOp
 from phalanx.horovod.operations import Average, barrier, check_op, join
 from phalanx.horovod.process_sets import ProcessSet, global_process_set
-from phalanx.horovod.request import Array, Op
 
 
 def _to_host(tensor: Any) -> Array:
@@ -81,7 +81,7 @@ class _Transformation(NamedTuple):
 def DistributedOptimizer(
     optimizer: Any,
     compression: Any = Compression.none,
-    op: Op = Average,
+    op: HorovodOp = Average,
     gradient_predivide_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
     name: str | None = None,
@@ -126,7 +126,7 @@ def merge_gradients(
     *,
     compression: Any = Compression.none,
     sparse_as_dense: bool = False,
-    op: Op = Average,
+    op: HorovodOp = Average,
     gradient_predivide_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
     name: str | None = None,
@@ -134,7 +134,7 @@ def merge_gradients(
     """Gradients merged over the ranks, all of them as one; None stays None."""
     present = [index for index, gradient in enumerate(gradients) if gradient is not None]
     average = op is Average
-    results = steps.merged(
+    results = step_reports.merged(
         lambda: grouped_allreduce(
             [gradients[index] for index in present],
             name=name,
@@ -152,7 +152,7 @@ def merge_gradients(
 
 
 __all__ = [
-    *names.__all__,
+    *exported_names.__all__,
     "Compression",
     "DistributedOptimizer",
     "allgather",

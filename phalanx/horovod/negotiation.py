@@ -2,8 +2,8 @@
 
 Ranks ask in different orders, by name. An operation begins when every rank has asked for it. So the ranks tell each
 other, round after round, what they have asked for and wait for. That would cost more than a small operation itself,
-so what has been agreed on once is remembered by all ranks under the same number (`Cache`), and a rank then says one
-bit. Only in rounds in which some rank has something new do all of them say in full what they wait for (`Statement`).
+so what has been agreed on once is remembered by all ranks under the same number (`RequestCache`), and a rank then says one
+bit. Only in rounds in which some rank has something new do all of them say in full what they wait for (`RankRequests`).
 
 From what it hears every rank draws the same conclusions, in the same order (`decide`, `fuse`): there is no coordinator.
 
@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from phalanx.horovod.request import Kind, Op, Request, difference
+from phalanx.horovod.operation_request import HorovodOp, OperationKind, Request, difference
 
 
-class Statement(msgspec.Struct, frozen=True, array_like=True):
+class RankRequests(msgspec.Struct, frozen=True, array_like=True):
     """What one rank waits for.
 
     Attributes:
@@ -37,14 +37,14 @@ class Statement(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class NegotiationResult:
     """What becomes of an operation that all ranks have asked for: it begins, or, with an `error`, it fails."""
 
     request: Request
     error: str = ""
 
 
-class Cache:
+class RequestCache:
     """Requests that were agreed on, under numbers that are the same on all ranks.
 
     All ranks note the same requests in the same order, so all forget the same ones when there are too many.
@@ -81,12 +81,12 @@ class Cache:
         self._numbers.move_to_end(request.name)
         self._requests[number] = request
 
-    def resolve(self, statement: Statement) -> list[Request]:
+    def resolve(self, statement: RankRequests) -> list[Request]:
         """A statement's requests."""
         return [self[item] if isinstance(item, int) else item for item in statement.waits_for]
 
 
-def decide(waits_for: Sequence[Sequence[Request]], joined: Collection[int]) -> list[Verdict]:
+def decide(waits_for: Sequence[Sequence[Request]], joined: Collection[int]) -> list[NegotiationResult]:
     """The operations that every rank has asked for, in an order that is the same on all ranks.
 
     Args:
@@ -101,15 +101,15 @@ def decide(waits_for: Sequence[Sequence[Request]], joined: Collection[int]) -> l
     for name, brought in by_name.items():
         if len({rank for rank, _ in brought}.union(joined)) == len(waits_for):
             request = brought[0][1]
-            verdicts.append(Verdict(request, difference(name, brought) or refusal(request, joined)))
+            verdicts.append(NegotiationResult(request, difference(name, brought) or refusal(request, joined)))
     return verdicts
 
 
 def refusal(request: Request, joined: Collection[int]) -> str:
     """Why an operation cannot be done without the ranks that have joined; empty if it can."""
-    if not joined or request.kind == Kind.BARRIER:
+    if not joined or request.kind == OperationKind.BARRIER:
         return ""
-    if request.kind == Kind.ALLREDUCE and request.op != Op.ADASUM:
+    if request.kind == OperationKind.ALLREDUCE and request.op != HorovodOp.ADASUM:
         return ""
     what = f"{request.kind} {request.op}".strip()
     return (
@@ -146,8 +146,8 @@ def fuse(requests: Sequence[Request], threshold: int) -> list[list[Request]]:
 
 def _treatment(request: Request) -> tuple[object, ...] | None:
     """Equal for requests that may travel together; None for those that may not."""
-    if request.kind == Kind.ALLREDUCE:
+    if request.kind == OperationKind.ALLREDUCE:
         return request.kind, request.op, request.prescale, request.postscale
-    if request.kind == Kind.BROADCAST:
+    if request.kind == OperationKind.BROADCAST:
         return request.kind, request.root
     return None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from phalanx.collectives.group_communicator import native
-from phalanx.horovod import elastic, names
+from phalanx.collectives.host.host_communicator import native
+from phalanx.horovod import elastic, exported_names
 from phalanx.horovod.compression import Compression
+from phalanx.horovod.exported_names import *  # noqa: F403
 from phalanx.horovod.interface import Interface, poll, synchronize
-from phalanx.horovod.names import *  # noqa: F403
 from phalanx.horovod.operations import barrier, join
 
 _interface = Interface(native, lambda array: array)
@@ -29,7 +29,7 @@ grouped_reducescatter = _interface.grouped_reducescatter
 grouped_reducescatter_async = _interface.grouped_reducescatter_async
 
 __all__ = [
-    *names.__all__,
+    *exported_names.__all__,
     "Compression",
     "allgather",
     "allgather_async",

@@ -1,6 +1,6 @@
 """The collectives on NumPy arrays: what the interfaces of all frameworks are made of.
 
-Each starts an operation and returns a `Pending`, whose `wait` gives the result. Several arrays in one call are a
+Each starts an operation and returns a `PendingResult`, whose `wait` gives the result. Several arrays in one call are a
 group: they begin together and travel as one. Arrays belong to the operation until it is done.
 """
 
@@ -18,18 +18,25 @@ from phalanx.collectives.communicator import ReduceOp
 from phalanx.collectives.reduction import check_reducible
 from phalanx.errors import ConfigurationError
 from phalanx.horovod import adasum
-from phalanx.horovod.controller import Controller, Handle
-from phalanx.horovod.execution import Part
+from phalanx.horovod.controller import Controller, OperationHandle
+from phalanx.horovod.execution import FusedPart
+from phalanx.horovod.operation_request import VARYING, Array, HorovodOp, OperationKind, Request, name_of
 from phalanx.horovod.process_sets import ProcessSet, global_process_set
-from phalanx.horovod.request import VARYING, Array, Kind, Op, Request, name_of
 
-Average, Sum, Adasum, Min, Max, Product = Op.AVERAGE, Op.SUM, Op.ADASUM, Op.MIN, Op.MAX, Op.PRODUCT
+Average, Sum, Adasum, Min, Max, Product = (
+    HorovodOp.AVERAGE,
+    HorovodOp.SUM,
+    HorovodOp.ADASUM,
+    HorovodOp.MIN,
+    HorovodOp.MAX,
+    HorovodOp.PRODUCT,
+)
 
 AUTOMATIC_NAMES = 64
 """Operations without a name are named by their number; the names are used again, so that they become known."""
 
 
-class Pending:
+class PendingResult:
     """An operation that has been started.
 
     Attributes:
@@ -38,7 +45,7 @@ class Pending:
 
     __slots__ = ("_controller", "_finished", "_handle", "_result", "finish")
 
-    def __init__(self, controller: Controller, handle: Handle, finish: Callable[[Any], Any] | None = None):
+    def __init__(self, controller: Controller, handle: OperationHandle, finish: Callable[[Any], Any] | None = None):
         self._controller = controller
         self._handle = handle
         self._finished = False
@@ -59,7 +66,7 @@ class Pending:
         return self._result
 
 
-def check_op(op: Op | None, average: bool | None = None, *, default: Op = Average) -> Op:
+def check_op(op: HorovodOp | None, average: bool | None = None, *, default: HorovodOp = Average) -> HorovodOp:
     """The reduction that `op`, or Horovod's old argument `average`, names."""
     if average is not None:
         if not isinstance(average, (bool, int, np.bool_)):
@@ -69,8 +76,8 @@ def check_op(op: Op | None, average: bool | None = None, *, default: Op = Averag
         return Average if average else Sum
     if op is None:
         return default
-    if not isinstance(op, Op):
-        raise ValueError(f"op is {op!r}; it must be one of hvd.{', hvd.'.join(each.value for each in Op)}.")
+    if not isinstance(op, HorovodOp):
+        raise ValueError(f"op is {op!r}; it must be one of hvd.{', hvd.'.join(each.value for each in HorovodOp)}.")
     return op
 
 
@@ -78,14 +85,14 @@ def allreduce(
     arrays: Sequence[Array],
     *,
     name: str | None = None,
-    op: Op = Average,
+    op: HorovodOp = Average,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
     outs: Sequence[Array] | None = None,
     wake: bool = True,
     detail: str = "",
-) -> Pending:
+) -> PendingResult:
     """Start to merge each array over the ranks; the result is a list of arrays.
 
     Args:
@@ -109,8 +116,8 @@ def allreduce(
     if op is Adasum:
         adasum.check([array.dtype for array in arrays], controller.communicator.world_size)
     request = Request(
-        _name(controller, Kind.ALLREDUCE, name),
-        Kind.ALLREDUCE.value,
+        _name(controller, OperationKind.ALLREDUCE, name),
+        OperationKind.ALLREDUCE.value,
         tuple([name_of(array.dtype) for array in arrays]),
         tuple([array.shape for array in arrays]),
         op.value,
@@ -119,7 +126,7 @@ def allreduce(
         float(postscale_factor),
         detail,
     )
-    return _start(controller, request, Part(arrays, outs), name, wake)
+    return _start(controller, request, FusedPart(arrays, outs), name, wake)
 
 
 def allgather(
@@ -128,7 +135,7 @@ def allgather(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
     wake: bool = True,
-) -> Pending:
+) -> PendingResult:
     """Start to join each array over the ranks, one after the other along the first dimension, which may differ.
 
     Raises: as `allreduce`.
@@ -136,8 +143,8 @@ def allgather(
     controller = process_set.controller
     for array in arrays:
         _check_rows(array, "allgather")
-    request = _request(controller, Kind.ALLGATHER, name, arrays, varying=True)
-    return _start(controller, request, Part(arrays), name, wake)
+    request = _request(controller, OperationKind.ALLGATHER, name, arrays, varying=True)
+    return _start(controller, request, FusedPart(arrays), name, wake)
 
 
 def broadcast(
@@ -148,7 +155,7 @@ def broadcast(
     process_set: ProcessSet = global_process_set,
     outs: Sequence[Array] | None = None,
     wake: bool = True,
-) -> Pending:
+) -> PendingResult:
     """Start to send the arrays of one rank to all; the result is a list of arrays.
 
     Args:
@@ -160,8 +167,8 @@ def broadcast(
     root = process_set.position(int(root_rank), "root_rank")
     for array in arrays:
         _check_plain(array, "broadcast")
-    request = _request(controller, Kind.BROADCAST, name, arrays, root=root)
-    return _start(controller, request, Part(arrays, outs), name, wake)
+    request = _request(controller, OperationKind.BROADCAST, name, arrays, root=root)
+    return _start(controller, request, FusedPart(arrays, outs), name, wake)
 
 
 def alltoall(
@@ -171,7 +178,7 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
     wake: bool = True,
-) -> Pending:
+) -> PendingResult:
     """Start to send a part of the array to each rank; the result is what they sent here, and how much each.
 
     Args:
@@ -198,20 +205,20 @@ def alltoall(
                 f"alltoall got splits {counts} for {len(array)} rows and {ranks} ranks: they must be one number "
                 f"of rows for each rank, at least 0, and their sum the number of rows."
             )
-    request = _request(controller, Kind.ALLTOALL, name, [array], varying=True)
-    return _start(controller, request, Part([array], splits=counts), name, wake)
+    request = _request(controller, OperationKind.ALLTOALL, name, [array], varying=True)
+    return _start(controller, request, FusedPart([array], splits=counts), name, wake)
 
 
 def reducescatter(
     arrays: Sequence[Array],
     *,
     name: str | None = None,
-    op: Op = Average,
+    op: HorovodOp = Average,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
     wake: bool = True,
-) -> Pending:
+) -> PendingResult:
     """Start to merge each array over the ranks and give each rank a part of its rows; the result is a list.
 
     The parts are as equal as can be; where the rows cannot be divided, the first ranks get one more.
@@ -226,8 +233,8 @@ def reducescatter(
         _check_reducible(array, op)
     _check_factors(prescale_factor, postscale_factor)
     request = Request(
-        _name(controller, Kind.REDUCESCATTER, name),
-        Kind.REDUCESCATTER.value,
+        _name(controller, OperationKind.REDUCESCATTER, name),
+        OperationKind.REDUCESCATTER.value,
         tuple(name_of(array.dtype) for array in arrays),
         tuple(array.shape for array in arrays),
         op.value,
@@ -235,14 +242,14 @@ def reducescatter(
         float(prescale_factor),
         float(postscale_factor),
     )
-    return _start(controller, request, Part(arrays), name, wake)
+    return _start(controller, request, FusedPart(arrays), name, wake)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when all members have called it."""
     controller = process_set.controller
-    request = _request(controller, Kind.BARRIER, None, [])
-    _start(controller, request, Part(()), None, False).wait()
+    request = _request(controller, OperationKind.BARRIER, None, [])
+    _start(controller, request, FusedPart(()), None, False).wait()
 
 
 def join() -> int:
@@ -259,7 +266,7 @@ def join() -> int:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _name(controller: Controller, kind: Kind, given: str | None) -> str:
+def _name(controller: Controller, kind: OperationKind, given: str | None) -> str:
     if given is not None and not isinstance(given, str):
         raise ConfigurationError(f"{kind.value} got the name {given!r}; a name is a string.")
     try:
@@ -274,7 +281,7 @@ def _name(controller: Controller, kind: Kind, given: str | None) -> str:
 
 def _request(
     controller: Controller,
-    kind: Kind,
+    kind: OperationKind,
     name: str | None,
     arrays: Sequence[Array],
     *,
@@ -291,11 +298,11 @@ def _request(
     )
 
 
-def _start(controller: Controller, request: Request, part: Part, name: str | None, wake: bool) -> Pending:
-    return Pending(controller, controller.submit(request, part, wake=wake, queue=name is None))
+def _start(controller: Controller, request: Request, part: FusedPart, name: str | None, wake: bool) -> PendingResult:
+    return PendingResult(controller, controller.submit(request, part, wake=wake, queue=name is None))
 
 
-def _check_reducible(array: Array, op: Op) -> None:
+def _check_reducible(array: Array, op: HorovodOp) -> None:
     check_reducible(array.dtype, ReduceOp.SUM)
     if op is Average and array.dtype == np.bool_:
         raise ConfigurationError("the average of booleans is no boolean. Use Min, Max or Sum (any), or cast them.")

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from phalanx.errors import ConfigurationError
 from phalanx.horovod.controller import Controller
-from phalanx.horovod.world import current
+from phalanx.horovod.horovod_job import current
 
 
 class ProcessSet:

@@ -11,14 +11,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from phalanx import errors, memory
+from phalanx import errors
+from phalanx.arrays import allocation
 from phalanx.cluster.admission import DISAGREEMENT, PROBE
-from phalanx.cluster.agreement import Statement
-from phalanx.cluster.dialling import ATTEMPT_TIMEOUT_S, HANDSHAKE_FAILURES_S
+from phalanx.cluster.compatibility import TaskDescription
 from phalanx.cluster.membership import LOOK_THERE
-from phalanx.cluster.roll_call import Identity
+from phalanx.cluster.peer_dialing import ATTEMPT_TIMEOUT_S, HANDSHAKE_FAILURES_S
+from phalanx.cluster.peer_registry import TaskIdentity
 from phalanx.cluster.spec import PS, Task
-from phalanx.collectives.segment import Offer
+from phalanx.collectives.host.shared_segment import SegmentOffer
 from phalanx.errors import (
     DisagreementError,
     EvictedError,
@@ -29,25 +30,25 @@ from phalanx.errors import (
     PhalanxError,
     RendezvousError,
 )
-from phalanx.parameter_server.group import LEAD, NOT_LEADING, NOTICE_AFTER_S, PURPOSE
-from phalanx.parameter_server.groups import Groups, Kind, nbytes_of
-from phalanx.parameter_server.lanes import Lanes, place_bytes
-from phalanx.parameter_server.messages import (
+from phalanx.parameter_server.server.connected_workers import CHIEF, lost
+from phalanx.parameter_server.server.shard_group import LEAD, NOT_LEADING, NOTICE_AFTER_S, PURPOSE
+from phalanx.parameter_server.server_messages import (
+    Acknowledged,
     Answer,
-    Bye,
-    Done,
     FitOver,
     IsOver,
+    LeaveFit,
+    OfferSharedMemory,
     Push,
     Question,
     Refusal,
-    Share,
-    Sharing,
+    SharedMemoryMapped,
     Values,
 )
-from phalanx.parameter_server.placement import Shard, Variable, rows, shard_shape
-from phalanx.parameter_server.presence import CHIEF, lost
-from phalanx.parameter_server.rows import Rows, cut
+from phalanx.parameter_server.shard_packing import Kind, ShardPacking, nbytes_of
+from phalanx.parameter_server.shard_placement import PlacedVariable, Shard, rows, shard_shape
+from phalanx.parameter_server.shared_memory_channel import SharedMemoryChannel, place_bytes
+from phalanx.parameter_server.table_rows import TableRows, cut
 from phalanx.transport.dial import RefusedError, retry_delay_s
 from phalanx.transport.handshake import Welcome
 from phalanx.transport.link import Link
@@ -75,7 +76,7 @@ _ANSWERS = msgspec.msgpack.Decoder(Answer)
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class Client:
+class ParameterServerClient:
     """The links of one worker to all servers. One thread at a time may ask.
 
     Making one waits until all servers are there. A link that breaks later is made again, if the server may come back,
@@ -96,7 +97,7 @@ class Client:
         DisagreementError: a server and this task differ in what must be equal.
     """
 
-    def __init__(self, me: Identity, return_s: float = 0.0, *, copied: bool = False):
+    def __init__(self, me: TaskIdentity, return_s: float = 0.0, *, copied: bool = False):
         self._me = me
         self.return_s = return_s
         self._copied = copied
@@ -114,7 +115,7 @@ class Client:
         self._probed_at = 0.0
         self._left_out = False  # whether the servers go on without this process
         self._hosts = [""] * len(self.tasks)
-        self._lanes: dict[int, Lanes] = {}
+        self._lanes: dict[int, SharedMemoryChannel] = {}
         self._rooms: dict[int, dict[tuple[Kind, ...], list[Array]]] = {}
         try:
             for group in range(len(self.tasks)):
@@ -124,7 +125,7 @@ class Client:
             raise
 
     @property
-    def identity(self) -> Identity:
+    def identity(self) -> TaskIdentity:
         """Who this process is in the cluster."""
         return self._me
 
@@ -161,7 +162,7 @@ class Client:
         if kinds not in own:
             if len(own) >= ROOMS:
                 own.clear()
-            own[kinds] = [memory.aligned_zeros(shape, dtype) for shape, dtype in kinds]
+            own[kinds] = [allocation.aligned_zeros(shape, dtype) for shape, dtype in kinds]
         return own[kinds]
 
     def send(self, server: int, question: Question, buffers: Sequence[Array] = ()) -> None:
@@ -303,12 +304,12 @@ class Client:
         if self._hosts[server] != self._me.statement.host or (lanes is not None and lanes.place_bytes >= need):
             return
 
-        def accepts(offer: Offer) -> bool:
-            answer, _ = self.ask(server, Share(offer))
-            assert isinstance(answer, Sharing)
+        def accepts(offer: SegmentOffer) -> bool:
+            answer, _ = self.ask(server, OfferSharedMemory(offer))
+            assert isinstance(answer, SharedMemoryMapped)
             return answer.accepted
 
-        made = Lanes.offer(need, accepts)
+        made = SharedMemoryChannel.offer(need, accepts)
         if made is not None:
             self._lanes[server] = made
 
@@ -378,7 +379,7 @@ class Client:
         attempt_s = CALL_S if again and self._copied else ATTEMPT_TIMEOUT_S
         link, welcome, task = connect_one(self._me, places, deadline, attempt_s=attempt_s)
         self._leaders[group] = self.tasks.index(task)
-        self._hosts[group] = msgspec.msgpack.decode(welcome.details, type=Statement).host
+        self._hosts[group] = msgspec.msgpack.decode(welcome.details, type=TaskDescription).host
         return link
 
     def _candidates(self, group: int, waited_s: float, *, again: bool) -> list[tuple[int, str]]:
@@ -414,13 +415,13 @@ class Client:
         if self._left_out:
             self.hang_up()
             return
-        bye = Bye(failure, tuple(sorted(self.without)))
+        bye = LeaveFit(failure, tuple(sorted(self.without)))
         for link in self._links:
             try:
                 deadline = time.monotonic() + GOODBYE_S
                 link.send(_encode(bye), deadline=deadline)
                 # Answers to what an error kept us from waiting for come before.
-                while not isinstance(_ANSWERS.decode(link.receive(deadline=deadline)[0]), Done):
+                while not isinstance(_ANSWERS.decode(link.receive(deadline=deadline)[0]), Acknowledged):
                     continue
             except (LinkClosedError, LinkTimeoutError):
                 continue  # it is gone; so are we
@@ -443,13 +444,15 @@ def _refused(answer: Refusal, server: str) -> PhalanxError:
     return kind(answer.reason)
 
 
-def connect(me: Identity, task: Task, purpose: str, deadline: float, check: Callable[[], None] = lambda: None) -> Link:
+def connect(
+    me: TaskIdentity, task: Task, purpose: str, deadline: float, check: Callable[[], None] = lambda: None
+) -> Link:
     """A link to a task for a purpose; tries until it is there. Arguments and errors as for `connect_one`."""
     return connect_one(me, lambda waited_s: [(task, purpose)], deadline, check=check)[0]
 
 
 def connect_one(
-    me: Identity,
+    me: TaskIdentity,
     places: Callable[[float], Sequence[tuple[Task, str]]],
     deadline: float,
     *,
@@ -504,7 +507,7 @@ def connect_one(
         time.sleep(retry_delay_s(now - started_at))
 
 
-class Placed:
+class PlacedVariables:
     """The variables of a model on the servers: cuts arrays for the way there, and joins those that come back.
 
     Args:
@@ -514,7 +517,7 @@ class Placed:
 
     def __init__(
         self,
-        variables: Sequence[Variable],
+        variables: Sequence[PlacedVariable],
         shards: Sequence[Shard],
         servers: int,
         tables: Sequence[int] = (),
@@ -530,11 +533,11 @@ class Placed:
         self._dense = _places(self.dense_of_server, len(variables))
         self._rows = _places(self.tables_of_server, len(variables))
 
-    def _grouped(self, own: Sequence[Shard], groups: Sequence[tuple[int, ...]] | None) -> Groups:
+    def _grouped(self, own: Sequence[Shard], groups: Sequence[tuple[int, ...]] | None) -> ShardPacking:
         kinds = [self.kind(shard) for shard in own]
         tables = [number for number, shard in enumerate(own) if shard.variable in self.tables]
         apart = [(n,) for n in range(len(own)) if n not in tables]
-        return Groups(kinds, apart if groups is None else groups, tables)
+        return ShardPacking(kinds, apart if groups is None else groups, tables)
 
     def kind(self, shard: Shard) -> Kind:
         variable = self.variables[shard.variable]
@@ -545,12 +548,12 @@ class Placed:
         parts = [(arrays[shard.variable], shard) for shard in self.of_server[server]]
         return [rows(whole, shard) for whole, shard in parts if whole is not None]
 
-    def cut_tables(self, arrays: Sequence[Array | Rows], server: int) -> list[Rows]:
+    def cut_tables(self, arrays: Sequence[Array | TableRows], server: int) -> list[TableRows]:
         """Of the tables' rows those that are this server's."""
         parts = []
         for shard in self.tables_of_server[server]:
             whole = arrays[shard.variable]
-            assert isinstance(whole, Rows)
+            assert isinstance(whole, TableRows)
             parts.append(cut(whole, shard))
         return parts
 

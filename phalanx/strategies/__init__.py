@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from functools import cache
 
-from phalanx.strategies import context
-from phalanx.strategies.central_storage import CentralStorageStrategy
-from phalanx.strategies.context import (
+from phalanx.strategies import replica_context
+from phalanx.strategies.central_storage_strategy import CentralStorageStrategy
+from phalanx.strategies.current_job import leave_job
+from phalanx.strategies.local_sgd_strategy import DiLoCoStrategy, LocalSGDStrategy
+from phalanx.strategies.mirrored_strategy import MirroredStrategy
+from phalanx.strategies.multi_worker_strategy import MultiWorkerMirroredStrategy
+from phalanx.strategies.one_device_strategy import DefaultStrategy, OneDeviceStrategy
+from phalanx.strategies.parameter_server_strategy import ParameterServerStrategy, Server
+from phalanx.strategies.replica_context import (
     ReplicaContext,
     current_replica_context,
     has_strategy,
     in_cross_replica_context,
 )
-from phalanx.strategies.job import leave_job
-from phalanx.strategies.mirrored import MirroredStrategy
-from phalanx.strategies.multi_worker import MultiWorkerMirroredStrategy
-from phalanx.strategies.one_device import DefaultStrategy, OneDeviceStrategy
-from phalanx.strategies.parameter_server import ParameterServerStrategy, Server
-from phalanx.strategies.periodic import DiLoCoStrategy, LocalSGDStrategy
 from phalanx.strategies.strategy import Strategy, ValueContext
 
 
@@ -28,7 +28,7 @@ def _default() -> Strategy:
 
 def get_strategy() -> Strategy:
     """The strategy whose scope this code is in; outside of all, one with a single replica."""
-    return context.current_strategy() or _default()
+    return replica_context.current_strategy() or _default()
 
 
 def get_replica_context() -> ReplicaContext | None:

@@ -14,20 +14,20 @@ from typing import Any
 import keras
 import numpy as np
 
-from phalanx import inputs
-from phalanx.backends import make_tensors
-from phalanx.backends.tensors import Gradient, HostFunction, Shape, same_shape
-from phalanx.cluster.resolvers.resolver import ClusterResolver
+from phalanx import data
+from phalanx.cluster.resolvers.base_resolver import ClusterResolver
 from phalanx.collectives.communicator import Array, ReduceOp
 from phalanx.collectives.reduction import wire_dtype
-from phalanx.compression.names import describe
+from phalanx.compression.compression_registry import describe
+from phalanx.engines import make_tensors
+from phalanx.engines.tensors import Gradient, HostFunction, Shape, same_shape
 from phalanx.errors import ConfigurationError, UnsupportedError
-from phalanx.launcher import exit_codes, progress
-from phalanx.strategies import context
-from phalanx.training import hook
-from phalanx.training.merge import GradientMerge
-from phalanx.training.policy import EVERY_STEP, Policy
+from phalanx.keras_compat import hook
+from phalanx.runtime import exit_codes, progress
+from phalanx.strategies import replica_context
 from phalanx.training.replica import Replica
+from phalanx.training.steps.gradient_merge import GradientMerge
+from phalanx.training.training_policy import EVERY_STEP, TrainingPolicy
 
 
 class ValueContext:
@@ -51,13 +51,15 @@ class Strategy:
     nothing for it.
     """
 
-    def __init__(self, replica: Replica, cluster_resolver: ClusterResolver | None = None, policy: Policy = EVERY_STEP):
+    def __init__(
+        self, replica: Replica, cluster_resolver: ClusterResolver | None = None, policy: TrainingPolicy = EVERY_STEP
+    ):
         self._replica = replica
         self._policy = policy
         self._merge = GradientMerge(replica, policy.compression)
         self._cluster_resolver = cluster_resolver
         self._tensors = make_tensors()
-        self._tensors.trace_apart(context.trace_key)
+        self._tensors.trace_apart(replica_context.trace_key)
         exit_codes.reveal(self._tensors.failure_behind)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
@@ -127,7 +129,7 @@ class Strategy:
     def scope(self) -> Iterator[Strategy]:
         """Models made or compiled inside belong to this strategy."""
         install_hook()
-        with context.entered(self):
+        with replica_context.entered(self):
             yield self
 
     # Custom loops.
@@ -146,7 +148,7 @@ class Strategy:
                 f"single argument write args=(batch,), with the comma."
             )
         install_hook()
-        with context.running(self):
+        with replica_context.running(self):
             try:
                 return fn(*args, **(kwargs or {}))
             except Exception as error:
@@ -239,22 +241,22 @@ class Strategy:
 
     # Data.
 
-    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> inputs.DistributedDataset:
+    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> data.DistributedDataset:
         """This replica's part of a dataset whose batches are global batches. Takes all datasets that `fit` takes."""
-        return inputs.distribute_dataset(dataset, options, **self._input_arguments())
+        return data.distribute_dataset(dataset, options, **self._input_arguments())
 
     def distribute_datasets_from_function(
-        self, dataset_fn: Callable[[inputs.InputContext], Any], options: Any = None
-    ) -> inputs.DistributedDataset:
+        self, dataset_fn: Callable[[data.InputContext], Any], options: Any = None
+    ) -> data.DistributedDataset:
         """This replica's own dataset, of local batches, made by `dataset_fn(InputContext)`."""
-        return inputs.distribute_from_function(dataset_fn, options, **self._input_arguments())
+        return data.distribute_from_function(dataset_fn, options, **self._input_arguments())
 
     def explain_sharding(self, dataset: Any, *, batch_size: int | None = None) -> str:
         """What each replica will read of an input of `fit`, and why. A local question: no other replica is asked."""
-        source = inputs.shard_input(
+        source = data.shard_input(
             dataset,
             batch_size=batch_size,
-            steps_per_epoch=1 if batch_size is None and not inputs.accepts_batch_size(dataset) else None,
+            steps_per_epoch=1 if batch_size is None and not data.accepts_batch_size(dataset) else None,
             rank=self.rank,
             world_size=self._replica.world_size,
             seed=0,
@@ -382,22 +384,22 @@ def _bytes(count: int) -> str:
     return f"{count} B"
 
 
-def _current_policy() -> Policy:
-    strategy = context.current_strategy()
+def _current_policy() -> TrainingPolicy:
+    strategy = replica_context.current_strategy()
     return EVERY_STEP if strategy is None else strategy._policy
 
 
 def _current_member() -> hook.Member | None:
-    strategy = context.current_strategy()
+    strategy = replica_context.current_strategy()
     return None if strategy is None else strategy._member
 
 
 def _merge_gradients(gradients: list[Any]) -> list[Any]:
     """What an optimizer does first inside `strategy.run`."""
-    replica_context = context.current_replica_context()
-    if replica_context is None or replica_context.strategy._replica.is_alone:
+    context = replica_context.current_replica_context()
+    if context is None or context.strategy._replica.is_alone:
         return gradients
-    strategy = replica_context.strategy
+    strategy = context.strategy
     if not strategy._tensors.merges_in_apply:
         return gradients
     if strategy._policy.period is not None:

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.launcher import progress
-from phalanx.settings import preemption_signals
+from phalanx.config.job_config import preemption_signals
+from phalanx.runtime import progress
 
 Array = np.ndarray[Any, Any]
 
@@ -28,7 +28,7 @@ _SAVE = 65536.0
 """The chief's wish, beside which one is added by each rank that was told to end."""
 
 
-class Notice:
+class PreemptionNotice:
     """That the job is to end, or to be saved: this rank's own word, and what the merges have brought.
 
     Attributes:
@@ -67,7 +67,7 @@ class Notice:
 
 
 @contextmanager
-def heeded(notice: Notice) -> Iterator[None]:
+def heeded(notice: PreemptionNotice) -> Iterator[None]:
     """While inside, the first of the signals of `settings.preemption_signals` gives notice, and the second one means
     what it meant before. In other threads than the main one, which gets no signals, it changes nothing."""
     if threading.current_thread() is not threading.main_thread():

@@ -12,18 +12,18 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from phalanx.backends.random_state import random_state
-from phalanx.cluster.elastic.keeper import KEPT_BYTES
-from phalanx.cluster.elastic.messages import NOT_KEPT, Past
-from phalanx.cluster.host import host_identity
+from phalanx.cluster.host_identity import host_identity
 from phalanx.cluster.membership import Member, Membership
 from phalanx.collectives import connect
 from phalanx.collectives.communicator import Array, Communicator, ReduceOp
 from phalanx.collectives.cross_device_ops import CrossDeviceOps
-from phalanx.collectives.elastic import ElasticCommunicator
+from phalanx.elastic.elastic_communicator import ElasticCommunicator
+from phalanx.elastic.elastic_coordinator import KEPT_BYTES
+from phalanx.elastic.membership_messages import NOT_KEPT, PastEntry
+from phalanx.engines.random_state import random_state
 from phalanx.errors import MembershipChangedError, UnsupportedError
-from phalanx.plain import decode, encode
-from phalanx.training.preemption import Notice
+from phalanx.training.preemption import PreemptionNotice
+from phalanx.transport.serialization import decode, encode
 
 T = TypeVar("T")
 
@@ -72,7 +72,7 @@ class Replica:
 
     communicator: Communicator
     cross_device_ops: CrossDeviceOps | None = None
-    notice: Notice | None = field(default=None, repr=False)
+    notice: PreemptionNotice | None = field(default=None, repr=False)
     _entries: int = 0
     _entry: Entry | None = field(default=None, repr=False)
     _seeds: int = 0
@@ -201,7 +201,7 @@ class Replica:
             return  # the job's first one, in which it comes together
         if self.is_candidate:
             answer = elastic.ask_about(entry.number)
-            if isinstance(answer, Past):
+            if isinstance(answer, PastEntry):
                 raise EntryOverError(_checked(answer.result))
             entry.seed, entry.members = int.from_bytes(answer.note), answer.members
             return

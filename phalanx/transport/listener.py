@@ -24,8 +24,8 @@ from typing import Protocol
 
 import msgspec
 
+from phalanx.config.job_config import LISTEN_FD, SECRET
 from phalanx.errors import ConfigurationError, FrameError, HandshakeError, LinkClosedError, LinkTimeoutError
-from phalanx.settings import LISTEN_FD, SECRET
 from phalanx.transport.address import Address
 from phalanx.transport.frames import FrameReader
 from phalanx.transport.handshake import Handshake, Hello, Role, Welcome, WrongSecretError

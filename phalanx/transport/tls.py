@@ -10,8 +10,8 @@ from __future__ import annotations
 import ssl
 from dataclasses import dataclass
 
+from phalanx.config.job_config import TLS_CA, TLS_CERT, TLS_KEY, TLSFiles
 from phalanx.errors import ConfigurationError
-from phalanx.settings import TLS_CA, TLS_CERT, TLS_KEY, TLSFiles
 
 
 @dataclass(frozen=True, slots=True)

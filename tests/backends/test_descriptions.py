@@ -15,15 +15,15 @@ PROGRAM = """
 import sys
 import keras
 import numpy as np
-from phalanx.backends import make_updater
-from phalanx.backends.descriptions import configuration_of, description_of
-from phalanx.backends.updater import Piece, slots_of_model
+from phalanx.engines import make_updater
+from phalanx.keras_compat.object_config import configuration_of, config_json_of
+from phalanx.engines.updater import UpdaterPiece, slots_of_model
 
 variable = keras.Variable(np.zeros((3, 4), "float32"))
 optimizer = keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.8), momentum=0.9)
 optimizer.build([variable])
-constraint = description_of(keras.constraints.NonNeg())
-updater = make_updater(description_of(optimizer), [Piece("v", np.zeros((3, 4), "float32"), constraint, True)])
+constraint = config_json_of(keras.constraints.NonNeg())
+updater = make_updater(config_json_of(optimizer), [UpdaterPiece("v", np.zeros((3, 4), "float32"), constraint, True)])
 assert updater.slots == slots_of_model(optimizer, [variable])
 scaled = keras.optimizers.LossScaleOptimizer(optimizer)
 for thing in optimizer, scaled, keras.losses.Huber(), keras.metrics.MeanMetricWrapper(keras.losses.mean_squared_error):

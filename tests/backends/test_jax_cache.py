@@ -19,7 +19,7 @@ import jax
 import phalanx
 
 # By its path, without the package around it, which would import Keras.
-runpy.run_path(str(Path(phalanx.__file__).parent / "backends" / "jax_cache.py"))["install"]()
+runpy.run_path(str(Path(phalanx.__file__).parent / "engines" / "replica" / "jax" / "compilation_cache.py"))["install"]()
 compiled = []
 jax.monitoring.register_event_listener(lambda event, **_: compiled.append(event))
 print(jax.jit(lambda x: 2 * x)(21.0))

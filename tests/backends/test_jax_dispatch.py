@@ -13,7 +13,7 @@ pytestmark = pytest.mark.jax
 PROGRAM = """
 import jax
 import jax.numpy as jnp
-from phalanx.backends import prepare
+from phalanx.engines import prepare
 
 prepare()
 print("asynchronous", jax.config.values["jax_cpu_enable_async_dispatch"])

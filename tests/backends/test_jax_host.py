@@ -17,7 +17,7 @@ PROGRAM = """
 import jax, keras, numpy as np
 from types import SimpleNamespace
 from jax.sharding import SingleDeviceSharding
-from phalanx.backends import jax as backend
+from phalanx.engines.replica.jax import jax_engine as backend
 
 arrived = []
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.tensorflow
 PROGRAM = """
 import keras
 import numpy as np
-from phalanx.backends import make_engine
+from phalanx.engines import make_engine
 
 traced = []
 
@@ -109,7 +109,7 @@ step(tf.ones(2))
 CALLS = """
 import tensorflow as tf
 
-from phalanx.backends.tensorflow_calls import Trace
+from phalanx.engines.replica.tensorflow.concrete_calls import ConcreteCall
 
 factor = tf.Variable(2.0)
 
@@ -126,7 +126,7 @@ def arguments(scale):
 
 
 first = arguments(1.0)
-trace = Trace(function.get_concrete_function(*first), *first)
+trace = ConcreteCall(function.get_concrete_function(*first), *first)
 assert sorted(trace._order) == [0, 1, 2, 3], "this version of TensorFlow lets it be told"
 factor.assign(3.0)
 sums, y, more = trace(*arguments(2.0))
@@ -135,7 +135,7 @@ assert (y.numpy().tolist(), float(more)) == ([10.0], 12.0)
 
 same = tf.ones(2)
 difference = tf.function(lambda a, b: a - b)
-trace = Trace(difference.get_concrete_function(same, same), same, same)
+trace = ConcreteCall(difference.get_concrete_function(same, same), same, same)
 assert trace(3 * same, same).numpy().tolist() == [2.0, 2.0]
 """
 
@@ -143,7 +143,7 @@ assert trace(3 * same, same).numpy().tolist() == [2.0, 2.0]
 LATER = """
 import tensorflow as tf
 
-from phalanx.backends.tensorflow_host import call_in_graph
+from phalanx.engines.replica.tensorflow.host_calls import call_in_graph
 
 
 @tf.function

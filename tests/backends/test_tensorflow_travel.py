@@ -13,13 +13,13 @@ pytestmark = pytest.mark.tensorflow
 PROGRAM = """
 import tensorflow as tf
 
-from phalanx.backends import make_tensors
-from phalanx.coordinator.pickling import References, pack, unpack
-from phalanx.coordinator.unchanged import same, trace
+from phalanx.engines import make_tensors
+from phalanx.coordinator.function_pickling import References, pack, unpack
+from phalanx.coordinator.change_detection import same, trace
 from phalanx.errors import UnsupportedError
-from phalanx.training.made import Made
+from phalanx.training.scope_registry import ScopeRegistry
 
-references = References({}, Made(), make_tensors())
+references = References({}, ScopeRegistry(), make_tensors())
 
 
 def travel(thing, load=references.load):

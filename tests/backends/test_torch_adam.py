@@ -12,7 +12,7 @@ pytestmark = pytest.mark.torch
 
 PROGRAM = """
 import keras, numpy as np, torch
-from phalanx.backends.torch_adam import fused, updated
+from phalanx.engines.accelerations.torch_fused_adam import fused, updated
 
 optimizers = keras.optimizers
 decaying = optimizers.schedules.ExponentialDecay(0.01, 2, 0.9)

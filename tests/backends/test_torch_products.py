@@ -14,8 +14,8 @@ PROGRAM = """
 import itertools
 import keras
 import torch
-from phalanx.backends import torch_products
-from phalanx.backends.torch_products import FasterProducts, product
+from phalanx.engines.accelerations import torch_onednn_matmul as torch_products
+from phalanx.engines.accelerations.torch_onednn_matmul import OneDNNMatmul, product
 
 torch.manual_seed(0)
 torch_products.has_faster_products = lambda: True  # the same on any processor, if not faster
@@ -74,7 +74,7 @@ else:
     raise AssertionError("of matrices that do not fit")
 assert not made, made
 
-products = FasterProducts()
+products = OneDNNMatmul()
 cases = [  # arguments of keras.ops.matmul, and whether oneDNN makes it
     (a, b, True),
     (torch.rand(7, 10, 300), keras.Variable(b.detach()), True),
@@ -97,7 +97,7 @@ for left, right, meant in cases:
     keras.ops.matmul(left, right)
     assert not made, "after the context"
 
-with products, FasterProducts(), products:  # a step that predicts
+with products, OneDNNMatmul(), products:  # a step that predicts
     keras.ops.matmul(a.double(), b.double())
     assert not made
     keras.ops.matmul(a, b)

@@ -14,12 +14,12 @@ PROGRAM = """
 import itertools
 import keras
 import numpy as np
-from phalanx.backends import _of_backend, make_updater
-from phalanx.backends.descriptions import description_of
-from phalanx.backends.updater import Piece
-from phalanx.backends.vector_updater import ELEMENTWISE, VectorUpdater
-from phalanx.parameter_server.groups import Groups
-from phalanx.vector import Vector
+from phalanx.engines import _of_backend, make_updater
+from phalanx.keras_compat.object_config import config_json_of
+from phalanx.engines.updater import UpdaterPiece
+from phalanx.engines.accelerations.vectorized_updater import ELEMENTWISE, VectorizedUpdater
+from phalanx.parameter_server.shard_packing import ShardPacking
+from phalanx.arrays.flat_buffer import FlatBuffer
 
 shapes = [(3, 5), (), (7,), (1, 4), (100_000,), (20, 4)]
 random = np.random.default_rng(0)
@@ -30,11 +30,11 @@ def arrays():
 
 
 def made(optimizer, make, starts, apart=()):
-    clip = description_of(keras.constraints.MinMaxNorm(0.1, 0.2, axis=0))
+    clip = config_json_of(keras.constraints.MinMaxNorm(0.1, 0.2, axis=0))
     pieces = [
-        Piece(f"v{n}", value.copy(), clip if n == 5 else None, n != 2) for n, value in enumerate(starts)
+        UpdaterPiece(f"v{n}", value.copy(), clip if n == 5 else None, n != 2) for n, value in enumerate(starts)
     ]
-    return make(description_of(optimizer), pieces, *([apart] if apart else []))
+    return make(config_json_of(optimizer), pieces, *([apart] if apart else []))
 
 
 def close(left, right):
@@ -44,11 +44,11 @@ def close(left, right):
 
 def grouped(updater, arrays):
     lists = [[arrays[n] for n in group] for group in updater.groups]
-    return [own[0] if len(own) == 1 else Vector([array.shape for array in own]).part_of(own) for own in lists]
+    return [own[0] if len(own) == 1 else FlatBuffer([array.shape for array in own]).part_of(own) for own in lists]
 
 
 def values(updater):
-    return Groups([(shape, np.dtype("float32")) for shape in shapes], updater.groups).cut(updater.values())
+    return ShardPacking([(shape, np.dtype("float32")) for shape in shapes], updater.groups).cut(updater.values())
 
 
 def state(updater):
@@ -65,7 +65,7 @@ optimizers = [getattr(keras.optimizers, name)() for name in sorted(ELEMENTWISE)]
 for optimizer in optimizers:
     starts = arrays()
     joined, apart = made(optimizer, make_updater, starts, apart=(1,)), made(optimizer, _of_backend("Updater"), starts)
-    assert isinstance(joined, VectorUpdater)
+    assert isinstance(joined, VectorizedUpdater)
     # One stays apart, one does not decay, one has a constraint; all others are one vector, however large.
     assert sorted(joined.groups) == [(0, 3, 4), (1,), (2,), (5,)]
     assert set(joined.slots) == set(apart.slots) and len(joined.slots) == len(apart.slots)
@@ -93,7 +93,7 @@ for optimizer in optimizers:
 
 Adam, SGD, Lamb = keras.optimizers.Adam, keras.optimizers.SGD, keras.optimizers.Lamb
 for optimizer in Adam(clipnorm=1.0), SGD(global_clipnorm=1.0), Lamb():
-    assert not isinstance(made(optimizer, make_updater, arrays()), VectorUpdater)
+    assert not isinstance(made(optimizer, make_updater, arrays()), VectorizedUpdater)
 """
 
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from phalanx.cluster import ClusterSpec, Facts, Node, Task, join
-from phalanx.settings import Settings
+from phalanx.cluster import ClusterSpec, JobFacts, Node, Task, join
+from phalanx.config.job_config import JobConfig
 
 SECRET = b"a secret for tests only"
 BOUND_S = 60.0
@@ -87,7 +87,7 @@ class Meeting:
         task: Task,
         *,
         name: str = "",
-        facts: Facts | None = None,
+        facts: JobFacts | None = None,
         timeout_s: float = BOUND_S,
         **settings: Any,
     ) -> None:
@@ -98,7 +98,7 @@ class Meeting:
         def body() -> None:
             try:
                 self.results[name] = join(
-                    spec, task, facts=facts or Facts(seed=1), settings=Settings(**settings), timeout_s=timeout_s
+                    spec, task, facts=facts or JobFacts(seed=1), settings=JobConfig(**settings), timeout_s=timeout_s
                 )
             except BaseException as error:
                 self.results[name] = error

@@ -8,7 +8,7 @@ import sys
 import time
 from typing import Any
 
-from phalanx.cluster import Facts, Node, join, resolve
+from phalanx.cluster import JobFacts, Node, join, resolve
 from phalanx.errors import LinkClosedError, PhalanxError
 
 BOUND_S = 50.0
@@ -37,7 +37,7 @@ def exchange(node: Node) -> list[str]:
 
 def main() -> int:
     try:
-        node = join(resolve(), facts=Facts(seed=int(os.environ.get("TEST_SEED", "1"))))
+        node = join(resolve(), facts=JobFacts(seed=int(os.environ.get("TEST_SEED", "1"))))
     except PhalanxError as error:
         report(event="error", type=type(error).__name__, message=str(error))
         return error.exit_code

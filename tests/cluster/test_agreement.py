@@ -5,14 +5,14 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from phalanx.cluster import ClusterSpec, Facts
-from phalanx.cluster.agreement import Statement, cluster_by_task, describe_disagreement
+from phalanx.cluster import ClusterSpec, JobFacts
+from phalanx.cluster.compatibility import TaskDescription, cluster_by_task, describe_disagreement
 
 SPEC = ClusterSpec({"worker": ["a:1", "b:1"]})
 
 
-def statement(task: str = "worker/0", **changes: object) -> Statement:
-    base = Statement(
+def statement(task: str = "worker/0", **changes: object) -> TaskDescription:
+    base = TaskDescription(
         task=task,
         incarnation=task,
         host="host",
@@ -20,9 +20,9 @@ def statement(task: str = "worker/0", **changes: object) -> Statement:
         pid=1,
         cluster=cluster_by_task(SPEC),
         phalanx="0.1",
-        facts=Facts(keras="3.15", backend="jax", seed=1),
+        facts=JobFacts(keras="3.15", backend="jax", seed=1),
     )
-    facts = {name: changes.pop(name) for name in list(changes) if name in Facts.__struct_fields__}
+    facts = {name: changes.pop(name) for name in list(changes) if name in JobFacts.__struct_fields__}
     return msgspec.structs.replace(base, facts=msgspec.structs.replace(base.facts, **facts), **changes)
 
 

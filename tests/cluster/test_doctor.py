@@ -11,25 +11,25 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from phalanx.cluster import ClusterSpec, Facts, SimpleClusterResolver, Task, doctor
-from phalanx.cluster.doctor import Report, examine, show
-from phalanx.cluster.roll_call import Identity
-from phalanx.cluster.software import installed_software, keras_backend
+from phalanx.cluster import ClusterSpec, JobFacts, SimpleClusterResolver, Task, doctor
+from phalanx.cluster.doctor import DoctorReport, examine, show
+from phalanx.cluster.peer_registry import TaskIdentity
+from phalanx.cluster.software_versions import installed_software, keras_backend
+from phalanx.config.job_config import JobConfig
 from phalanx.errors import HandshakeError, LinkClosedError
-from phalanx.settings import Settings
 from phalanx.version import __version__
 from tests.cluster.conftest import BOUND_S, SECRET, Meeting, Ports
 
-SETTINGS = Settings(secret=SECRET)
+SETTINGS = JobConfig(secret=SECRET)
 
 
 def resolver(spec: ClusterSpec, task: Task) -> SimpleClusterResolver:
     return SimpleClusterResolver(spec, task_type=task.type, task_id=task.index)
 
 
-def examine_all(specs: list[ClusterSpec], wait_s: float = 20.0) -> list[Report]:
+def examine_all(specs: list[ClusterSpec], wait_s: float = 20.0) -> list[DoctorReport]:
     """The doctor, run as worker 0, 1, ... at once, each with its own idea of the cluster."""
-    reports: dict[int, Report] = {}
+    reports: dict[int, DoctorReport] = {}
 
     def body(index: int) -> None:
         task = Task("worker", index)
@@ -43,7 +43,7 @@ def examine_all(specs: list[ClusterSpec], wait_s: float = 20.0) -> list[Report]:
     return [reports[index] for index in range(len(specs))]
 
 
-def text_of(report: Report) -> str:
+def text_of(report: DoctorReport) -> str:
     console = Console(file=io.StringIO(), width=250)
     show(report, console)
     return console.file.getvalue()  # type: ignore[attr-defined]
@@ -86,7 +86,7 @@ def test_tasks_with_different_clusters_are_a_problem_on_both(ports: Ports) -> No
 def test_a_running_job_answers_and_is_not_disturbed(ports: Ports, meeting: Meeting) -> None:
     spec = ports.workers(2)
     for index in range(2):
-        meeting.start(spec, Task("worker", index), facts=Facts(**versions(), seed=7, others={"floatx": "float32"}))
+        meeting.start(spec, Task("worker", index), facts=JobFacts(**versions(), seed=7, others={"floatx": "float32"}))
     meeting.nodes()
     (report,) = examine_all([spec], wait_s=3)
     assert report.problems == []
@@ -125,7 +125,7 @@ def test_an_evaluator_is_examined_without_a_port(ports: Ports) -> None:
 def test_an_evaluator_measures_its_lines_before_the_others_go(ports: Ports) -> None:
     spec = ClusterSpec({"worker": [ports.new(), ports.new()], "evaluator": [ports.new()]})
     tasks = spec.tasks
-    reports: dict[str, Report] = {}
+    reports: dict[str, DoctorReport] = {}
 
     def body(task: Task) -> None:
         reports[str(task)] = examine(resolver(spec, task), settings=SETTINGS, wait_s=20.0)
@@ -147,7 +147,7 @@ def test_what_was_answered_says_more_than_that_nobody_answers_any_more(
     def dial(*_: object, **__: object) -> None:
         raise next(failures, LinkClosedError("nothing listens there"))
 
-    monkeypatch.setattr(Identity, "dial", dial)
+    monkeypatch.setattr(TaskIdentity, "dial", dial)
     (report,) = examine_all([ports.workers(2)], wait_s=0.5)
     (problem,) = report.problems
     assert problem.endswith("cannot be reached: PHALANX_SECRET differs")
@@ -157,7 +157,7 @@ def test_without_a_cluster_it_says_that_the_program_would_be_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("TF_CONFIG", raising=False)
-    assert doctor.run(SimpleClusterResolver(ClusterSpec({})), settings=Settings()) == 0
+    assert doctor.run(SimpleClusterResolver(ClusterSpec({})), settings=JobConfig()) == 0
     assert "trains alone" in " ".join(capsys.readouterr().out.split())
 
 

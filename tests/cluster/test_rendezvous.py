@@ -14,11 +14,22 @@ import time
 import msgspec
 import pytest
 
-from phalanx.cluster import ClusterSpec, Facts, Node, Task, TFConfigClusterResolver, dialling, join, missing, rendezvous
+from phalanx.cluster import (
+    ClusterSpec,
+    JobFacts,
+    Node,
+    Task,
+    TFConfigClusterResolver,
+    join,
+    missing_tasks,
+    peer_dialing,
+    rendezvous,
+)
 from phalanx.cluster.admission import DUPLICATE, LEAVING, MESH, RUNNING
-from phalanx.cluster.dialling import final_verdict
-from phalanx.cluster.host import host_identity
-from phalanx.cluster.roll_call import Identity
+from phalanx.cluster.host_identity import host_identity
+from phalanx.cluster.peer_dialing import final_verdict
+from phalanx.cluster.peer_registry import TaskIdentity
+from phalanx.config.job_config import JobConfig
 from phalanx.errors import (
     ConfigurationError,
     DisagreementError,
@@ -27,7 +38,6 @@ from phalanx.errors import (
     RendezvousError,
     UnsupportedError,
 )
-from phalanx.settings import Settings
 from phalanx.transport.dial import RefusedError
 from phalanx.transport.handshake import Welcome
 from phalanx.transport.link import Link
@@ -158,7 +168,7 @@ def test_a_link_that_breaks_before_the_start_is_made_again(
 
 def test_a_single_worker_needs_no_port(ports: Ports) -> None:
     spec = ports.workers(1)
-    with join(spec, Task("worker", 0), settings=Settings()) as node:
+    with join(spec, Task("worker", 0), settings=JobConfig()) as node:
         assert (node.membership.rank, node.membership.world_size, node.listener) == (0, 1, None)
         assert node.membership.me.task == "worker/0"
 
@@ -166,19 +176,19 @@ def test_a_single_worker_needs_no_port(ports: Ports) -> None:
 @pytest.mark.parametrize("inside", [True, False])
 def test_an_evaluator_waits_for_nobody(inside: bool, ports: Ports) -> None:
     cluster = {"worker": [ports.new(), ports.new()]} | ({"evaluator": [ports.new()]} if inside else {})
-    with join(ClusterSpec(cluster), Task("evaluator", 0), settings=Settings()) as node:
+    with join(ClusterSpec(cluster), Task("evaluator", 0), settings=JobConfig()) as node:
         assert (node.membership.world_size, node.membership.me.task) == (1, "evaluator/0")
 
 
 def test_a_parameter_server_is_told_what_it_needs(ports: Ports) -> None:
     spec = ClusterSpec({"worker": [ports.new()], "ps": [ports.new()]})
     with pytest.raises(UnsupportedError, match="ParameterServerStrategy"):
-        join(spec, Task("ps", 0), settings=Settings())
+        join(spec, Task("ps", 0), settings=JobConfig())
 
 
 def test_a_cluster_without_a_task_is_refused(ports: Ports) -> None:
     with pytest.raises(ConfigurationError, match="nothing says which of them"):
-        join(ports.workers(2), settings=Settings())
+        join(ports.workers(2), settings=JobConfig())
 
 
 def test_the_environment_is_what_join_looks_at(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +216,7 @@ def test_a_worker_that_is_alone_never_goes_on_and_names_the_missing(ports: Ports
 def test_who_is_missing_is_said_once_while_waiting(
     ports: Ports, meeting: Meeting, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(missing, "NOTICE_AFTER_S", 0.1)
+    monkeypatch.setattr(missing_tasks, "NOTICE_AFTER_S", 0.1)
     spec = ports.workers(3)
     meeting.start(spec, Task("worker", 0))
     wait_until(lambda: "waits" in caplog.text)
@@ -214,7 +224,7 @@ def test_who_is_missing_is_said_once_while_waiting(
     assert notice.levelno == logging.WARNING
     pattern = r"worker/0 waits, for up to 60 s, for:\n  worker/1 at .*\n  worker/2 at "
     assert re.search(pattern, notice.getMessage())
-    monkeypatch.setattr(missing, "NOTICE_AFTER_S", 60)
+    monkeypatch.setattr(missing_tasks, "NOTICE_AFTER_S", 60)
     meeting.start(spec, Task("worker", 1))
     meeting.start(spec, Task("worker", 2))
     meeting.nodes()
@@ -245,21 +255,21 @@ def test_two_tasks_that_cannot_reach_each_other_are_named_by_the_chief(
 
 
 def block(monkeypatch: pytest.MonkeyPatch, source: str, target: str, purpose: str) -> None:
-    original = Identity.dial
+    original = TaskIdentity.dial
 
-    def dial(me: Identity, task: Task, what: str, *args: bytes, deadline: float) -> tuple[Link, Welcome]:
+    def dial(me: TaskIdentity, task: Task, what: str, *args: bytes, deadline: float) -> tuple[Link, Welcome]:
         if (str(me.task), str(task), what) == (source, target, purpose):
             raise LinkClosedError("a firewall")
         return original(me, task, what, *args, deadline=deadline)
 
-    monkeypatch.setattr(Identity, "dial", dial)
+    monkeypatch.setattr(TaskIdentity, "dial", dial)
 
 
 @pytest.mark.parametrize("odd", [0, 1, 2])
 def test_a_disagreement_ends_all_tasks_with_the_same_message(odd: int, ports: Ports, meeting: Meeting) -> None:
     spec = ports.workers(3)
     for task in workers(spec):
-        meeting.start(spec, task, facts=Facts(seed=2 if task.index == odd else 1))
+        meeting.start(spec, task, facts=JobFacts(seed=2 if task.index == odd else 1))
     results = meeting.wait()
     for error in results.values():
         assert isinstance(error, DisagreementError)
@@ -285,7 +295,7 @@ def test_a_task_that_has_not_found_the_odd_one_hears_of_the_disagreement(ports: 
     meeting.start(spec, Task("worker", 0))
     meeting.start(spec, Task("worker", 1))
     time.sleep(0.2)  # Most likely they are linked by now; the outcome is the same if they are not.
-    meeting.start(spec, Task("worker", 2), facts=Facts(seed=2))
+    meeting.start(spec, Task("worker", 2), facts=JobFacts(seed=2))
     messages = {str(error) for error in meeting.wait().values()}
     assert all(isinstance(error, DisagreementError) for error in meeting.results.values())
     assert all("worker/2" in message for message in messages)
@@ -301,7 +311,7 @@ def test_an_evaluator_in_only_one_cluster_is_no_disagreement(ports: Ports, meeti
 def test_another_secret_ends_the_newcomer_and_is_named_by_the_one_that_waits(
     ports: Ports, meeting: Meeting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dialling, "HANDSHAKE_FAILURES_S", 0.3)
+    monkeypatch.setattr(peer_dialing, "HANDSHAKE_FAILURES_S", 0.3)
     spec = ports.workers(2)
     meeting.start(spec, Task("worker", 0), timeout_s=3)
     meeting.start(spec, Task("worker", 1), secret=b"another secret of tests")
@@ -331,9 +341,9 @@ def test_a_second_process_on_the_same_host_gets_the_error_and_the_job_goes_on(po
         meeting.start(spec, task)
     nodes = meeting.nodes()
     with pytest.raises(ConfigurationError, match=r"worker/1 runs already: worker/1 \(pid \d+ on .*same task"):
-        join(spec, Task("worker", 1), facts=Facts(seed=1), settings=Settings(secret=SECRET))
+        join(spec, Task("worker", 1), facts=JobFacts(seed=1), settings=JobConfig(secret=SECRET))
     with pytest.raises(ConfigurationError, match="worker/0 runs already"):
-        join(spec, Task("worker", 0), facts=Facts(seed=1), settings=Settings(secret=SECRET))
+        join(spec, Task("worker", 0), facts=JobFacts(seed=1), settings=JobConfig(secret=SECRET))
     exchange(nodes)
 
 
@@ -367,7 +377,7 @@ def test_a_second_process_elsewhere_is_refused_by_the_chief_and_the_job_goes_on(
 def test_a_second_chief_elsewhere_finds_the_first_at_its_address(
     ports: Ports, meeting: Meeting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(missing, "NOTICE_AFTER_S", 0.2)
+    monkeypatch.setattr(missing_tasks, "NOTICE_AFTER_S", 0.2)
     original = rendezvous.open_sockets
 
     def open_sockets(*args: object, **options: object) -> list[socket.socket]:
@@ -397,7 +407,7 @@ def test_who_comes_when_the_job_has_begun_is_told_so(ports: Ports, meeting: Meet
     for task in workers(spec):
         meeting.start(spec, task)
     nodes = sorted(meeting.nodes(), key=lambda node: node.membership.rank)
-    newcomer = Identity(spec, Task("worker", 1), Facts(seed=1), Settings(secret=SECRET))
+    newcomer = TaskIdentity(spec, Task("worker", 1), JobFacts(seed=1), JobConfig(secret=SECRET))
 
     def dial(pid: int = 1) -> Welcome:
         statement = msgspec.structs.replace(newcomer.statement, pid=pid)
@@ -432,12 +442,12 @@ def test_only_refusals_that_will_not_pass_are_final(refusal: str, rank: int, kin
 
 def test_a_taken_port_is_named(ports: Ports, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "PORT_TAKEN_PATIENCE_S", 0.1)
-    monkeypatch.setattr(missing, "PROBE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(missing_tasks, "PROBE_TIMEOUT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = f"127.0.0.1:{other.getsockname()[1]}"
         spec = ClusterSpec({"worker": [taken, ports.new()]})
         with pytest.raises(ConfigurationError, match=r"worker/0 cannot start: port .* taken by another process"):
-            join(spec, Task("worker", 0), settings=Settings(secret=SECRET))
+            join(spec, Task("worker", 0), settings=JobConfig(secret=SECRET))
 
 
 def test_nothing_is_left_after_a_failure(ports: Ports, meeting: Meeting) -> None:

@@ -17,15 +17,9 @@ from phalanx.cluster import (
     TFConfigClusterResolver,
     resolve,
 )
-from phalanx.cluster.resolvers.hosts import (
-    cyclic,
-    expand_counts,
-    expand_host_list,
-    parse_hosts,
-    worker_cluster,
-)
+from phalanx.cluster.resolvers.host_list import cyclic, expand_counts, expand_host_list, parse_hosts, worker_cluster
+from phalanx.devices.gpu_count import count_gpus
 from phalanx.errors import ConfigurationError
-from phalanx.gpus import count_gpus
 
 SLURM = {
     "SLURM_PROCID": "2",

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from phalanx import timeline
-from phalanx.cluster.tracing import TIMELINE, Relay, RemoteSink
+from phalanx.cluster.timeline_relay import TIMELINE, RemoteTimelineSink, TimelineRelay
 from phalanx.errors import LinkClosedError
+from phalanx.monitoring import timeline
 from phalanx.transport.address import Address
 from phalanx.transport.dial import dial
 from phalanx.transport.handshake import Hello
@@ -22,7 +22,7 @@ BOUND_S = 20.0
 SECRET = b"a secret for this test"
 
 
-def remote(listener: Listener) -> RemoteSink:
+def remote(listener: Listener) -> RemoteTimelineSink:
     link, _ = dial(
         Address("127.0.0.1", listener.port),
         Hello(purpose=TIMELINE, task="worker/1"),
@@ -30,19 +30,19 @@ def remote(listener: Listener) -> RemoteSink:
         secret=SECRET,
         deadline=time.monotonic() + BOUND_S,
     )
-    return RemoteSink(link)
+    return RemoteTimelineSink(link)
 
 
 def test_another_host_measures_its_clock_and_sends_its_events(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     timeline.create(path, "job")
-    relay = Relay(timeline.FileSink(path, "job"))
+    relay = TimelineRelay(timeline.TimelineFileSink(path, "job"))
     with Listener([socket.create_server(("127.0.0.1", 0))], task="worker/0", secret=SECRET) as listener:
         listener.register(TIMELINE, relay)
         sink = remote(listener)
         offset, uncertain = sink.clock_offset()
         assert abs(offset) <= uncertain  # it is the same clock
-        recorder = timeline.FileRecorder(sink, 1, "worker/1", offset_ns=5_000_000_000)
+        recorder = timeline.TimelineFileRecorder(sink, 1, "worker/1", offset_ns=5_000_000_000)
         recorder.start()
         recorder.complete(timeline.TRAINING, "one\nline", 1000, {"text": "a\nb"})
         recorder.stop()
@@ -58,17 +58,17 @@ def test_a_writer_that_is_gone_ends_the_recording_and_nothing_else(
     with Listener([socket.create_server(("127.0.0.1", 0))], task="worker/0", secret=SECRET) as listener:
         arrived = threading.Event()
 
-        class Refusing(Relay):
+        class Refusing(TimelineRelay):
             def adopt(self, hello, link):
                 link.close()
                 arrived.set()
 
-        listener.register(TIMELINE, Refusing(timeline.FileSink(tmp_path / "none", "job")))
+        listener.register(TIMELINE, Refusing(timeline.TimelineFileSink(tmp_path / "none", "job")))
         sink = remote(listener)
         assert arrived.wait(BOUND_S)
         with pytest.raises(LinkClosedError):
             sink.clock_offset()
-        recorder = timeline.FileRecorder(sink, 1, "worker/1")
+        recorder = timeline.TimelineFileRecorder(sink, 1, "worker/1")
         timeline.start(recorder)
         until = time.monotonic() + BOUND_S
         while timeline.current.on and time.monotonic() < until:

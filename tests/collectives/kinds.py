@@ -8,7 +8,7 @@ from typing import Any
 
 from phalanx.cluster.membership import Membership
 from phalanx.collectives import CommunicationImplementation, CommunicationOptions, connect
-from phalanx.collectives.group_communicator import GroupCommunicator
+from phalanx.collectives.host.host_communicator import HostCommunicator
 from tests.support.processes import run_ranks, values
 
 
@@ -34,7 +34,7 @@ class Kind:
     def world_size(self) -> int:
         return len(self.hosts)
 
-    def connect(self, membership: Membership, timeout_s: float | None = 20.0) -> GroupCommunicator:
+    def connect(self, membership: Membership, timeout_s: float | None = 20.0) -> HostCommunicator:
         options = CommunicationOptions(
             bytes_per_pack=self.options.bytes_per_pack,
             timeout_seconds=timeout_s,
@@ -44,7 +44,7 @@ class Kind:
             return connect(membership, options)
         return connect(membership, options, segment_methods=self.segment_methods)
 
-    def run(self, function: Callable[[GroupCommunicator], Any]) -> list[Any]:
+    def run(self, function: Callable[[HostCommunicator], Any]) -> list[Any]:
         """What `function(communicator)` returns on each rank."""
 
         def body(membership: Membership) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from phalanx.collectives import ReduceOp
-from phalanx.collectives.group_communicator import GroupCommunicator
+from phalanx.collectives.host.host_communicator import HostCommunicator
 from phalanx.errors import ConfigurationError, PhalanxError
 from tests.collectives.kinds import KINDS, SLOW, Kind
 
@@ -64,7 +64,7 @@ def test_all_reduce_merges_every_dtype_with_every_op(kind: Kind) -> None:
     cases = [(op, dtype) for op in ReduceOp for dtype in FLOATS]
     cases += [(op, dtype) for op in UFUNCS for dtype in (*INTEGERS, np.bool_)]
 
-    def body(communicator: GroupCommunicator) -> list[list[np.ndarray]]:
+    def body(communicator: HostCommunicator) -> list[list[np.ndarray]]:
         return [
             communicator.all_reduce([brought(communicator.rank, dtype, shape) for shape in shapes], op)
             for op, dtype in cases
@@ -100,7 +100,7 @@ def test_all_reduce_of_a_list_of_mixed_and_strided_arrays(kind: Kind) -> None:
             brought(rank, ml_dtypes.bfloat16, (1, 1)),
         ]
 
-    def body(communicator: GroupCommunicator) -> list[np.ndarray]:
+    def body(communicator: HostCommunicator) -> list[np.ndarray]:
         mine = arrays(communicator.rank)
         before = [array.copy() for array in mine]
         merged = communicator.all_reduce(mine)
@@ -123,7 +123,7 @@ def test_all_reduce_of_a_list_of_mixed_and_strided_arrays(kind: Kind) -> None:
 def test_all_reduce_scales_each_array_and_does_not_read_those_of_scale_zero(kind: Kind) -> None:
     size = 20_000
 
-    def body(communicator: GroupCommunicator) -> list[np.ndarray]:
+    def body(communicator: HostCommunicator) -> list[np.ndarray]:
         rank = communicator.rank
         bad = np.full(size, np.nan, np.float32)
         good = np.full(size, 2.0, np.float32)
@@ -144,7 +144,7 @@ def test_all_reduce_scales_each_array_and_does_not_read_those_of_scale_zero(kind
 
 
 def test_all_reduce_writes_to_out(kind: Kind) -> None:
-    def body(communicator: GroupCommunicator) -> bool:
+    def body(communicator: HostCommunicator) -> bool:
         arrays = [np.full((100, 100), communicator.rank + 1, np.float32), np.array(1.0)]
         out = [np.zeros_like(array) for array in arrays]
         merged = communicator.all_reduce(arrays, out=out)
@@ -156,7 +156,7 @@ def test_all_reduce_writes_to_out(kind: Kind) -> None:
 
 def test_narrow_floats_are_summed_in_float32(kind: Kind) -> None:
     # 1 + n * 2^-9 in bfloat16 (8 bits): every single sum would round back to 1.
-    def body(communicator: GroupCommunicator) -> float:
+    def body(communicator: HostCommunicator) -> float:
         value = 1.0 if communicator.rank == 0 else 2.0**-9
         (merged,) = communicator.all_reduce([np.full(50_000, value, ml_dtypes.bfloat16)])
         return float(merged[0])
@@ -166,7 +166,7 @@ def test_narrow_floats_are_summed_in_float32(kind: Kind) -> None:
 
 
 def test_overflow_is_a_value_and_no_warning(kind: Kind) -> None:
-    def body(communicator: GroupCommunicator) -> bool:
+    def body(communicator: HostCommunicator) -> bool:
         (merged,) = communicator.all_reduce([np.full(4, 60_000, np.float16)], scale=2.0)
         return bool(np.isinf(merged).all())
 
@@ -175,7 +175,7 @@ def test_overflow_is_a_value_and_no_warning(kind: Kind) -> None:
 
 @pytest.mark.parametrize("size", [0, 3, 100_000])
 def test_broadcast_gives_every_rank_the_arrays_of_the_root(kind: Kind, size: int) -> None:
-    def body(communicator: GroupCommunicator) -> list[bool]:
+    def body(communicator: HostCommunicator) -> list[bool]:
         found = []
         for root in range(communicator.world_size):
             mine = np.full((size, 2), communicator.rank, np.float32)
@@ -192,7 +192,7 @@ def test_broadcast_gives_every_rank_the_arrays_of_the_root(kind: Kind, size: int
 
 @pytest.mark.parametrize("rows", [0, 1, 30_000])
 def test_all_gather_returns_every_rank_s_array_in_order(kind: Kind, rows: int) -> None:
-    def body(communicator: GroupCommunicator) -> list[np.ndarray]:
+    def body(communicator: HostCommunicator) -> list[np.ndarray]:
         rank = communicator.rank
         return communicator.all_gather(np.full((rows * rank, 2), rank, np.int16))
 
@@ -202,7 +202,7 @@ def test_all_gather_returns_every_rank_s_array_in_order(kind: Kind, rows: int) -
 
 
 def test_all_gather_of_arrays_with_gaps_and_of_another_byte_order(kind: Kind) -> None:
-    def body(communicator: GroupCommunicator) -> list[np.ndarray]:
+    def body(communicator: HostCommunicator) -> list[np.ndarray]:
         column = np.arange(8, dtype=np.float32).reshape(4, 2)[:, 1]
         return communicator.all_gather(column.astype(">f4") if communicator.rank else column)
 
@@ -221,7 +221,7 @@ def test_all_gather_of_0d_arrays(kind: Kind) -> None:
 def test_reduce_scatter_returns_this_rank_s_row(kind: Kind, op: ReduceOp) -> None:
     shape = (kind.world_size, 20, 301)
 
-    def body(communicator: GroupCommunicator) -> np.ndarray:
+    def body(communicator: HostCommunicator) -> np.ndarray:
         return communicator.reduce_scatter(brought(communicator.rank, np.float32, shape), op)
 
     merged = expected(kind.world_size, op, np.float32, shape)
@@ -237,7 +237,7 @@ def test_reduce_scatter_of_a_number_for_each_rank(kind: Kind) -> None:
 
 @pytest.mark.parametrize("rows", [0, 1, 10_000])
 def test_all_to_all_sends_each_array_to_its_rank(kind: Kind, rows: int) -> None:
-    def body(communicator: GroupCommunicator) -> list[np.ndarray]:
+    def body(communicator: HostCommunicator) -> list[np.ndarray]:
         rank = communicator.rank
         return communicator.all_to_all(
             [np.full((rows * (rank + to), 3), 10 * rank + to) for to in range(communicator.world_size)]
@@ -251,7 +251,7 @@ def test_all_to_all_sends_each_array_to_its_rank(kind: Kind, rows: int) -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 5_000_000])
 def test_bytes_travel_as_they_are(kind: Kind, size: int) -> None:
-    def body(communicator: GroupCommunicator) -> bool:
+    def body(communicator: HostCommunicator) -> bool:
         rank, last = communicator.rank, communicator.world_size - 1
         gathered = communicator.all_gather_bytes(bytes([rank]) * (size + rank))
         sent = communicator.broadcast_bytes(b"x" * size if rank == last else b"ignored", root=last)
@@ -261,7 +261,7 @@ def test_bytes_travel_as_they_are(kind: Kind, size: int) -> None:
 
 
 def test_no_rank_leaves_a_barrier_before_all_have_come(kind: Kind) -> None:
-    def body(communicator: GroupCommunicator) -> bool:
+    def body(communicator: HostCommunicator) -> bool:
         ok = True
         for turn in range(20):
             here = np.array([turn if communicator.rank == turn % communicator.world_size else 0])
@@ -274,7 +274,7 @@ def test_no_rank_leaves_a_barrier_before_all_have_come(kind: Kind) -> None:
 
 
 def test_asynchronous_calls_run_in_the_order_of_submission(kind: Kind) -> None:
-    def body(communicator: GroupCommunicator) -> list[float]:
+    def body(communicator: HostCommunicator) -> list[float]:
         rank = communicator.rank
         handles = [communicator.all_reduce_async([np.full(5_000, i + rank, np.float32)]) for i in range(10)]
         # A blocking call queues behind them.
@@ -287,7 +287,7 @@ def test_asynchronous_calls_run_in_the_order_of_submission(kind: Kind) -> None:
 
 
 def test_many_small_calls_of_all_sorts_stay_in_step(kind: Kind) -> None:
-    def body(communicator: GroupCommunicator) -> bool:
+    def body(communicator: HostCommunicator) -> bool:
         generator = np.random.default_rng(5)
         ok = True
         for _ in range(150):
@@ -309,7 +309,7 @@ def test_many_small_calls_of_all_sorts_stay_in_step(kind: Kind) -> None:
 
 
 def test_arguments_are_checked_before_anything_is_sent(kind: Kind) -> None:
-    def body(communicator: GroupCommunicator) -> int:
+    def body(communicator: HostCommunicator) -> int:
         n = communicator.world_size
         wrong = [
             lambda: communicator.all_reduce([np.array([1, 2])], ReduceOp.MEAN),
@@ -341,7 +341,7 @@ def test_arguments_are_checked_before_anything_is_sent(kind: Kind) -> None:
 
 
 def test_close_may_be_called_twice_and_ends_all_use(kind: Kind) -> None:
-    def body(communicator: GroupCommunicator) -> bool:
+    def body(communicator: HostCommunicator) -> bool:
         handle = communicator.all_reduce_async([np.ones(3)])
         handle.wait(20.0)
         communicator.close()
@@ -357,7 +357,7 @@ def test_close_may_be_called_twice_and_ends_all_use(kind: Kind) -> None:
 def test_all_reduce_in_place(kind: Kind) -> None:
     shapes = [(), (7,), (3, 4, 5), (30_000,)]
 
-    def body(communicator: GroupCommunicator) -> list[list[np.ndarray]]:
+    def body(communicator: HostCommunicator) -> list[list[np.ndarray]]:
         found = []
         for dtype in (np.float32, np.float16, np.int64):
             arrays = [brought(communicator.rank, dtype, shape) for shape in shapes]

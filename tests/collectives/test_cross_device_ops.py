@@ -18,7 +18,7 @@ from phalanx.collectives import (
     ReduceOp,
     ReductionToOneDevice,
 )
-from phalanx.collectives.group_communicator import GroupCommunicator
+from phalanx.collectives.host.host_communicator import HostCommunicator
 from phalanx.collectives.options import DEFAULT_TIMEOUT_S
 from phalanx.errors import CollectiveMismatchError, ConfigurationError
 from tests.collectives.kinds import KINDS, Kind
@@ -58,7 +58,7 @@ def test_the_public_names_change_only_on_purpose() -> None:
 )
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.MAX])
 def test_every_algorithm_merges_the_same(kind: Kind, ops: CrossDeviceOps, op: ReduceOp) -> None:
-    def body(communicator: GroupCommunicator) -> list[np.ndarray]:
+    def body(communicator: HostCommunicator) -> list[np.ndarray]:
         r = communicator.rank + 1.0
         arrays = [np.full((4, 3), r, np.float32), np.array(r), np.full(5, r, ml_dtypes.bfloat16)]
         return ops.all_reduce(communicator, arrays, op, scale=2.0 if op is ReduceOp.SUM else 1.0)
@@ -73,7 +73,7 @@ def test_every_algorithm_merges_the_same(kind: Kind, ops: CrossDeviceOps, op: Re
 
 @kinds
 def test_reduction_to_one_device_merges_with_the_user_s_function_on_the_rank_named(kind: Kind) -> None:
-    def body(communicator: GroupCommunicator) -> list[float]:
+    def body(communicator: HostCommunicator) -> list[float]:
         last = communicator.world_size - 1
         seen = []
 
@@ -101,7 +101,7 @@ def test_arguments_that_make_no_sense_are_refused() -> None:
 
 @kinds
 def test_a_device_that_is_no_rank_of_the_job_is_refused(kind: Kind) -> None:
-    def body(communicator: GroupCommunicator) -> bool:
+    def body(communicator: HostCommunicator) -> bool:
         with pytest.raises(ConfigurationError, match="ranks 0 to"):
             ReductionToOneDevice(99).all_reduce(communicator, [np.ones(1)])
         with pytest.raises(ConfigurationError, match="stands for the sum"):
@@ -138,7 +138,7 @@ def test_wrong_options_say_what_to_write(wrong: dict[str, object], says: str) ->
 @pytest.mark.parametrize("what", ["shape", "dtype", "op"])
 @kinds
 def test_ranks_that_ask_one_device_for_different_things_are_told(kind: Kind, what: str) -> None:
-    def body(communicator: GroupCommunicator) -> str:
+    def body(communicator: HostCommunicator) -> str:
         odd = communicator.rank == communicator.world_size - 1
         array = np.ones(3 if odd and what == "shape" else 2, np.float64 if odd and what == "dtype" else np.float32)
         op = ReduceOp.MAX if odd and what == "op" else ReduceOp.SUM

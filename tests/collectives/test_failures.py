@@ -16,7 +16,7 @@ import pytest
 
 from phalanx.cluster.membership import Membership
 from phalanx.collectives import CommunicationImplementation, CommunicationOptions, ReduceOp, connect
-from phalanx.collectives.group_communicator import GroupCommunicator
+from phalanx.collectives.host.host_communicator import HostCommunicator
 from phalanx.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -44,7 +44,7 @@ NOTICED_S = 5.0
 
 
 def fail_together(
-    kind: Kind, body: Callable[[GroupCommunicator], Any], timeout_s: float = 20.0
+    kind: Kind, body: Callable[[HostCommunicator], Any], timeout_s: float = 20.0
 ) -> list[BaseException | None]:
     """The error of each rank after `body(communicator)`."""
 
@@ -64,7 +64,7 @@ def ones(*shape: int, dtype: Any = np.float32) -> np.ndarray:
 
 # --------------------------------------------------------------------- mismatches
 
-MISMATCHES: dict[str, tuple[Callable[[GroupCommunicator], Any], Callable[[GroupCommunicator], Any], list[str]]] = {
+MISMATCHES: dict[str, tuple[Callable[[HostCommunicator], Any], Callable[[HostCommunicator], Any], list[str]]] = {
     "shape": (
         lambda c: c.all_reduce([ones(4), ones(10, 5)]),
         lambda c: c.all_reduce([ones(4), ones(10, 4)]),
@@ -139,7 +139,7 @@ def test_ranks_that_call_different_things_all_raise_the_same_message(kind: Kind,
     # With two ranks there is no majority, and rank 0 is the reference.
     odd = kind.world_size - 1
 
-    def body(communicator: GroupCommunicator) -> None:
+    def body(communicator: HostCommunicator) -> None:
         communicator.all_reduce([ones(10)])
         (odd_call if communicator.rank == odd else usual)(communicator)
 
@@ -154,7 +154,7 @@ def test_ranks_that_call_different_things_all_raise_the_same_message(kind: Kind,
 # ----------------------------------------------------------------- lost members
 
 
-def loop(communicator: GroupCommunicator, size: int = 300_000) -> None:
+def loop(communicator: HostCommunicator, size: int = 300_000) -> None:
     arrays, out = [ones(size), ones(7)], [ones(size), ones(7)]
     while True:
         communicator.all_reduce(arrays, out=out)

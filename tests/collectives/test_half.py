@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from phalanx.collectives.half import PIECE, from_half, to_half
+from phalanx.collectives.half_precision import PIECE, from_half, to_half
 
 ALL = np.arange(2**16, dtype=np.uint16).view(np.float16)
 

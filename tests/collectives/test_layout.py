@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.collectives import ReduceOp
-from phalanx.collectives.engine import copy_views
-from phalanx.collectives.layout import cut, group_by_dtype, ranges, shares, views_between
-from phalanx.collectives.operation import Description, Operation, explain_mismatch
+from phalanx.collectives.fusion_layout import cut, group_by_dtype, ranges, shares, views_between
+from phalanx.collectives.host.algorithm import copy_views
+from phalanx.collectives.operation import CollectiveDescription, Operation, explain_mismatch
 from phalanx.collectives.reduction import check_reducible, is_float, load, merge_rows, wire_dtype
 from phalanx.errors import ConfigurationError
 
@@ -127,19 +127,19 @@ def test_narrow_values_are_scaled_in_float32() -> None:
 
 def test_signatures_differ_where_descriptions_differ() -> None:
     described = [
-        Description("all_reduce", "op=sum", ("float32 (3,)",)),
-        Description("all_reduce", "op=max", ("float32 (3,)",)),
-        Description("all_reduce", "op=sum", ("float32 (3,)", "float32 (3,)")),
-        Description("barrier"),
+        CollectiveDescription("all_reduce", "op=sum", ("float32 (3,)",)),
+        CollectiveDescription("all_reduce", "op=max", ("float32 (3,)",)),
+        CollectiveDescription("all_reduce", "op=sum", ("float32 (3,)", "float32 (3,)")),
+        CollectiveDescription("barrier"),
     ]
     assert len({Operation(description).signature for description in described}) == len(described)
     assert Operation(described[0]).signature == Operation(described[0]).signature
 
 
 def test_the_message_takes_the_majority_as_reference_and_names_the_others() -> None:
-    usual = Description("all_reduce", "op=sum", ("float32 (10, 5)",))
-    odd = Description("all_reduce", "op=sum", ("float32 (10, 4)",))
-    message = explain_mismatch({0: odd, 1: usual, 2: usual, 3: Description("barrier")})
+    usual = CollectiveDescription("all_reduce", "op=sum", ("float32 (10, 5)",))
+    odd = CollectiveDescription("all_reduce", "op=sum", ("float32 (10, 4)",))
+    message = explain_mismatch({0: odd, 1: usual, 2: usual, 3: CollectiveDescription("barrier")})
     assert message.startswith("all_reduce on rank 0 got float32 (10, 4) as array 0; rank 1 brought float32 (10, 5).")
     assert "Also: rank 3 called barrier()." in message
 
@@ -147,18 +147,21 @@ def test_the_message_takes_the_majority_as_reference_and_names_the_others() -> N
 def test_the_message_of_another_number_of_arrays_says_where_they_part() -> None:
     arrays = ("float32 (3,)", "float32 (4,)", "float32 (5,)")
     message = explain_mismatch(
-        {0: Description("all_reduce", "op=sum", arrays), 1: Description("all_reduce", "op=sum", arrays[:2])}
+        {
+            0: CollectiveDescription("all_reduce", "op=sum", arrays),
+            1: CollectiveDescription("all_reduce", "op=sum", arrays[:2]),
+        }
     )
     assert "rank 1 got 2 arrays; rank 0 brought 3" in message
     assert "first difference is at array 2" in message
 
 
 def test_a_rank_that_left_without_a_word_is_named() -> None:
-    message = explain_mismatch({0: Description("barrier"), 1: None, 2: Description("barrier")})
+    message = explain_mismatch({0: CollectiveDescription("barrier"), 1: None, 2: CollectiveDescription("barrier")})
     assert "rank 1 called something else and left" in message
 
 
 def test_long_lists_of_arrays_are_cut_short() -> None:
-    shown = str(Description("all_reduce", "op=sum", tuple(f"float32 ({n},)" for n in range(500))))
+    shown = str(CollectiveDescription("all_reduce", "op=sum", tuple(f"float32 ({n},)" for n in range(500))))
     assert len(shown) < 120
     assert "500 arrays" in shown

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from phalanx.collectives import ReduceOp
-from phalanx.collectives.group_communicator import GroupCommunicator
+from phalanx.collectives.host.host_communicator import HostCommunicator
 from tests.collectives.kinds import KINDS, Kind
 
 UFUNCS = {
@@ -64,7 +64,7 @@ def make(spec: tuple[str, tuple[int, ...], str], seed: int, rank: int, index: in
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(calls(), min_size=1, max_size=6))
 def test_all_reduce_equals_numpy(kind: Kind, plan: list[Any]) -> None:
-    def body(communicator: GroupCommunicator) -> list[list[np.ndarray]]:
+    def body(communicator: HostCommunicator) -> list[list[np.ndarray]]:
         return [
             communicator.all_reduce(
                 [make(spec, seed, communicator.rank, index) for index, spec in enumerate(specs)], op
@@ -92,7 +92,7 @@ def test_all_reduce_equals_numpy(kind: Kind, plan: list[Any]) -> None:
 
 
 def test_shared_memory_and_direct_exchange_give_the_same_bits() -> None:
-    def body(communicator: GroupCommunicator) -> np.ndarray:
+    def body(communicator: HostCommunicator) -> np.ndarray:
         generator = np.random.default_rng(communicator.rank)
         return communicator.all_reduce([generator.normal(size=5_000).astype(np.float32)])[0]
 

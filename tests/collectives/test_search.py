@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from phalanx.collectives.search import MARGIN, Search, is_better
+from phalanx.collectives.autotune.trial_search import MARGIN, TrialSearch, is_better
 
 Plan = tuple[str, int]
 DEFAULT: Plan = ("shared", 512)
@@ -18,8 +18,10 @@ REFINEMENTS: list[Callable[[Plan], list[Plan]]] = [
 STEPS_BOUND = 200
 
 
-def run(cost: Callable[[Plan], float], merge: Callable[[list[float]], list[float]] = lambda own: own) -> Search[Plan]:
-    search: Search[Plan] = Search(DEFAULT, REFINEMENTS)
+def run(
+    cost: Callable[[Plan], float], merge: Callable[[list[float]], list[float]] = lambda own: own
+) -> TrialSearch[Plan]:
+    search: TrialSearch[Plan] = TrialSearch(DEFAULT, REFINEMENTS)
     for _ in range(STEPS_BOUND):
         if search.round_is_over:
             search.advance(merge(search.costs))
@@ -67,7 +69,7 @@ def test_where_all_are_alike_the_default_stays() -> None:
 
 def test_ranks_that_merge_their_costs_take_the_same_decisions() -> None:
     costs = [noisy(lambda plan: plan[1] / 512, seed, noise=0.5) for seed in range(3)]
-    searches = [Search(DEFAULT, REFINEMENTS) for _ in costs]
+    searches = [TrialSearch(DEFAULT, REFINEMENTS) for _ in costs]
     for _ in range(STEPS_BOUND):
         if searches[0].round_is_over:
             merged = [min(each) for each in zip(*(search.costs for search in searches), strict=True)]
@@ -88,7 +90,7 @@ def test_all_that_was_compared_is_told() -> None:
 
 
 def test_without_a_choice_there_is_no_search() -> None:
-    assert Search(DEFAULT, [lambda best: [best]]).chosen == DEFAULT
+    assert TrialSearch(DEFAULT, [lambda best: [best]]).chosen == DEFAULT
 
 
 def test_better_means_by_more_than_margin_and_scatter() -> None:

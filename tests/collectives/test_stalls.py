@@ -23,7 +23,7 @@ def test_who_does_not_come_is_named_once_and_then_it_goes_on(hosts: tuple[str, .
         warned, warnings = threading.Event(), []
         handler = logging.Handler()
         handler.emit = lambda record: (warnings.append(record.getMessage()), warned.set())  # type: ignore
-        logging.getLogger("phalanx.collectives.group_communicator").addHandler(handler)
+        logging.getLogger("phalanx.collectives.host.host_communicator").addHandler(handler)
         with connect(membership, CommunicationOptions(timeout_seconds=20.0)) as communicator:
             communicator.barrier()
             communicator.barrier()  # all have come, and said so

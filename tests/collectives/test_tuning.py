@@ -10,7 +10,7 @@ import pytest
 
 from phalanx.cluster.membership import Membership
 from phalanx.collectives import CommunicationOptions, connect
-from phalanx.collectives.tuning import LEAST_BYTES, TunedEngine
+from phalanx.collectives.autotune.autotuned_algorithm import LEAST_BYTES, AutotunedAlgorithm
 from phalanx.errors import DisagreementError
 from tests.support.processes import run_ranks, values
 
@@ -31,7 +31,7 @@ def test_ranks_choose_alike_and_sums_stay_right(hosts: tuple[str, ...], tmp_path
                 assert all((array == expected).all() for array in merged)
             communicator.barrier()
             engine = communicator._engine
-            assert isinstance(engine, TunedEngine)
+            assert isinstance(engine, AutotunedAlgorithm)
             (search,) = engine._searches.values()
             return search.chosen, [tuple(tried) for tried in search.tried]
 

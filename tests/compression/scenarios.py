@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 import phalanx
-from phalanx.inputs import local_range
+from phalanx.data import local_range
 from tests.support.seeds import set_random_seed
 from tests.training.scenarios.common import (
     BATCH,

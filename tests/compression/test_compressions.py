@@ -12,8 +12,8 @@ import pytest
 from phalanx import compression
 from phalanx.cluster.membership import Membership
 from phalanx.collectives import connect
-from phalanx.collectives.group_communicator import GroupCommunicator
-from phalanx.compression import Codec, Compression, PowerSGD, Reducer, TopK, resolve
+from phalanx.collectives.host.host_communicator import HostCommunicator
+from phalanx.compression import Codec, CompressedReducer, Compression, PowerSGD, TopK, resolve
 from phalanx.compression.power_sgd import _orthogonal, matrix_shape
 from phalanx.errors import ConfigurationError
 from tests.support.processes import run_threads
@@ -24,7 +24,7 @@ SHAPES = ((64, 96), (3, 3, 16, 32), (5000,))
 ERROR = {"float16": 1e-3, "bfloat16": 1e-2, "int8": 1e-2, "int6": 4e-2, "int4": 0.2}
 
 
-def on_ranks(function: Callable[[GroupCommunicator], Any], world_size: int = 3, hosts: str = "aabb") -> list[Any]:
+def on_ranks(function: Callable[[HostCommunicator], Any], world_size: int = 3, hosts: str = "aabb") -> list[Any]:
     """What `function` returns on each rank of a job whose ranks are on one host and another."""
 
     def body(membership: Membership) -> Any:
@@ -44,7 +44,7 @@ def taken(kind: Compression) -> list[tuple[int, ...]]:
 
 
 def sums(
-    reducer: Reducer, communicator: Any, arrays: Sequence[Any], scales: Sequence[float], **options: Any
+    reducer: CompressedReducer, communicator: Any, arrays: Sequence[Any], scales: Sequence[float], **options: Any
 ) -> list[Any]:
     out = [np.empty_like(array) for array in arrays]
     reducer.all_reduce(communicator, arrays, scales, out, **options)
@@ -57,9 +57,9 @@ def test_the_sum_is_near_and_the_same_on_all_ranks(name: str) -> None:
     shapes = taken(resolve(name))
     assert shapes
 
-    def body(communicator: GroupCommunicator) -> list[Any]:
+    def body(communicator: HostCommunicator) -> list[Any]:
         arrays = gradients(communicator.rank, shapes=shapes)
-        return sums(Reducer(resolve(name)), communicator, arrays, [0.5] * len(arrays))
+        return sums(CompressedReducer(resolve(name)), communicator, arrays, [0.5] * len(arrays))
 
     ranks = on_ranks(body)
     for result in ranks[1:]:
@@ -76,8 +76,8 @@ def test_what_is_lost_comes_later(name: str) -> None:
     """After T steps the sums of all that was merged and of all that was brought differ by what is still waiting."""
     shapes = taken(resolve(name))
 
-    def body(communicator: GroupCommunicator) -> tuple[list[Any], list[Any]]:
-        reducer = Reducer(resolve(name))
+    def body(communicator: HostCommunicator) -> tuple[list[Any], list[Any]]:
+        reducer = CompressedReducer(resolve(name))
         total = [np.zeros(shape) for shape in shapes]
         for step in range(12):
             merged = sums(reducer, communicator, gradients(communicator.rank, step, shapes), [1.0] * len(shapes))
@@ -98,8 +98,8 @@ def test_power_sgd_does_not_forget_small_rows_and_columns() -> None:
     matrix[:24] *= 1e-2
     matrix[:, :32] *= 1e-2
 
-    def body(communicator: GroupCommunicator) -> Any:
-        reducer = Reducer(PowerSGD(16, feedback=False))
+    def body(communicator: HostCommunicator) -> Any:
+        reducer = CompressedReducer(PowerSGD(16, feedback=False))
         for _ in range(20):
             (merged,) = sums(reducer, communicator, [matrix], [0.5])
         return merged
@@ -119,8 +119,8 @@ def test_power_sgd_finds_a_matrix_of_its_rank() -> None:
     left, right = np.random.default_rng(0).standard_normal((2, 64, 4)).astype(np.float32)
     matrix = left @ right.T
 
-    def body(communicator: GroupCommunicator) -> Any:
-        reducer = Reducer(PowerSGD(4, feedback=False, factors=None))
+    def body(communicator: HostCommunicator) -> Any:
+        reducer = CompressedReducer(PowerSGD(4, feedback=False, factors=None))
         for _ in range(2):
             (found,) = sums(reducer, communicator, [matrix], [1 / 3])
         return found
@@ -133,8 +133,10 @@ def test_power_sgd_sums_whole_what_a_product_would_not_make_smaller() -> None:
     kind = PowerSGD(8, factors=None)
     assert [kind.rank_of(shape) for shape in shapes] == [0, 8, 0, 0, 0, 8, 0, 5]
 
-    def body(communicator: GroupCommunicator) -> list[Any]:
-        return sums(Reducer(kind), communicator, gradients(communicator.rank, shapes=shapes), [1.0] * len(shapes))
+    def body(communicator: HostCommunicator) -> list[Any]:
+        return sums(
+            CompressedReducer(kind), communicator, gradients(communicator.rank, shapes=shapes), [1.0] * len(shapes)
+        )
 
     found = on_ranks(body, 2)[0]
     exact = [sum(of) for of in zip(*(gradients(rank, shapes=shapes) for rank in range(2)), strict=True)]
@@ -190,9 +192,9 @@ def test_whole_numbers_travel_exactly_in_any_order(kind: Any) -> None:
 def test_eight_bits_send_no_more_from_more_ranks() -> None:
     """The bytes that a rank sends stay below a quarter of the sum's own, both ways."""
 
-    def body(communicator: GroupCommunicator) -> int:
+    def body(communicator: HostCommunicator) -> int:
         before = communicator.bytes_on_links
-        sums(Reducer(resolve("int8")), communicator, [np.ones((512, 512), np.float32)], [1.0])
+        sums(CompressedReducer(resolve("int8")), communicator, [np.ones((512, 512), np.float32)], [1.0])
         return communicator.bytes_on_links - before
 
     for ranks in (2, 4):
@@ -204,8 +206,8 @@ def test_eight_bits_send_no_more_from_more_ranks() -> None:
 def test_what_is_not_finite_on_one_rank_is_found_on_all_and_not_remembered(name: str, value: float) -> None:
     shapes = taken(resolve(name))[:1]
 
-    def body(communicator: GroupCommunicator) -> tuple[bool, bool]:
-        reducer = Reducer(resolve(name))
+    def body(communicator: HostCommunicator) -> tuple[bool, bool]:
+        reducer = CompressedReducer(resolve(name))
         sums(reducer, communicator, gradients(communicator.rank, 0, shapes), [1.0])
         before = reducer.state()
         bad = gradients(communicator.rank, 1, shapes)
@@ -223,9 +225,9 @@ def test_what_is_not_finite_on_one_rank_is_found_on_all_and_not_remembered(name:
 def test_a_rank_without_samples_is_not_read(name: str) -> None:
     shapes = taken(resolve(name))[:1]
 
-    def body(communicator: GroupCommunicator) -> bool:
+    def body(communicator: HostCommunicator) -> bool:
         arrays = [np.full(shapes[0], np.nan, np.float32)] if communicator.rank else gradients(0, 0, shapes)
-        merged = sums(Reducer(resolve(name)), communicator, arrays, [0.0 if communicator.rank else 1.0])
+        merged = sums(CompressedReducer(resolve(name)), communicator, arrays, [0.0 if communicator.rank else 1.0])
         return bool(np.isfinite(merged[0]).all())
 
     assert on_ranks(body) == [True] * 3
@@ -234,10 +236,10 @@ def test_a_rank_without_samples_is_not_read(name: str) -> None:
 def test_the_feedback_follows_the_scale_of_the_loss() -> None:
     """With gradients and unit twice as large in the second step, the sums are twice as large, to the bit."""
 
-    def body(communicator: GroupCommunicator) -> list[Any]:
+    def body(communicator: HostCommunicator) -> list[Any]:
         found = []
         for unit in (1.0, 2.0):
-            reducer = Reducer(TopK(0.01))
+            reducer = CompressedReducer(TopK(0.01))
             sums(reducer, communicator, gradients(communicator.rank, 0), [1.0] * 3)
             arrays = [array * np.float32(unit) for array in gradients(communicator.rank, 1)]
             found.append(sums(reducer, communicator, arrays, [1.0] * 3, unit=unit))
@@ -249,8 +251,8 @@ def test_the_feedback_follows_the_scale_of_the_loss() -> None:
 
 
 def test_a_failed_step_may_be_repeated_and_a_saved_one_goes_on() -> None:
-    def body(communicator: GroupCommunicator) -> bool:
-        straight, repeated = Reducer(PowerSGD(2)), Reducer(PowerSGD(2))
+    def body(communicator: HostCommunicator) -> bool:
+        straight, repeated = CompressedReducer(PowerSGD(2)), CompressedReducer(PowerSGD(2))
         shapes = SHAPES[:2]
         for step in range(3):
             arrays = gradients(communicator.rank, step, shapes)
@@ -258,7 +260,7 @@ def test_a_failed_step_may_be_repeated_and_a_saved_one_goes_on() -> None:
             # Fails after its collectives, before it is committed.
             repeated.all_reduce(communicator, arrays, [1.0, 1.0], [np.empty_like(a) for a in arrays])
             state = repeated.state()
-            repeated = Reducer(PowerSGD(2))
+            repeated = CompressedReducer(PowerSGD(2))
             repeated.load({name: np.array(array) for name, array in state.items()})
             found = sums(repeated, communicator, arrays, [1.0, 1.0])
             if any(a.tobytes() != b.tobytes() for a, b in zip(expected, found, strict=True)):
@@ -271,12 +273,12 @@ def test_a_failed_step_may_be_repeated_and_a_saved_one_goes_on() -> None:
 def test_a_rank_that_joins_is_given_what_all_have_in_common() -> None:
     """Ranks 0 and 1 have gone on without rank 2, which then takes part: all have the same bits."""
 
-    def body(communicator: GroupCommunicator) -> Any:
-        reducer = Reducer(PowerSGD(2))
+    def body(communicator: HostCommunicator) -> Any:
+        reducer = CompressedReducer(PowerSGD(2))
         shapes = SHAPES[:1]
         sums(reducer, communicator, gradients(communicator.rank, 0, shapes), [1.0])
         if communicator.rank == 2:
-            reducer = Reducer(PowerSGD(2))
+            reducer = CompressedReducer(PowerSGD(2))
         reducer.synchronise(communicator)
         return sums(reducer, communicator, gradients(communicator.rank, 1, shapes), [1.0])[0].tobytes()
 
@@ -286,13 +288,13 @@ def test_a_rank_that_joins_is_given_what_all_have_in_common() -> None:
 def test_bytes_are_counted() -> None:
     """Half the bytes with 16 bits, a quarter with 8, and a fraction with factors or few values."""
 
-    def body(communicator: GroupCommunicator) -> dict[str, int]:
+    def body(communicator: HostCommunicator) -> dict[str, int]:
         found = {}
         for name in ("", *NAMES):
             before = communicator.bytes_sent
             arrays = [np.ones((512, 512), np.float32)]
             if name:
-                sums(Reducer(resolve(name)), communicator, arrays, [1.0])
+                sums(CompressedReducer(resolve(name)), communicator, arrays, [1.0])
             else:
                 communicator.all_reduce(arrays)
             found[name] = communicator.bytes_sent - before
@@ -319,8 +321,8 @@ def test_a_codec_that_decodes_to_something_else_is_told() -> None:
         def decode(self, parts: Sequence[Any], size: int) -> Any:
             return parts[0].astype(np.float64)
 
-    def body(communicator: GroupCommunicator) -> None:
-        sums(Reducer(Wrong()), communicator, gradients(0), [1.0] * 3)
+    def body(communicator: HostCommunicator) -> None:
+        sums(CompressedReducer(Wrong()), communicator, gradients(0), [1.0] * 3)
 
     with pytest.raises(ConfigurationError, match=r"Wrong.decode returned float64 of shape \(6144,\)"):
         on_ranks(body, 2)

@@ -11,10 +11,10 @@ from phalanx.cluster.membership import Membership
 from phalanx.collectives import connect
 from phalanx.compression import TopK
 from phalanx.errors import ConfigurationError, PhalanxError
-from phalanx.strategies.periodic import DiLoCoStrategy, LocalSGDStrategy
-from phalanx.training.exchange import Exchange
-from phalanx.training.outer import Average, OuterSGD
+from phalanx.strategies.local_sgd_strategy import DiLoCoStrategy, LocalSGDStrategy
 from phalanx.training.replica import Replica
+from phalanx.training.steps.outer_optimizer import AverageOuterOptimizer, OuterSGD
+from phalanx.training.steps.weight_exchange import WeightExchange
 from tests.support.processes import run_threads
 
 
@@ -34,8 +34,8 @@ def on_ranks(function: Any, world_size: int = 2) -> list[Any]:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_an_exchange_goes_on_from_what_was_saved(overlap: bool) -> None:
     def body(replica: Replica) -> bool:
-        straight = Exchange(OuterSGD(), TopK(0.1))
-        saved = Exchange(OuterSGD(), TopK(0.1))
+        straight = WeightExchange(OuterSGD(), TopK(0.1))
+        saved = WeightExchange(OuterSGD(), TopK(0.1))
         for exchange in (straight, saved):
             exchange.begin(values(0, 0), 1)
         for step in range(1, 4):
@@ -43,7 +43,7 @@ def test_an_exchange_goes_on_from_what_was_saved(overlap: bool) -> None:
             saved.took_step(replica.rank + 1)
             expected = straight.run(values(replica.rank, step), replica, overlap=overlap)
             state = {name: np.array(array) for name, array in saved.state().items()}
-            saved = Exchange(OuterSGD(), TopK(0.1))
+            saved = WeightExchange(OuterSGD(), TopK(0.1))
             saved.load(state)
             found = saved.run(values(replica.rank, step), replica, overlap=overlap)
             if any(a.tobytes() != b.tobytes() for a, b in zip(expected, found, strict=True)):
@@ -57,7 +57,7 @@ def test_an_exchange_goes_on_from_what_was_saved(overlap: bool) -> None:
 
 def test_an_exchange_that_fails_changes_nothing() -> None:
     def body(replica: Replica) -> bool:
-        exchange = Exchange(OuterSGD())
+        exchange = WeightExchange(OuterSGD())
         exchange.begin(values(0, 0), 1)
         exchange.took_step(5)
         exchange.run(values(replica.rank, 1), replica, overlap=False)
@@ -76,7 +76,7 @@ def test_progress_counts_by_samples() -> None:
     """Rank 0 with 3 samples, rank 1 with 1; and nobody is moved where nobody had any."""
 
     def body(replica: Replica) -> tuple[Any, Any]:
-        exchange = Exchange(Average())
+        exchange = WeightExchange(AverageOuterOptimizer())
         exchange.begin(values(0, 0), 1)
         exchange.took_step(3 if replica.rank == 0 else 1)
         merged = exchange.run(values(replica.rank, 1), replica, overlap=False)

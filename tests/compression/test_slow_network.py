@@ -9,8 +9,8 @@ import pytest
 
 from phalanx.cluster.membership import Membership
 from phalanx.collectives import connect
+from phalanx.config.job_config import JobConfig
 from phalanx.errors import ConfigurationError, DisagreementError
-from phalanx.settings import Settings
 from phalanx.transport.throttle import BURST_S, Throttle, first_bytes
 from tests.support.processes import run_threads
 
@@ -75,11 +75,11 @@ def test_ranks_that_simulate_different_networks_disagree() -> None:
 
 
 def test_the_setting_is_read() -> None:
-    assert Settings.from_environment({"PHALANX_SIMULATED_MBITS": "100"}).simulated_mbits == 100.0
-    assert Settings.from_environment({}).simulated_mbits is None
+    assert JobConfig.from_environment({"PHALANX_SIMULATED_MBITS": "100"}).simulated_mbits == 100.0
+    assert JobConfig.from_environment({}).simulated_mbits is None
 
 
 @pytest.mark.parametrize("text", ["fast", "0", "-1", "inf", "nan"])
 def test_a_rate_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ConfigurationError, match="PHALANX_SIMULATED_MBITS"):
-        Settings.from_environment({"PHALANX_SIMULATED_MBITS": text})
+        JobConfig.from_environment({"PHALANX_SIMULATED_MBITS": text})

@@ -12,16 +12,16 @@ import msgspec
 import pytest
 
 from phalanx.cluster.admission import PROBE, Probe
-from phalanx.cluster.agreement import Facts
-from phalanx.cluster.roll_call import Identity
+from phalanx.cluster.compatibility import JobFacts
+from phalanx.cluster.peer_registry import TaskIdentity
 from phalanx.cluster.spec import ClusterSpec, Task
+from phalanx.config.job_config import JobConfig
+from phalanx.coordinator.coordinator_messages import CallFunction, FunctionRaised, FunctionReturned, Ping
 from phalanx.coordinator.dispatcher import PURPOSE, Dispatcher, ScheduledCall
-from phalanx.coordinator.messages import Call, Ping, Raised, Returned
-from phalanx.coordinator.remote import RemoteValue
+from phalanx.coordinator.remote_values import RemoteValue
 from phalanx.errors import LinkClosedError, PeerLostError, RendezvousError
-from phalanx.launcher import call as calls
 from phalanx.parameter_server.client import connect
-from phalanx.settings import Settings
+from phalanx.runtime import function_call as calls
 from phalanx.transport.link import Link
 from phalanx.transport.listener import Listener
 
@@ -29,17 +29,19 @@ BOUND_S = 20.0
 
 
 @pytest.fixture
-def identities() -> tuple[Identity, Identity]:
+def identities() -> tuple[TaskIdentity, TaskIdentity]:
     """Of the chief and of a worker, who give up soon."""
     with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
         chief, server = (f"127.0.0.1:{free.getsockname()[1]}" for free in (first, second))
     spec = ClusterSpec({"ps": [server], "chief": [chief], "worker": ["127.0.0.1:2"]})
-    settings = Settings(secret=b"0123456789abcdef", rendezvous_timeout_s=2.0, timeout_s=2.0)
-    return Identity(spec, Task("chief", 0), Facts(), settings), Identity(spec, Task("worker", 0), Facts(), settings)
+    settings = JobConfig(secret=b"0123456789abcdef", rendezvous_timeout_s=2.0, timeout_s=2.0)
+    return TaskIdentity(spec, Task("chief", 0), JobFacts(), settings), TaskIdentity(
+        spec, Task("worker", 0), JobFacts(), settings
+    )
 
 
 @pytest.fixture
-def dispatcher(identities: tuple[Identity, Identity]) -> Iterator[Dispatcher]:
+def dispatcher(identities: tuple[TaskIdentity, TaskIdentity]) -> Iterator[Dispatcher]:
     made = Dispatcher(identities[0], lambda changes, step: None, set())
     made.start()
     yield made
@@ -72,7 +74,7 @@ def test_without_workers_whoever_waits_is_told(dispatcher: Dispatcher) -> None:
 
 
 def test_what_cannot_be_sent_any_more_is_an_error_of_its_function(
-    dispatcher: Dispatcher, identities: tuple[Identity, Identity]
+    dispatcher: Dispatcher, identities: tuple[TaskIdentity, TaskIdentity]
 ) -> None:
     def gone() -> bytes:
         raise ValueError("it was given away")
@@ -87,12 +89,12 @@ def test_what_cannot_be_sent_any_more_is_an_error_of_its_function(
 
 @pytest.mark.parametrize("answers", [True, False])
 def test_a_server_that_a_worker_has_lost_is_asked_whether_it_is_there(
-    dispatcher: Dispatcher, identities: tuple[Identity, Identity], answers: bool
+    dispatcher: Dispatcher, identities: tuple[TaskIdentity, TaskIdentity], answers: bool
 ) -> None:
     chief, worker = identities
     server = chief.spec.address(Task("ps", 0))
     listener = Listener([socket.create_server((server.host, server.port))], task="ps/0", secret=chief.settings.secret)
-    listener.register(PROBE, Probe(Identity(chief.spec, Task("ps", 0), Facts(), chief.settings)))
+    listener.register(PROBE, Probe(TaskIdentity(chief.spec, Task("ps", 0), JobFacts(), chief.settings)))
     with contextlib.closing(listener):
         if answers:
             listener.start()
@@ -100,7 +102,7 @@ def test_a_server_that_a_worker_has_lost_is_asked_whether_it_is_there(
         with contextlib.closing(connect(worker, chief.task, PURPOSE, time.monotonic() + BOUND_S)) as link:
             result = call(dispatcher, 0)
             _receive(link)
-            link.send(msgspec.msgpack.encode(Raised(0, "ps/0")), [calls.encode_error(lost)], deadline=_soon())
+            link.send(msgspec.msgpack.encode(FunctionRaised(0, "ps/0")), [calls.encode_error(lost)], deadline=_soon())
             if not answers:
                 with pytest.raises(PeerLostError, match="lost ps/0"):
                     dispatcher.join()
@@ -109,7 +111,7 @@ def test_a_server_that_a_worker_has_lost_is_asked_whether_it_is_there(
                 _receive(link)
         with contextlib.closing(connect(worker, chief.task, PURPOSE, time.monotonic() + BOUND_S)) as link:
             _receive(link)
-            link.send(msgspec.msgpack.encode(Returned(0, 1)), [b"", b""], deadline=_soon())
+            link.send(msgspec.msgpack.encode(FunctionReturned(0, 1)), [b"", b""], deadline=_soon())
             dispatcher.join()
             assert result.is_finished
 
@@ -118,8 +120,10 @@ def _soon() -> float:
     return time.monotonic() + BOUND_S
 
 
-def _receive(link: Link) -> Call:
+def _receive(link: Link) -> CallFunction:
     """The next function; a worker that has none is pinged meanwhile."""
-    while isinstance(order := msgspec.msgpack.decode(link.receive(deadline=_soon())[0], type=Call | Ping), Ping):
+    while isinstance(
+        order := msgspec.msgpack.decode(link.receive(deadline=_soon())[0], type=CallFunction | Ping), Ping
+    ):
         pass
     return order

@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 
 import phalanx
-from phalanx.cluster.agreement import Facts
-from phalanx.cluster.roll_call import Identity
+from phalanx.cluster.compatibility import JobFacts
+from phalanx.cluster.peer_registry import TaskIdentity
 from phalanx.cluster.spec import ClusterSpec
+from phalanx.config.job_config import JobConfig
 from phalanx.coordinator import ClusterCoordinator
 from phalanx.errors import ConfigurationError, PeerLostError, RendezvousError
-from phalanx.parameter_server.messages import Rules
-from phalanx.settings import Settings
-from phalanx.training.server_worker import ServerWorker
+from phalanx.parameter_server.server_messages import UpdateRules
+from phalanx.training.parameter_server_worker import ParameterServerWorker
 from tests.coordinator import counting
 from tests.coordinator.program import FUNCTIONS
 from tests.parameter_server.tasks import Tasks
@@ -269,13 +269,13 @@ def strategy_of(
 ) -> phalanx.ParameterServerStrategy:
     """As much of a strategy as the coordinator looks at first, without a job."""
     spec = ClusterSpec(cluster)
-    me = Identity(spec, spec.chief, Facts(), Settings(secret=secret))
+    me = TaskIdentity(spec, spec.chief, JobFacts(), JobConfig(secret=secret))
     client: Any = SimpleNamespace(identity=me)
-    all_rules = Rules(
+    all_rules = UpdateRules(
         **{"synchronous": False, "at_least": 0, "staleness": -1, "refuse_nan": True, "timeout_s": 1.0} | rules
     )
     strategy = object.__new__(phalanx.ParameterServerStrategy)
-    strategy._worker = ServerWorker(client, 0, len(me.tasks), all_rules, None, None, "")
+    strategy._worker = ParameterServerWorker(client, 0, len(me.tasks), all_rules, None, None, "")
     return strategy
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.coordinator.queue import MAX_LOSSES, PIPELINE, FunctionQueue
+from phalanx.coordinator.function_queue import MAX_LOSSES, PIPELINE, FunctionQueue
 
 
 def queue_of(functions: Iterable[int], workers: Iterable[int] = (0,)) -> FunctionQueue:

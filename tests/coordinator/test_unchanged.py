@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from phalanx.coordinator.unchanged import same, trace
+from phalanx.coordinator.change_detection import same, trace
 
 
 def traced(function: Any) -> Any:

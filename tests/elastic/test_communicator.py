@@ -17,19 +17,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from phalanx.cluster.agreement import Facts
-from phalanx.cluster.elastic.control import Wish, ask
-from phalanx.cluster.elastic.keeper import Bounds
-from phalanx.cluster.elastic.messages import Began, Done, Past
-from phalanx.cluster.elastic.node import ElasticNode
-from phalanx.cluster.elastic.server import KeeperServer
+from phalanx.cluster.compatibility import JobFacts
 from phalanx.cluster.spec import ClusterSpec, Task
-from phalanx.collectives.elastic import ElasticCommunicator
 from phalanx.collectives.options import CommunicationImplementation, CommunicationOptions
+from phalanx.config.job_config import JobConfig, TLSFiles
+from phalanx.elastic.coordinator_server import CoordinatorServer
+from phalanx.elastic.elastic_communicator import ElasticCommunicator
+from phalanx.elastic.elastic_coordinator import MembershipLimits
+from phalanx.elastic.elastic_node import ElasticNode
+from phalanx.elastic.job_control import ScaleRequest, ask
+from phalanx.elastic.membership_messages import EntryBegan, EntryFinished, PastEntry
 from phalanx.errors import LinkClosedError, MembershipChangedError
-from phalanx.plain import decode, encode
-from phalanx.settings import Settings, TLSFiles
 from phalanx.transport.link import Link
+from phalanx.transport.serialization import decode, encode
 from phalanx.transport.tls import load_tls
 from tests.cluster.conftest import wait_until
 from tests.transport.conftest import make_certificates
@@ -76,8 +76,8 @@ class Members:
             writer.close()
             self.processes.append(process)
             self._pipes.append(reader)
-        bounds = Bounds(1, self.count, self.count, start_s=BOUND_S, timeout_s=self._timeout_s)
-        self.server = KeeperServer(
+        bounds = MembershipLimits(1, self.count, self.count, start_s=BOUND_S, timeout_s=self._timeout_s)
+        self.server = CoordinatorServer(
             [self._port],
             bounds,
             secret=SECRET,
@@ -121,7 +121,7 @@ class Members:
         self.processes[int(task.partition("/")[2])].kill()
 
     def _child(self, number: int, body: Body, pipe: Connection) -> None:
-        settings = Settings(
+        settings = JobConfig(
             secret=SECRET,
             job_id="job",
             keeper=self.keeper_address,
@@ -129,7 +129,7 @@ class Members:
             simulated_mbits=self._simulated_mbits,
             tls=self._tls,
         )
-        with ElasticNode(self._spec, Task("worker", number), Facts(), settings) as node:
+        with ElasticNode(self._spec, Task("worker", number), JobFacts(), settings) as node:
             communicator = ElasticCommunicator(node, self._options)
             assert communicator.take_part(0) is None
             pipe.send(body(communicator, number))
@@ -177,9 +177,9 @@ def test_with_certificates_all_that_the_keeper_says_and_hears_is_encrypted(membe
     job = members(3, "RING", tls=files)
     job.run(body)
     assert [result and result[0] for result in job.results()] == [None, 6.0, 6.0]
-    assert ask(job.keeper_address, SECRET.decode(), "job", Wish(), tls=files).generation >= 2
+    assert ask(job.keeper_address, SECRET.decode(), "job", ScaleRequest(), tls=files).generation >= 2
     with pytest.raises(LinkClosedError):
-        ask(job.keeper_address, SECRET.decode(), "job", Wish())
+        ask(job.keeper_address, SECRET.decode(), "job", ScaleRequest())
 
 
 @pytest.mark.parametrize("mbits", [None, 1000.0])
@@ -372,24 +372,24 @@ def test_a_large_result_is_kept_for_one_that_comes_later():
         port = socket.create_server(("127.0.0.1", 0))
         keeper = f"127.0.0.1:{port.getsockname()[1]}"
         spec = ClusterSpec({"worker": [f"127.0.0.1:{sock.getsockname()[1]}" for sock in (first, second)]})
-        bounds = Bounds(1, 2, 1, start_s=BOUND_S, timeout_s=BOUND_S)
+        bounds = MembershipLimits(1, 2, 1, start_s=BOUND_S, timeout_s=BOUND_S)
         callbacks: Any = dict.fromkeys(("evict", "over", "failed", "released", "resized", "note"), lambda *_: None)
-        server = KeeperServer([port], bounds, secret=SECRET, job="job", **callbacks)
+        server = CoordinatorServer([port], bounds, secret=SECRET, job="job", **callbacks)
         result = os.urandom(3 * 2**20)
 
         def node(number: int, sock: socket.socket) -> ElasticNode:
-            settings = Settings(secret=SECRET, job_id="job", keeper=keeper, listen_fd=os.dup(sock.fileno()))
-            return ElasticNode(spec, Task("worker", number), Facts(), settings)
+            settings = JobConfig(secret=SECRET, job_id="job", keeper=keeper, listen_fd=os.dup(sock.fileno()))
+            return ElasticNode(spec, Task("worker", number), JobFacts(), settings)
 
         try:
             with node(0, first) as chief:
                 assert chief.take_part(0) is None
-                chief.tell(Began(0))
-                chief.tell(Done(0, result))
+                chief.tell(EntryBegan(0))
+                chief.tell(EntryFinished(0, result))
                 wait_until(lambda: server.keeper.entry == 1)
                 with node(1, second) as late:
                     assert late.late
-                    assert late.ask_about(0) == Past(0, result)
+                    assert late.ask_about(0) == PastEntry(0, result)
         finally:
             server.close()
 

@@ -5,32 +5,32 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from phalanx.cluster.agreement import Facts, Statement
-from phalanx.cluster.elastic import keeper as keeper_module
-from phalanx.cluster.elastic.keeper import STUCK_GRACE_S, Bounds, Keeper
-from phalanx.cluster.elastic.messages import (
+from phalanx.cluster.compatibility import JobFacts, TaskDescription
+from phalanx.elastic import elastic_coordinator as keeper_module
+from phalanx.elastic.elastic_coordinator import STUCK_GRACE_S, ElasticCoordinator, MembershipLimits
+from phalanx.elastic.membership_messages import (
     NOT_KEPT,
-    Ask,
-    Began,
     Dismissed,
-    Done,
-    Form,
-    Leave,
-    Over,
-    Past,
+    EntryBegan,
+    EntryFinished,
+    EntryQuery,
+    EntryResult,
+    FormGeneration,
+    LeaveNotice,
+    LossReport,
+    PastEntry,
     Pulse,
-    Ready,
-    Regroup,
-    Report,
+    ReadyToJoin,
+    RegroupRequest,
     pack,
     unpack,
 )
 
 
-def statement(name: str, *, backend: str = "jax") -> Statement:
+def statement(name: str, *, backend: str = "jax") -> TaskDescription:
     """`a1` is the first life of worker 0, `a2` its second, `b1` the first of worker 1."""
     index = ord(name[0]) - ord("a")
-    return Statement(
+    return TaskDescription(
         task=f"worker/{index}",
         incarnation=name,
         host="host",
@@ -38,7 +38,7 @@ def statement(name: str, *, backend: str = "jax") -> Statement:
         pid=100 + index,
         cluster={},
         phalanx="1",
-        facts=Facts(backend=backend),
+        facts=JobFacts(backend=backend),
     )
 
 
@@ -52,8 +52,8 @@ class Job:
         self.notes: list[str] = []
         self.released: list[str] = []
         self.now = 0.0
-        self.keeper = Keeper(
-            Bounds(minimum, maximum, expected, start_s=60.0, timeout_s=30.0),
+        self.keeper = ElasticCoordinator(
+            MembershipLimits(minimum, maximum, expected, start_s=60.0, timeout_s=30.0),
             0.0,
             send=lambda who, what: self.sent.append((who, what)),
             evict=self.evicted.append,
@@ -67,14 +67,14 @@ class Job:
         for name in names:
             self.keeper.arrive(statement(name), self.now)
             if ready is not None:
-                self.keeper.hear(name, Ready(ready), self.now)
+                self.keeper.hear(name, ReadyToJoin(ready), self.now)
 
     def say(self, name: str, message: object) -> None:
         self.keeper.hear(name, message, self.now)  # type: ignore[arg-type]
 
     def report(self, *names: str, completed: int = 5, boundary: bool = True, **more: object) -> None:
         for name in names:
-            self.say(name, Report(self.keeper.generation, completed, boundary, **more))  # type: ignore[arg-type]
+            self.say(name, LossReport(self.keeper.generation, completed, boundary, **more))  # type: ignore[arg-type]
 
     def lose(self, name: str) -> None:
         self.keeper.depart(name, self.now)
@@ -84,7 +84,7 @@ class Job:
 
     def running(self) -> Job:
         self.come("a1", "b1", "c1")
-        self.say("a1", Began(0))
+        self.say("a1", EntryBegan(0))
         self.sent.clear()
         return self
 
@@ -95,7 +95,7 @@ def test_begins_when_all_have_come_in_the_order_of_tasks():
     assert job.keeper.generation == 0
     job.come("b1")
     assert job.keeper.members == ["a1", "b1", "c1"]
-    (form,) = job.told("c1", Form)
+    (form,) = job.told("c1", FormGeneration)
     assert form.generation == 1
     assert [place.fresh for place in form.members] == [False] * 3
 
@@ -125,7 +125,7 @@ def test_the_survivors_of_a_loss_form_the_next_generation_when_all_have_reported
     assert job.keeper.generation == 1
     job.report("c1")
     assert job.keeper.members == ["a1", "c1"]
-    (form,) = job.told("c1", Form)
+    (form,) = job.told("c1", FormGeneration)
     assert form.generation == 2
     assert [place.task for place in form.members] == ["worker/0", "worker/2"]
 
@@ -152,7 +152,7 @@ def test_a_candidate_comes_in_where_all_stand_before_the_same_step():
     job.come("b2")
     job.report("a1", "c1")
     assert job.keeper.members == ["a1", "c1", "b2"]
-    (form,) = job.told("b2", Form)
+    (form,) = job.told("b2", FormGeneration)
     assert [place.fresh for place in form.members] == [False, False, True]
 
 
@@ -164,7 +164,7 @@ def test_a_candidate_waits_where_they_do_not(second):
     job.report("a1")
     job.report("c1", **second)
     assert job.keeper.members == ["a1", "c1"]
-    assert job.told("a1", Regroup) == [Regroup(2)]  # at once the chief is asked for another regrouping
+    assert job.told("a1", RegroupRequest) == [RegroupRequest(2)]  # at once the chief is asked for another regrouping
     job.report("a1", "c1", completed=7)
     assert job.keeper.members == ["a1", "c1", "b2"]
 
@@ -174,7 +174,7 @@ def test_too_few_that_have_to_finish_something_take_no_step_more():
     job = Job(minimum=3).running()
     job.lose("b1")
     job.report("a1", "c1", boundary=False)
-    assert [type(what) for who, what in job.sent if who == "a1"][-2:] == [Regroup, Form]
+    assert [type(what) for who, what in job.sent if who == "a1"][-2:] == [RegroupRequest, FormGeneration]
     job.report("a1", "c1", completed=7)
     assert "2 workers remain, and 3 are needed: waiting for others" in job.notes
     job.come("b2")
@@ -187,8 +187,8 @@ def test_a_candidate_at_another_entry_waits():
     job.come("b2", ready=1)
     job.report("a1", "c1")
     assert job.keeper.members == ["a1", "c1"]
-    job.say("a1", Done(0, b"result"))
-    assert job.told("a1", Regroup) == [Regroup(2)]
+    job.say("a1", EntryFinished(0, b"result"))
+    assert job.told("a1", RegroupRequest) == [RegroupRequest(2)]
 
 
 def test_a_candidate_is_told_what_is_over_and_what_has_begun():
@@ -196,21 +196,21 @@ def test_a_candidate_is_told_what_is_over_and_what_has_begun():
     job.lose("b1")
     job.report("a1", "c1")
     job.come("b2", ready=None)
-    job.say("b2", Ask(0))
-    assert job.told("b2", Began) == [Began(0, b"", 2)]
-    job.say("b2", Ready(0))
-    job.say("a1", Done(0, b"result"))
-    assert job.told("b2", Past) == [Past(0, b"result")]
-    job.say("b2", Ask(1))
-    assert len(job.told("b2", Began)) == 1
-    job.say("a1", Began(1, b"note"))
-    assert job.told("b2", Began)[1] == Began(1, b"note", 2)
+    job.say("b2", EntryQuery(0))
+    assert job.told("b2", EntryBegan) == [EntryBegan(0, b"", 2)]
+    job.say("b2", ReadyToJoin(0))
+    job.say("a1", EntryFinished(0, b"result"))
+    assert job.told("b2", PastEntry) == [PastEntry(0, b"result")]
+    job.say("b2", EntryQuery(1))
+    assert len(job.told("b2", EntryBegan)) == 1
+    job.say("a1", EntryBegan(1, b"note"))
+    assert job.told("b2", EntryBegan)[1] == EntryBegan(1, b"note", 2)
 
 
 def test_below_the_minimum_they_wait_for_others_before_the_next_step():
     job = Job(minimum=2, maximum=2, expected=2)
     job.come("a1", "b1")
-    job.say("a1", Began(0))
+    job.say("a1", EntryBegan(0))
     job.lose("b1")
     job.report("a1")
     assert job.keeper.generation == 1
@@ -233,7 +233,7 @@ def test_below_the_minimum_for_too_long_the_job_fails():
 
 def test_when_some_have_finished_the_minimum_is_nobodys_concern():
     job = Job(minimum=3).running()
-    job.say("a1", Leave())
+    job.say("a1", LeaveNotice())
     job.lose("b1")
     job.report("c1")
     assert job.keeper.members == ["c1"]
@@ -282,8 +282,8 @@ def test_the_words_of_one_that_was_evicted_count_for_nothing():
     job.lose("b1")
     job.report("a1")
     job.keeper.tick(31.0)
-    job.say("c1", Report(2, 9, True))
-    job.say("c1", Done(0, b"lie"))
+    job.say("c1", LossReport(2, 9, True))
+    job.say("c1", EntryFinished(0, b"lie"))
     assert job.keeper.members == ["a1"]
     assert job.keeper.entry == 0
 
@@ -325,7 +325,7 @@ def test_who_disagrees_is_refused():
 def test_fewer_are_wanted():
     job = Job().running()
     job.keeper.resize(1, 2, 1.0)
-    assert job.told("a1", Regroup) == [Regroup(1)]
+    assert job.told("a1", RegroupRequest) == [RegroupRequest(1)]
     job.report("a1", "b1", "c1")
     assert job.keeper.members == ["a1", "b1"]
     (dismissed,) = job.told("c1", Dismissed)
@@ -336,7 +336,7 @@ def test_a_member_whose_host_is_taken_back_leaves_before_a_next_step():
     job = Job().running()
     job.keeper.withdraw("worker/0", 1.0)
     assert job.keeper.members == ["a1", "b1", "c1"]
-    assert job.told("a1", Regroup) == [Regroup(1)]
+    assert job.told("a1", RegroupRequest) == [RegroupRequest(1)]
     job.report("a1", "b1", "c1")
     assert job.keeper.members == ["b1", "c1"]
     (dismissed,) = job.told("a1", Dismissed)
@@ -354,13 +354,13 @@ def test_a_member_whose_host_is_taken_back_leaves_before_a_next_step():
 def test_one_that_has_the_state_stays_until_another_one_has_it():
     job = Job(maximum=2, expected=2)
     job.come("a1", "b1")
-    job.say("a1", Began(0))
+    job.say("a1", EntryBegan(0))
     job.keeper.withdraw("worker/0", 1.0)
     job.keeper.withdraw("worker/1", 1.0)
     job.report("a1", "b1")
     assert job.keeper.members == ["a1"]
     job.keeper.tick(2.0)
-    assert len(job.told("a1", Regroup)) == 1  # it is not asked again for nothing
+    assert len(job.told("a1", RegroupRequest)) == 1  # it is not asked again for nothing
     job.keeper.readmit("worker/1")
     job.come("b2")
     job.report("a1")
@@ -387,7 +387,7 @@ def test_the_job_is_over_when_all_have_left():
     job = Job(maximum=4).running()
     job.come("d1")
     for name in ("a1", "b1", "c1"):
-        job.say(name, Leave())
+        job.say(name, LeaveNotice())
     assert job.over == [["worker/0", "worker/1", "worker/2"]]
     (dismissed,) = job.told("d1", Dismissed)
     assert dismissed.cause == "over"
@@ -396,10 +396,10 @@ def test_the_job_is_over_when_all_have_left():
 def test_members_that_may_not_hear_of_a_loss_are_told_that_the_generation_is_over():
     job = Job().running()
     job.report("a1")
-    assert job.told("a1", Over) == []
-    assert job.told("b1", Over) == job.told("c1", Over) == [Over(1)]
+    assert job.told("a1", EntryResult) == []
+    assert job.told("b1", EntryResult) == job.told("c1", EntryResult) == [EntryResult(1)]
     job.report("b1", "c1")
-    assert len(job.told("c1", Over)) == 1
+    assert len(job.told("c1", EntryResult)) == 1
 
 
 def test_two_that_have_waited_for_each_other_part_at_once():
@@ -416,7 +416,7 @@ def test_a_pair_of_which_one_complains_gets_a_new_link_and_parts_if_that_is_in_v
     job.report("a1", missing=["c1"])
     job.report("b1", "c1")
     assert job.evicted == []
-    assert job.told("b1", Form)[-1].broken == [("a1", "c1")]
+    assert job.told("b1", FormGeneration)[-1].broken == [("a1", "c1")]
     job.report("a1", "b1", linked=False)
     job.report("c1", missing=["a1"], linked=False)
     assert job.evicted == ["c1"]
@@ -507,15 +507,17 @@ def test_the_launcher_knows_of_an_end_before_the_network_does():
 def test_results_are_kept_as_long_as_there_is_room(monkeypatch):
     monkeypatch.setattr(keeper_module, "KEPT_BYTES", 10)
     job = Job().running()
-    job.say("a1", Done(0, b"12345678"))
-    job.say("a1", Done(1, b"12345678"))
+    job.say("a1", EntryFinished(0, b"12345678"))
+    job.say("a1", EntryFinished(1, b"12345678"))
     job.come("d1", ready=None)
-    job.say("d1", Ask(0))
-    job.say("d1", Ask(1))
-    assert job.told("d1", Past) == [Past(0, b"12345678"), Past(1, NOT_KEPT)]
+    job.say("d1", EntryQuery(0))
+    job.say("d1", EntryQuery(1))
+    assert job.told("d1", PastEntry) == [PastEntry(0, b"12345678"), PastEntry(1, NOT_KEPT)]
 
 
-@pytest.mark.parametrize("message", [Done(3, b"x" * 2**21), Past(3, b""), Past(3, b"x" * 2**21), Began(2, b"note")])
+@pytest.mark.parametrize(
+    "message", [EntryFinished(3, b"x" * 2**21), PastEntry(3, b""), PastEntry(3, b"x" * 2**21), EntryBegan(2, b"note")]
+)
 def test_a_result_travels_behind_the_header(message):
     header, buffers = pack(message)
     assert len(header) < 100
@@ -528,17 +530,17 @@ def test_a_chief_that_is_lost_when_the_others_have_finished_had_work_to_do():
     job = Job().running()
     job.lose("a1")
     assert job.keeper.is_regrouping
-    job.say("b1", Leave())
-    job.say("c1", Leave())
+    job.say("b1", LeaveNotice())
+    job.say("c1", LeaveNotice())
     assert job.over == [["failed"]]
     assert "the chief was lost after the last step" in job.keeper.failure
 
 
 def test_another_that_is_lost_when_the_chief_has_finished_had_not():
     job = Job().running()
-    job.say("a1", Leave())
+    job.say("a1", LeaveNotice())
     job.lose("b1")
-    job.say("c1", Leave())
+    job.say("c1", LeaveNotice())
     assert job.over == [["worker/0", "worker/2"]]
 
 
@@ -567,14 +569,14 @@ def test_members_on_their_way_out_leave_room_for_others():
     """At the maximum of one, whose host is taken back: another one comes in first, then it goes."""
     job = Job(maximum=1, expected=1)
     job.come("a1")
-    job.say("a1", Began(0))
+    job.say("a1", EntryBegan(0))
     job.keeper.withdraw("worker/0", 0.0)
     job.come("b1")
-    assert job.told("a1", Regroup)
+    assert job.told("a1", RegroupRequest)
     job.report("a1")
     assert job.keeper.members == ["a1", "b1"]
     job.keeper.tick(job.now)
-    assert len(job.told("a1", Regroup)) == 2
+    assert len(job.told("a1", RegroupRequest)) == 2
     job.report("a1", "b1", completed=6)
     assert job.keeper.members == ["b1"]
     assert job.released == ["worker/0"]

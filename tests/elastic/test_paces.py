@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.paces import Paces, Pulse
+from phalanx.elastic.stragglers import StepTiming, StragglerDetector
 
 NAMES = {"a": "worker/0 (rank 0)", "b": "worker/1 (rank 1)", "c": "worker/2 (rank 2)"}
 
@@ -11,7 +11,7 @@ class Job:
     """Three members that take ten steps a second; `computing` says which part of the time each computes."""
 
     def __init__(self, timeout_s: float = 600.0):
-        self.paces = Paces(timeout_s=timeout_s)
+        self.paces = StragglerDetector(timeout_s=timeout_s)
         self.now = 0.0
         self.said: list[str] = []
 
@@ -21,7 +21,7 @@ class Job:
         for _ in range(int(2 * seconds)):
             self.now += 0.5
             for member, part in computing.items():
-                pulse = Pulse("gradients", 0, 3, 0.0, 10.0, 0.5 * part, 0.5 * (1 - part), 5)
+                pulse = StepTiming("gradients", 0, 3, 0.0, 10.0, 0.5 * part, 0.5 * (1 - part), 5)
                 self.paces.hear(member, pulse, self.now)
             self.said += self.paces.judge(NAMES, generation, self.now)
         return self.said[before:]
@@ -68,7 +68,7 @@ def test_one_for_which_all_wait_in_a_step_without_end_is_named():
     for _ in range(20):
         job.now += 0.5
         for member, part in (("a", 0.1), ("b", 0.9), ("c", 0.1)):
-            job.paces.hear(member, Pulse("gradients", 0, 3, 1.0, 0.0, 0.5 * part, 0.5 * (1 - part)), job.now)
+            job.paces.hear(member, StepTiming("gradients", 0, 3, 1.0, 0.0, 0.5 * part, 0.5 * (1 - part)), job.now)
         job.said += job.paces.judge(NAMES, 1, job.now)
     assert job.said == ["worker/1 (rank 1) is slow, and the others wait for it: it computes 90% of the time, they 10%"]
 
@@ -89,15 +89,15 @@ def test_with_another_generation_all_begins_anew():
 
 def test_one_that_lives_and_does_nothing_is_told_of_once():
     """Nobody waits for a member that is alone, so nobody evicts it."""
-    paces = Paces(timeout_s=60.0)
+    paces = StragglerDetector(timeout_s=60.0)
     names = {"a": "worker/0 (rank 0)"}
-    paces.hear("a", Pulse("gradients", 1, 3, 59.0), 1.0)
+    paces.hear("a", StepTiming("gradients", 1, 3, 59.0), 1.0)
     assert paces.judge(names, 1, 1.0) == []  # of before the generation
-    paces.hear("a", Pulse("gradients", 1, 3, 61.0), 3.0)
+    paces.hear("a", StepTiming("gradients", 1, 3, 61.0), 3.0)
     (line,) = paces.judge(names, 1, 3.0)
     assert line == "worker/0 (rank 0) lives, and has been at gradients, epoch 1, step 3 for 61 s"
     assert paces.judge(names, 1, 4.0) == []
-    paces.hear("a", Pulse("all_reduce", 1, 4, 100.0), 5.0)
+    paces.hear("a", StepTiming("all_reduce", 1, 4, 100.0), 5.0)
     assert paces.judge(names, 1, 5.0) == []
 
 

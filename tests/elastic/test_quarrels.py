@@ -7,12 +7,12 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.cluster.elastic.messages import Report
-from phalanx.cluster.elastic.quarrels import PATIENCE, Quarrels, leavers
+from phalanx.elastic.membership_messages import LossReport
+from phalanx.elastic.partitions import PATIENCE, ConnectionFailures, choose_evictions
 
 
-def report(*missing: str, late: bool = False, completed: int = 5) -> Report:
-    return Report(1, completed, True, late="late" if late else "", missing=list(missing))
+def report(*missing: str, late: bool = False, completed: int = 5) -> LossReport:
+    return LossReport(1, completed, True, late="late" if late else "", missing=list(missing))
 
 
 @given(st.integers(1, 5), st.integers(0, 4), st.randoms())
@@ -22,18 +22,18 @@ def test_of_a_job_that_fell_in_two_the_minority_goes(majority, smaller, random):
     shuffled = random.sample(members, len(members))
     many, few = shuffled[:majority], shuffled[majority:]
     severed = {frozenset(pair) for pair in itertools.product(many, few)}
-    assert set(leavers(members, severed, [])) == set(few)
+    assert set(choose_evictions(members, severed, [])) == set(few)
 
 
 def test_of_two_halves_the_one_without_the_chief_goes():
     severed = {frozenset(pair) for pair in itertools.product("ab", "cd")}
-    assert sorted(leavers("abcd", severed, "")) == ["c", "d"]
+    assert sorted(choose_evictions("abcd", severed, "")) == ["c", "d"]
 
 
 def test_of_two_the_higher_rank_goes_but_not_the_only_one_that_has_the_state():
-    assert leavers("abc", [frozenset("bc")], "") == ["c"]
-    assert leavers("ab", [frozenset("ab")], "a") == ["a"]
-    assert leavers("abc", [frozenset("ab"), frozenset("ac")], "bc") == ["c", "b"]
+    assert choose_evictions("abc", [frozenset("bc")], "") == ["c"]
+    assert choose_evictions("ab", [frozenset("ab")], "a") == ["a"]
+    assert choose_evictions("abc", [frozenset("ab"), frozenset("ac")], "bc") == ["c", "b"]
 
 
 @given(st.integers(2, 6), st.data())
@@ -42,13 +42,13 @@ def test_afterwards_no_severed_pair_is_left_and_somebody_knows_the_state(count, 
     pairs = [frozenset(pair) for pair in itertools.combinations(members, 2)]
     severed = data.draw(st.sets(st.sampled_from(pairs)))
     fresh = data.draw(st.sets(st.sampled_from(members), max_size=count - 1))
-    stay = set(members) - set(leavers(members, severed, fresh))
+    stay = set(members) - set(choose_evictions(members, severed, fresh))
     assert not [pair for pair in severed if pair <= stay]
     assert stay - fresh
 
 
 def test_who_is_dead_is_nobodys_quarrel():
-    quarrels = Quarrels()
+    quarrels = ConnectionFailures()
     quarrels.hear(1, {"a": report("c", late=True), "b": report("c", late=True)})
     assert not quarrels.severed
     assert not quarrels.broken
@@ -56,7 +56,7 @@ def test_who_is_dead_is_nobodys_quarrel():
 
 def test_the_same_pair_again_and_again_without_progress():
     """Another pair in between, so that it was never told to link up anew right before."""
-    quarrels = Quarrels()
+    quarrels = ConnectionFailures()
     for generation in range(1, 2 * PATIENCE):
         assert not quarrels.severed
         a, b = (report("b"), report()) if generation % 2 else (report(), report("c"))

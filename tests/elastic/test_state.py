@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 
-from phalanx.elastic import State
+from phalanx.elastic.custom_loop import State
 from phalanx.errors import ConfigurationError
 
 

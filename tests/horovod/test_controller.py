@@ -18,16 +18,16 @@ from phalanx.collectives import CommunicationOptions, connect
 from phalanx.errors import CollectiveTimeoutError, PeerLostError
 from phalanx.horovod.controller import Controller
 from phalanx.horovod.exceptions import HorovodInternalError
-from phalanx.horovod.execution import Part
-from phalanx.horovod.knobs import Knobs
-from phalanx.horovod.request import Request
+from phalanx.horovod.execution import FusedPart
+from phalanx.horovod.horovod_environment import HorovodEnvironment
+from phalanx.horovod.operation_request import Request
 from tests.support.processes import run_ranks, values
 
 
 class Rank:
     """One rank's controller, and what it warned of."""
 
-    def __init__(self, membership: Membership, knobs: Knobs, timeout_s: float):
+    def __init__(self, membership: Membership, knobs: HorovodEnvironment, timeout_s: float):
         communicator = self.communicator = connect(membership, CommunicationOptions(timeout_seconds=timeout_s))
         self.number = membership.rank
         self.controller = Controller(communicator, knobs, timeout_s, [one.task for one in membership.members])
@@ -39,7 +39,7 @@ class Rank:
 
     def start(self, name: str, *, wake: bool = True) -> Any:
         request = Request(name, "allreduce", ("float64",), ((2,),), "Sum")
-        return self.controller.submit(request, Part([np.ones(2)]), wake=wake)
+        return self.controller.submit(request, FusedPart([np.ones(2)]), wake=wake)
 
     def merge(self, name: str) -> Any:
         handle = self.start(name, wake=False)
@@ -51,7 +51,7 @@ def run(body: Callable[[Rank], Any], size: int = 2, *, timeout_s: float = 20.0, 
     """What `body` returns or raises on each rank."""
 
     def rank(membership: Membership) -> Any:
-        one = Rank(membership, Knobs(**knobs), timeout_s)
+        one = Rank(membership, HorovodEnvironment(**knobs), timeout_s)
         try:
             return body(one)
         finally:

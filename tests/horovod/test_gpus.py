@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.horovod.gpus import init_for
+from phalanx.horovod.visible_gpus import init_for
 from tests.support.backends import BACKENDS
 from tests.support.commands import finish
 from tests.training.jobs import environment

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from phalanx.errors import ConfigurationError
-from phalanx.horovod.knobs import Knobs
-from phalanx.horovod.negotiation import Cache, Statement, absent, decide, fuse
-from phalanx.horovod.request import Kind, Op, Request, difference
+from phalanx.horovod.horovod_environment import HorovodEnvironment
+from phalanx.horovod.negotiation import RankRequests, RequestCache, absent, decide, fuse
+from phalanx.horovod.operation_request import HorovodOp, OperationKind, Request, difference
 
 
-def request(name: str, shape=(2,), kind=Kind.ALLREDUCE, op=Op.SUM, dtype="float32", **more) -> Request:
-    return Request(name, kind.value, (dtype,), (shape,), op.value if kind is Kind.ALLREDUCE else "", **more)
+def request(name: str, shape=(2,), kind=OperationKind.ALLREDUCE, op=HorovodOp.SUM, dtype="float32", **more) -> Request:
+    return Request(name, kind.value, (dtype,), (shape,), op.value if kind is OperationKind.ALLREDUCE else "", **more)
 
 
 A, B, C = request("a"), request("b"), request("c")
@@ -29,7 +29,7 @@ def test_nothing_begins_while_a_rank_is_missing() -> None:
 
 
 def test_nobody_waits_for_a_rank_that_has_joined() -> None:
-    gather = request("g", kind=Kind.ALLGATHER)
+    gather = request("g", kind=OperationKind.ALLGATHER)
     done, refused = decide([[A, gather], [A, gather], []], joined=[2])
     assert done.error == ""
     assert "cannot be done after rank 2 has joined" in refused.error
@@ -40,8 +40,8 @@ def test_nobody_waits_for_a_rank_that_has_joined() -> None:
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (request("a", kind=Kind.BROADCAST), "Mismatched operations for 'a': rank 0 asked for allreduce"),
-        (request("a", op=Op.MIN), "Mismatched arguments"),
+        (request("a", kind=OperationKind.BROADCAST), "Mismatched operations for 'a': rank 0 asked for allreduce"),
+        (request("a", op=HorovodOp.MIN), "Mismatched arguments"),
         (request("a", shape=(3,)), "Mismatched shapes for 'a': rank 0 brought (2,), rank 1 (3,)."),
         (request("a", dtype="int32"), "Mismatched data types"),
         (request("a", prescale=2.0), "Mismatched scale factors"),
@@ -56,12 +56,12 @@ def test_a_difference_names_both_sides(other: Request, words: str) -> None:
 
 
 def test_the_root_of_a_broadcast_must_be_the_same() -> None:
-    roots = [request("a", kind=Kind.BROADCAST, root=root) for root in (0, 1)]
+    roots = [request("a", kind=OperationKind.BROADCAST, root=root) for root in (0, 1)]
     assert "Mismatched root ranks" in difference("a", list(enumerate(roots)))
 
 
 def test_what_was_agreed_on_has_a_number_until_it_changes() -> None:
-    cache = Cache(capacity=2)
+    cache = RequestCache(capacity=2)
     for each in (A, B):
         cache.note(each)
     assert (cache.number_of(A), cache.number_of(B), cache.number_of(C)) == (0, 1, None)
@@ -69,15 +69,15 @@ def test_what_was_agreed_on_has_a_number_until_it_changes() -> None:
     cache.note(request("a", shape=(3,)))
     assert cache.number_of(A) is None
     assert cache.number_of(request("a", shape=(3,))) == 0
-    assert cache.resolve(Statement([0, C])) == [request("a", shape=(3,)), C]
+    assert cache.resolve(RankRequests([0, C])) == [request("a", shape=(3,)), C]
 
 
 def test_what_was_used_longest_ago_is_forgotten_first() -> None:
-    cache = Cache(capacity=2)
+    cache = RequestCache(capacity=2)
     for each in (A, B, A, C):
         cache.note(each)
     assert (cache.number_of(A), cache.number_of(B), cache.number_of(C)) == (0, None, 1)
-    nothing = Cache(capacity=0)
+    nothing = RequestCache(capacity=0)
     nothing.note(A)
     assert nothing.number_of(A) is None
 
@@ -91,14 +91,14 @@ def test_neighbours_travel_together_up_to_the_threshold() -> None:
     assert names(fuse(small, 0)) == list("abcde")
     large = [small[0], request("L", shape=(100,)), small[1], small[2]]
     assert names(fuse(large, 24)) == ["a", "L", "bc"]
-    mixed = [small[0], request("m", op=Op.MIN), small[1], request("g", kind=Kind.ALLGATHER)]
+    mixed = [small[0], request("m", op=HorovodOp.MIN), small[1], request("g", kind=OperationKind.ALLGATHER)]
     assert names(fuse(mixed, 1000)) == ["a", "m", "b", "g"]
-    roots = [request(str(root), kind=Kind.BROADCAST, root=root) for root in (0, 0, 1)]
+    roots = [request(str(root), kind=OperationKind.BROADCAST, root=root) for root in (0, 0, 1)]
     assert [len(batch) for batch in fuse(roots, 1000)] == [2, 1]
 
 
 def test_knobs_are_horovods_variables() -> None:
-    knobs = Knobs.from_environment(
+    knobs = HorovodEnvironment.from_environment(
         {
             "HOROVOD_FUSION_THRESHOLD": "1024",
             "HOROVOD_CYCLE_TIME": "5",
@@ -107,8 +107,8 @@ def test_knobs_are_horovods_variables() -> None:
             "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "20",
         }
     )
-    assert knobs == Knobs(1024, 0.005, 0, 10.0, 20.0)
-    assert Knobs.from_environment({}) == Knobs()
-    assert Knobs.from_environment({"HOROVOD_STALL_CHECK_DISABLE": "1"}).stall_s == float("inf")
+    assert knobs == HorovodEnvironment(1024, 0.005, 0, 10.0, 20.0)
+    assert HorovodEnvironment.from_environment({}) == HorovodEnvironment()
+    assert HorovodEnvironment.from_environment({"HOROVOD_STALL_CHECK_DISABLE": "1"}).stall_s == float("inf")
     with pytest.raises(ConfigurationError, match="HOROVOD_CYCLE_TIME='soon'"):
-        Knobs.from_environment({"HOROVOD_CYCLE_TIME": "soon"})
+        HorovodEnvironment.from_environment({"HOROVOD_CYCLE_TIME": "soon"})

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import pytest
 
 from phalanx.errors import CollectiveTimeoutError
-from phalanx.horovod.request import Request
-from phalanx.horovod.stalls import Stall, StallInspector
+from phalanx.horovod.operation_request import Request
+from phalanx.horovod.stall_inspector import Stall, StallInspector
 
 NAMES = ["worker/0", "worker/1", "worker/2"]
 

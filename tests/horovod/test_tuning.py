@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from phalanx.collectives.search import Search
-from phalanx.horovod.tuning import ROUNDS_BEFORE, Fusion, FusionTuner
+from phalanx.collectives.autotune.trial_search import TrialSearch
+from phalanx.horovod.fusion_autotune import ROUNDS_BEFORE, FusionAutotuner, FusionSettings
 
-DEFAULT = Fusion(64 * 2**20, 1e-3)
+DEFAULT = FusionSettings(64 * 2**20, 1e-3)
 ROUNDS_BOUND = 2000
 
 
-def run(cost: Callable[[Fusion], float]) -> tuple[Search[Fusion], Fusion, int]:
+def run(cost: Callable[[FusionSettings], float]) -> tuple[TrialSearch[FusionSettings], FusionSettings, int]:
     """The search, what is used after it, and the rounds that it took."""
     now, told = 0.0, []
 
     def clock() -> float:
         return now
 
-    tuner = FusionTuner(DEFAULT, list, told.append, clock=clock)
+    tuner = FusionAutotuner(DEFAULT, list, told.append, clock=clock)
     for rounds in range(ROUNDS_BOUND):
         if tuner.over:
             (search,) = told
@@ -30,7 +30,7 @@ def run(cost: Callable[[Fusion], float]) -> tuple[Search[Fusion], Fusion, int]:
 
 def test_a_better_threshold_and_cycle_are_found_and_told_once() -> None:
     search, present, rounds = run(lambda fusion: (0.5 if fusion.threshold == 4 * 2**20 else 1.0) + fusion.cycle_s * 100)
-    assert present == search.chosen == Fusion(4 * 2**20, 0.2e-3)
+    assert present == search.chosen == FusionSettings(4 * 2**20, 0.2e-3)
     assert rounds > ROUNDS_BEFORE
 
 

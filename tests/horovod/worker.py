@@ -21,8 +21,8 @@ def main(framework: str, folder: Path, names: list[str]) -> None:
     if framework == "tensorflow":
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     cases = importlib.import_module(f"tests.horovod.cases.{framework}")
-    from phalanx.horovod import objects
-    from phalanx.horovod.world import current
+    from phalanx.horovod import object_collectives
+    from phalanx.horovod.horovod_job import current
 
     cases.hvd.init()
     for name in names:
@@ -35,7 +35,7 @@ def main(framework: str, folder: Path, names: list[str]) -> None:
             text = traceback.format_exc()
         (folder / f"{name}.{current().membership.rank}").write_text(text)
         # Who alone failed in the middle of a case may be out of step with the others.
-        if len(set(objects.allgather_object(bool(text), name=f"case.{name}"))) > 1:
+        if len(set(object_collectives.allgather_object(bool(text), name=f"case.{name}"))) > 1:
             return
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from phalanx.inputs import LocalBatch, ShardedInput, shard_input
-from phalanx.nested import leaves
+from phalanx.arrays.tree import leaves
+from phalanx.data import LocalBatch, ShardedInput, shard_input
 
 WORLD_SIZES = (1, 2, 3, 5)
 SEED = 11

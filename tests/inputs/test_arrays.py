@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
+from phalanx.data import shard_input
 from phalanx.errors import ConfigurationError
-from phalanx.inputs import shard_input
 from tests.inputs.merging import (
     SEED,
     WORLD_SIZES,

@@ -5,14 +5,8 @@ import keras
 import numpy as np
 import pytest
 
+from phalanx.data import InputContext, InputOptions, distribute_dataset, distribute_from_function, shard_input
 from phalanx.errors import ConfigurationError
-from phalanx.inputs import (
-    InputContext,
-    InputOptions,
-    distribute_dataset,
-    distribute_from_function,
-    shard_input,
-)
 
 X = np.arange(22.0).reshape(11, 2)
 Y = np.arange(11)

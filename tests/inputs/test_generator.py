@@ -5,10 +5,10 @@ import traceback
 import numpy as np
 import pytest
 
+from phalanx.data import ShardedInput, shard_input
+from phalanx.data.distributed_dataset import PerRankSource
+from phalanx.data.source import StreamSource
 from phalanx.errors import ConfigurationError
-from phalanx.inputs import ShardedInput, shard_input
-from phalanx.inputs.distributed import PerRankSource
-from phalanx.inputs.source import StreamSource
 from tests.inputs.merging import WORLD_SIZES, assert_same_batches, keras_batches, merged_epoch, ranks_of
 
 SIZES = [7, 7, 2, 1]

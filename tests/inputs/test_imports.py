@@ -1,11 +1,11 @@
 import subprocess
 import sys
 
-import phalanx.inputs
+import phalanx.data
 
 
 def test_the_exported_names_change_only_on_purpose():
-    assert sorted(phalanx.inputs.__all__) == [
+    assert sorted(phalanx.data.__all__) == [
         "AutoShardPolicy",
         "DistributedDataset",
         "DistributedIterator",
@@ -24,7 +24,7 @@ def test_the_exported_names_change_only_on_purpose():
 
 def test_importing_the_layer_imports_neither_keras_nor_a_backend():
     code = (
-        "import sys, phalanx.inputs; "
+        "import sys, phalanx.data; "
         "print([name for name in ('keras', 'jax', 'tensorflow', 'torch', 'pandas') if name in sys.modules])"
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
@@ -33,7 +33,7 @@ def test_importing_the_layer_imports_neither_keras_nor_a_backend():
 
 def test_arrays_do_not_import_tensorflow_or_torch():
     code = (
-        "import sys, os, numpy as np; os.environ['KERAS_BACKEND'] = 'jax'; from phalanx.inputs import "
+        "import sys, os, numpy as np; os.environ['KERAS_BACKEND'] = 'jax'; from phalanx.data import "
         "shard_input; s = shard_input(np.ones((8, 2)), np.ones(8), rank=0, world_size=2, seed=0); "
         "list(s.epoch(0)); print([name for name in ('tensorflow', 'torch') if name in sys.modules])"
     )

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TFEpochIterator
 
-from phalanx.inputs.keras_adapters import shuffled_orders
+from phalanx.keras_compat.data_adapters import shuffled_orders
 
 SAMPLES, BATCH = 103, 10
 shuffle = {"all": True, "batch": "batch"}[sys.argv[1]]

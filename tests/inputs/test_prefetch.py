@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from phalanx.inputs.prefetch import Prefetch
+from phalanx.data.prefetch import Prefetch
 
 
 class Source:

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.data import local_range
+from phalanx.data.batch_split import checksum, cut, fingerprint_of
+from phalanx.data.elements import ElementStructure, unpack
+from phalanx.data.sharded_input import epoch_end
 from phalanx.errors import ConfigurationError
-from phalanx.inputs import local_range
-from phalanx.inputs.elements import Form, unpack
-from phalanx.inputs.sharded import epoch_end
-from phalanx.inputs.split import checksum, cut, fingerprint_of
 
 
 @given(st.integers(0, 10_000), st.integers(1, 70))
@@ -52,12 +52,12 @@ def test_what_is_no_batch_is_refused(element, message):
 @pytest.mark.parametrize(
     ("element", "form", "parts"),
     [
-        (1, Form.PARTS, (1, None, None)),
-        ([1, 2], Form.PARTS, (1, 2, None)),
-        ((1, 2, 3), Form.PARTS, (1, 2, 3)),
-        ((1,), Form.ALONE, (1, None, None)),
-        (((1, 2),), Form.PARTS, ((1, 2), None, None)),
-        ([1, 2, 3, 4], Form.WHOLE, ((1, 2, 3, 4), None, None)),
+        (1, ElementStructure.PARTS, (1, None, None)),
+        ([1, 2], ElementStructure.PARTS, (1, 2, None)),
+        ((1, 2, 3), ElementStructure.PARTS, (1, 2, 3)),
+        ((1,), ElementStructure.ALONE, (1, None, None)),
+        (((1, 2),), ElementStructure.PARTS, ((1, 2), None, None)),
+        ([1, 2, 3, 4], ElementStructure.WHOLE, ((1, 2, 3, 4), None, None)),
     ],
 )
 def test_an_element_is_taken_apart_as_keras_does_it(element, form, parts):

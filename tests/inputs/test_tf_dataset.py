@@ -4,9 +4,9 @@ import keras
 import numpy as np
 import pytest
 
+from phalanx.arrays.tree import leaves
+from phalanx.data import AutoShardPolicy, shard_input, tf_data_source
 from phalanx.errors import ConfigurationError, UnsupportedError
-from phalanx.inputs import AutoShardPolicy, shard_input
-from phalanx.nested import leaves
 from tests.inputs.merging import WORLD_SIZES, assert_same_batches, keras_batches, merged_epoch, ranks_of
 
 tf = pytest.importorskip("tensorflow")
@@ -112,9 +112,8 @@ def test_shuffles_without_a_seed_differ_between_epochs_and_seeds():
 
 
 def test_shuffled_data_too_large_to_seed_is_told_apart_by_its_fingerprint(monkeypatch):
-    from phalanx.inputs import tf_dataset
 
-    monkeypatch.setattr(tf_dataset, "RESEED_LIMIT_BYTES", 10)
+    monkeypatch.setattr(tf_data_source, "RESEED_LIMIT_BYTES", 10)
     ranks = ranks_of(lambda: (tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(23).batch(23),), 2)
     for rank in ranks:
         next(rank.epoch(0))

@@ -18,15 +18,15 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.cluster.agreement import Facts
-from phalanx.cluster.elastic.node import ElasticNode
+from phalanx.cluster.compatibility import JobFacts
 from phalanx.cluster.spec import ClusterSpec, Task
-from phalanx.collectives.elastic import ElasticCommunicator
 from phalanx.collectives.options import CommunicationOptions
+from phalanx.config.job_config import JobConfig
+from phalanx.elastic.elastic_communicator import ElasticCommunicator
+from phalanx.elastic.elastic_node import ElasticNode
 from phalanx.errors import MembershipChangedError
-from phalanx.launcher import progress
-from phalanx.launcher.heartbeat import Heartbeat
-from phalanx.settings import Settings
+from phalanx.runtime import progress
+from phalanx.runtime.heartbeat import Heartbeat
 from phalanx.training.replica import EntryOverError, Replica
 
 PACE_S = 0.02
@@ -94,8 +94,8 @@ def main(folder: Path) -> None:
         os._exit(1)
     config = json.loads(os.environ["TF_CONFIG"])
     index = config["task"]["index"]
-    settings = Settings.from_environment()
-    with ElasticNode(ClusterSpec(config["cluster"]), Task("worker", index), Facts(), settings) as node:
+    settings = JobConfig.from_environment()
+    with ElasticNode(ClusterSpec(config["cluster"]), Task("worker", index), JobFacts(), settings) as node:
         communicator = ElasticCommunicator(node, CommunicationOptions(timeout_seconds=settings.timeout_s))
         node.pulse = Heartbeat(lambda: communicator.waited_s)
         replica = Replica(communicator)

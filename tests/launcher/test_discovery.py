@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 from phalanx.errors import ConfigurationError
-from phalanx.launcher.asking import Answer
-from phalanx.launcher.discovery import Discovery
-from phalanx.launcher.hosts import HostShare, own_name, parse_discovered
+from phalanx.launcher.host_discovery import HostDiscovery
+from phalanx.launcher.host_discovery_poller import DiscoveryAnswer
+from phalanx.launcher.host_slots import HostShare, own_name, parse_discovered
 from tests.launcher.conftest import Launcher, wait_until
 
 
@@ -59,7 +59,7 @@ class Told:
     def __init__(self) -> None:
         self.found: list[list[HostShare]] = []
         self.said: list[str] = []
-        self.discovery = Discovery(
+        self.discovery = HostDiscovery(
             "script", slots=1, every_s=1, timeout_s=1, found=self.found.append, say=self.said.append
         )
 
@@ -67,7 +67,7 @@ class Told:
 def test_an_answer_is_told_when_it_is_another_one() -> None:
     told = Told()
     for text in ("a\n", "a\n", "a\nb\n", "", ""):
-        told.discovery.take(Answer(text))
+        told.discovery.take(DiscoveryAnswer(text))
     assert [[share.name for share in shares] for shares in told.found] == [["a"], ["a", "b"], []]
     assert told.said == []
 
@@ -76,7 +76,7 @@ def test_what_an_answer_takes_away_goes_when_the_next_one_does_too() -> None:
     """A file that is being written anew is read half, or empty, once."""
     told = Told()
     for text in ("a:2\nb:1\n", "a:2\n", "a:2\nb:1\n", "", "b:1\n", "b:1\nc:1\n"):
-        told.discovery.take(Answer(text))
+        told.discovery.take(DiscoveryAnswer(text))
     assert [{share.name: share.workers for share in shares} for shares in told.found] == [
         {"a": 2, "b": 1},
         {"b": 1},
@@ -86,12 +86,12 @@ def test_what_an_answer_takes_away_goes_when_the_next_one_does_too() -> None:
 
 def test_what_is_wrong_is_told_once_and_the_last_answer_holds() -> None:
     told = Told()
-    told.discovery.take(Answer(problem="it ended with exit code 1"))
-    told.discovery.take(Answer("a\n"))
+    told.discovery.take(DiscoveryAnswer(problem="it ended with exit code 1"))
+    told.discovery.take(DiscoveryAnswer("a\n"))
     for _ in range(3):
-        told.discovery.take(Answer(problem="it has not ended within 1 s"))
-    told.discovery.take(Answer("one two\n"))
-    told.discovery.take(Answer("a\n"))
+        told.discovery.take(DiscoveryAnswer(problem="it has not ended within 1 s"))
+    told.discovery.take(DiscoveryAnswer("one two\n"))
+    told.discovery.take(DiscoveryAnswer("a\n"))
     assert len(told.found) == 1
     assert len(told.said) == 5
     assert told.said[0].endswith("it ended with exit code 1; no hosts are known yet")
@@ -102,8 +102,8 @@ def test_what_is_wrong_is_told_once_and_the_last_answer_holds() -> None:
 
 PROGRAM = """
 import sys, time
-from phalanx.launcher.discovery import Discovery
-discovery = Discovery(sys.argv[1], slots=1, every_s=0.05, timeout_s=float(sys.argv[2]),
+from phalanx.launcher.host_discovery import HostDiscovery
+discovery = HostDiscovery(sys.argv[1], slots=1, every_s=0.05, timeout_s=float(sys.argv[2]),
     found=lambda shares: print("found", *(f"{s.name}:{s.workers}" for s in shares), flush=True),
     say=lambda text: print("said", text, flush=True))
 discovery.start()

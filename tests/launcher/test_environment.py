@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import ConfigurationError
-from phalanx.launcher import environment
-from phalanx.launcher.placement import task_names
+from phalanx.launcher import worker_environment
+from phalanx.launcher.worker_placement import task_names
 
 
 def settings(rank: int = 1, **more: object) -> dict[str, str]:
-    return environment.job_settings(
+    return worker_environment.job_settings(
         tasks=["worker/0", "worker/1"],
         addresses=["a:1", "b:2"],
         rank=rank,
@@ -31,7 +31,7 @@ def test_tf_config_is_what_tensorflow_reads() -> None:
 def test_tf_config_names_servers_beside_workers() -> None:
     tasks = task_names(1, chief=True, servers=2, evaluator=True)
     assert tasks == ["chief/0", "worker/0", "ps/0", "ps/1", "evaluator/0"]
-    assert json.loads(environment.tf_config(tasks, ["a:1", "b:2", "c:3", "d:4", "e:5"], 3)) == {
+    assert json.loads(worker_environment.tf_config(tasks, ["a:1", "b:2", "c:3", "d:4", "e:5"], 3)) == {
         "cluster": {"chief": ["a:1"], "worker": ["b:2"], "ps": ["c:3", "d:4"], "evaluator": ["e:5"]},
         "task": {"type": "ps", "index": 1},
     }
@@ -39,7 +39,7 @@ def test_tf_config_names_servers_beside_workers() -> None:
 
 def test_settings_of_the_user_win_over_defaults_and_those_of_the_job_over_both() -> None:
     base = {"OMP_NUM_THREADS": "7", "TF_CONFIG": "old", "PHALANX_SECRET": "old", "HOME": "/home"}
-    result = environment.worker_environment(base, settings(backend="torch"), threads=3)
+    result = worker_environment.worker_environment(base, settings(backend="torch"), threads=3)
     assert result["OMP_NUM_THREADS"] == "7"
     assert result["MKL_NUM_THREADS"] == "3"
     assert result["TF_NUM_INTRAOP_THREADS"] == "3"
@@ -65,20 +65,20 @@ def test_other_hosts_get_the_settings_but_not_what_describes_this_host() -> None
         "HOME": "/home/me",
         "PATH": "/bin",
     }
-    assert environment.forwarded(base) == {"KERAS_BACKEND": "jax", "XLA_FLAGS": "x", "PHALANX_TIMEOUT": "5"}
+    assert worker_environment.forwarded(base) == {"KERAS_BACKEND": "jax", "XLA_FLAGS": "x", "PHALANX_TIMEOUT": "5"}
 
 
 def test_the_grace_time_is_the_users_to_choose() -> None:
-    assert environment.grace_s({}) == environment.DEFAULT_GRACE_S
-    assert environment.grace_s({"PHALANX_GRACE": "0.5"}) == 0.5
+    assert worker_environment.grace_s({}) == worker_environment.DEFAULT_GRACE_S
+    assert worker_environment.grace_s({"PHALANX_GRACE": "0.5"}) == 0.5
     for bad in ("soon", "-1", "inf"):
         with pytest.raises(ConfigurationError, match=f"PHALANX_GRACE='{bad}' is no time"):
-            environment.grace_s({"PHALANX_GRACE": bad})
+            worker_environment.grace_s({"PHALANX_GRACE": bad})
 
 
 def test_what_an_outer_job_has_told_its_own_task_is_not_told_to_those_that_this_one_starts() -> None:
     base = {"PHALANX_KEEPER": "a:1", "PHALANX_SNAPSHOTS": "/dev/fd/7", "PHALANX_TIMEOUT": "5"}
-    found = environment.worker_environment(base, settings(), 1)
+    found = worker_environment.worker_environment(base, settings(), 1)
     assert "PHALANX_KEEPER" not in found
     assert "PHALANX_SNAPSHOTS" not in found
     assert found["PHALANX_TIMEOUT"] == "5"
@@ -87,9 +87,9 @@ def test_what_an_outer_job_has_told_its_own_task_is_not_told_to_those_that_this_
 def test_files_of_tls_are_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     base = {"PHALANX_TLS_CERT": "own.pem", "PHALANX_TLS_KEY": "/etc/key.pem", "PHALANX_TLS_CA": ""}
-    found = environment.worker_environment(base, settings() | {"PHALANX_TLS_CA": "ca.pem"}, 1)
+    found = worker_environment.worker_environment(base, settings() | {"PHALANX_TLS_CA": "ca.pem"}, 1)
     assert found["PHALANX_TLS_CERT"] == str(tmp_path / "own.pem")
     assert found["PHALANX_TLS_KEY"] == "/etc/key.pem"
     assert found["PHALANX_TLS_CA"] == str(tmp_path / "ca.pem")
-    found = environment.worker_environment(base, settings(), 1, "/elsewhere")
+    found = worker_environment.worker_environment(base, settings(), 1, "/elsewhere")
     assert found["PHALANX_TLS_CERT"] == "/elsewhere/own.pem"

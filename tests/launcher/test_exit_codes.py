@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from phalanx import errors
-from phalanx.launcher import exit_codes
+from phalanx.runtime import exit_codes
 from tests.launcher.conftest import ROOT, Launcher
 
 ERRORS = [
@@ -48,7 +48,7 @@ def test_the_innermost_cause_decides_the_code() -> None:
 
 PROGRAM = """
     import atexit
-    from phalanx.launcher import exit_codes
+    from phalanx.runtime import exit_codes
     from phalanx import errors
     exit_codes.install()
     exit_codes.install()
@@ -89,7 +89,7 @@ def test_a_hook_of_the_users_still_prints(launcher: Launcher, tmp_path: Path) ->
         launcher.script(
             """
             sys.excepthook = lambda kind, error, traceback: print("mine", error)
-            from phalanx.launcher import exit_codes
+            from phalanx.runtime import exit_codes
             from phalanx import errors
             exit_codes.install()
             raise errors.UnsupportedError("no")
@@ -107,7 +107,7 @@ def test_the_end_waits_for_no_thread_and_loses_no_file(launcher: Launcher, tmp_p
         launcher.script(
             f"""
             import threading
-            from phalanx.launcher import exit_codes
+            from phalanx.runtime import exit_codes
             from phalanx import errors
             exit_codes.install()
             threading.Thread(target=threading.Event().wait, args=(600,)).start()

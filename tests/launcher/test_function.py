@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from phalanx.errors import CollectiveTimeoutError, ConfigurationError, PeerLostError
-from phalanx.launcher import pickling
-from phalanx.launcher.function import WorkerTraceback, launch
+from phalanx.launcher.launch_function import WorkerTraceback, launch
+from phalanx.runtime import pickling
 
 
 @pytest.fixture(autouse=True)
@@ -264,12 +264,12 @@ def test_a_thread_cannot_change_that_and_gets_them_all_the_same() -> None:
 
 
 def test_an_interrupt_ends_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    from phalanx.launcher import job
+    from phalanx.launcher import job_supervisor
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(job.Job, "_act", interrupt)
+    monkeypatch.setattr(job_supervisor.JobSupervisor, "_act", interrupt)
     with pytest.raises(KeyboardInterrupt):
         launch(own_rank)
 

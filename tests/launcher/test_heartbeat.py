@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.launcher import heartbeat, progress
+from phalanx.runtime import heartbeat, progress
 
 
 @pytest.fixture

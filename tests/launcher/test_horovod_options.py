@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.config.job_config import JobConfig
 from phalanx.errors import ConfigurationError
-from phalanx.horovod.knobs import Knobs
-from phalanx.launcher.horovod_options import variables
-from phalanx.settings import Settings
+from phalanx.horovod.horovod_environment import HorovodEnvironment
+from phalanx.launcher.horovodrun_options import variables
 
 
 def test_without_options_nothing_is_set() -> None:
     assert variables() == {}
-    assert Settings.from_environment({}) == Settings()
+    assert JobConfig.from_environment({}) == JobConfig()
 
 
 def test_the_workers_read_what_the_options_say(tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_the_workers_read_what_the_options_say(tmp_path: Path) -> None:
         stall_check_warning_time_seconds=5.0,
         stall_check_shutdown_time_seconds=20.0,
     )
-    settings, knobs = Settings.from_environment(found), Knobs.from_environment(found)
+    settings, knobs = JobConfig.from_environment(found), HorovodEnvironment.from_environment(found)
     assert settings.timeline == tmp_path / "t.json"
     assert settings.timeline_marks_cycles
     assert settings.autotune
@@ -41,7 +41,7 @@ def test_the_workers_read_what_the_options_say(tmp_path: Path) -> None:
 
 def test_stall_checks_and_tuning_can_be_switched_off() -> None:
     found = variables(no_stall_check=True, autotune=False)
-    settings = Settings.from_environment(found)
+    settings = JobConfig.from_environment(found)
     assert settings.stall_s == math.inf
     assert not settings.autotune
 
@@ -56,11 +56,11 @@ def test_an_end_before_the_warning_is_refused() -> None:
 
 @pytest.mark.parametrize(("text", "on"), [("", False), ("0", False), ("False", False), ("no", False), ("1", True)])
 def test_switches_of_horovod(text: str, on: bool) -> None:
-    assert Settings.from_environment({"HOROVOD_AUTOTUNE": text}).autotune is on
+    assert JobConfig.from_environment({"HOROVOD_AUTOTUNE": text}).autotune is on
 
 
 def test_the_variables_of_horovod_mean_the_same() -> None:
-    assert Settings.from_environment({"HOROVOD_TIMELINE": "a.json"}).timeline == Path("a.json").absolute()
-    assert Settings.from_environment({"HOROVOD_TIMELINE": "DYNAMIC"}).timeline is None
+    assert JobConfig.from_environment({"HOROVOD_TIMELINE": "a.json"}).timeline == Path("a.json").absolute()
+    assert JobConfig.from_environment({"HOROVOD_TIMELINE": "DYNAMIC"}).timeline is None
     both = {"HOROVOD_TIMELINE": "a.json", "PHALANX_TIMELINE": "b.json"}
-    assert Settings.from_environment(both).timeline == Path("b.json").absolute()
+    assert JobConfig.from_environment(both).timeline == Path("b.json").absolute()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import ConfigurationError
-from phalanx.launcher.hosts import HostShare, check_interfaces, choose_hosts, parse_hostfile, parse_hosts
+from phalanx.launcher.host_slots import HostShare, check_interfaces, choose_hosts, parse_hostfile, parse_hosts
 
 
 def test_hosts_are_names_with_numbers_of_workers() -> None:

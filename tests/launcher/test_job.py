@@ -9,12 +9,21 @@ from collections.abc import Sequence
 import pytest
 
 from phalanx.errors import EvictedError, LinkTimeoutError, PeerLostError, RendezvousError
-from phalanx.launcher import job as job_module
-from phalanx.launcher.job import Job, Placement, Step, after_failure, after_signal
-from phalanx.launcher.messages import Event, Exited, Heeding, LastWords, Order, Output, Paced, Started
-from phalanx.launcher.restarts import Restarts
-from phalanx.launcher.verdict import End
-from phalanx.launcher.words import ErrorWords
+from phalanx.launcher import job_supervisor as job_module
+from phalanx.launcher.host_messages import (
+    CheckpointBeforeExit,
+    CrashReported,
+    Event,
+    Exited,
+    HostOrder,
+    Output,
+    Started,
+    StepTimingReported,
+)
+from phalanx.launcher.job_supervisor import JobSupervisor, ShutdownStep, WorkerPlacement, after_failure, after_signal
+from phalanx.launcher.restart_policy import RestartPolicy
+from phalanx.launcher.root_cause import WorkerEnd
+from phalanx.runtime.crash_report import CrashReport
 
 
 class FakeHost:
@@ -32,7 +41,7 @@ class FakeHost:
         self.closed = False
         self.counts_starts = False
 
-    def start(self, orders: list[Order]) -> list[Event]:
+    def start(self, orders: list[HostOrder]) -> list[Event]:
         self.calls += [("start", order.rank, 0) for order in orders if self.counts_starts]
         return [Started(order.rank, 100 + order.rank) for order in orders]
 
@@ -51,7 +60,7 @@ class FakeHost:
     def signal(self, rank: int, number: int) -> None:
         self.calls.append(("signal", rank, number))
         if number in self._mortal:
-            self._pending.append(Exited(rank, -number, LastWords()))
+            self._pending.append(Exited(rank, -number, CrashReported()))
 
     def close(self) -> None:
         self.closed = True
@@ -71,19 +80,19 @@ class Recorder:
     def started(self, rank: int, pid: int) -> None:
         pass
 
-    def exited(self, end: End) -> None:
+    def exited(self, end: WorkerEnd) -> None:
         pass
 
-    def paced(self, pace: Paced) -> None:
+    def paced(self, pace: StepTimingReported) -> None:
         pass
 
-    def returns(self, end: End, count: str) -> None:
+    def returns(self, end: WorkerEnd, count: str) -> None:
         self.returned.append(f"{end.task} {count}")
 
-    def failed(self, end: End) -> None:
+    def failed(self, end: WorkerEnd) -> None:
         self.failures.append(end.rank)
 
-    def left_behind(self, end: End) -> None:
+    def left_behind(self, end: WorkerEnd) -> None:
         self.behind.append(end.task)
 
     def overdue(self, tasks: Sequence[str], seconds: float) -> None:
@@ -101,15 +110,15 @@ class Clock:
         return self.now
 
 
-def make(host: FakeHost, workers: int = 2, restarts: int = 0) -> tuple[Job, Recorder]:
+def make(host: FakeHost, workers: int = 2, restarts: int = 0) -> tuple[JobSupervisor, Recorder]:
     recorder = Recorder()
-    orders = [Order(rank, (), {}, returns=restarts > 0) for rank in range(workers)]
-    placements = [Placement(order, f"worker/{order.rank}", host) for order in orders]
-    return Job(placements, selectors.DefaultSelector(), recorder, restarts=restarts, clock=Clock()), recorder
+    orders = [HostOrder(rank, (), {}, returns=restarts > 0) for rank in range(workers)]
+    placements = [WorkerPlacement(order, f"worker/{order.rank}", host) for order in orders]
+    return JobSupervisor(placements, selectors.DefaultSelector(), recorder, restarts=restarts, clock=Clock()), recorder
 
 
 def done(rank: int, code: int | None = 0) -> Exited:
-    return Exited(rank, code, LastWords())
+    return Exited(rank, code, CrashReported())
 
 
 def test_a_job_ends_when_all_workers_have() -> None:
@@ -180,7 +189,7 @@ def test_ctrl_c_after_a_signal_kills_at_once(first: signal.Signals, code: int) -
 
 
 def test_a_signal_that_is_repeated_takes_no_time_from_a_checkpoint() -> None:
-    host = FakeHost([[], [Heeding(0)], *([[]] * 30), [done(0)]])
+    host = FakeHost([[], [CheckpointBeforeExit(0)], *([[]] * 30), [done(0)]])
     job, _ = make(host, workers=1)
     job.start()
     job.stop(signal.SIGTERM)
@@ -207,7 +216,7 @@ def test_the_steps_come_in_order_and_end() -> None:
         times = [time for time, _ in schedule]
         assert times == sorted(times)
         assert times[0] >= 10.0
-        assert [step for _, step in schedule][-2:] == [Step.KILL, Step.GIVE_UP]
+        assert [step for _, step in schedule][-2:] == [ShutdownStep.KILL, ShutdownStep.GIVE_UP]
 
 
 def test_a_killed_task_is_started_again() -> None:
@@ -257,32 +266,34 @@ def test_a_task_that_waits_to_be_started_again_has_ended_when_another_fails() ->
 
 class TestRestarts:
     def test_only_what_a_signal_killed_returns(self) -> None:
-        restarts = Restarts(3)
+        restarts = RestartPolicy(3)
         assert restarts.delay_s(0, -signal.SIGKILL, 100.0) == 0.0
         assert restarts.delay_s(0, 1, 100.0) is None
         assert restarts.delay_s(0, 0, 100.0) is None
         assert restarts.delay_s(0, None, 100.0) is None
 
     def test_as_often_as_allowed_for_each_task(self) -> None:
-        restarts = Restarts(2)
+        restarts = RestartPolicy(2)
         assert [restarts.delay_s(0, -9, 100.0) for _ in range(3)] == [0.0, 0.0, None]
         assert restarts.delay_s(1, -9, 100.0) == 0.0
         assert restarts.describe(1) == "1 of 2"
 
     def test_one_that_dies_at_once_waits_longer_and_is_given_up(self) -> None:
-        restarts = Restarts(10)
+        restarts = RestartPolicy(10)
         assert [restarts.delay_s(0, -9, 1.0) for _ in range(7)] == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, None]
 
     def test_a_long_life_makes_up_for_short_ones(self) -> None:
-        restarts = Restarts(10)
+        restarts = RestartPolicy(10)
         assert [restarts.delay_s(0, -9, lived) for lived in (1.0, 1.0, 60.0, 1.0)] == [0.0, 0.5, 0.0, 0.0]
 
 
-def with_evaluator(host: FakeHost, grace_s: float = 5) -> tuple[Job, Recorder]:
+def with_evaluator(host: FakeHost, grace_s: float = 5) -> tuple[JobSupervisor, Recorder]:
     recorder = Recorder()
     tasks = ("worker/0", "ps/0", "evaluator/0")
-    placements = [Placement(Order(rank, (), {}), task, host) for rank, task in enumerate(tasks)]
-    return Job(placements, selectors.DefaultSelector(), recorder, evaluator_grace_s=grace_s, clock=Clock()), recorder
+    placements = [WorkerPlacement(HostOrder(rank, (), {}), task, host) for rank, task in enumerate(tasks)]
+    return JobSupervisor(
+        placements, selectors.DefaultSelector(), recorder, evaluator_grace_s=grace_s, clock=Clock()
+    ), recorder
 
 
 def test_an_evaluator_may_finish_after_the_others() -> None:
@@ -322,14 +333,14 @@ def test_a_server_that_still_runs_is_not_waited_for_with_the_evaluators_patience
 
 def of_servers(
     host: FakeHost, tasks: tuple[str, ...] = ("worker/0", "worker/1", "ps/0"), restarts: int = 1
-) -> tuple[Job, Recorder]:
+) -> tuple[JobSupervisor, Recorder]:
     recorder = Recorder()
     placements = [
-        Placement(Order(rank, (), {}, returns=True, trains=not task.startswith("ps")), task, host)
+        WorkerPlacement(HostOrder(rank, (), {}, returns=True, trains=not task.startswith("ps")), task, host)
         for rank, task in enumerate(tasks)
     ]
     clock = Clock()
-    return Job(
+    return JobSupervisor(
         placements, selectors.DefaultSelector(), recorder, evaluator_grace_s=5, restarts=restarts, clock=clock
     ), recorder
 
@@ -361,10 +372,12 @@ def test_a_worker_that_wakes_when_all_is_over_has_lost_nobody(code: int, success
 def without(rank: int, task: str = "", *, silent: str = "") -> Exited:
     """The end of a task that lost another, or to which another did not answer."""
     code = PeerLostError.exit_code if task else LinkTimeoutError.exit_code
-    return Exited(rank, code, LastWords(error=ErrorWords("Error", "gone", "...", task or None, code, silent=silent)))
+    return Exited(
+        rank, code, CrashReported(error=CrashReport("Error", "gone", "...", task or None, code, silent=silent))
+    )
 
 
-LATE = LastWords(error=ErrorWords("RendezvousError", "late", "...", code=RendezvousError.exit_code))
+LATE = CrashReported(error=CrashReport("RendezvousError", "late", "...", code=RendezvousError.exit_code))
 
 
 @pytest.mark.parametrize("end", [without(1, "ps/0"), without(1, silent="ps/0")])
@@ -378,7 +391,7 @@ def test_a_worker_that_does_not_reach_the_servers_is_started_again_and_then_gone
     assert recorder.failures == []
 
 
-def of_a_coordinator(host: FakeHost, restarts: int = 1) -> tuple[Job, Recorder]:
+def of_a_coordinator(host: FakeHost, restarts: int = 1) -> tuple[JobSupervisor, Recorder]:
     return of_servers(host, ("chief/0", "worker/0", "ps/0", "worker/1"), restarts)
 
 
@@ -433,7 +446,7 @@ class Seats:
         self.keeps = keeps
         self.heard: list[tuple[str, int, bool]] = []
         self.moves: dict[int, FakeHost] = {}
-        self.job: Job | None = None
+        self.job: JobSupervisor | None = None
 
     def left(self, rank: int, *, failed: bool) -> bool:
         self.heard.append(("left", rank, failed))
@@ -448,15 +461,15 @@ class Seats:
     def tick(self) -> float | None:
         for rank, host in self.moves.items():
             if self.job is not None and self.job.takes_workers and ("left", rank, True) in self.heard:
-                self.job.seat(Placement(Order(rank, (), {}, returns=True), f"worker/{rank}", host))
+                self.job.seat(WorkerPlacement(HostOrder(rank, (), {}, returns=True), f"worker/{rank}", host))
                 self.moves = {}
         return None
 
 
-def elastic(host: FakeHost, seats: Seats) -> tuple[Job, Recorder]:
+def elastic(host: FakeHost, seats: Seats) -> tuple[JobSupervisor, Recorder]:
     recorder = Recorder()
-    placements = [Placement(Order(rank, (), {}, returns=True), f"worker/{rank}", host) for rank in range(2)]
-    job = Job(placements, selectors.DefaultSelector(), recorder, restarts=5, seating=seats, clock=Clock())
+    placements = [WorkerPlacement(HostOrder(rank, (), {}, returns=True), f"worker/{rank}", host) for rank in range(2)]
+    job = JobSupervisor(placements, selectors.DefaultSelector(), recorder, restarts=5, seating=seats, clock=Clock())
     seats.job = job
     return job, recorder
 
@@ -505,7 +518,7 @@ def test_the_last_member_that_is_lost_with_its_host_ends_the_job() -> None:
 class GivingUpHost(FakeHost):
     """The job is given up when worker 1 is started again; both that were then find nobody any more."""
 
-    job: Job
+    job: JobSupervisor
 
     def restart(self, rank: int) -> Event:
         if rank == 1:

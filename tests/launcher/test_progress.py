@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.launcher import progress
+from phalanx.runtime import progress
 
 
 def reporter(path: Path) -> progress._Reporter:

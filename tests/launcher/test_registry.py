@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import ConfigurationError
-from phalanx.launcher import registry
-from phalanx.launcher.control import scale, status
-from phalanx.launcher.registry import registered, running
+from phalanx.launcher import job_registry
+from phalanx.launcher.job_registry import registered, running
+from phalanx.launcher.job_status import scale, status
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(registry.FOLDER, str(tmp_path))
+    monkeypatch.setenv(job_registry.FOLDER, str(tmp_path))
     return tmp_path
 
 
@@ -47,7 +47,7 @@ def test_only_what_was_killed_here_is_removed(folder: Path, capsys: pytest.Captu
         assert "runs on another-host" in capsys.readouterr().out
         with pytest.raises(ConfigurationError, match="No elastic job runs here"):
             scale(None, 2)
-        change(path, processes=registry._processes())
+        change(path, processes=job_registry._processes())
         assert running() == []
         assert not path.exists()
 
@@ -63,7 +63,7 @@ def test_who_has_no_home_has_no_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     def none() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.delenv(registry.FOLDER)
+    monkeypatch.delenv(job_registry.FOLDER)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", none)
     with registered("job", "127.0.0.1:1", "secret", ["train.py"]):

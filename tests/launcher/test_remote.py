@@ -90,7 +90,7 @@ def test_workers_run_on_their_hosts_with_ports_of_their_own(remote: Launcher) ->
 def test_output_errors_and_exit_codes_come_back(remote: Launcher) -> None:
     script = remote.script(
         """
-        from phalanx.launcher.progress import report
+        from phalanx.runtime.progress import report
         report("evaluate", epoch=1)
         print("out", rank)
         print("err", rank, file=sys.stderr)

@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
+from phalanx.devices.gpu_assignment import check_devices, device_settings, gpu_shares
+from phalanx.devices.gpu_count import HOST_GPUS
 from phalanx.errors import ConfigurationError, PhalanxError
-from phalanx.gpus import HOST_GPUS
-from phalanx.launcher.devices import check_devices, device_settings, gpu_shares
 from tests.launcher.conftest import Launcher, wait_until
 
 END_BOUND_S = 40.0
 
 START = """
     from phalanx.errors import PeerLostError
-    from phalanx.launcher import exit_codes
-    from phalanx.launcher.replicas import start_local_replicas
+    from phalanx.runtime import exit_codes
+    from phalanx.launcher.local_replicas import start_local_replicas
     exit_codes.install()
     replicas = start_local_replicas({count})
     rank = replicas.rank
@@ -75,7 +75,7 @@ def test_a_module_runs_again_as_a_module(launcher: Launcher) -> None:
 
 def test_code_on_the_command_line_runs_again(launcher: Launcher) -> None:
     code = (
-        "from phalanx.launcher.replicas import start_local_replicas as s; from pathlib import Path; "
+        "from phalanx.launcher.local_replicas import start_local_replicas as s; from pathlib import Path; "
         "import sys; Path(f'part-{s(2).rank}').write_text(repr(sys.argv))"
     )
     assert launcher.python("-c", code, "a").code == 0
@@ -107,7 +107,7 @@ def test_threads_that_run_already_are_bound_too(launcher: Launcher) -> None:
     script = launcher.script(
         """
         import threading
-        from phalanx.launcher.replicas import start_local_replicas
+        from phalanx.launcher.local_replicas import start_local_replicas
         running, stop = threading.Event(), threading.Event()
         thread = threading.Thread(target=lambda: (running.set(), stop.wait()))
         thread.start(); running.wait()
@@ -271,7 +271,7 @@ def test_a_watch_that_fails_ends_the_program_and_says_why(launcher: Launcher) ->
     script = program(
         launcher,
         """
-    from phalanx.launcher.local import LocalHost
+    from phalanx.launcher.hosts.local_host import LocalHost
     def fail(self):
         raise KeyError("a defect")
     LocalHost.events = fail
@@ -306,7 +306,7 @@ def test_a_wrong_number_is_explained(code: str, message: str, launcher: Launcher
 
 def test_an_interactive_session_is_pointed_to_launch(launcher: Launcher) -> None:
     (launcher.folder / "input").write_text(
-        "from phalanx.launcher.replicas import start_local_replicas\nstart_local_replicas(2)\n"
+        "from phalanx.launcher.local_replicas import start_local_replicas\nstart_local_replicas(2)\n"
     )
     with (launcher.folder / "input").open() as commands:
         job = launcher.python(stdin=commands)
@@ -324,7 +324,7 @@ def test_a_child_of_multiprocessing_starts_no_replicas(launcher: Launcher) -> No
     script = launcher.script(
         """
         import multiprocessing
-        from phalanx.launcher.replicas import start_local_replicas
+        from phalanx.launcher.local_replicas import start_local_replicas
         def work():
             try:
                 start_local_replicas(2)

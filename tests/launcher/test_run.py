@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from phalanx import errors
-from phalanx.launcher.job import INTERRUPT_GRACE_S
+from phalanx.launcher.job_supervisor import INTERRUPT_GRACE_S
 from tests.launcher.conftest import JOB_BOUND_S, Launcher, wait_until
 
 # How long a job may take to end after its launcher or a worker was killed.
@@ -98,7 +98,7 @@ def test_the_program_sees_what_it_would_see_under_plain_python(launcher: Launche
         def function(): pass
         assert "def function" in inspect.getsource(function)
         assert __main__.__file__ == __file__ and __name__ == "__main__" and __spec__ is None
-        assert not any(name.startswith("_ROOT") or name == "ChildOrder" for name in globals())
+        assert not any(name.startswith("_ROOT") or name == "WorkerBootstrap" for name in globals())
         names = sorted(name for name in os.environ if name in ("PHALANX_CHILD",))
         print(json.dumps([sys.argv, __file__, sys.path[0], names]))
         """
@@ -374,7 +374,7 @@ def test_a_hook_of_the_programs_prints_and_neither_code_nor_reason_depend_on_it(
         f"""
         import traceback
         from phalanx.errors import ConfigurationError
-        from phalanx.launcher import exit_codes
+        from phalanx.runtime import exit_codes
         def hook(kind, error, stack):
             print("mine", [Path(frame.filename).name for frame in traceback.extract_tb(stack)])
             if {fails}:
@@ -500,7 +500,7 @@ def test_a_worker_that_native_code_keeps_from_going_down_is_the_cause(
 def test_the_page_shows_where_a_rank_hangs_and_what_each_did_last(launcher: Launcher) -> None:
     script = launcher.script(
         """
-        from phalanx.launcher.progress import report
+        from phalanx.runtime.progress import report
         report("all_reduce", epoch=2, step=10 + rank)
         if rank == 0:
             touch("there")
@@ -886,7 +886,7 @@ def test_the_version_is_told(launcher: Launcher) -> None:
 
 def test_the_launcher_imports_no_framework(launcher: Launcher) -> None:
     # The comparison of the workers' paces is imported later, while they take their first steps.
-    modules = "phalanx.cli, phalanx.launcher.command, phalanx.launcher.comparison"
+    modules = "phalanx.cli.main, phalanx.launcher.run_command, phalanx.launcher.straggler_watch"
     code = f"import sys, {modules}; print({{'keras', 'numpy'}} & {{*sys.modules}})"
     assert launcher.python("-c", code).out.strip() == "set()"
 

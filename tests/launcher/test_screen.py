@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.launcher.screen import LineAssembler, LiveLine, Screen, width, write_whole
+from phalanx.monitoring.console import Console, LineAssembler, LiveLine, width, write_whole
 from tests.launcher.conftest import wait_until
 
 BAR = "\x1b[1m 3/10\x1b[0m \x1b[32m━━━\x1b[0m - loss: 0.5"
@@ -45,9 +45,9 @@ def drawn(output: str) -> list[str]:
     return ["".join(cells).rstrip() for cells in rows]
 
 
-def screen(*, columns: int | None) -> tuple[Screen, io.StringIO]:
+def screen(*, columns: int | None) -> tuple[Console, io.StringIO]:
     out = io.StringIO()
-    return Screen(["worker/0", "worker/1"], out, out, columns=columns), out
+    return Console(["worker/0", "worker/1"], out, out, columns=columns), out
 
 
 def test_a_line_is_complete_at_its_end() -> None:
@@ -151,7 +151,7 @@ def test_bytes_that_are_no_text_are_shown_as_such() -> None:
 def test_the_log_gets_the_bytes_as_they_were() -> None:
     log = io.BytesIO()
     out = io.StringIO()
-    Screen(["worker/0"], out, out, logs=[log]).feed(0, False, b"\r1/2\r2/2\n\xff")
+    Console(["worker/0"], out, out, logs=[log]).feed(0, False, b"\r1/2\r2/2\n\xff")
     assert log.getvalue() == b"\r1/2\r2/2\n\xff"
 
 
@@ -161,7 +161,7 @@ def test_width_does_not_count_escapes() -> None:
 
 def test_what_comes_after_a_task_has_ended_stands_in_a_line_of_its_own() -> None:
     out = io.StringIO()
-    screen = Screen(["worker/0"], out, out, columns=80)
+    screen = Console(["worker/0"], out, out, columns=80)
     screen.feed(0, False, b" 3/10 loss: 0.5")
     screen.finish(0)
     screen.feed(0, False, b"again")
@@ -193,7 +193,7 @@ def test_a_character_that_an_end_cuts_in_two_does_not_run_into_the_next_life() -
 def test_what_the_encoding_lacks_is_shown_as_a_question_mark() -> None:
     memory = io.BytesIO()
     out = io.TextIOWrapper(memory, encoding="ascii")
-    Screen(["worker/0"], out, out).feed(0, False, b"\xff\n")
+    Console(["worker/0"], out, out).feed(0, False, b"\xff\n")
     assert memory.getvalue() == b"[worker/0] ?\n"
 
 
@@ -227,7 +227,7 @@ class Full(io.StringIO):
 
 def test_an_output_that_takes_no_more_is_told_of_on_the_other_one() -> None:
     out, err = Full(), io.StringIO()
-    screen = Screen(["worker/0"], out, err)
+    screen = Console(["worker/0"], out, err)
     screen.feed(0, False, b"one\ntwo\n")
     screen.feed(0, False, b"three\n")
     screen.feed(0, True, b"four\n")
@@ -239,7 +239,7 @@ def test_an_output_that_takes_no_more_is_told_of_on_the_other_one() -> None:
 
 def test_where_a_test_runner_has_closed_its_stand_in_the_real_one_is_used(capfd: pytest.CaptureFixture[str]) -> None:
     out = io.StringIO()
-    screen = Screen(["worker/0"], out, out)
+    screen = Console(["worker/0"], out, out)
     out.close()
     screen.feed(0, False, b"still here\n")
     assert "[worker/0] still here" in capfd.readouterr().out

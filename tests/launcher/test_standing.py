@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from phalanx.launcher.standing import FAILURES, WITHIN_S, Standing
+from phalanx.launcher.host_blacklist import FAILURES, WITHIN_S, HostBlacklist
 
 
 def test_several_failures_in_short_order_set_a_host_aside() -> None:
-    standing = Standing((10.0, 600.0))
+    standing = HostBlacklist((10.0, 600.0))
     assert [standing.failed("a", now) for now in (0.0, 1.0, 2.0)] == [None, None, 10.0]
     assert standing.is_aside("a", 11.9)
     assert not standing.is_aside("b", 11.9)
@@ -16,12 +16,12 @@ def test_several_failures_in_short_order_set_a_host_aside() -> None:
 
 
 def test_failures_that_lie_far_apart_do_not() -> None:
-    standing = Standing()
+    standing = HostBlacklist()
     assert [standing.failed("a", n * WITHIN_S) for n in range(3 * FAILURES)] == [None] * 3 * FAILURES
 
 
 def test_the_next_failure_after_its_return_sets_it_aside_for_longer() -> None:
-    standing = Standing((10.0, 25.0))
+    standing = HostBlacklist((10.0, 25.0))
     for now in (0.0, 0.0, 0.0):
         standing.failed("a", now)
     assert not standing.is_aside("a", 10.0)
@@ -31,7 +31,7 @@ def test_the_next_failure_after_its_return_sets_it_aside_for_longer() -> None:
 
 
 def test_one_that_has_done_well_for_long_begins_anew() -> None:
-    standing = Standing((10.0, 25.0))
+    standing = HostBlacklist((10.0, 25.0))
     assert standing.unreachable("a", 0.0) == 10.0
     assert not standing.is_aside("a", 10.0)
     assert standing.failed("a", 100.0) is None
@@ -39,7 +39,7 @@ def test_one_that_has_done_well_for_long_begins_anew() -> None:
 
 
 def test_those_that_still_run_on_it_fail_with_the_others() -> None:
-    standing = Standing((10.0, 600.0))
+    standing = HostBlacklist((10.0, 600.0))
     assert standing.unreachable("a", 0.0) == 10.0
     assert standing.failed("a", 1.0) is None
     assert standing.unreachable("a", 4.0) == 6.0

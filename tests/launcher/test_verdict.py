@@ -3,83 +3,83 @@ from __future__ import annotations
 import signal
 from dataclasses import replace
 
-from phalanx.launcher import page
-from phalanx.launcher.messages import LastWords
-from phalanx.launcher.verdict import End, judge
-from phalanx.launcher.words import ErrorWords
+from phalanx.launcher.host_messages import CrashReported
+from phalanx.launcher.root_cause import WorkerEnd, find_root_cause
+from phalanx.monitoring import failure_report
+from phalanx.runtime.crash_report import CrashReport
 
 LOST, TIMEOUT = 71, 69
 
 
-def end(rank: int, code: int | None, order: int, **more: object) -> End:
-    return End(rank, f"worker/{rank}", "host", 100 + rank, code, order, **more)  # type: ignore[arg-type]
+def end(rank: int, code: int | None, order: int, **more: object) -> WorkerEnd:
+    return WorkerEnd(rank, f"worker/{rank}", "host", 100 + rank, code, order, **more)  # type: ignore[arg-type]
 
 
-def lost(task: str) -> LastWords:
-    return LastWords(error=ErrorWords("PeerLostError", f"lost {task}", "Traceback ...", task, LOST))
+def lost(task: str) -> CrashReported:
+    return CrashReported(error=CrashReport("PeerLostError", f"lost {task}", "Traceback ...", task, LOST))
 
 
 def test_codes_of_phalanx_that_the_program_chose_itself_are_ends_of_its_own() -> None:
-    verdict = judge([end(0, LOST, 0, words=lost("worker/1")), end(1, LOST, 1)])
+    verdict = find_root_cause([end(0, LOST, 0, words=lost("worker/1")), end(1, LOST, 1)])
     assert verdict.cause is not None
     assert verdict.cause.rank == 1
-    verdict = judge([end(0, LOST, 0, words=lost("worker/1")), end(1, 75, 1)])
+    verdict = find_root_cause([end(0, LOST, 0, words=lost("worker/1")), end(1, 75, 1)])
     assert (verdict.code, verdict.cause and verdict.cause.rank) == (75, 1)
-    told = LastWords(error=ErrorWords("PreemptedError", "told to end", "Traceback ...", code=75))
-    assert judge([end(0, LOST, 0, words=lost("worker/1")), end(1, 75, 1, words=told)]).cause is None
+    told = CrashReported(error=CrashReport("PreemptedError", "told to end", "Traceback ...", code=75))
+    assert find_root_cause([end(0, LOST, 0, words=lost("worker/1")), end(1, 75, 1, words=told)]).cause is None
 
 
 def test_who_catches_the_loss_of_another_is_no_cause() -> None:
-    caught = LastWords(error=ErrorWords("RuntimeError", "wrapped", "Traceback ...", "worker/1", code=LOST))
-    verdict = judge([end(0, 1, 0, words=caught), end(1, 1, 1)])
+    caught = CrashReported(error=CrashReport("RuntimeError", "wrapped", "Traceback ...", "worker/1", code=LOST))
+    verdict = find_root_cause([end(0, 1, 0, words=caught), end(1, 1, 1)])
     assert verdict.cause is not None
     assert verdict.cause.rank == 1
 
 
 def test_who_does_not_go_down_after_its_own_error_is_the_cause() -> None:
-    own = LastWords(error=ErrorWords("ValueError", "boom", "Traceback ...", code=1))
+    own = CrashReported(error=CrashReport("ValueError", "boom", "Traceback ...", code=1))
     ends = [end(0, LOST, 0, words=lost("worker/1")), end(1, -signal.SIGKILL, 1, by_launcher=True, hung=True, words=own)]
-    verdict = judge(ends)
+    verdict = find_root_cause(ends)
     assert (verdict.code, verdict.cause and verdict.cause.rank) == (1, 1)
     assert "failed with ValueError: boom" in verdict.reason
-    interrupted = LastWords(error=ErrorWords("RuntimeError", "wrapped", "Traceback ...", interrupted=True))
-    for words in (LastWords(), interrupted):
-        verdict = judge([ends[0], end(1, -signal.SIGKILL, 1, by_launcher=True, hung=True, words=words)])
+    interrupted = CrashReported(error=CrashReport("RuntimeError", "wrapped", "Traceback ...", interrupted=True))
+    for words in (CrashReported(), interrupted):
+        verdict = find_root_cause([ends[0], end(1, -signal.SIGKILL, 1, by_launcher=True, hung=True, words=words)])
         assert (verdict.code, verdict.cause and verdict.cause.rank) == (LOST, 1)
         assert "left the job and did not end" in verdict.reason
-    evicted = LastWords(error=ErrorWords("EvictedError", "left out", "Traceback ...", code=73))
-    assert judge([end(0, 0, 0), end(1, 73, 1, by_launcher=True, words=evicted)]).success
+    evicted = CrashReported(error=CrashReport("EvictedError", "left out", "Traceback ...", code=73))
+    assert find_root_cause([end(0, 0, 0), end(1, 73, 1, by_launcher=True, words=evicted)]).success
 
 
 def test_a_job_without_failure_succeeds() -> None:
-    assert judge([end(0, 0, 0), end(1, 0, 1)]).success
+    assert find_root_cause([end(0, 0, 0), end(1, 0, 1)]).success
 
 
 def test_an_error_of_its_own_is_the_cause_even_if_it_was_seen_last() -> None:
-    verdict = judge([end(0, LOST, 0), end(1, TIMEOUT, 1), end(2, 3, 2)])
+    verdict = find_root_cause([end(0, LOST, 0), end(1, TIMEOUT, 1), end(2, 3, 2)])
     assert (verdict.code, verdict.cause and verdict.cause.rank) == (3, 2)
 
 
 def test_of_several_errors_the_first_is_the_cause() -> None:
-    verdict = judge([end(0, 1, 1), end(1, 5, 0)])
+    verdict = find_root_cause([end(0, 1, 1), end(1, 5, 0)])
     assert verdict.cause is not None
     assert verdict.cause.rank == 1
 
 
 def test_a_signal_gives_the_code_that_a_shell_would_give() -> None:
-    verdict = judge([end(0, LOST, 0), end(1, -signal.SIGKILL, 1)])
+    verdict = find_root_cause([end(0, LOST, 0), end(1, -signal.SIGKILL, 1)])
     assert verdict.code == 137
     assert "worker/1" in verdict.reason
     assert "SIGKILL" in verdict.reason
 
 
 def test_who_was_ended_by_the_launcher_is_no_cause() -> None:
-    verdict = judge([end(0, -signal.SIGTERM, 1, by_launcher=True), end(1, 4, 0)])
+    verdict = find_root_cause([end(0, -signal.SIGTERM, 1, by_launcher=True), end(1, 4, 0)])
     assert verdict.code == 4
 
 
 def test_leaving_early_without_error_is_the_cause_when_others_missed_that_task() -> None:
-    verdict = judge([end(0, LOST, 1, words=lost("worker/1")), end(1, 0, 0), end(2, 0, 2)])
+    verdict = find_root_cause([end(0, LOST, 1, words=lost("worker/1")), end(1, 0, 0), end(2, 0, 2)])
     assert verdict.code == LOST
     assert verdict.cause is not None
     assert verdict.cause.rank == 1
@@ -87,33 +87,33 @@ def test_leaving_early_without_error_is_the_cause_when_others_missed_that_task()
 
 
 def test_an_early_end_that_nobody_missed_is_none() -> None:
-    verdict = judge([end(0, 3, 1), end(1, 0, 0)])
+    verdict = find_root_cause([end(0, 3, 1), end(1, 0, 0)])
     assert verdict.cause is not None
     assert verdict.cause.rank == 0
 
 
 def test_who_hangs_is_named_when_the_others_only_timed_out() -> None:
     ends = [end(0, TIMEOUT, 0), end(1, -9, 1, by_launcher=True, hung=True)]
-    verdict = judge(ends)
+    verdict = find_root_cause(ends)
     assert verdict.code == TIMEOUT
     assert "worker/1 hung" in verdict.reason
-    assert "worker/1" in page.report(verdict, ends).check
+    assert "worker/1" in failure_report.report(verdict, ends).check
 
 
 def test_told_to_end_the_job_ends_with_that_signals_code() -> None:
     ends = [end(0, -signal.SIGINT, 0, by_launcher=True), end(1, 1, 1, by_launcher=True)]
-    verdict = judge(ends, interrupted_by=signal.SIGINT)
+    verdict = find_root_cause(ends, interrupted_by=signal.SIGINT)
     assert (verdict.code, verdict.cause) == (130, None)
     assert "Ctrl-C" in verdict.reason
 
 
 def test_the_page_says_who_where_and_what_to_check() -> None:
-    words = LastWords(
+    words = CrashReported(
         phase="all_reduce",
         epoch=1,
         step=37,
         age_s=0.5,
-        error=ErrorWords("ValueError", "boom", "Traceback ...\nValueError: boom\n"),
+        error=CrashReport("ValueError", "boom", "Traceback ...\nValueError: boom\n"),
     )
     ends = [
         end(1, 1, 0, words=words),
@@ -123,10 +123,10 @@ def test_the_page_says_who_where_and_what_to_check() -> None:
             1,
             by_launcher=True,
             hung=True,
-            words=LastWords(phase="evaluate", state="S", stacks='File "x.py"'),
+            words=CrashReported(phase="evaluate", state="S", stacks='File "x.py"'),
         ),
     ]
-    text = page.render(judge(ends), ends, log_dir="/logs")
+    text = failure_report.render(find_root_cause(ends), ends, log_dir="/logs")
     assert "worker/1 (rank 1, pid 101 on host) failed with ValueError: boom" in text
     assert "it was in: all_reduce, epoch 1, step 37" in text
     assert "last in evaluate" in text
@@ -139,14 +139,16 @@ def test_the_page_says_who_where_and_what_to_check() -> None:
 def test_where_the_lost_task_lived_the_network_is_to_be_looked_at() -> None:
     ends = [end(0, LOST, 0, words=lost("ps/0")), end(1, 0, 1), end(2, -15, 2, by_launcher=True)]
     ends[2] = replace(ends[2], task="ps/0", trains=False)
-    assert "Check: the network between worker/0 and ps/0, which was still there" in page.render(judge(ends), ends)
+    assert "Check: the network between worker/0 and ps/0, which was still there" in failure_report.render(
+        find_root_cause(ends), ends
+    )
     ends[2] = replace(ends[2], hung=True)  # as servers do, until they are told to end
-    assert "Check: the network between" in page.render(judge(ends), ends)
-    ends[2] = replace(ends[2], words=LastWords(state="T"))
-    assert "ps/0 left the job and did not end" in judge(ends).reason
+    assert "Check: the network between" in failure_report.render(find_root_cause(ends), ends)
+    ends[2] = replace(ends[2], words=CrashReported(state="T"))
+    assert "ps/0 left the job and did not end" in find_root_cause(ends).reason
 
 
 def test_a_worker_lost_with_its_host_is_the_cause_of_what_others_lost() -> None:
-    verdict = judge([end(0, LOST, 0, words=lost("worker/1")), end(1, None, 1)])
+    verdict = find_root_cause([end(0, LOST, 0, words=lost("worker/1")), end(1, None, 1)])
     assert verdict.cause is not None
     assert verdict.cause.rank == 1

@@ -184,7 +184,7 @@ def main() -> None:
     import contextlib
 
     import phalanx
-    from phalanx.training import embedding_rows
+    from phalanx.training import sparse_embeddings
 
     folder = Path(sys.argv[1])
     for name in sys.argv[2:]:
@@ -193,7 +193,7 @@ def main() -> None:
         if "variable_partitioner" in options:
             options["variable_partitioner"] = phalanx.FixedShardsPartitioner(options["variable_partitioner"])
         strategy = phalanx.ParameterServerStrategy(**options)
-        loaded = _count_loads(embedding_rows.EmbeddingRows)
+        loaded = _count_loads(sparse_embeddings.SparseEmbeddings)
         found = {"job": _train(case, strategy.scope()), "tables": set(loaded)}
         if strategy.is_chief:
             found["plain"] = _train(case, contextlib.nullcontext(), plain=True)

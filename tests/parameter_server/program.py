@@ -20,8 +20,8 @@ def main() -> None:
     import numpy as np
 
     import phalanx
-    from phalanx.training import hook
-    from phalanx.training.server_merge import ServerMerge
+    from phalanx.keras_compat import hook
+    from phalanx.training.steps.parameter_server_step import ParameterServerMerge
 
     folder, kind, epochs = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     if kind == "explicit server":
@@ -90,15 +90,15 @@ def main() -> None:
                 time.sleep(0.05)
 
     if kind == "late chief" and strategy.rank == 0:
-        next_ticket = ServerMerge.next_ticket
+        next_ticket = ParameterServerMerge.next_ticket
 
-        def late(merge: ServerMerge, fit: int, epoch: int) -> object:
+        def late(merge: ParameterServerMerge, fit: int, epoch: int) -> object:
             others = folder / "1.epoch"
             while epoch == epochs - 1 and not (others.exists() and others.read_text() == str(epoch)):
                 time.sleep(0.05)
             return next_ticket(merge, fit, epoch)
 
-        ServerMerge.next_ticket = late  # type: ignore[assignment, method-assign]
+        ParameterServerMerge.next_ticket = late  # type: ignore[assignment, method-assign]
 
     noted = keras.callbacks.LambdaCallback(on_epoch_begin=grow, on_epoch_end=end_of_epoch)
     if kind == "asks to stop":

@@ -12,15 +12,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from phalanx.cluster.agreement import Facts
-from phalanx.cluster.roll_call import Identity
+from phalanx.cluster.compatibility import JobFacts
+from phalanx.cluster.peer_registry import TaskIdentity
 from phalanx.cluster.spec import ClusterSpec, Task
+from phalanx.config.job_config import JobConfig
 from phalanx.errors import LinkTimeoutError, PhalanxError
-from phalanx.parameter_server.client import Client
-from phalanx.parameter_server.group import LEADING, Group, Newcomer
-from phalanx.parameter_server.messages import BeginSession, Done, IsOver, OpenEpoch, Pull, Push, Ticket
-from phalanx.parameter_server.server import ParameterServer
-from phalanx.settings import Settings
+from phalanx.parameter_server.client import ParameterServerClient
+from phalanx.parameter_server.server.parameter_server import ParameterServer
+from phalanx.parameter_server.server.shard_group import LEADING, ArrivingWorker, ShardGroup
+from phalanx.parameter_server.server_messages import Acknowledged, BeginSession, IsOver, OpenEpoch, Pull, Push, Ticket
 from phalanx.transport.handshake import Hello
 from tests.launcher.conftest import wait_until
 
@@ -28,7 +28,7 @@ BOUND_S = 60.0
 SERVERS = 2
 
 
-Cluster = tuple[list[ParameterServer], list[Client]]
+Cluster = tuple[list[ParameterServer], list[ParameterServerClient]]
 
 
 @pytest.fixture
@@ -43,10 +43,10 @@ def started(*, copied: bool = False, timeout_s: float = BOUND_S) -> Iterator[Clu
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(SERVERS)]
     addresses = [f"127.0.0.1:{sock.getsockname()[1]}" for sock in sockets]
     spec = ClusterSpec({"ps": addresses, "worker": ["127.0.0.1:1", "127.0.0.1:2"]})
-    settings = Settings(secret=b"0123456789abcdef", rendezvous_timeout_s=BOUND_S, timeout_s=timeout_s)
+    settings = JobConfig(secret=b"0123456789abcdef", rendezvous_timeout_s=BOUND_S, timeout_s=timeout_s)
     with ExitStack() as stack:
         servers = [
-            ParameterServer(Identity(spec, Task("ps", index), Facts(), settings), copied=copied)
+            ParameterServer(TaskIdentity(spec, Task("ps", index), JobFacts(), settings), copied=copied)
             for index in range(SERVERS)
         ]
         for server, sock in zip(servers, sockets, strict=True):
@@ -55,7 +55,9 @@ def started(*, copied: bool = False, timeout_s: float = BOUND_S) -> Iterator[Clu
             stack.callback(thread.join, BOUND_S)
             stack.callback(server.stop)
         clients = [
-            Client(Identity(spec, Task("worker", n), Facts(), settings), return_s=BOUND_S, copied=copied)
+            ParameterServerClient(
+                TaskIdentity(spec, Task("worker", n), JobFacts(), settings), return_s=BOUND_S, copied=copied
+            )
             for n in range(2)
         ]
         for client in clients:
@@ -64,7 +66,7 @@ def started(*, copied: bool = False, timeout_s: float = BOUND_S) -> Iterator[Clu
 
 
 @pytest.fixture
-def client(cluster: Cluster) -> Client:
+def client(cluster: Cluster) -> ParameterServerClient:
     return cluster[1][0]
 
 
@@ -84,14 +86,16 @@ def test_a_link_that_breaks_is_mended_while_another_servers_answer_is_waited_for
     assert not waiting.is_alive()
 
 
-def test_no_answer_is_left_unread_when_a_server_refuses(client: Client) -> None:
+def test_no_answer_is_left_unread_when_a_server_refuses(client: ParameterServerClient) -> None:
     with pytest.raises(PhalanxError, match="ps/0 failed"):  # nothing has been declared
         client.ask_all([(OpenEpoch(0, 0, -1), ()), (Pull(0, -1), ())])
-    assert client.ask(1, IsOver())[0] == Done(), "and not the answer to the question before"
+    assert client.ask(1, IsOver())[0] == Acknowledged(), "and not the answer to the question before"
 
 
 @pytest.mark.parametrize("through_memory", [True, False])
-def test_what_may_have_to_be_repeated_is_kept_until_it_is_answered(client: Client, through_memory: bool) -> None:
+def test_what_may_have_to_be_repeated_is_kept_until_it_is_answered(
+    client: ParameterServerClient, through_memory: bool
+) -> None:
     kinds = (((10_000,), np.dtype(np.float32)),)
     if through_memory:
         client.share_memory(0, kinds)
@@ -117,8 +121,8 @@ def test_of_two_servers_that_lead_the_one_that_was_called_upon_later_is_right() 
         wait_until(lambda: called._following is not None)
         me = was_stopped._me
 
-        def asks(group: Group, term: int) -> str:
-            newcomer = Newcomer(me.statement, fresh=False, term=term)
+        def asks(group: ShardGroup, term: int) -> str:
+            newcomer = ArrivingWorker(me.statement, fresh=False, term=term)
             return group.admit_leader(Hello(purpose="", task="", details=msgspec.msgpack.encode(newcomer))).refusal
 
         called.lead()
@@ -144,7 +148,7 @@ def test_an_answer_that_came_too_late_is_not_taken_for_the_next_one() -> None:
         with pytest.raises(LinkTimeoutError):
             other.ask(0, Pull(0, -1))
         goes_on.set()
-        assert isinstance(other.ask(0, IsOver())[0], Done)
+        assert isinstance(other.ask(0, IsOver())[0], Acknowledged)
 
 
 def test_a_link_whose_end_only_the_worker_has_noticed_is_replaced(cluster: Cluster) -> None:
@@ -153,6 +157,6 @@ def test_a_link_whose_end_only_the_worker_has_noticed_is_replaced(cluster: Clust
     _, former = group._links[1]
     abandoned = other._links[0]
     other._links[0] = other._connect(0, time.monotonic() + BOUND_S, again=True)
-    assert isinstance(other.ask(0, IsOver())[0], Done)
+    assert isinstance(other.ask(0, IsOver())[0], Acknowledged)
     assert group._links[1][1] is not former
     abandoned.close()

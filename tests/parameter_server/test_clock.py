@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.parameter_server.clock import LONGEST_S, RunningClock
+from phalanx.parameter_server.server.running_clock import LONGEST_S, RunningClock
 
 
 def test_it_goes_with_the_time_while_it_is_ticked() -> None:

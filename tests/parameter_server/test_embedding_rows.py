@@ -164,8 +164,8 @@ def a_model(keras: Any) -> Any:
 def _find(model: Any, optimizer: Any = None) -> list[Any]:
     import keras
 
-    from phalanx.backends.updater import slots_of_model
-    from phalanx.training.embedding_rows import find_tables
+    from phalanx.engines.updater import slots_of_model
+    from phalanx.training.sparse_embeddings import find_tables
 
     model.compile(optimizer or keras.optimizers.SGD(), "mse")
     model.optimizer.build(model.trainable_variables)
@@ -193,11 +193,11 @@ class _Engine:
 def test_a_layer_with_rows_gives_what_the_whole_one_gives() -> None:
     import keras
 
-    from phalanx.training.embedding_rows import EmbeddingRows
+    from phalanx.training.sparse_embeddings import SparseEmbeddings
 
     model, engine = a_model(keras), _Engine()
     paths = [variable.path for variable in model.variables]
-    rows = EmbeddingRows(model, _find(model))
+    rows = SparseEmbeddings(model, _find(model))
     random = np.random.default_rng(0)
     whole = model.get_weights()[0]
     for room, size in ((8, 2), (50, 30), (50, 3)):  # the second needs more
@@ -219,10 +219,10 @@ def test_what_looks_at_a_table_that_is_not_there_is_told(tmp_path: Path) -> None
     import keras
 
     from phalanx.errors import UnsupportedError
-    from phalanx.training.embedding_rows import EmbeddingRows
+    from phalanx.training.sparse_embeddings import SparseEmbeddings
 
     model = a_model(keras)
-    rows = EmbeddingRows(model, _find(model))
+    rows = SparseEmbeddings(model, _find(model))
     (numbers,) = rows.numbers((np.array([[1, 2, 3]], "int32"), None, None))
     rows.load(_Engine(), [numbers], [np.zeros((3, 4), "float32")])
     with pytest.raises(UnsupportedError, match="cannot be saved between two batches"):
@@ -239,10 +239,10 @@ def test_a_number_outside_of_the_table_is_named(number: int, shown: int) -> None
     import keras
 
     from phalanx.errors import ConfigurationError
-    from phalanx.training.embedding_rows import EmbeddingRows
+    from phalanx.training.sparse_embeddings import SparseEmbeddings
 
     model = a_model(keras)
-    rows = EmbeddingRows(model, _find(model))
+    rows = SparseEmbeddings(model, _find(model))
     with pytest.raises(ConfigurationError, match=rf"layer `table` holds the number {shown}; its table has 50 rows"):
         rows.numbers((np.array([[1, 2, number]]), None, None))
 
@@ -334,7 +334,7 @@ def test_an_optimizer_that_needs_whole_tables_says_why(name: str, options: dict[
 def test_tables_that_are_worth_it_are_chosen(caplog: pytest.LogCaptureFixture) -> None:
     import keras
 
-    from phalanx.training.embedding_rows import choose
+    from phalanx.training.sparse_embeddings import choose
 
     def table(rows: int, width: int, **options: Any) -> Any:
         inputs = keras.Input((1,), dtype="int32")
@@ -351,11 +351,11 @@ def test_tables_that_are_worth_it_are_chosen(caplog: pytest.LogCaptureFixture) -
 
 
 def test_rows_of_several_workers_are_summed_by_number() -> None:
-    from phalanx.parameter_server.rows import Rows, weighted_sum
+    from phalanx.parameter_server.table_rows import TableRows, weighted_sum
 
-    left = Rows(np.array([1, 4], "int32"), np.array([[1.0], [2.0]], "float32"))
-    right = Rows(np.array([0, 4], "int32"), np.array([[3.0], [4.0]], "float32"))
-    idle = Rows(np.array([9], "int32"), np.array([[5.0]], "float32"))
+    left = TableRows(np.array([1, 4], "int32"), np.array([[1.0], [2.0]], "float32"))
+    right = TableRows(np.array([0, 4], "int32"), np.array([[3.0], [4.0]], "float32"))
+    idle = TableRows(np.array([9], "int32"), np.array([[5.0]], "float32"))
     merged = weighted_sum([left, right, idle], [0.25, 0.75, 0.0])
     np.testing.assert_array_equal(merged.numbers, [0, 1, 4])
     np.testing.assert_allclose(merged.values, [[2.25], [0.25], [3.5]])
@@ -367,20 +367,20 @@ def test_where_every_row_is_touched_rows_are_updated_as_tables(name: str) -> Non
 
     import keras
 
-    from phalanx.backends import make_updater
-    from phalanx.backends.updater import Piece
-    from phalanx.parameter_server.rows import Rows
-    from phalanx.parameter_server.tables import TableUpdater
+    from phalanx.engines import make_updater
+    from phalanx.engines.updater import UpdaterPiece
+    from phalanx.parameter_server.server.embedding_tables import EmbeddingTableUpdater
+    from phalanx.parameter_server.table_rows import TableRows
 
     random = np.random.default_rng(0)
     options = {"momentum": 0.9} if name == "SGD" else {}
     optimizer = json.dumps(keras.saving.serialize_keras_object(getattr(keras.optimizers, name)(0.1, **options)))
     pieces = [
-        Piece("dense", random.normal(size=(3, 2)).astype("float32"), None, True),
-        Piece("table", random.normal(size=(200, 2)).astype("float32"), None, True),
+        UpdaterPiece("dense", random.normal(size=(3, 2)).astype("float32"), None, True),
+        UpdaterPiece("table", random.normal(size=(200, 2)).astype("float32"), None, True),
     ]
     whole = make_updater(optimizer, pieces, apart=[0, 1])
-    by_rows = TableUpdater(optimizer, [piece._replace(value=piece.value.copy()) for piece in pieces], [1])
+    by_rows = EmbeddingTableUpdater(optimizer, [piece._replace(value=piece.value.copy()) for piece in pieces], [1])
     by_rows.load_optimizer(
         [dict(zip(whole.slots, whole.optimizer_values(), strict=True))[slot] for slot in by_rows.slots]
     )
@@ -388,7 +388,7 @@ def test_where_every_row_is_touched_rows_are_updated_as_tables(name: str) -> Non
     for _ in range(3):
         gradients = [random.normal(size=piece.value.shape).astype("float32") for piece in pieces]
         whole.apply(gradients)
-        by_rows.apply([gradients[0], Rows(numbers, gradients[1])])
+        by_rows.apply([gradients[0], TableRows(numbers, gradients[1])])
     assert_close([*by_rows.values(), *by_rows.tables()], whole.values(), 1e-5, "values")
     state = dict(zip(whole.slots, whole.optimizer_values(), strict=True))
     assert set(by_rows.slots) == state.keys()

@@ -294,14 +294,14 @@ def test_optimizers_that_servers_cannot_run_are_refused(
 ) -> None:
     import keras
 
-    from phalanx.backends.updater import check_optimizer
+    from phalanx.engines.updater import check_optimizer
 
     with pytest.raises(UnsupportedError, match=message):
         check_optimizer(make(keras.optimizers), **{"cut": False, "whole": True} | options)
 
 
 def test_an_optimizer_of_unknown_classes_is_refused_with_the_rule() -> None:
-    from phalanx.backends import make_updater
+    from phalanx.engines import make_updater
 
     described = '{"module": "mine", "class_name": "Odd", "config": {}, "registered_name": "mine>Odd"}'
     with pytest.raises(ConfigurationError, match=r"'Odd' of the chief.*before the strategy is made"):
@@ -312,13 +312,13 @@ def test_updates_that_were_lost_count_for_schedules() -> None:
     import keras
     import numpy as np
 
-    from phalanx.backends import make_updater
-    from phalanx.backends.descriptions import description_of
-    from phalanx.backends.updater import Piece
+    from phalanx.engines import make_updater
+    from phalanx.engines.updater import UpdaterPiece
+    from phalanx.keras_compat.object_config import config_json_of
 
     decay = keras.optimizers.schedules.ExponentialDecay(1.0, 10, 0.5, staircase=True)
     updater = make_updater(
-        description_of(keras.optimizers.SGD(decay)), [Piece("w", np.zeros(1, "float32"), None, True)]
+        config_json_of(keras.optimizers.SGD(decay)), [UpdaterPiece("w", np.zeros(1, "float32"), None, True)]
     )
     updater.count(10)
     updater.apply([np.ones(1, "float32")])
@@ -354,7 +354,7 @@ def test_what_a_description_leaves_out_and_names_that_are_given_twice() -> None:
     import keras
     import numpy as np
 
-    from phalanx.backends.updater import Slot, slots_of_model
+    from phalanx.engines.updater import OptimizerSlot, slots_of_model
 
     class Odd(keras.optimizers.SGD):
         def __init__(self, boost: float = 1.0, **options: object) -> None:
@@ -370,7 +370,7 @@ def test_what_a_description_leaves_out_and_names_that_are_given_twice() -> None:
     weight = keras.Variable(np.zeros(2, "float32"))
     optimizer = Odd()
     optimizer.build([weight])
-    assert {Slot(0, "moment"), Slot(0, "moment#2")} <= set(slots_of_model(optimizer, [weight]))
+    assert {OptimizerSlot(0, "moment"), OptimizerSlot(0, "moment#2")} <= set(slots_of_model(optimizer, [weight]))
     optimizer.boost = 5.0
     with pytest.raises(UnsupportedError, match="does not tell `boost`"):
         slots_of_model(optimizer, [weight])

@@ -7,8 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import pytest
 
 from phalanx.errors import CollectiveTimeoutError, PeerLostError, RendezvousError
-from phalanx.parameter_server.messages import EpochOver
-from phalanx.parameter_server.schedule import Schedule
+from phalanx.parameter_server.server.step_schedule import StepSchedule
+from phalanx.parameter_server.server_messages import EpochOver
 from tests.launcher.conftest import wait_until
 from tests.parameter_server.test_schedule import BOUND_S, NAMES, ask, at_hand, begun, rules, take
 
@@ -90,7 +90,7 @@ def test_a_chief_that_is_lost_meanwhile_leaves_nobody_out() -> None:
 
 
 def test_the_global_step_goes_on_from_a_checkpoint_and_never_back() -> None:
-    schedule = Schedule(NAMES[:1], start_s=BOUND_S)
+    schedule = StepSchedule(NAMES[:1], start_s=BOUND_S)
     schedule.begin(rules(), 0, 1000)
     assert schedule.global_step == 1000
     schedule.begin(rules(), 1, 10)
@@ -115,7 +115,7 @@ def test_a_session_begins_on_others_when_it_has_on_the_chief() -> None:
 
 
 def test_a_chief_that_does_not_begin_its_session_is_named() -> None:
-    schedule = Schedule(NAMES[:2], start_s=SHORT_S)
+    schedule = StepSchedule(NAMES[:2], start_s=SHORT_S)
     schedule.attach(1, "incarnation 1")
     with pytest.raises(RendezvousError, match="worker/0 has not come"):
         schedule.begin_session(1, 0)

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from phalanx.collectives.segment import Offer, Segment
+from phalanx.collectives.host.shared_segment import SegmentOffer, SharedSegment
 from phalanx.errors import FrameError
-from phalanx.parameter_server import lanes
-from phalanx.parameter_server.lanes import MAX_BYTES, TO_SERVER, TO_WORKER, Lanes
+from phalanx.parameter_server import shared_memory_channel
+from phalanx.parameter_server.shared_memory_channel import MAX_BYTES, TO_SERVER, TO_WORKER, SharedMemoryChannel
 
 ARRAYS = [
     np.arange(10_000, dtype=np.float32).reshape(100, 100),
@@ -23,15 +23,15 @@ ARRAYS = [
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Lanes, Lanes]]:
+def pair() -> Iterator[tuple[SharedMemoryChannel, SharedMemoryChannel]]:
     """Both sides, here in one process: worker's and server's."""
-    others: list[Lanes | None] = []
+    others: list[SharedMemoryChannel | None] = []
 
-    def accepts(offer: Offer) -> bool:
-        others.append(Lanes.accept(offer))
+    def accepts(offer: SegmentOffer) -> bool:
+        others.append(SharedMemoryChannel.accept(offer))
         return others[-1] is not None
 
-    own = Lanes.offer(sum(array.nbytes for array in ARRAYS), accepts)
+    own = SharedMemoryChannel.offer(sum(array.nbytes for array in ARRAYS), accepts)
     assert own is not None
     assert others[-1] is not None
     yield own, others[-1]
@@ -39,17 +39,17 @@ def pair() -> Iterator[tuple[Lanes, Lanes]]:
     others[-1].close()
 
 
-def filled(lanes: Lanes, arrays: list[np.ndarray]) -> tuple[int, ...]:
+def filled(lanes: SharedMemoryChannel, arrays: list[np.ndarray]) -> tuple[int, ...]:
     """The lengths of what is sent next: these arrays."""
-    room = lanes.room(tuple((array.shape, array.dtype) for array in arrays))
+    room = shared_memory_channel.room(tuple((array.shape, array.dtype) for array in arrays))
     if room is None:
         return ()
     for place, array in zip(room, arrays, strict=True):
         np.copyto(place, array)
-    return lanes.lengths_of(room)
+    return shared_memory_channel.lengths_of(room)
 
 
-def test_arrays_arrive_as_they_were_sent(pair: tuple[Lanes, Lanes]) -> None:
+def test_arrays_arrive_as_they_were_sent(pair: tuple[SharedMemoryChannel, SharedMemoryChannel]) -> None:
     worker, server = pair
     lengths = filled(worker, ARRAYS)
     assert lengths == tuple(array.nbytes for array in ARRAYS)
@@ -57,13 +57,13 @@ def test_arrays_arrive_as_they_were_sent(pair: tuple[Lanes, Lanes]) -> None:
         np.testing.assert_array_equal(np.frombuffer(memory, array.dtype).reshape(array.shape), array)
 
 
-def test_buffers_are_aligned_as_backends_want_it(pair: tuple[Lanes, Lanes]) -> None:
+def test_buffers_are_aligned_as_backends_want_it(pair: tuple[SharedMemoryChannel, SharedMemoryChannel]) -> None:
     worker, _ = pair
     views = [np.frombuffer(memory, np.uint8) for memory in worker.read(TO_SERVER, [1, 30, 65, 8])]
     assert all(view.ctypes.data % 64 == 0 for view in views)
 
 
-def test_values_stay_until_those_after_the_next_come(pair: tuple[Lanes, Lanes]) -> None:
+def test_values_stay_until_those_after_the_next_come(pair: tuple[SharedMemoryChannel, SharedMemoryChannel]) -> None:
     worker, server = pair
     first, second = np.full(5000, 1.0, np.float32), np.full(5000, 2.0, np.float32)
     written = [server.write_values([first]), server.write_values([second])]
@@ -78,7 +78,7 @@ def test_values_stay_until_those_after_the_next_come(pair: tuple[Lanes, Lanes]) 
     assert server.write_values([first])[0] == written[0][0]
 
 
-def test_copies_lie_where_they_are_sent_from(pair: tuple[Lanes, Lanes]) -> None:
+def test_copies_lie_where_they_are_sent_from(pair: tuple[SharedMemoryChannel, SharedMemoryChannel]) -> None:
     worker, server = pair
     values = [np.full(5000, 1.0, np.float32), np.full((), 2.0, np.float32)]
     sent = server.copies(values)
@@ -95,14 +95,18 @@ def test_copies_lie_where_they_are_sent_from(pair: tuple[Lanes, Lanes]) -> None:
     assert small == 2.0
 
 
-def test_what_is_too_little_or_too_much_goes_with_the_message(pair: tuple[Lanes, Lanes]) -> None:
+def test_what_is_too_little_or_too_much_goes_with_the_message(
+    pair: tuple[SharedMemoryChannel, SharedMemoryChannel],
+) -> None:
     worker, _ = pair
     assert filled(worker, [np.zeros(10, np.float32)]) == ()
     assert filled(worker, []) == ()
     assert filled(worker, [np.zeros(worker.place_bytes, np.uint8), np.zeros(1, np.uint8)]) == ()
 
 
-def test_what_others_have_left_in_a_room_is_not_taken_for_its_contents(pair: tuple[Lanes, Lanes]) -> None:
+def test_what_others_have_left_in_a_room_is_not_taken_for_its_contents(
+    pair: tuple[SharedMemoryChannel, SharedMemoryChannel],
+) -> None:
     worker, _ = pair
     large = (((6000,), np.dtype(np.float32)),)
     room = worker.room(large)
@@ -118,21 +122,23 @@ def test_what_others_have_left_in_a_room_is_not_taken_for_its_contents(pair: tup
 
 
 @pytest.mark.parametrize(("place", "lengths"), [(-1, [64]), (3, [64]), (TO_WORKER, [-64, 128]), (0, [1 << 60])])
-def test_a_place_that_is_not_there_is_refused(pair: tuple[Lanes, Lanes], place: int, lengths: list[int]) -> None:
+def test_a_place_that_is_not_there_is_refused(
+    pair: tuple[SharedMemoryChannel, SharedMemoryChannel], place: int, lengths: list[int]
+) -> None:
     with pytest.raises(FrameError, match="in place"):
         pair[0].read(place, lengths)
 
 
 def test_without_shared_memory_there_are_no_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(size: int, method: str) -> Segment:
+    def fail(size: int, method: str) -> SharedSegment:
         raise OSError("no space left on device")
 
-    asked: list[Offer] = []
-    assert Lanes.offer(MAX_BYTES, lambda offer: not asked.append(offer)) is None, "too large"
-    assert Lanes.offer(100_000, lambda offer: bool(asked.append(offer))) is None, "not accepted"
-    assert len(asked) == len(lanes.METHODS)
+    asked: list[SegmentOffer] = []
+    assert SharedMemoryChannel.offer(MAX_BYTES, lambda offer: not asked.append(offer)) is None, "too large"
+    assert SharedMemoryChannel.offer(100_000, lambda offer: bool(asked.append(offer))) is None, "not accepted"
+    assert len(asked) == len(shared_memory_channel.METHODS)
     assert not any(os.path.exists(offer.path) for offer in asked)
-    monkeypatch.setattr(lanes.Segment, "create", fail)
-    assert Lanes.offer(100_000, lambda offer: True) is None
-    assert Lanes.accept(Offer("/nowhere", 1, b"")) is None
-    assert Lanes.accept(Offer("/dev/null", 0, b"")) is None
+    monkeypatch.setattr(shared_memory_channel.Segment, "create", fail)
+    assert SharedMemoryChannel.offer(100_000, lambda offer: True) is None
+    assert SharedMemoryChannel.accept(SegmentOffer("/nowhere", 1, b"")) is None
+    assert SharedMemoryChannel.accept(SegmentOffer("/dev/null", 0, b"")) is None

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from phalanx.errors import EvictedError
-from phalanx.parameter_server.client import HEAD, Placed
-from phalanx.parameter_server.messages import Answer, IsOver, Ticket, Values
-from phalanx.parameter_server.placement import Shard, Variable
-from phalanx.training.server_merge import ServerMerge
+from phalanx.parameter_server.client import HEAD, PlacedVariables
+from phalanx.parameter_server.server_messages import Answer, IsOver, Ticket, Values
+from phalanx.parameter_server.shard_placement import PlacedVariable, Shard
+from phalanx.training.steps.parameter_server_step import ParameterServerMerge
 
 FIRST, SECOND = (Ticket(0, 0, batch, (0,), 0, serial=batch + 1, era=0) for batch in (0, 1))
 
@@ -53,13 +53,13 @@ class Servers:
         return [(answer, []), (Values(1), [])]
 
 
-def placed(client: Servers) -> ServerMerge:
+def placed(client: Servers) -> ParameterServerMerge:
     rules = SimpleNamespace(synchronous=True, refuse_nan=False)
     worker: Any = SimpleNamespace(client=client, rules=rules, compression=None, workers=1, number=0, global_step=0)
-    merge = ServerMerge(worker)
-    variables = [Variable(name, (2,), "float32") for name in "ab"]
+    merge = ParameterServerMerge(worker)
+    variables = [PlacedVariable(name, (2,), "float32") for name in "ab"]
     shards = [Shard(index, 0, 2, index) for index in range(2)]
-    merge.place(0, Placed(variables, shards, 2), None)
+    merge.place(0, PlacedVariables(variables, shards, 2), None)
     return merge
 
 

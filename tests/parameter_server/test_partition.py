@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import ConfigurationError
-from phalanx.parameter_server.client import Placed
-from phalanx.parameter_server.partition import FixedShardsPartitioner, MaxSizePartitioner, MinSizePartitioner
-from phalanx.parameter_server.placement import Variable, place
+from phalanx.parameter_server.client import PlacedVariables
+from phalanx.parameter_server.partitioners import FixedShardsPartitioner, MaxSizePartitioner, MinSizePartitioner
+from phalanx.parameter_server.shard_placement import PlacedVariable, place
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_a_size_that_is_none_is_refused(value: object) -> None:
 @pytest.mark.parametrize("answer", [[1, 2], [2], [0, 1], []])
 def test_a_partitioner_that_cuts_otherwise_is_refused(answer: list[int]) -> None:
     with pytest.raises(ConfigurationError, match=r"variable_partitioner answered .* for `kernel` float32\[4, 4\]"):
-        place([Variable("kernel", (4, 4), "float32")], 2, lambda shape, dtype: answer)
+        place([PlacedVariable("kernel", (4, 4), "float32")], 2, lambda shape, dtype: answer)
 
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), max_size=8)
@@ -49,8 +49,8 @@ SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), max_size=8
 
 @given(SHAPES, st.integers(1, 5), st.integers(1, 4))
 def test_every_row_is_on_one_server_and_comes_back(shapes: list[tuple[int, ...]], servers: int, pieces: int) -> None:
-    variables = [Variable(f"v{i}", shape, "float32") for i, shape in enumerate(shapes)]
-    placed = Placed(variables, place(variables, servers, FixedShardsPartitioner(pieces)), servers)
+    variables = [PlacedVariable(f"v{i}", shape, "float32") for i, shape in enumerate(shapes)]
+    placed = PlacedVariables(variables, place(variables, servers, FixedShardsPartitioner(pieces)), servers)
     arrays = [np.random.default_rng(i).normal(size=shape).astype("float32") for i, shape in enumerate(shapes)]
     parts = [placed.cut(arrays, server) for server in range(servers)]
     for array, joined in zip(arrays, placed.join(parts), strict=True):
@@ -59,7 +59,7 @@ def test_every_row_is_on_one_server_and_comes_back(shapes: list[tuple[int, ...]]
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=30), st.integers(1, 6))
 def test_the_fullest_server_has_at_most_a_third_more_than_it_must(sizes: list[int], servers: int) -> None:
-    variables = [Variable(f"v{i}", (size,), "float32") for i, size in enumerate(sizes)]
+    variables = [PlacedVariable(f"v{i}", (size,), "float32") for i, size in enumerate(sizes)]
     loads = [0] * servers
     for shard in place(variables, servers):
         loads[shard.server] += shard.stop - shard.start
@@ -68,5 +68,5 @@ def test_the_fullest_server_has_at_most_a_third_more_than_it_must(sizes: list[in
 
 
 def test_the_placement_is_the_same_on_every_task() -> None:
-    variables = [Variable(f"v{i}", (i % 3 + 1, 4), "float32") for i in range(20)]
+    variables = [PlacedVariable(f"v{i}", (i % 3 + 1, 4), "float32") for i in range(20)]
     assert place(variables, 3) == place(tuple(variables), 3)

@@ -13,9 +13,9 @@ import pytest
 
 from phalanx.cluster.admission import link_name
 from phalanx.errors import CollectiveTimeoutError, EvictedError, PeerLostError, PhalanxError
-from phalanx.parameter_server.messages import EpochOver, FitOver, Rejoin, Report, Rules, Ticket
-from phalanx.parameter_server.schedule import Schedule
-from phalanx.parameter_server.store import Store, _Result
+from phalanx.parameter_server.server.step_schedule import StepSchedule
+from phalanx.parameter_server.server.variable_store import VariableStore, _Result
+from phalanx.parameter_server.server_messages import EpochOver, EpochReport, FitOver, Rejoin, Ticket, UpdateRules
 
 BOUND_S = 20.0
 NAMES = ("worker/0", "worker/1", "worker/2")
@@ -23,8 +23,8 @@ NAMES = ("worker/0", "worker/1", "worker/2")
 
 def rules(
     *, synchronous: bool = False, staleness: int = -1, timeout_s: float = BOUND_S, all_needed: bool = False
-) -> Rules:
-    return Rules(
+) -> UpdateRules:
+    return UpdateRules(
         synchronous=synchronous,
         at_least=0,
         staleness=staleness,
@@ -34,9 +34,9 @@ def rules(
     )
 
 
-def begun(steps: int | None, *, workers: int = 2, **options: object) -> Schedule:
+def begun(steps: int | None, *, workers: int = 2, **options: object) -> StepSchedule:
     """A schedule whose first epoch is open, with workers 0, 1, ... present."""
-    schedule = Schedule(NAMES[:workers], start_s=BOUND_S)
+    schedule = StepSchedule(NAMES[:workers], start_s=BOUND_S)
     for worker in range(workers):
         schedule.attach(worker, f"incarnation {worker}")
     schedule.begin(rules(**options), 0)  # type: ignore[arg-type]
@@ -44,20 +44,20 @@ def begun(steps: int | None, *, workers: int = 2, **options: object) -> Schedule
     return schedule
 
 
-def take(schedule: Schedule, worker: int, epoch: int = 0) -> Ticket:
+def take(schedule: StepSchedule, worker: int, epoch: int = 0) -> Ticket:
     ticket = ask(schedule, worker, epoch=epoch)
     assert isinstance(ticket, Ticket)
     return ticket
 
 
 def ask(
-    schedule: Schedule, worker: int, *, epoch: int = 0, incarnation: str | None = None, within_s: float = BOUND_S
+    schedule: StepSchedule, worker: int, *, epoch: int = 0, incarnation: str | None = None, within_s: float = BOUND_S
 ) -> Ticket | EpochOver | FitOver:
     """What a worker of the first `fit` hears when it asks for a ticket."""
     return schedule.take(worker, incarnation or f"incarnation {worker}", 0, epoch, 1, within_s)
 
 
-def at_hand(schedule: Schedule, worker: int) -> Ticket | None:
+def at_hand(schedule: StepSchedule, worker: int) -> Ticket | None:
     return schedule.try_take(worker, f"incarnation {worker}", 0, 0, 1)
 
 
@@ -212,7 +212,7 @@ def test_whose_part_was_not_needed_waits_for_the_last_step_on_the_other_servers(
     assert over == EpochOver(1, newest=done.serial)
     declared: Any = SimpleNamespace(rules=rules(synchronous=True))
     other = begun(None, synchronous=True)
-    store = Store(1, other, NAMES[:2], is_head=False)
+    store = VariableStore(1, other, NAMES[:2], is_head=False)
     store._declared, store._fit = declared, 0
     with ThreadPoolExecutor() as pool:
         pulled = pool.submit(store.pull, 0, -1, over.newest)
@@ -255,7 +255,7 @@ def test_reports_are_merged_by_how_they_count() -> None:
     schedule = begun(1)
     weights = ("one", "share", "first")
     for worker, samples in ((0, 1), (1, 3)):
-        report = Report(0, 0, samples, ("float32",) * 3, weights)
+        report = EpochReport(0, 0, samples, ("float32",) * 3, weights)
         schedule.report(worker, report, [np.full(1, worker + 1, np.float32)] * 3)
     merged, samples, _ = schedule.collect(0, 0, BOUND_S)
     assert samples == 4
@@ -263,7 +263,7 @@ def test_reports_are_merged_by_how_they_count() -> None:
 
 
 def test_many_workers_take_every_batch_once() -> None:
-    schedule = Schedule(tuple(f"worker/{i}" for i in range(8)), start_s=BOUND_S)
+    schedule = StepSchedule(tuple(f"worker/{i}" for i in range(8)), start_s=BOUND_S)
     for worker in range(8):
         schedule.attach(worker, f"incarnation {worker}")
     schedule.begin(rules(), 0)
@@ -335,7 +335,7 @@ def test_the_report_of_one_that_took_no_part_is_not_waited_for() -> None:
     schedule = begun(1)
     schedule.done(take(schedule, 0))
     schedule.attach(1, "just started")
-    schedule.report(0, Report(0, 0, 1, ("float32",), ("one",)), [np.ones(1, np.float32)])
+    schedule.report(0, EpochReport(0, 0, 1, ("float32",), ("one",)), [np.ones(1, np.float32)])
     merged, _, steps = schedule.collect(0, 0, BOUND_S)
     assert (float(merged[0][0]), steps) == (1.0, 1)
     assert schedule.is_present(1)
@@ -419,7 +419,7 @@ def test_what_the_chief_tells_once_holds_and_what_it_tells_anew_replaces() -> No
 
 
 def test_a_chief_that_was_started_again_counts_from_what_it_has_restored() -> None:
-    schedule = Schedule(["chief", "worker"], start_s=BOUND_S)
+    schedule = StepSchedule(["chief", "worker"], start_s=BOUND_S)
     schedule.attach(0, "first life")
     schedule.begin(rules(), 0, 0)
     schedule.global_step = 70
@@ -432,7 +432,7 @@ def test_a_chief_that_was_started_again_counts_from_what_it_has_restored() -> No
 
 def test_a_worker_that_makes_its_link_anew_is_expected_for_a_while() -> None:
     now = [100.0]
-    schedule = Schedule(("worker/0", "worker/1"), start_s=60.0, relink_s=6.0, clock=lambda: now[0])
+    schedule = StepSchedule(("worker/0", "worker/1"), start_s=60.0, relink_s=6.0, clock=lambda: now[0])
     schedule.attach(1, "first")
     schedule.detach(1, "first")
     assert schedule.is_present(1)
@@ -444,7 +444,7 @@ def test_a_worker_that_makes_its_link_anew_is_expected_for_a_while() -> None:
 
 
 def test_a_worker_on_its_way_that_does_not_come_is_waited_for_no_longer() -> None:
-    schedule = Schedule(("worker/0", "worker/1"), start_s=60.0)
+    schedule = StepSchedule(("worker/0", "worker/1"), start_s=60.0)
     schedule.attach(0, "first")
     schedule.begin(rules(synchronous=True), 0)
     schedule.await_workers()
@@ -477,7 +477,7 @@ def test_a_process_that_was_left_out_is_so_by_any_link() -> None:
 
 
 def test_a_chief_that_only_linked_anew_is_no_other_chief() -> None:
-    schedule = Schedule(("chief", "worker"), start_s=BOUND_S)
+    schedule = StepSchedule(("chief", "worker"), start_s=BOUND_S)
     schedule.attach(0, link_name("life", 0))
     schedule.begin(rules(), 0, 0)
     schedule.global_step = 70
@@ -496,7 +496,7 @@ def test_a_stop_that_was_asked_for_is_of_that_fit_alone() -> None:
 
 def test_the_chief_may_be_away_for_longer() -> None:
     now = [100.0]
-    schedule = Schedule(NAMES[:2], start_s=60.0, relink_s=6.0, chief_relink_s=60.0, clock=lambda: now[0])
+    schedule = StepSchedule(NAMES[:2], start_s=60.0, relink_s=6.0, chief_relink_s=60.0, clock=lambda: now[0])
     for worker in (0, 1):
         schedule.attach(worker, "life")
         schedule.detach(worker, "life")

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from phalanx.parameter_server.snapshot import Snapshots
+from phalanx.parameter_server.server.snapshots import Snapshots
 
 ARRAYS = [
     np.arange(6, dtype=np.float32).reshape(2, 3),

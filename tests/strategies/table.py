@@ -12,8 +12,8 @@ import pytest
 
 import phalanx
 from phalanx import ReduceOp
+from phalanx.keras_compat import hook
 from phalanx.strategies.strategy import Strategy
-from phalanx.training import hook
 from tests.support.seeds import set_random_seed
 from tests.training.scenarios.common import FEATURES, classifier, features, labels, numbers, regressor
 from tests.training.scenarios.registry import BACKENDS, Setting, Table

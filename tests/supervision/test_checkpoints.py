@@ -1,4 +1,4 @@
-"""Checkpoints are whole or not there, and the newest whole one is found."""
+"""CheckpointDirectory are whole or not there, and the newest whole one is found."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from phalanx.checkpoint import checkpoint_directory
+from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory, DamagedCheckpointError, read
 from phalanx.errors import ConfigurationError
-from phalanx.training import checkpoints
-from phalanx.training.checkpoints import Checkpoints, DamagedError, read
 from tests.supervision.models import make_data, make_model, state_of
 from tests.support.backends import FIRST
 from tests.training.jobs import ROOT, environment
@@ -58,7 +58,7 @@ DAMAGES = [cut_off, cut_off_the_end, flip_a_bit, empty]
 
 
 def test_weights_optimizer_and_step_come_back(tmp_path: Path, trained: Any) -> None:
-    directory = Checkpoints(tmp_path / "new" / "folder")
+    directory = CheckpointDirectory(tmp_path / "new" / "folder")
     directory.save(trained, 10, {"epoch": 1})
     other = make_model(seed=2)
     found = directory.restore(other)
@@ -68,7 +68,7 @@ def test_weights_optimizer_and_step_come_back(tmp_path: Path, trained: Any) -> N
 
 
 def test_keras_reads_the_file_as_it_is(tmp_path: Path, trained: Any) -> None:
-    path = Checkpoints(tmp_path).save(trained, 10)
+    path = CheckpointDirectory(tmp_path).save(trained, 10)
     assert path.name == "model.ckpt-000000010.weights.h5"
     other = make_model(seed=2)
     other.load_weights(path)
@@ -76,21 +76,21 @@ def test_keras_reads_the_file_as_it_is(tmp_path: Path, trained: Any) -> None:
 
 
 def test_an_empty_directory_and_none_have_no_checkpoint(tmp_path: Path) -> None:
-    assert Checkpoints(tmp_path).restore(make_model()) is None
-    assert Checkpoints(tmp_path / "absent").restore(make_model()) is None
+    assert CheckpointDirectory(tmp_path).restore(make_model()) is None
+    assert CheckpointDirectory(tmp_path / "absent").restore(make_model()) is None
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_newest_is_skipped_with_a_warning(
     tmp_path: Path, trained: Any, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    directory = Checkpoints(tmp_path)
+    directory = CheckpointDirectory(tmp_path)
     directory.save(trained, 10)
     before = state_of(trained)
     trained.fit(*make_data(), batch_size=16, epochs=1, verbose=0)
     newest = directory.save(trained, 20)
     damage(newest)
-    with pytest.raises(DamagedError):
+    with pytest.raises(DamagedCheckpointError):
         read(newest)
     other = make_model(seed=2)
     with caplog.at_level(logging.WARNING):
@@ -105,7 +105,7 @@ def test_a_damaged_newest_is_skipped_with_a_warning(
 
 
 def test_if_all_are_damaged_nothing_begins_anew(tmp_path: Path, trained: Any) -> None:
-    directory = Checkpoints(tmp_path)
+    directory = CheckpointDirectory(tmp_path)
     for step in (1, 2):
         cut_off(directory.save(trained, step))
     with pytest.raises(ConfigurationError, match=r"None of the checkpoints in .* can be read: .*Move them away"):
@@ -114,24 +114,24 @@ def test_if_all_are_damaged_nothing_begins_anew(tmp_path: Path, trained: Any) ->
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, trained: Any) -> None:
-    directory = Checkpoints(tmp_path)
+    directory = CheckpointDirectory(tmp_path)
     directory.save(trained, 10)
     with pytest.raises(ConfigurationError, match="is of another model"):
         directory.restore(make_model(width=5))
 
 
 def test_the_newest_few_are_kept(tmp_path: Path, trained: Any) -> None:
-    directory = Checkpoints(tmp_path, keep=2)
+    directory = CheckpointDirectory(tmp_path, keep=2)
     for step in (5, 999_999_999, 1_000_000_000):
         directory.save(trained, step)
     steps = [read(path).step for path in directory.paths()]
     assert steps == [999_999_999, 1_000_000_000]
     with pytest.raises(ConfigurationError, match="0 checkpoints are to be kept"):
-        Checkpoints(tmp_path, keep=0)
+        CheckpointDirectory(tmp_path, keep=0)
 
 
 def test_what_a_killed_process_left_is_not_seen_and_swept_away(tmp_path: Path, trained: Any) -> None:
-    directory = Checkpoints(tmp_path)
+    directory = CheckpointDirectory(tmp_path)
     left = tmp_path / ".model.ckpt-000000010.123.weights.h5"
     left.write_bytes(b"half")
     assert directory.restore(trained) is None
@@ -147,7 +147,7 @@ def test_a_directory_that_is_not_writable_is_named(tmp_path: Path, trained: Any)
         os.seteuid(NOBODY)
     try:
         with pytest.raises(PermissionError, match="The checkpoint of step 10 cannot be written") as caught:
-            Checkpoints(folder).save(trained, 10)
+            CheckpointDirectory(folder).save(trained, 10)
     finally:
         if root:
             os.seteuid(0)
@@ -156,11 +156,11 @@ def test_a_directory_that_is_not_writable_is_named(tmp_path: Path, trained: Any)
 
 FULL = """
 import sys
-from phalanx.training.checkpoints import Checkpoints
+from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory
 from tests.supervision.models import make_model
 import resource
 model = make_model(width=int(sys.argv[2]))
-directory = Checkpoints(sys.argv[1])
+directory = CheckpointDirectory(sys.argv[1])
 directory.save(model, 1)
 size = directory.paths()[0].stat().st_size
 for part in range(1, 10):
@@ -196,10 +196,10 @@ def test_a_disk_that_is_full_leaves_nothing_half_and_the_process_alive(tmp_path:
 
 KILLED = """
 import sys
-from phalanx.training.checkpoints import Checkpoints
+from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory
 from tests.supervision.models import make_model
 model = make_model(width=20000)
-directory = Checkpoints(sys.argv[1], keep=3)
+directory = CheckpointDirectory(sys.argv[1], keep=3)
 step = 0
 while True:
     step += 1
@@ -224,7 +224,7 @@ def test_whoever_is_killed_while_writing_leaves_whole_checkpoints(tmp_path: Path
             for _ in range(4 + round_):
                 process.stdout.readline()
             process.send_signal(signal.SIGKILL)
-        found = [read(path).step for path in Checkpoints(folder).paths()]
+        found = [read(path).step for path in CheckpointDirectory(folder).paths()]
         assert len(found) >= 3
         assert found == sorted(found)
 
@@ -232,21 +232,21 @@ def test_whoever_is_killed_while_writing_leaves_whole_checkpoints(tmp_path: Path
 def test_a_sum_of_a_file_that_is_not_ours_is_not_asked_for(tmp_path: Path, trained: Any) -> None:
     path = tmp_path / "own.weights.h5"
     trained.save_weights(path)
-    assert not checkpoints.is_sealed(path)
-    assert checkpoints.is_sealed(Checkpoints(tmp_path).save(trained, 1))
+    assert not checkpoint_directory.is_sealed(path)
+    assert checkpoint_directory.is_sealed(CheckpointDirectory(tmp_path).save(trained, 1))
 
 
 def test_after_going_back_the_newest_is_what_was_written_last(tmp_path: Path, trained: Any) -> None:
-    directory = Checkpoints(tmp_path, keep=2)
+    directory = CheckpointDirectory(tmp_path, keep=2)
     for step in (10, 20, 30, 5, 6):
         assert directory.save(trained, step).exists()
     newest = directory.newest()
     assert newest is not None
     assert newest.step == 6
     assert [path.name for path in directory.paths()] == [directory.path_of(step).name for step in (5, 6)]
-    abandoned = sorted(path.name for path in tmp_path.glob(f"*{checkpoints.ABANDONED}"))
-    assert abandoned == [directory.path_of(step).name + checkpoints.ABANDONED for step in (20, 30)]
+    abandoned = sorted(path.name for path in tmp_path.glob(f"*{checkpoint_directory.ABANDONED}"))
+    assert abandoned == [directory.path_of(step).name + checkpoint_directory.ABANDONED for step in (20, 30)]
     for _ in range(3):
         for step in (40, 7):
             directory.save(trained, step)
-    assert len(list(tmp_path.glob(f"*{checkpoints.ABANDONED}"))) == 2, "of these, too, the newest are kept"
+    assert len(list(tmp_path.glob(f"*{checkpoint_directory.ABANDONED}"))) == 2, "of these, too, the newest are kept"

@@ -17,10 +17,10 @@ import keras
 import pytest
 
 import phalanx
+from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory, load, read
+from phalanx.checkpoint.temporary_directory import scratch
 from phalanx.errors import ConfigurationError, RendezvousError
-from phalanx.supervision import finished
-from phalanx.supervision.scratch import scratch
-from phalanx.training.checkpoints import Checkpoints, load, read
+from phalanx.evaluator import completion_marker
 from tests.supervision.models import make_data, make_model
 
 BOUND_S = 60.0
@@ -56,7 +56,7 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Checkpoints of steps 10, 20, 30 of one model: the losses fall, and that of 30 is that of 10 again."""
     folder = tmp_path_factory.mktemp("saved")
-    model, directory = make_model(), Checkpoints(folder)
+    model, directory = make_model(), CheckpointDirectory(folder)
     paths = []
     for step in (10, 20):
         model.fit(*make_data(), batch_size=16, epochs=1, verbose=0)
@@ -84,7 +84,7 @@ def test_it_evaluates_each_in_order_keeps_the_best_and_ends_with_the_job(saved: 
         if left:
             put(left.pop(0), tmp_path)
         else:
-            finished.announce_end(tmp_path)
+            completion_marker.announce_end(tmp_path)
 
     put(saved[0], tmp_path)
     note = Note(next_one)
@@ -182,7 +182,7 @@ def test_event_files_without_tensorflow(saved: list[Path], tmp_path: Path) -> No
 
 
 def test_without_the_package_a_log_dir_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.supervision.events.is_available", lambda: False)
+    monkeypatch.setattr("phalanx.monitoring.event_writer.is_available", lambda: False)
     with pytest.raises(ConfigurationError, match=r"need the package tensorboardX.*pip install tensorboardX"):
         evaluator(tmp_path, log_dir=tmp_path)
 
@@ -205,7 +205,7 @@ def test_a_damaged_checkpoint_is_left_out(saved: list[Path], tmp_path: Path, cap
     content = bytearray((tmp_path / saved[1].name).read_bytes())
     content[200] ^= 1
     (tmp_path / saved[1].name).write_bytes(content)
-    finished.announce_end(tmp_path)
+    completion_marker.announce_end(tmp_path)
     note = Note()
     evaluator(tmp_path, callbacks=[note]).start()
     assert note.steps == [10]
@@ -296,7 +296,7 @@ def test_it_waits_for_a_file_that_keras_is_still_writing(saved: list[Path], tmp_
         assert not waiting.wait(2.5), "longer than a file is left alone"
         assert note.steps == []
         file.write(content[len(content) // 2 :])
-    finished.announce_end(folder)
+    completion_marker.announce_end(folder)
     thread.join(BOUND_S)
     assert not thread.is_alive()
     assert note.steps == [10]
@@ -307,7 +307,7 @@ def test_what_a_killed_evaluator_left_is_removed_by_the_next_one(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     program = (
-        "import time; from phalanx.supervision.scratch import scratch\n"
+        "import time; from phalanx.checkpoint.temporary_directory import scratch\n"
         "with scratch() as it: print(it, flush=True); time.sleep(99)"
     )
     processes = [

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory, read
 from phalanx.errors import CollectiveTimeoutError, PeerLostError
-from phalanx.training.checkpoints import Checkpoints, read
 from tests.parameter_server.tasks import Tasks
 from tests.supervision.models import STEPS, make_data, make_model
 from tests.support.backends import BACKENDS, FIRST
@@ -51,7 +51,7 @@ def noted(folder: Path, name: str) -> list[Any]:
 def losses(folder: Path) -> dict[int, float]:
     """What evaluating each checkpoint in the folder gives, by step; computed here."""
     model, found = make_model(), {}
-    for path in Checkpoints(folder).paths():
+    for path in CheckpointDirectory(folder).paths():
         model.load_weights(path)
         found[read(path).step] = float(model.evaluate(*make_data(), verbose=0)[0])
     return found
@@ -152,13 +152,13 @@ def test_a_job_that_was_killed_goes_on_from_its_newest_checkpoint(kind: str, tmp
     with process:
         try:
             until = time.monotonic() + BOUND_S
-            while not (len(Checkpoints(tmp_path / "run").paths()) > 3 and noted(tmp_path, "0.epochs")):
+            while not (len(CheckpointDirectory(tmp_path / "run").paths()) > 3 and noted(tmp_path, "0.epochs")):
                 assert time.monotonic() < until, (tmp_path / "output").read_text()
                 assert process.poll() is None, (tmp_path / "output").read_text()
                 time.sleep(0.02)
         finally:
             process.send_signal(signal.SIGKILL)  # the tasks die with their launcher, as hard
-    paths = Checkpoints(tmp_path / "run").paths()
+    paths = CheckpointDirectory(tmp_path / "run").paths()
     newest = read(paths[-1])
     os.truncate(paths[-1], paths[-1].stat().st_size - 10)
     before = read(paths[-2])
@@ -208,7 +208,7 @@ def test_checkpoints_of_asynchronous_training_are_of_one_step(tmp_path: Path) ->
     program.write_text(CONSISTENT)
     code, output = launch(tmp_path, "--ps", 2, "--workers", 3, program, tmp_path / "run")
     assert code == 0, output
-    paths = Checkpoints(tmp_path / "run").paths()
+    paths = CheckpointDirectory(tmp_path / "run").paths()
     assert len(paths) > 5
     for path in paths:
         with h5py.File(path) as file:

@@ -7,13 +7,13 @@ import threading
 
 import pytest
 
-from phalanx.supervision.loops import Loops
+from phalanx.supervisor.looper_threads import LooperThreads
 
 BOUND_S = 20.0
 
 
 def test_a_loop_calls_again_and_again_until_a_stop() -> None:
-    loops, calls, thrice = Loops(), [], threading.Event()
+    loops, calls, thrice = LooperThreads(), [], threading.Event()
 
     def target(first: int, *, second: int) -> None:
         calls.append((first, second))
@@ -29,7 +29,7 @@ def test_a_loop_calls_again_and_again_until_a_stop() -> None:
 
 
 def test_without_an_interval_it_does_not_pause() -> None:
-    loops, calls = Loops(), []
+    loops, calls = LooperThreads(), []
 
     def target() -> None:
         calls.append(1)
@@ -43,7 +43,7 @@ def test_without_an_interval_it_does_not_pause() -> None:
 
 
 def test_an_error_asks_for_a_stop_and_the_first_one_counts(caplog: pytest.LogCaptureFixture) -> None:
-    loops = Loops()
+    loops = LooperThreads()
 
     def fail() -> None:
         raise ValueError("first")
@@ -61,7 +61,7 @@ def test_an_error_asks_for_a_stop_and_the_first_one_counts(caplog: pytest.LogCap
 
 
 def test_a_thread_that_does_not_end_is_named() -> None:
-    loops, go_on = Loops(), threading.Event()
+    loops, go_on = LooperThreads(), threading.Event()
     thread = loops.start(None, go_on.wait, (BOUND_S,))
     loops.request_stop()
     with pytest.raises(RuntimeError, match=r"phalanx-loop-wait did not stop within 0\.05 s"):
@@ -71,7 +71,7 @@ def test_a_thread_that_does_not_end_is_named() -> None:
 
 
 def test_what_a_thread_waits_for_is_done_while_it_is_waited_for() -> None:
-    loops, served = Loops(), threading.Event()
+    loops, served = LooperThreads(), threading.Event()
     loops.start(None, served.wait, (BOUND_S,))
     loops.request_stop()
     loops.join(BOUND_S, served.set)

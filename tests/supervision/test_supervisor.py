@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import phalanx
+from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory, read
 from phalanx.errors import ConfigurationError, RendezvousError
-from phalanx.supervision import finished
-from phalanx.training.checkpoints import Checkpoints, read
+from phalanx.evaluator import completion_marker
 from tests.supervision.models import BATCH, STEPS, make_data, make_model, state_of
 
 BOUND_S = 30.0
@@ -25,7 +25,7 @@ OFTEN = 1e-6
 
 
 def steps_in(folder: Path) -> list[int]:
-    return [read(path).step for path in Checkpoints(folder).paths()]
+    return [read(path).step for path in CheckpointDirectory(folder).paths()]
 
 
 def fit(model: Any, epochs: int = 1, **arguments: Any) -> Any:
@@ -57,7 +57,7 @@ def test_a_session_saves_at_its_beginning_and_at_its_end(tmp_path: Path) -> None
         fit(model, 2)
         assert session.global_step == 2 * STEPS
     assert steps_in(tmp_path / "run") == [0, 2 * STEPS]
-    assert finished.is_announced(tmp_path / "run")
+    assert completion_marker.is_announced(tmp_path / "run")
 
 
 def test_the_next_session_goes_on_with_weights_optimizer_step_and_epoch(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_fit_is_saved_as_it_goes_between_two_steps(tmp_path: Path) -> None:
         fit(model, 1)
     assert steps_in(tmp_path) == list(range(STEPS + 1))
     other = make_model(seed=2)
-    for path, weights in zip(Checkpoints(tmp_path).paths()[1:], seen, strict=True):
+    for path, weights in zip(CheckpointDirectory(tmp_path).paths()[1:], seen, strict=True):
         other.load_weights(path)
         for one, expected in zip(other.get_weights(), weights, strict=True):
             np.testing.assert_allclose(one, expected, rtol=1e-5, atol=1e-6)
@@ -133,7 +133,7 @@ def test_an_error_inside_saves_nothing_stops_the_loops_and_is_raised_again(tmp_p
     assert not threads[0].is_alive()
     assert supervisor.should_stop()
     assert steps_in(tmp_path) == [0]
-    assert not finished.is_announced(tmp_path)
+    assert not completion_marker.is_announced(tmp_path)
     assert "fit" not in vars(model)
 
 
@@ -309,7 +309,7 @@ def test_event_files_have_steps_per_second_logs_and_what_they_are_given(tmp_path
 def test_without_the_package_summaries_that_were_asked_for_are_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("phalanx.supervision.events.is_available", lambda: False)
+    monkeypatch.setattr("phalanx.monitoring.event_writer.is_available", lambda: False)
     with pytest.raises(ConfigurationError, match=r"need the package tensorboardX.*pip install tensorboardX"):
         phalanx.Supervisor(tmp_path, save_summaries_secs=10)
     model = make_model()

@@ -11,9 +11,9 @@ from typing import Any
 import h5py
 import pytest
 
-from phalanx.supervision import watch as watching
-from phalanx.supervision.watch import GIVE_UP_S, SETTLE_S, Found, Watch
-from phalanx.training.checkpoints import Checkpoints
+from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory
+from phalanx.evaluator import checkpoint_watcher as watching
+from phalanx.evaluator.checkpoint_watcher import GIVE_UP_S, SETTLE_S, CheckpointWatcher, FoundCheckpoint
 from tests.supervision.models import make_data, make_model
 
 
@@ -32,7 +32,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     model.fit(*make_data(), batch_size=16, epochs=1, verbose=0)
     model.save(folder / "whole.keras")
     model.save_weights(folder / "whole.weights.h5")
-    ours = Checkpoints(folder).save(model, 10)
+    ours = CheckpointDirectory(folder).save(model, 10)
     return {".keras": folder / "whole.keras", ".weights.h5": folder / "whole.weights.h5", "ours": ours}
 
 
@@ -48,9 +48,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def watch(tmp_path: Path, folder: Path, clock: Clock) -> Watch:
+def watch(tmp_path: Path, folder: Path, clock: Clock) -> CheckpointWatcher:
     (tmp_path / "scratch").mkdir()
-    return Watch(folder, tmp_path / "scratch", ignored="best", clock=clock)
+    return CheckpointWatcher(folder, tmp_path / "scratch", ignored="best", clock=clock)
 
 
 def put(source: Path, folder: Path, name: str, *, at: int = 0) -> Path:
@@ -61,7 +61,7 @@ def put(source: Path, folder: Path, name: str, *, at: int = 0) -> Path:
     return place
 
 
-def settled(watch: Watch, clock: Clock) -> Found | None:
+def settled(watch: CheckpointWatcher, clock: Clock) -> FoundCheckpoint | None:
     """What is found when a file has been left alone."""
     found = watch.next()
     assert found is None, "not before it was left alone"
@@ -71,7 +71,7 @@ def settled(watch: Watch, clock: Clock) -> Found | None:
 
 @pytest.mark.parametrize("kind", [".keras", ".weights.h5"])
 def test_a_file_of_keras_is_taken_once_when_it_was_left_alone(
-    kind: str, files: dict[str, Path], folder: Path, watch: Watch, clock: Clock
+    kind: str, files: dict[str, Path], folder: Path, watch: CheckpointWatcher, clock: Clock
 ) -> None:
     put(files[kind], folder, f"epoch-7{kind}")
     found = settled(watch, clock)
@@ -84,7 +84,7 @@ def test_a_file_of_keras_is_taken_once_when_it_was_left_alone(
     assert watch.next() is None
 
 
-def test_ours_is_taken_at_once(files: dict[str, Path], folder: Path, watch: Watch) -> None:
+def test_ours_is_taken_at_once(files: dict[str, Path], folder: Path, watch: CheckpointWatcher) -> None:
     put(files["ours"], folder, files["ours"].name)
     found = watch.next()
     assert found is not None
@@ -94,7 +94,7 @@ def test_ours_is_taken_at_once(files: dict[str, Path], folder: Path, watch: Watc
 
 @pytest.mark.parametrize("kind", [".keras", ".weights.h5"])
 def test_a_file_that_is_written_slowly_is_never_taken_before_it_is_whole(
-    kind: str, files: dict[str, Path], folder: Path, watch: Watch, clock: Clock
+    kind: str, files: dict[str, Path], folder: Path, watch: CheckpointWatcher, clock: Clock
 ) -> None:
     content = files[kind].read_bytes()
     place = folder / f"slow{kind}"
@@ -111,7 +111,7 @@ def test_a_file_that_is_written_slowly_is_never_taken_before_it_is_whole(
 
 
 def test_a_file_that_stays_damaged_is_left_out_with_a_warning(
-    files: dict[str, Path], folder: Path, watch: Watch, clock: Clock, caplog: pytest.LogCaptureFixture
+    files: dict[str, Path], folder: Path, watch: CheckpointWatcher, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     place = put(files[".weights.h5"], folder, "cut.weights.h5")
     os.truncate(place, place.stat().st_size // 2)
@@ -128,7 +128,7 @@ def test_a_file_that_stays_damaged_is_left_out_with_a_warning(
 
 
 def test_ours_that_is_damaged_is_left_out_at_once(
-    files: dict[str, Path], folder: Path, watch: Watch, caplog: pytest.LogCaptureFixture
+    files: dict[str, Path], folder: Path, watch: CheckpointWatcher, caplog: pytest.LogCaptureFixture
 ) -> None:
     place = put(files["ours"], folder, files["ours"].name)
     content = bytearray(place.read_bytes())
@@ -141,7 +141,7 @@ def test_ours_that_is_damaged_is_left_out_at_once(
 
 
 def test_it_begins_with_the_newest_and_goes_on_in_order(
-    files: dict[str, Path], folder: Path, watch: Watch, clock: Clock
+    files: dict[str, Path], folder: Path, watch: CheckpointWatcher, clock: Clock
 ) -> None:
     for second, name in enumerate(("a", "c", "b"), 1):
         put(files["ours"], folder, f"{name}.weights.h5", at=second)
@@ -156,7 +156,7 @@ def test_it_begins_with_the_newest_and_goes_on_in_order(
 
 
 def test_a_file_that_is_written_again_is_another_checkpoint(
-    files: dict[str, Path], folder: Path, watch: Watch, clock: Clock
+    files: dict[str, Path], folder: Path, watch: CheckpointWatcher, clock: Clock
 ) -> None:
     put(files[".weights.h5"], folder, "latest.weights.h5", at=1)
     assert settled(watch, clock) is not None
@@ -165,11 +165,11 @@ def test_a_file_that_is_written_again_is_another_checkpoint(
 
 
 def test_ours_that_is_saved_again_with_the_same_weights_is_not(
-    folder: Path, watch: Watch, files: dict[str, Path]
+    folder: Path, watch: CheckpointWatcher, files: dict[str, Path]
 ) -> None:
     model = make_model()
     model.load_weights(files["ours"])
-    directory = Checkpoints(folder)
+    directory = CheckpointDirectory(folder)
     directory.save(model, 10, {"epoch": 1})
     assert watch.next() is not None
     directory.save(model, 10, {"epoch": 2})
@@ -181,7 +181,7 @@ def test_ours_that_is_saved_again_with_the_same_weights_is_not(
 
 
 def test_a_file_that_is_written_while_it_is_copied_is_not_taken(
-    files: dict[str, Path], folder: Path, watch: Watch, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    files: dict[str, Path], folder: Path, watch: CheckpointWatcher, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = put(files[".weights.h5"], folder, "latest.weights.h5", at=1)
     watch.next()
@@ -198,7 +198,9 @@ def test_a_file_that_is_written_while_it_is_copied_is_not_taken(
     assert settled(watch, clock) is not None
 
 
-def test_whoever_writes_is_not_disturbed(files: dict[str, Path], folder: Path, watch: Watch, clock: Clock) -> None:
+def test_whoever_writes_is_not_disturbed(
+    files: dict[str, Path], folder: Path, watch: CheckpointWatcher, clock: Clock
+) -> None:
     """HDF5 locks a file that it reads, and whoever wants to write it fails."""
     place = put(files[".weights.h5"], folder, "latest.weights.h5", at=1)
     found = settled(watch, clock)
@@ -208,7 +210,7 @@ def test_whoever_writes_is_not_disturbed(files: dict[str, Path], folder: Path, w
 
 
 def test_one_that_is_deleted_before_its_turn_is_passed_over(
-    files: dict[str, Path], folder: Path, watch: Watch, clock: Clock, caplog: pytest.LogCaptureFixture
+    files: dict[str, Path], folder: Path, watch: CheckpointWatcher, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     place = put(files[".keras"], folder, "a.keras")
     assert watch.next() is None
@@ -220,18 +222,20 @@ def test_one_that_is_deleted_before_its_turn_is_passed_over(
 
 
 @pytest.mark.parametrize("name", [".hidden.weights.h5", "best_evaluation.weights.h5", "log.txt", "finished", "old.h5"])
-def test_other_files_are_no_checkpoints(name: str, files: dict[str, Path], folder: Path, watch: Watch) -> None:
+def test_other_files_are_no_checkpoints(
+    name: str, files: dict[str, Path], folder: Path, watch: CheckpointWatcher
+) -> None:
     put(files["ours"], folder, name)
     assert watch.next() is None
     assert not watch.pending
 
 
 def test_a_directory_that_is_not_there_yet_has_none(tmp_path: Path, clock: Clock) -> None:
-    assert Watch(tmp_path / "later", tmp_path, clock=clock).next() is None
+    assert CheckpointWatcher(tmp_path / "later", tmp_path, clock=clock).next() is None
 
 
 def test_the_number_in_a_name_is_the_step_where_no_optimizer_was_saved(
-    folder: Path, watch: Watch, clock: Clock
+    folder: Path, watch: CheckpointWatcher, clock: Clock
 ) -> None:
     import keras
 
@@ -243,7 +247,7 @@ def test_the_number_in_a_name_is_the_step_where_no_optimizer_was_saved(
 
 
 def test_a_directory_that_is_gone_for_a_moment_is_known_again(
-    files: dict[str, Path], folder: Path, watch: Watch
+    files: dict[str, Path], folder: Path, watch: CheckpointWatcher
 ) -> None:
     put(files["ours"], folder, "checkpoint-1.weights.h5")
     assert watch.next() is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 
-from phalanx.gpus import NO_GPU, ON_DEMAND
+from phalanx.devices.gpu_count import NO_GPU, ON_DEMAND
 
 BACKENDS = tuple(os.environ.get("BACKENDS", "jax tensorflow torch").split())
 FIRST = BACKENDS[0]

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 import phalanx
+from phalanx.checkpoint import fit_resumption
+from phalanx.checkpoint.checkpoint_callback import CheckpointWriter
 from phalanx.errors import ConfigurationError, PreemptedError
-from phalanx.training import resuming
-from phalanx.training.saving import Saver
 from tests.support.seeds import set_random_seed
 
 pytestmark = pytest.mark.timeout(600)
@@ -46,15 +46,15 @@ class BreakOff(keras.callbacks.Callback):
 @pytest.fixture(autouse=True)
 def fresh() -> Any:
     """Each test is a program of its own."""
-    resuming._finished.clear()
+    fit_resumption._finished.clear()
     yield
-    resuming._finished.clear()
+    fit_resumption._finished.clear()
 
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """No checkpoint is left out because the one before is still being written."""
-    monkeypatch.setattr(Saver, "begin", Saver.write)
+    monkeypatch.setattr(CheckpointWriter, "begin", CheckpointWriter.write)
 
 
 def data(samples: int = SAMPLES) -> tuple[Any, Any]:
@@ -137,7 +137,7 @@ def test_other_callbacks_remember_what_they_knew(tmp_path: Path) -> None:
     with pytest.raises(Broken):
         fit(tmp_path / "b", stopping(), BreakOff(STEPS + 11))
     same(undisturbed, fit(tmp_path / "b", stopping()))
-    resuming._finished.clear()
+    fit_resumption._finished.clear()
     same(undisturbed, fit(tmp_path / "b", stopping()))  # is over, with the best weights
 
 
@@ -145,9 +145,9 @@ def test_the_newest_are_kept_and_a_finished_fit_is_not_repeated(tmp_path: Path) 
     first = fit(tmp_path, keep=2)
     assert len(checkpoints(tmp_path)) == 2
     assert checkpoints(tmp_path)[-1] == f"fit0-{EPOCHS * STEPS:09}.weights.h5"
-    resuming._finished.clear()
+    fit_resumption._finished.clear()
     same(first, fit(tmp_path, BreakOff(1), keep=2))  # makes no step
-    resuming._finished.clear()
+    fit_resumption._finished.clear()
     longer = fit(tmp_path, arguments={"epochs": EPOCHS + 1})
     assert longer.history.epoch == list(range(EPOCHS + 1))
 
@@ -163,7 +163,7 @@ def test_each_fit_of_a_program_has_its_own(tmp_path: Path) -> None:
 
     with pytest.raises(Broken):
         program(BreakOff(8))
-    resuming._finished.clear()
+    fit_resumption._finished.clear()
     program()
     names = {name.partition("-")[0] for name in checkpoints(tmp_path)}
     assert names == {"fit0", "fit1"}
@@ -242,15 +242,15 @@ def test_a_disk_that_is_full_for_a_while_loses_nothing(
 
 def test_what_is_due_while_one_is_written_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on, begun = threading.Event(), []
-    original = Saver._write
+    original = CheckpointWriter._write
 
-    def slow(self: Saver, content: Any, step: int, state: Any) -> Any:
+    def slow(self: CheckpointWriter, content: Any, step: int, state: Any) -> Any:
         begun.append(step)
         if len(begun) == 1:
             assert go_on.wait(60)
         return original(self, content, step, state)
 
-    monkeypatch.setattr(Saver, "_write", slow)
+    monkeypatch.setattr(CheckpointWriter, "_write", slow)
     at_ten = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: go_on.set() if batch == 10 else None)
     fit(tmp_path, at_ten, every_steps=1, arguments={"epochs": 1})
     assert begun[0] == 1

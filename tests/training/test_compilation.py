@@ -11,7 +11,7 @@ from tests.training.jobs import ROOT, environment
 PROGRAM = """
 import threading
 
-from phalanx.training.fitting import _compile_beside
+from phalanx.training.fit_loop import _compile_beside
 
 begun = threading.Event()
 

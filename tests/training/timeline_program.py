@@ -24,7 +24,7 @@ class Killed(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: object = None) -> None:
         if len(sys.argv) > 1 and epoch == 2 and strategy.rank == 1:
-            phalanx.timeline.current._flush()  # type: ignore[attr-defined]
+            phalanx.monitoring.timeline.current._flush()  # type: ignore[attr-defined]
             os.kill(os.getpid(), signal.SIGKILL)
 
 

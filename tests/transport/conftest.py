@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.settings import TLSFiles
+from phalanx.config.job_config import TLSFiles
 from phalanx.transport.address import Address
 from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link

@@ -7,14 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import HandshakeError
-from phalanx.transport.handshake import (
-    MAGIC,
-    NONCE_BYTES,
-    Handshake,
-    Role,
-    WrongSecretError,
-    describe_stranger,
-)
+from phalanx.transport.handshake import MAGIC, NONCE_BYTES, Handshake, Role, WrongSecretError, describe_stranger
 
 
 def converse(dialer: Handshake, listener: Handshake, step: int = 1000) -> None:

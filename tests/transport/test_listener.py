@@ -14,8 +14,8 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+from phalanx.config.job_config import TLSFiles
 from phalanx.errors import ConfigurationError, HandshakeError, LinkClosedError, LinkTimeoutError
-from phalanx.settings import TLSFiles
 from phalanx.transport import dial as dial_module
 from phalanx.transport import listener as listener_module
 from phalanx.transport.address import Address

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.config.job_config import JobConfig
 from phalanx.errors import ConfigurationError
-from phalanx.settings import Settings
 
 
 def test_an_empty_environment_gives_the_defaults() -> None:
-    settings = Settings.from_environment({})
-    assert settings == Settings()
+    settings = JobConfig.from_environment({})
+    assert settings == JobConfig()
     assert settings.rendezvous_timeout_s == 300
     assert settings.timeout_s == 600
 
@@ -22,7 +22,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
     for name in ("CERT", "KEY", "CA"):
         (tmp_path / name).touch()
         files[f"PHALANX_TLS_{name}"] = str(tmp_path / name)
-    settings = Settings.from_environment(
+    settings = JobConfig.from_environment(
         {
             "PHALANX_SECRET": "0123456789abcdef",
             "PHALANX_JOB_ID": "job",
@@ -61,12 +61,12 @@ OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
     ],
 )
 def test_a_scheduler_that_starts_all_tasks_names_the_job(environment: dict[str, str], job_id: str) -> None:
-    settings = Settings.from_environment(environment)
+    settings = JobConfig.from_environment(environment)
     assert (settings.job_id, settings.named) == (job_id, "PHALANX_JOB_ID" in environment)
 
 
 def test_the_secret_is_not_printed() -> None:
-    assert "0123456789abcdef" not in repr(Settings(secret=b"0123456789abcdef"))
+    assert "0123456789abcdef" not in repr(JobConfig(secret=b"0123456789abcdef"))
 
 
 @pytest.mark.parametrize(
@@ -92,4 +92,4 @@ def test_the_secret_is_not_printed() -> None:
 )
 def test_a_bad_value_is_named(environment: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        Settings.from_environment(environment)
+        JobConfig.from_environment(environment)

@@ -15,7 +15,7 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 import phalanx
-from phalanx.strategies.job import current_replica
+from phalanx.strategies.current_job import current_replica
 from tests.support.seeds import set_random_seed
 
 BATCH, EPOCHS = 128, 2

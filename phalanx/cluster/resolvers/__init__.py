@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from phalanx.cluster.resolvers.auto_resolver import resolve
+from phalanx.cluster.resolvers.base_resolver import ClusterResolver
 from phalanx.cluster.resolvers.kubernetes import KubernetesClusterResolver
 from phalanx.cluster.resolvers.mpi import MPIClusterResolver
-from phalanx.cluster.resolvers.resolve import resolve
-from phalanx.cluster.resolvers.resolver import ClusterResolver
 from phalanx.cluster.resolvers.simple import SimpleClusterResolver
 from phalanx.cluster.resolvers.slurm import SlurmClusterResolver
 from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver

@@ -7,7 +7,7 @@ import re
 import socket
 from collections.abc import Mapping
 
-from phalanx.cluster.resolvers.resolver import ClusterResolver, port_base, whole_number
+from phalanx.cluster.resolvers.base_resolver import ClusterResolver, port_base, whole_number
 from phalanx.cluster.spec import WORKER, ClusterSpec
 from phalanx.errors import ConfigurationError
 

@@ -8,14 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.cluster.resolvers.hosts import (
-    HostTasks,
-    expand_counts,
-    expand_host_list,
-    parse_hosts,
-    worker_cluster,
-)
-from phalanx.cluster.resolvers.resolver import PORT_BASE, ClusterResolver, port_base, whole_number
+from phalanx.cluster.resolvers.base_resolver import PORT_BASE, ClusterResolver, port_base, whole_number
+from phalanx.cluster.resolvers.host_list import HostTasks, expand_counts, expand_host_list, parse_hosts, worker_cluster
 from phalanx.cluster.spec import WORKER, ClusterSpec
 from phalanx.errors import ConfigurationError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from phalanx.cluster.resolvers.resolver import ClusterResolver, format_master_url
+from phalanx.cluster.resolvers.base_resolver import ClusterResolver, format_master_url
 from phalanx.cluster.spec import ClusterSpec
 
 

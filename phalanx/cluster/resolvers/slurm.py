@@ -5,14 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from phalanx.cluster.resolvers.hosts import (
-    HostTasks,
-    cyclic,
-    expand_counts,
-    expand_host_list,
-    worker_cluster,
-)
-from phalanx.cluster.resolvers.resolver import ClusterResolver, port_base, whole_number
+from phalanx.cluster.resolvers.base_resolver import ClusterResolver, port_base, whole_number
+from phalanx.cluster.resolvers.host_list import HostTasks, cyclic, expand_counts, expand_host_list, worker_cluster
 from phalanx.cluster.spec import ClusterSpec, Task
 from phalanx.errors import ConfigurationError
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from phalanx.cluster.resolvers.resolver import ClusterResolver
+from phalanx.cluster.resolvers.base_resolver import ClusterResolver
 from phalanx.cluster.spec import ClusterSpec, Task, check_task_type, is_index
 from phalanx.errors import ConfigurationError
 

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from phalanx.errors import PeerLostError
-from phalanx.horovod import basics, numbering
+from phalanx.horovod import basics, instance_numbers
 from phalanx.horovod.elastic.state import State
 from phalanx.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt
-from phalanx.horovod.world import World, current
+from phalanx.horovod.horovod_job import HorovodJob, current
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(func)
     def repeated(state: State, *args: Any, **kwargs: Any) -> T:
-        marked = numbering.mark()
+        marked = instance_numbers.mark()
         has_changed = False
         while True:
             world = current()
@@ -50,13 +50,13 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
                     raise
                 state.restore()
             basics.regroup()
-            numbering.return_to(marked)
+            instance_numbers.return_to(marked)
             has_changed = True
 
     return repeated
 
 
-def _begin(state: State, world: World) -> None:
+def _begin(state: State, world: HorovodJob) -> None:
     if world.everybody_is_fresh:
         raise PeerLostError("All members that had the state of the job were lost.", rank=0, task="chief", host="")
     state.sync()

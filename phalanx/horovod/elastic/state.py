@@ -14,9 +14,9 @@ import numpy as np
 
 from phalanx.horovod import basics, operations
 from phalanx.horovod.exceptions import HostsUpdatedInterrupt
-from phalanx.horovod.objects import broadcast_object
+from phalanx.horovod.horovod_job import current
+from phalanx.horovod.object_collectives import broadcast_object
 from phalanx.horovod.operations import Max
-from phalanx.horovod.world import current
 
 
 class State:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import keras
 
-from phalanx.horovod import gpus, names
+from phalanx.horovod import exported_names, visible_gpus
 from phalanx.horovod.compression import Compression
+from phalanx.horovod.exported_names import *  # noqa: F403
 from phalanx.horovod.keras import callbacks, elastic
 from phalanx.horovod.keras.functions import (
     allgather,
@@ -18,17 +19,16 @@ from phalanx.horovod.keras.functions import (
 )
 from phalanx.horovod.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
 from phalanx.horovod.keras.sync_batch_normalization import SyncBatchNormalization
-from phalanx.horovod.names import *  # noqa: F403
 from phalanx.horovod.operations import barrier, join
 
-init = gpus.init_for(keras.backend.backend())
+init = visible_gpus.init_for(keras.backend.backend())
 grouped_allreduce = interface.grouped_allreduce
 alltoall = interface.alltoall
 grouped_allgather = interface.grouped_allgather
 grouped_reducescatter = interface.grouped_reducescatter
 
 __all__ = [
-    *names.__all__,
+    *exported_names.__all__,
     "Compression",
     "DistributedOptimizer",
     "PartialDistributedOptimizer",

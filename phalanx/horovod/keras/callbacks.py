@@ -10,9 +10,9 @@ import numpy as np
 
 from phalanx.errors import ConfigurationError
 from phalanx.horovod import basics, operations
+from phalanx.horovod.horovod_job import current
 from phalanx.horovod.keras.functions import broadcast_variables
 from phalanx.horovod.process_sets import ProcessSet, global_process_set
-from phalanx.horovod.world import current
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]

@@ -23,9 +23,9 @@ import numpy as np
 from phalanx.errors import ConfigurationError
 from phalanx.horovod.elastic import ObjectState, State, run
 from phalanx.horovod.keras.functions import broadcast_variables
-from phalanx.horovod.request import Array
-from phalanx.training.hook import synchronise_variables
-from phalanx.training.state import variables_of
+from phalanx.horovod.operation_request import Array
+from phalanx.keras_compat.hook import synchronise_variables
+from phalanx.training.state_sync import variables_of
 
 
 class KerasState(ObjectState):

@@ -11,9 +11,9 @@ import numpy as np
 from phalanx.horovod import operations
 from phalanx.horovod.compression import Compression
 from phalanx.horovod.interface import Interface, check_kept
+from phalanx.horovod.operation_request import Array, HorovodOp
 from phalanx.horovod.operations import Average
 from phalanx.horovod.process_sets import ProcessSet, global_process_set
-from phalanx.horovod.request import Array, Op
 
 
 def _from_host(array: Array) -> Any:
@@ -47,7 +47,7 @@ def allreduce(
     average: bool | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    op: Op | None = None,
+    op: HorovodOp | None = None,
     compression: Any = Compression.none,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
@@ -73,7 +73,7 @@ def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: 
 def reducescatter(
     value: Any,
     name: str | None = None,
-    op: Op = Average,
+    op: HorovodOp = Average,
     process_set: ProcessSet = global_process_set,
     **factors: float,
 ) -> Any:

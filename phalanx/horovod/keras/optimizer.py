@@ -13,18 +13,18 @@ import keras
 
 from phalanx.errors import ConfigurationError, UnsupportedError
 from phalanx.horovod.compression import Compression
-from phalanx.horovod.keras import trainer
-from phalanx.horovod.numbering import Number
+from phalanx.horovod.instance_numbers import InstanceNumber
+from phalanx.horovod.keras import fit_hook
+from phalanx.horovod.operation_request import HorovodOp
 from phalanx.horovod.operations import Average, check_op
 from phalanx.horovod.process_sets import ProcessSet, global_process_set
-from phalanx.horovod.request import Op
 
 _MODULES = {"jax": "jax", "tensorflow": "tensorflow.tape", "torch": "torch.gradients"}
 _state = threading.local()
 
 
 @dataclass(frozen=True)
-class Way:
+class MergeOptions:
     """How gradients are merged: the arguments of `DistributedOptimizer` of these names.
 
     Attributes:
@@ -34,9 +34,9 @@ class Way:
     compression: Any
     sparse_as_dense: bool
     gradient_predivide_factor: float
-    op: Op
+    op: HorovodOp
     process_set: ProcessSet
-    number: Number
+    number: InstanceNumber
     factor: float = 1.0
     scale_local_gradients: bool = True
     local: set[int] = field(default_factory=set)
@@ -104,7 +104,7 @@ def DistributedOptimizer(
     compression: Any = Compression.none,
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
-    op: Op = Average,
+    op: HorovodOp = Average,
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
     num_groups: int = 0,
@@ -158,13 +158,13 @@ def DistributedOptimizer(
         accumulating.gradient_accumulation_steps = backward_passes_per_step
         if not average_aggregated_gradients:
             factor = float(backward_passes_per_step)
-    number = Number("keras.optimizer", process_set)
-    way = Way(
+    number = InstanceNumber("keras.optimizer", process_set)
+    way = MergeOptions(
         compression, sparse_as_dense, gradient_predivide_factor, op, process_set, number, factor, scale_local_gradients
     )
     make_merging(optimizer, way)
     way_of(optimizer)
-    trainer.install()
+    fit_hook.install()
     return optimizer
 
 
@@ -176,7 +176,7 @@ def PartialDistributedOptimizer(
     compression: Any = Compression.none,
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
-    op: Op = Average,
+    op: HorovodOp = Average,
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
     groups: Any = None,
@@ -209,7 +209,7 @@ def PartialDistributedOptimizer(
     return merging
 
 
-def make_merging(optimizer: Any, way: Way) -> None:
+def make_merging(optimizer: Any, way: MergeOptions) -> None:
     """Let the optimizer merge gradients first, from now on."""
     own = type(optimizer)
     merging = type(own.__name__, (_Merging, own), {"__module__": own.__module__, "__qualname__": own.__qualname__})
@@ -218,7 +218,7 @@ def make_merging(optimizer: Any, way: Way) -> None:
     vars(optimizer)["_hvd_way"] = way
 
 
-def way_of(optimizer: Any) -> Way | None:
+def way_of(optimizer: Any) -> MergeOptions | None:
     """How an optimizer merges gradients; None if it does not.
 
     One around it (loss scaling) takes that over: it looks at gradients first, and must see everybody's. But where the
@@ -229,7 +229,7 @@ def way_of(optimizer: Any) -> Way | None:
         present = present.inner_optimizer
     if not isinstance(present, _Merging):
         return None
-    way: Way = vars(present)["_hvd_way"]
+    way: MergeOptions = vars(present)["_hvd_way"]
     inner = innermost(optimizer)
     agree = inner is not optimizer and accumulation_of(inner) > 1 and keras.backend.backend() != "jax"
     wanted = inner if agree else optimizer
@@ -279,7 +279,7 @@ class _Merging:
         """See `keras.optimizers.Optimizer.apply`."""
         grads = list(grads)
         if not getattr(_state, "merged", False):
-            way: Way = vars(self)["_hvd_way"]
+            way: MergeOptions = vars(self)["_hvd_way"]
             steps = accumulation_of(self)
             if steps > 1 and keras.backend.backend() != "jax":
                 with merged_already(), _merged_at_update(self):
@@ -305,7 +305,7 @@ class _Merging:
         """What Keras calls with the gradients of an update, accumulated or not, before it clips them: but on JAX, only
         in the branch that updates."""
         if getattr(_state, "at_update", None) is self:
-            way: Way = vars(self)["_hvd_way"]
+            way: MergeOptions = vars(self)["_hvd_way"]
             grads = way.merge(grads, _state.variables)
         return super()._clip_gradients(grads)  # type: ignore[misc]
 
@@ -348,7 +348,7 @@ class _Agreeing:
     def check_finite(self, grads: Any) -> Any:
         """See `keras.optimizers.LossScaleOptimizer.check_finite`."""
         finite = super().check_finite(grads)  # type: ignore[misc]
-        way: Way = vars(self)["_hvd_way"]
+        way: MergeOptions = vars(self)["_hvd_way"]
         if not way.process_set.included():
             return finite
         hvd = importlib.import_module(f"phalanx.horovod.{keras.backend.backend()}")

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from phalanx.backends.global_moments import moments
+from phalanx.engines.global_batch_norm import moments
 from phalanx.errors import ConfigurationError, UnsupportedError
 from phalanx.horovod import basics
 from phalanx.horovod.operations import Sum

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from phalanx.horovod import gpus, names
-from phalanx.horovod.names import *  # noqa: F403
+from phalanx.horovod import exported_names, visible_gpus
+from phalanx.horovod.exported_names import *  # noqa: F403
 from phalanx.horovod.operations import Average
 from phalanx.horovod.process_sets import ProcessSet, global_process_set
 from phalanx.horovod.tensorflow import elastic
@@ -31,7 +31,7 @@ from phalanx.horovod.tensorflow.mpi_ops import (
 )
 from phalanx.horovod.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 
-init = gpus.init_for("tensorflow")
+init = visible_gpus.init_for("tensorflow")
 
 
 def DistributedOptimizer(
@@ -81,7 +81,7 @@ def check_num_rank_power_of_2(num_rank: int) -> bool:
 
 
 __all__ = [
-    *names.__all__,
+    *exported_names.__all__,
     "Compression",
     "DistributedGradientTape",
     "DistributedOptimizer",

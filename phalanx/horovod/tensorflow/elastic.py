@@ -9,7 +9,7 @@ import numpy as np
 
 from phalanx.errors import UnsupportedError
 from phalanx.horovod.elastic import ObjectState, State, run
-from phalanx.horovod.request import Array
+from phalanx.horovod.operation_request import Array
 from phalanx.horovod.tensorflow.functions import broadcast_variables
 
 

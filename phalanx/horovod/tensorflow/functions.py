@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from phalanx.horovod.objects import allgather_object, broadcast_object
+from phalanx.horovod.object_collectives import allgather_object, broadcast_object
 from phalanx.horovod.process_sets import ProcessSet, global_process_set
 from phalanx.horovod.tensorflow.mpi_ops import broadcast_
 

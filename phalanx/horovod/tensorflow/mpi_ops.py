@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from phalanx.backends.tensorflow_host import linear
+from phalanx.engines.replica.tensorflow.host_calls import linear
 from phalanx.errors import ConfigurationError
 from phalanx.horovod import basics, gradients, operations
+from phalanx.horovod.operation_request import HorovodOp
 from phalanx.horovod.operations import Average, Sum, check_op
 from phalanx.horovod.process_sets import ProcessSet, get_process_set_ids_and_ranks, global_process_set
-from phalanx.horovod.request import Op
 from phalanx.horovod.tensorflow.compression import Compression
-from phalanx.horovod.tensorflow.host import call, name_in_graph, once
+from phalanx.horovod.tensorflow.host_functions import call, name_in_graph, once
 
 Tensor = Any
 """A `tf.Tensor`, or what can be made one."""
@@ -30,7 +30,7 @@ def allreduce(
     device_dense: str = "",
     device_sparse: str = "",
     compression: Any = Compression.none,
-    op: Op | None = None,
+    op: HorovodOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     name: str | None = None,
@@ -71,7 +71,7 @@ def grouped_allreduce(
     device_dense: str = "",
     device_sparse: str = "",
     compression: Any = Compression.none,
-    op: Op | None = None,
+    op: HorovodOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
@@ -86,7 +86,7 @@ def grouped_allreduce(
 def reduce_together(
     tensors: Sequence[Tensor],
     compression: Any,
-    op: Op,
+    op: HorovodOp,
     prescale: float,
     postscale: float,
     process_set: ProcessSet,
@@ -236,7 +236,7 @@ def reducescatter(
     tensor: Tensor,
     device_dense: str = "",
     compression: Any = Compression.none,
-    op: Op = Average,
+    op: HorovodOp = Average,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
@@ -252,7 +252,7 @@ def grouped_reducescatter(
     tensors: Sequence[Tensor],
     device_dense: str = "",
     compression: Any = Compression.none,
-    op: Op = Average,
+    op: HorovodOp = Average,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
@@ -343,7 +343,7 @@ def _ranks_of(process_set_id: int) -> Sequence[int]:
 
 def _allreduce(
     tensors: Sequence[Any],
-    op: Op,
+    op: HorovodOp,
     prescale: float,
     postscale: float,
     name: str | None,
@@ -373,7 +373,7 @@ def _allreduce(
     return list(merge(*tensors))
 
 
-def _sparse(slices: Any, op: Op, name: str | None, process_set: ProcessSet) -> Any:
+def _sparse(slices: Any, op: HorovodOp, name: str | None, process_set: ProcessSet) -> Any:
     if op not in (Average, Sum):
         raise ConfigurationError(
             f"tf.IndexedSlices can be merged by Average or Sum, not by {op.value}. Pass sparse_as_dense=True, or make "

@@ -8,10 +8,10 @@ from typing import Any
 import tensorflow as tf
 
 from phalanx.errors import ConfigurationError
-from phalanx.horovod import steps
+from phalanx.horovod import step_reports
+from phalanx.horovod.operation_request import HorovodOp
 from phalanx.horovod.operations import Average, check_op
 from phalanx.horovod.process_sets import ProcessSet, global_process_set
-from phalanx.horovod.request import Op
 from phalanx.horovod.tensorflow.compression import Compression
 from phalanx.horovod.tensorflow.functions import of_tensorflow
 from phalanx.horovod.tensorflow.mpi_ops import divided_by_size, reduce_together
@@ -22,7 +22,7 @@ def merge_gradients(
     *,
     compression: Any = Compression.none,
     sparse_as_dense: bool = False,
-    op: Op = Average,
+    op: HorovodOp = Average,
     gradient_predivide_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
     name: str | None = None,
@@ -44,7 +44,7 @@ def merge_gradients(
         gradient_predivide_factor if average else 1.0,
         process_set,
         name,
-        around=steps.merged,
+        around=step_reports.merged,
     )
     for index, result in zip(present, results, strict=True):
         merged[index] = result
@@ -57,7 +57,7 @@ def DistributedGradientTape(
     device_sparse: str = "",
     compression: Any = Compression.none,
     sparse_as_dense: bool = False,
-    op: Op = Average,
+    op: HorovodOp = Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: Any = None,
@@ -103,7 +103,7 @@ def PartialDistributedGradientTape(
     device_sparse: str = "",
     compression: Any = Compression.none,
     sparse_as_dense: bool = False,
-    op: Op = Average,
+    op: HorovodOp = Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: Any = None,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from phalanx.horovod import gpus, names
-from phalanx.horovod.names import *  # noqa: F403
+from phalanx.horovod import exported_names, visible_gpus
+from phalanx.horovod.exported_names import *  # noqa: F403
 from phalanx.horovod.torch import elastic
 from phalanx.horovod.torch.compression import Compression
 from phalanx.horovod.torch.functions import broadcast_optimizer_state, broadcast_parameters
@@ -39,10 +39,10 @@ from phalanx.horovod.torch.mpi_ops import (
 from phalanx.horovod.torch.optimizer import DistributedOptimizer
 from phalanx.horovod.torch.sync_batch_norm import SyncBatchNorm
 
-init = gpus.init_for("torch")
+init = visible_gpus.init_for("torch")
 
 __all__ = [
-    *names.__all__,
+    *exported_names.__all__,
     "Compression",
     "DistributedOptimizer",
     "SyncBatchNorm",

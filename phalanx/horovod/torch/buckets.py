@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from phalanx.horovod.numbering import Number
-from phalanx.horovod.operations import Average, Pending
+from phalanx.horovod.instance_numbers import InstanceNumber
+from phalanx.horovod.operation_request import HorovodOp
+from phalanx.horovod.operations import Average, PendingResult
 from phalanx.horovod.process_sets import ProcessSet
-from phalanx.horovod.request import Op
 from phalanx.horovod.torch.mpi_ops import grouped_allreduce_async_, sparse_allreduce_async
 
 BUCKET_BYTES = 8 * 2**20
@@ -25,11 +25,11 @@ while others are computed."""
 
 
 @dataclass(frozen=True)
-class Way:
+class ReductionOptions:
     """How gradients are merged: the arguments of `DistributedOptimizer` of these names."""
 
     compression: Any
-    op: Op
+    op: HorovodOp
     predivide: float
     sparse_as_dense: bool
     process_set: ProcessSet
@@ -41,7 +41,7 @@ class Way:
 
 
 @dataclass(eq=False)
-class Slot:
+class BucketSlot:
     """One parameter's gradient.
 
     Attributes:
@@ -55,11 +55,11 @@ class Slot:
     left: int = 1
     is_sparse: bool = False
     lent: bool = False
-    pending: Pending | None = None  # a sparse gradient's
+    pending: PendingResult | None = None  # a sparse gradient's
 
 
 @dataclass(eq=False)
-class Bucket:
+class GradientBucket:
     """Gradients that travel together.
 
     Attributes:
@@ -68,14 +68,14 @@ class Bucket:
         missing: how many are not complete.
     """
 
-    number: Number
+    number: InstanceNumber
     index: int
-    slots: list[Slot]
-    way: Way
+    slots: list[BucketSlot]
+    way: ReductionOptions
     missing: int = 0
     started: bool = False
-    _pending: Pending | None = None
-    _packed: list[tuple[Slot, torch.Tensor, Any]] = field(default_factory=list)
+    _pending: PendingResult | None = None
+    _packed: list[tuple[BucketSlot, torch.Tensor, Any]] = field(default_factory=list)
 
     def start(self, *, wake: bool) -> None:
         """Send the gradients; those that this rank has not computed count as zeros."""
@@ -126,7 +126,7 @@ class Bucket:
             slot.left, slot.pending = passes, None
 
 
-def _gradient(slot: Slot, dense: bool) -> torch.Tensor:
+def _gradient(slot: BucketSlot, dense: bool) -> torch.Tensor:
     """The parameter's gradient; zeros, if it has none."""
     parameter = slot.parameter
     if parameter.grad is None:

@@ -11,11 +11,11 @@ import torch
 
 from phalanx.errors import ConfigurationError
 from phalanx.horovod import operations
-from phalanx.horovod.objects import allgather_object, broadcast_bytes, broadcast_object
+from phalanx.horovod.horovod_job import current
+from phalanx.horovod.object_collectives import allgather_object, broadcast_bytes, broadcast_object
 from phalanx.horovod.process_sets import ProcessSet, global_process_set
+from phalanx.horovod.torch.host_tensors import all_to_host
 from phalanx.horovod.torch.mpi_ops import _put_back
-from phalanx.horovod.torch.tensors import all_to_host
-from phalanx.horovod.world import current
 
 _PLAIN = (type(None), bool, int, float, str)
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from phalanx.horovod import steps
+from phalanx.horovod import step_reports
+from phalanx.horovod.operation_request import HorovodOp
 from phalanx.horovod.operations import Average
 from phalanx.horovod.process_sets import ProcessSet, global_process_set
-from phalanx.horovod.request import Op
 from phalanx.horovod.torch.compression import Compression
 from phalanx.horovod.torch.mpi_ops import grouped_allreduce_async_
 
@@ -20,7 +20,7 @@ def merge_gradients(
     *,
     compression: Any = Compression.none,
     sparse_as_dense: bool = False,
-    op: Op = Average,
+    op: HorovodOp = Average,
     gradient_predivide_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
     name: str | None = None,
@@ -30,7 +30,7 @@ def merge_gradients(
     dense = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients if gradient is not None]
     packed = [compression.compress(gradient.detach()) for gradient in dense]
     average = op is Average
-    results = steps.merged(
+    results = step_reports.merged(
         lambda: grouped_allreduce_async_(
             [tensor for tensor, _ in packed],
             name=name,

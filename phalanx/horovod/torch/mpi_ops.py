@@ -15,24 +15,24 @@ import torch
 
 from phalanx.errors import ConfigurationError
 from phalanx.horovod import operations
-from phalanx.horovod.operations import Average, Pending, check_op
+from phalanx.horovod.operation_request import HorovodOp
+from phalanx.horovod.operations import Average, PendingResult, check_op
 from phalanx.horovod.process_sets import ProcessSet, global_process_set
-from phalanx.horovod.request import Op
-from phalanx.horovod.torch import autograd
+from phalanx.horovod.torch import autograd_functions
 from phalanx.horovod.torch.compression import Compression
-from phalanx.horovod.torch.tensors import all_to_host, from_host, over, shares_memory, tensors_of, to_host
+from phalanx.horovod.torch.host_tensors import all_to_host, from_host, over, shares_memory, tensors_of, to_host
 
 Tensor: TypeAlias = torch.Tensor
 
 
-def synchronize(handle: Pending) -> Any:
+def synchronize(handle: PendingResult) -> Any:
     """The result of an operation; waits until it is there. Raises HorovodInternalError if it failed."""
-    if not isinstance(handle, Pending):
+    if not isinstance(handle, PendingResult):
         raise ConfigurationError(f"synchronize got {handle!r}; pass what a function with _async in its name returned.")
     return handle.wait()
 
 
-def poll(handle: Pending) -> bool:
+def poll(handle: PendingResult) -> bool:
     """Whether `synchronize` would return at once."""
     return handle.done()
 
@@ -54,13 +54,13 @@ def grouped_allreduce_async_(
     tensors: Sequence[Tensor],
     average: bool | None = None,
     name: str | None = None,
-    op: Op | None = None,
+    op: HorovodOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
     *,
     wake: bool = True,
-) -> Pending:
+) -> PendingResult:
     """Start to merge tensors in place, all at once. The handle's result is the tensors."""
     tensors = list(tensors)
     arrays = all_to_host(tensors)
@@ -82,11 +82,11 @@ def grouped_allreduce_async(
     tensors: Sequence[Tensor],
     average: bool | None = None,
     name: str | None = None,
-    op: Op | None = None,
+    op: HorovodOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Pending:
+) -> PendingResult:
     """Start to merge tensors, all at once. The handle's result is a list of new tensors."""
     tensors = list(tensors)
     pending = operations.allreduce(
@@ -105,7 +105,7 @@ def grouped_allreduce_(
     tensors: Sequence[Tensor],
     average: bool | None = None,
     name: str | None = None,
-    op: Op | None = None,
+    op: HorovodOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
@@ -122,7 +122,7 @@ def grouped_allreduce(
     average: bool | None = None,
     name: str | None = None,
     compression: Any = Compression.none,
-    op: Op | None = None,
+    op: HorovodOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
@@ -130,7 +130,7 @@ def grouped_allreduce(
     """Merge tensors, all at once, as new ones. It has a gradient."""
     packed = [compression.compress(tensor) for tensor in tensors]
     merged = _apply(
-        autograd.Allreduce,
+        autograd_functions.Allreduce,
         name,
         check_op(op, average),
         prescale_factor,
@@ -145,11 +145,11 @@ def allreduce_async_(
     tensor: Tensor,
     average: bool | None = None,
     name: str | None = None,
-    op: Op | None = None,
+    op: HorovodOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Pending:
+) -> PendingResult:
     """Start to merge a tensor in place. The handle's result is the tensor."""
     return _one(grouped_allreduce_async_([tensor], average, name, op, prescale_factor, postscale_factor, process_set))
 
@@ -158,11 +158,11 @@ def allreduce_async(
     tensor: Tensor,
     average: bool | None = None,
     name: str | None = None,
-    op: Op | None = None,
+    op: HorovodOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Pending:
+) -> PendingResult:
     """Start to merge a tensor. The handle's result is a new one."""
     return _one(grouped_allreduce_async([tensor], average, name, op, prescale_factor, postscale_factor, process_set))
 
@@ -171,7 +171,7 @@ def allreduce_(
     tensor: Tensor,
     average: bool | None = None,
     name: str | None = None,
-    op: Op | None = None,
+    op: HorovodOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
@@ -185,7 +185,7 @@ def allreduce(
     average: bool | None = None,
     name: str | None = None,
     compression: Any = Compression.none,
-    op: Op | None = None,
+    op: HorovodOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
@@ -197,8 +197,8 @@ def allreduce(
 
 
 def sparse_allreduce_async(
-    tensor: Tensor, name: str, op: Op | None = None, process_set: ProcessSet = global_process_set
-) -> Pending:
+    tensor: Tensor, name: str, op: HorovodOp | None = None, process_set: ProcessSet = global_process_set
+) -> PendingResult:
     """Start to merge a sparse tensor: all ranks' entries are gathered. The handle's result is a sparse tensor."""
     op = check_op(op)
     if op not in (operations.Average, operations.Sum):
@@ -224,7 +224,7 @@ def sparse_allreduce_async(
 
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Pending:
+) -> PendingResult:
     """Start to join tensors over the ranks, all at once. The handle's result is a list of new tensors."""
     tensors = list(tensors)
     pending = operations.allgather(all_to_host(tensors), name=name, process_set=process_set)
@@ -236,10 +236,12 @@ def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Tensor]:
     """Tensors joined over the ranks, all at once. It has a gradient."""
-    return list(_apply(autograd.Allgather, name, process_set, *tensors))
+    return list(_apply(autograd_functions.Allgather, name, process_set, *tensors))
 
 
-def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Pending:
+def allgather_async(
+    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> PendingResult:
     """Start to join a tensor over the ranks. The handle's result is a new one."""
     return _one(grouped_allgather_async([tensor], name, process_set))
 
@@ -254,7 +256,7 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
 
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Pending:
+) -> PendingResult:
     """Start to put rank `root_rank`'s tensor into everybody's. The handle's result is the tensor."""
     array = to_host(tensor)
     pending = operations.broadcast([array], root_rank, name=name, process_set=process_set, outs=[array])
@@ -264,7 +266,7 @@ def broadcast_async_(
 
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Pending:
+) -> PendingResult:
     """Start to send rank `root_rank`'s tensor to all. The handle's result is a new tensor."""
     pending = operations.broadcast([to_host(tensor)], root_rank, name=name, process_set=process_set)
     pending.finish = lambda results: from_host(results[0], tensor)
@@ -283,7 +285,7 @@ def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
     """The tensor of rank `root_rank`, as a new one on every rank. It has a gradient."""
-    result: Tensor = _apply(autograd.Broadcast, name, root_rank, process_set, tensor)
+    result: Tensor = _apply(autograd_functions.Broadcast, name, root_rank, process_set, tensor)
     return result
 
 
@@ -295,7 +297,7 @@ def alltoall_async(
     splits: Tensor | Sequence[int] | None = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Pending:
+) -> PendingResult:
     """Start to send parts of a tensor to all ranks. The handle's result is as that of `alltoall`."""
     pending = operations.alltoall(to_host(tensor), _splits(splits), name=name, process_set=process_set)
 
@@ -318,18 +320,18 @@ def alltoall(
     Args:
         splits: how many rows go to each rank, zeros included; None: equal parts.
     """
-    received, counts = _apply(autograd.Alltoall, name, _splits(splits), process_set, tensor)
+    received, counts = _apply(autograd_functions.Alltoall, name, _splits(splits), process_set, tensor)
     return received if splits is None else (received, counts)
 
 
 def grouped_reducescatter_async(
     tensors: Sequence[Tensor],
     name: str | None = None,
-    op: Op = Average,
+    op: HorovodOp = Average,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Pending:
+) -> PendingResult:
     """Start to merge tensors and give each rank its rows. The handle's result is a list of new tensors."""
     tensors = list(tensors)
     pending = operations.reducescatter(
@@ -348,7 +350,7 @@ def grouped_reducescatter(
     tensors: Sequence[Tensor],
     name: str | None = None,
     compression: Any = Compression.none,
-    op: Op = Average,
+    op: HorovodOp = Average,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
@@ -356,7 +358,7 @@ def grouped_reducescatter(
     """This rank's rows of tensors merged over the ranks, all at once. It has a gradient."""
     packed = [compression.compress(tensor) for tensor in tensors]
     merged = _apply(
-        autograd.Reducescatter,
+        autograd_functions.Reducescatter,
         name,
         check_op(op),
         prescale_factor,
@@ -370,11 +372,11 @@ def grouped_reducescatter(
 def reducescatter_async(
     tensor: Tensor,
     name: str | None = None,
-    op: Op = Average,
+    op: HorovodOp = Average,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Pending:
+) -> PendingResult:
     """Start to merge a tensor and give each rank its rows. The handle's result is a new tensor."""
     return _one(grouped_reducescatter_async([tensor], name, op, prescale_factor, postscale_factor, process_set))
 
@@ -383,7 +385,7 @@ def reducescatter(
     tensor: Tensor,
     name: str | None = None,
     compression: Any = Compression.none,
-    op: Op = Average,
+    op: HorovodOp = Average,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
@@ -399,7 +401,7 @@ def _apply(function: Any, *arguments: Any) -> Any:
     return function.apply(*arguments)
 
 
-def _one(pending: Pending) -> Pending:
+def _one(pending: PendingResult) -> PendingResult:
     """A group's operation of one tensor, whose result is that tensor."""
     finish = pending.finish
     assert finish is not None

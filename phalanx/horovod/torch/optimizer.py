@@ -13,17 +13,17 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from phalanx import timeline
 from phalanx.errors import ConfigurationError
-from phalanx.horovod import steps
-from phalanx.horovod.numbering import Number
+from phalanx.horovod import step_reports
+from phalanx.horovod.horovod_job import current
+from phalanx.horovod.instance_numbers import InstanceNumber
+from phalanx.horovod.operation_request import HorovodOp
 from phalanx.horovod.operations import Adasum, Average, check_op
 from phalanx.horovod.process_sets import ProcessSet, global_process_set
-from phalanx.horovod.request import Op
-from phalanx.horovod.torch.buckets import BUCKET_BYTES, Bucket, Slot, Way, cut
+from phalanx.horovod.torch.buckets import BUCKET_BYTES, BucketSlot, GradientBucket, ReductionOptions, cut
 from phalanx.horovod.torch.compression import Compression
 from phalanx.horovod.torch.mpi_ops import grouped_allreduce_
-from phalanx.horovod.world import current
+from phalanx.monitoring import timeline
 
 Parameter: TypeAlias = torch.nn.Parameter
 
@@ -37,7 +37,7 @@ def DistributedOptimizer(
     named_parameters: Iterable[tuple[str, Parameter]] | None = None,
     compression: Any = Compression.none,
     backward_passes_per_step: int = 1,
-    op: Op = Average,
+    op: HorovodOp = Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: int | Sequence[Sequence[Parameter]] | None = None,
@@ -81,11 +81,11 @@ def DistributedOptimizer(
     vars(merging).update(own)
     merging._hvd_original = optimizer
     if op is Adasum:
-        merging._hvd_way = Way(compression, op, 1.0, sparse_as_dense, process_set)
+        merging._hvd_way = ReductionOptions(compression, op, 1.0, sparse_as_dense, process_set)
         return merging
     if num_groups and groups is None:
         groups = num_groups
-    way = Way(compression, op, gradient_predivide_factor, sparse_as_dense, process_set)
+    way = ReductionOptions(compression, op, gradient_predivide_factor, sparse_as_dense, process_set)
     merging._hvd_begin(names, way, backward_passes_per_step, groups)
     return merging
 
@@ -97,13 +97,17 @@ class _GradientMerging:
     _hvd_original: Any
 
     def _hvd_begin(
-        self, names: dict[Parameter, str], way: Way, passes: int, groups: int | Sequence[Sequence[Parameter]] | None
+        self,
+        names: dict[Parameter, str],
+        way: ReductionOptions,
+        passes: int,
+        groups: int | Sequence[Sequence[Parameter]] | None,
     ) -> None:
         self.backward_passes_per_step = passes
-        self._hvd_number = Number("torch.optimizer", way.process_set)
+        self._hvd_number = InstanceNumber("torch.optimizer", way.process_set)
         self._hvd_names = names
         self._hvd_way = way
-        self._hvd_buckets: list[Bucket] = []
+        self._hvd_buckets: list[GradientBucket] = []
         self._hvd_unsent = 0
         self._hvd_in_backward = False
         self._hvd_synchronized = False
@@ -124,8 +128,8 @@ class _GradientMerging:
         self, parameters: Sequence[Parameter], groups: int | Sequence[Sequence[Parameter]] | None = None
     ) -> None:
         for members in _grouped(parameters, groups):
-            slots = [Slot(parameter, self._hvd_names[parameter]) for parameter in members]
-            bucket = Bucket(self._hvd_number, len(self._hvd_buckets), slots, self._hvd_way)
+            slots = [BucketSlot(parameter, self._hvd_names[parameter]) for parameter in members]
+            bucket = GradientBucket(self._hvd_number, len(self._hvd_buckets), slots, self._hvd_way)
             bucket.begin(self.backward_passes_per_step)
             self._hvd_buckets.append(bucket)
             for slot in slots:
@@ -136,7 +140,7 @@ class _GradientMerging:
                 _watching[parameter] = parameter.register_post_accumulate_grad_hook(self._hvd_hook(bucket, slot))
         self._hvd_unsent = len(self._hvd_buckets)
 
-    def _hvd_hook(self, bucket: Bucket, slot: Slot) -> Callable[[torch.Tensor], None]:
+    def _hvd_hook(self, bucket: GradientBucket, slot: BucketSlot) -> Callable[[torch.Tensor], None]:
         def arrived(_: torch.Tensor) -> None:
             if slot.left <= 0:
                 raise AssertionError(
@@ -172,7 +176,7 @@ class _GradientMerging:
 
     def synchronize(self) -> None:
         """Wait until all gradients are merged; `.grad` of the parameters is everybody's then."""
-        steps.merged(self._hvd_merge, applied=True)
+        step_reports.merged(self._hvd_merge, applied=True)
         self._hvd_synchronized = True
 
     def _hvd_merge(self) -> None:
@@ -255,7 +259,7 @@ class _StepMerging:
     """
 
     param_groups: list[dict[str, Any]]
-    _hvd_way: Way
+    _hvd_way: ReductionOptions
     _hvd_original: Any
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -282,7 +286,7 @@ class _StepMerging:
         result = super().step(closure)  # type: ignore[misc]
         with torch.no_grad():
             packed = [way.compression.compress(p - start) for p, start in zip(parameters, before, strict=True)]
-            merged = steps.merged(
+            merged = step_reports.merged(
                 lambda: grouped_allreduce_(
                     [tensor for tensor, _ in packed], name="steps", op=Adasum, process_set=way.process_set
                 ),

@@ -15,10 +15,10 @@ from torch import nn
 
 from phalanx.errors import ConfigurationError
 from phalanx.horovod.basics import size
-from phalanx.horovod.numbering import Number
+from phalanx.horovod.instance_numbers import InstanceNumber
 from phalanx.horovod.operations import Sum
 from phalanx.horovod.process_sets import global_process_set
-from phalanx.horovod.torch.autograd import once
+from phalanx.horovod.torch.autograd_functions import once
 from phalanx.horovod.torch.mpi_ops import allgather, allreduce
 
 Tensor: TypeAlias = torch.Tensor
@@ -45,7 +45,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         track_running_stats: bool = True,
     ):
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
-        self._hvd_number = Number("torch.sync_batch_norm", global_process_set)
+        self._hvd_number = InstanceNumber("torch.sync_batch_norm", global_process_set)
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2 or input.shape[1] != self.num_features:

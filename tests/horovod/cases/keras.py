@@ -283,7 +283,7 @@ class _Traffic:
 
     def __enter__(self):
         from phalanx.horovod.controller import Controller
-        from phalanx.horovod.world import current
+        from phalanx.horovod.horovod_job import current
 
         self._controller, self._submit = Controller, Controller.submit
         self._communicator = current().controllers[0].communicator

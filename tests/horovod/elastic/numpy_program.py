@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 import phalanx.horovod.numpy as hvd
-from phalanx.horovod.numbering import Number
+from phalanx.horovod.instance_numbers import InstanceNumber
 from tests.horovod.elastic.lives import Life, until_others_come
 
 STEPS, NUMBERS, KILL_AT, WAIT_AT = 12, 12, 5, (2, 8)
@@ -31,7 +31,7 @@ def main(folder: Path) -> None:
     def train(state, answer: int) -> int:
         assert [old.process_set_id for old in sets] == [None] * len(sets), "of former members"
         sets.append(hvd.add_process_set(list(range(0, hvd.size(), 2))))
-        number = int(Number("test", hvd.global_process_set))
+        number = int(InstanceNumber("test", hvd.global_process_set))
         assert hvd.allgather(np.array([number])).tolist() == [0] * hvd.size()
         life.note("began", rank=hvd.rank(), size=hvd.size(), step=state.step, local=hvd.local_rank())
         while state.step < STEPS:

@@ -1,4 +1,4 @@
-"""Replicas that each update a part of the weights (`phalanx.training.shared_update`): when they do, and what is then
+"""Replicas that each update a part of the weights (`phalanx.training.steps.sharded_optimizer`): when they do, and what is then
 seen of it. That the numbers are those of one process is what nearly all scenarios show, whose models are trained so."""
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from keras import layers, optimizers
 
-from phalanx.training.callbacks import ReplicaProgbar
-from phalanx.training.loop import ReplicaTrainer
+from phalanx.training.callback_list import ReplicaProgbar
+from phalanx.training.replica_trainer import ReplicaTrainer
 from tests.training.scenarios.common import BATCH, classifier, compiled, features, fitted, labels, observed
 from tests.training.scenarios.registry import Setting, add, scenario
 
@@ -146,7 +146,7 @@ def sharing_only_where_all_ranks_may(setting: Setting) -> dict[str, Any]:
 @scenario(plain=False, backends=SHARING)
 def sharing_not_without_memory(setting: Setting) -> dict[str, Any]:
     model = compiled(setting, optimizer="adam")
-    with _steppers() as found, mock.patch("phalanx.training.shared_update.shared_block", return_value=None):
+    with _steppers() as found, mock.patch("phalanx.training.steps.sharded_optimizer.shared_block", return_value=None):
         seen = fitted(model)
     _check(setting, found, [False])
     return seen
@@ -166,7 +166,7 @@ def sharing_shows_what_all_have_counted(setting: Setting) -> dict[str, Any]:
     class Bar(ReplicaProgbar):
         on_train_batch_end = staticmethod(note.on_train_batch_end)
 
-    with _steppers() as found, mock.patch("phalanx.training.callbacks.ReplicaProgbar", Bar):
+    with _steppers() as found, mock.patch("phalanx.training.callback_list.ReplicaProgbar", Bar):
         seen = fitted(model, verbose=1)
     _check(setting, found, [True])
     chiefs, *others = map(json.loads, setting.gather(json.dumps(shown).encode()))

@@ -14,7 +14,7 @@ import torch
 
 from phalanx.horovod import operations
 from phalanx.horovod.elastic.state import ObjectState
-from phalanx.horovod.objects import broadcast_object
+from phalanx.horovod.object_collectives import broadcast_object
 from phalanx.horovod.torch.elastic.sampler import ElasticSampler
 from phalanx.horovod.torch.functions import broadcast_optimizer_state, broadcast_parameters
 

@@ -1,0 +1,1 @@
+"""Everything that is saved and restored: one module for each format."""

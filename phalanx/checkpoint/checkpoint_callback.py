@@ -1,0 +1,139 @@
+"""`Checkpoint`: what a `fit` needs to go on at the same step, saved while it trains."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory, Snapshot, sync_directory
+from phalanx.errors import ConfigurationError, UnsupportedError
+from phalanx.monitoring import timeline
+from phalanx.training.callback_list import ChiefCallback
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_KEEP = 3
+
+
+class Checkpoint(ChiefCallback):
+    """Saves all that `fit` needs to go on at the same step, and goes on from it by itself when the program is started
+    again: weights, optimizer, epoch, step, order and place of the data, random state of the layers, metrics, `History`,
+    and what other callbacks remember.
+
+    The chief writes, in a thread of its own: training is held up while the state is copied. What comes due while a
+    checkpoint is still being written waits until it is there. A checkpoint that cannot be written (a full disk) is a
+    warning, and the next one is tried; the older ones stay.
+
+    Each `fit` of a program has its own checkpoints, by its number among the calls with the same directory. A `fit` that
+    had come to its end is not repeated when the program is started again: it has its result at once. (With more
+    `epochs` than then, it goes on.) To begin anew, give another directory.
+
+    The directory has `fit0-000000120.weights.h5`, of step 120 of the first `fit`, which `model.load_weights` reads as
+    well, and `fit0-ledger.json`: how often each sample was used in each epoch (`phalanx.data.ledger`).
+
+    While such a `fit` runs, SIGTERM (and `--preemption-signal`) to any of the job's processes means: save after the
+    next step, and end with exit code 75. A second one means what it means otherwise.
+
+    Args:
+        directory: on the chief's host; in a job whose chief may change hosts, or be restarted on another one, a shared
+            one.
+        every_steps, every_seconds: when to save, after whichever of them comes first; neither: after each epoch.
+        keep: how many of the newest stay.
+
+    Raises: ConfigurationError for arguments that make no sense; and in `fit`, on all ranks, where a checkpoint is of
+        another model or of data of another size.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        every_steps: int | None = None,
+        every_seconds: float | None = None,
+        keep: int = DEFAULT_KEEP,
+    ):
+        super().__init__()
+        if every_steps is not None and (not isinstance(every_steps, int) or every_steps < 1):
+            raise ConfigurationError(f"every_steps is {every_steps!r}; write a number of steps from 1 up, or None.")
+        if every_seconds is not None and not 0 < every_seconds < math.inf:
+            raise ConfigurationError(f"every_seconds is {every_seconds!r}; write seconds greater than 0, or None.")
+        if not os.fspath(directory):
+            raise ConfigurationError("The directory for the checkpoints is empty; name one.")
+        CheckpointDirectory(directory, keep=keep)  # checks `keep`
+        self.directory = os.fspath(directory)
+        self.every_steps = every_steps
+        self.every_seconds = every_seconds
+        self.keep = keep
+        self.driven = False
+        """Whether the `fit` that runs saves for this callback."""
+
+    def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
+        if not self.driven:
+            raise UnsupportedError(
+                "Keras's own `fit` runs, which cannot save for phalanx.callbacks.Checkpoint. In a program without a "
+                "strategy import it at the top (`from phalanx.callbacks import Checkpoint`), before `model.fit` is "
+                "named. With parameter servers use `phalanx.Supervisor` or snapshots (snapshot_dir=...)."
+            )
+
+
+class CheckpointWriter:
+    """Writes checkpoints one after the other, beside the thread that trains."""
+
+    def __init__(self, checkpoints: CheckpointDirectory):
+        self._checkpoints = checkpoints
+        self._thread: threading.Thread | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is on its way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def begin(self, content: Snapshot, step: int, state: Callable[[], Mapping[str, Any]]) -> None:
+        """Write a checkpoint in the background. Only when not `busy`.
+
+        Args:
+            state: called in the background.
+        """
+        self._thread = threading.Thread(
+            target=self._write, args=(content, step, state), name="phalanx-checkpoint", daemon=False
+        )
+        self._thread.start()
+
+    def write(self, content: Snapshot, step: int, state: Callable[[], Mapping[str, Any]]) -> Path | None:
+        """Write one now, after the one that is on its way; None if it could not be written, which was said."""
+        self.wait()
+        return self._write(content, step, state)
+
+    def wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _write(self, content: Snapshot, step: int, state: Callable[[], Mapping[str, Any]]) -> Path | None:
+        try:
+            with timeline.current.span(timeline.CHECKPOINTS, "checkpoint", {"step": step}):
+                return self._checkpoints.write(content, step, state())
+        except OSError as error:
+            logger.warning("%s. The training goes on; the next checkpoint is tried in its time.", error)
+            return None
+
+
+def write_ledger(path: Path, content: Mapping[str, Any]) -> None:
+    """Write the readable ledger, whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(temporary, "w") as file:
+            json.dump(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_directory(path.parent)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        logger.warning("The ledger %s cannot be written: %s.", path, error.strerror or error)

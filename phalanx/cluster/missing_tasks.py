@@ -1,0 +1,166 @@
+"""Saying who is missing, and finding out why."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+from phalanx.cluster.admission import PROBE
+from phalanx.cluster.compatibility import TaskDescription
+from phalanx.cluster.membership import Rank
+from phalanx.cluster.peer_dialing import CHIEF_RANK, PROBE_TIMEOUT_S, who_is_at
+from phalanx.cluster.peer_registry import PeerRegistry, TaskIdentity
+from phalanx.config.job_config import RENDEZVOUS_TIMEOUT
+from phalanx.errors import ConfigurationError, PeerLostError, PhalanxError, RendezvousError
+from phalanx.transport.listener import Listener
+
+logger = logging.getLogger(__name__)
+
+NOTICE_AFTER_S = 2.0
+"""When a task says who is missing: not sooner, since tasks that are started together import for seconds."""
+ENDED_POLL_S = 1.0
+ENDED_AFTER_S = 4.0
+"""For so long nobody has listened at the port of a task that has ended: a program may start itself again."""
+
+
+def notice_missing(me: TaskIdentity, roll_call: PeerRegistry, listener: Listener, timeout_s: float) -> None:
+    """After a while, log once who is missing. The body of a thread."""
+    if roll_call.wait_until_over(NOTICE_AFTER_S):
+        return
+    investigate(me, roll_call)
+    lines = list_missing(me, roll_call)
+    if not lines or roll_call.wait_until_over(0):
+        return
+    logger.warning(
+        "%s waits, for up to %.0f s, for:\n%s%s",
+        me.task,
+        timeout_s,
+        "\n".join(f"  {line}" for line in lines),
+        _refused(listener),
+    )
+
+
+def watch_for_ended(me: TaskIdentity, roll_call: PeerRegistry) -> None:
+    """End the rendezvous if a task that is missing has ended. The body of a thread.
+
+    Only a launcher's tasks can tell: it has opened all ports before it started any task, so a port at which nobody
+    listens was its task's. (An error of that task ends the job anyway; this finds the one that has ended without.)
+    """
+    if me.settings.listen_fd is None:
+        return
+    refused_since: dict[Rank, float] = {}
+    while not roll_call.wait_until_over(ENDED_POLL_S):
+        now = time.monotonic()
+        for rank in me.other_ranks:
+            if rank in roll_call.peers or not _is_refused(me, rank):
+                refused_since.pop(rank, None)
+            elif now - refused_since.setdefault(rank, now) >= ENDED_AFTER_S:
+                task = me.tasks[rank]
+                roll_call.end_with(
+                    PeerLostError(
+                        f"{task} (rank {rank}) has ended before the job began, and {me.task} waited for it: nobody "
+                        f"listens at its port any more, {me.spec.address(task)}. Every task must make the strategy.",
+                        rank=rank,
+                        task=str(task),
+                        host=me.spec.address(task).host,
+                    )
+                )
+
+
+def _is_refused(me: TaskIdentity, rank: Rank) -> bool:
+    try:
+        link, _ = me.dial(me.tasks[rank], PROBE, deadline=time.monotonic() + PROBE_TIMEOUT_S)
+        link.close()
+    except PhalanxError as error:
+        return isinstance(error.__cause__, ConnectionRefusedError)
+    return False
+
+
+def time_is_up(me: TaskIdentity, roll_call: PeerRegistry, listener: Listener, timeout_s: float) -> RendezvousError:
+    """The error of a task that has waited long enough, with all that is known about those that are
+    missing."""
+    investigate(me, roll_call)
+    lines = "\n".join(f"  {line}" for line in list_missing(me, roll_call))
+    return RendezvousError(
+        f"{me.task} (rank {me.rank}, at {me.address}) has waited {timeout_s:g} s for the "
+        f"{len(me.other_ranks)} other tasks of the job, and does not train without them. "
+        f"Missing:\n{lines}{_refused(listener)}\nCheck that each was started, with the same cluster and "
+        f"secret, that the addresses are right and that no firewall is between: `phalanx doctor`, run as "
+        f"each of the tasks, tests that. {RENDEZVOUS_TIMEOUT} is the time to wait in seconds."
+    )
+
+
+def investigate(me: TaskIdentity, roll_call: PeerRegistry) -> None:
+    """Find out why tasks of higher rank have not called, and whether this task's address is another
+    process's."""
+    absent = [rank for rank in me.other_ranks if rank not in roll_call.peers]
+
+    def look(rank: Rank) -> None:
+        found = who_is_at(me, me.tasks[rank])
+        if rank == me.rank:
+            if isinstance(found, TaskDescription) and found.incarnation != me.statement.incarnation:
+                roll_call.end_with(ConfigurationError(describe_owner(me, found)))
+        elif isinstance(found, str):
+            roll_call.note(rank, found)
+        elif found.task == str(me.tasks[rank]):
+            roll_call.note(rank, f"pid {found.pid} on {found.host} runs, but has not reached {me.task} at {me.address}")
+        else:
+            roll_call.note(rank, f"{found.whereabouts} listens there instead")
+
+    # Of lower ranks the threads that dial them know best.
+    ranks = [rank for rank in absent if rank > me.rank]
+    in_threads(look, [*ranks, me.rank], until=time.monotonic() + PROBE_TIMEOUT_S + 0.5)
+
+
+def describe_owner(me: TaskIdentity, owner: TaskDescription) -> str:
+    """The error for a process whose own address is answered by another one of the job."""
+    if owner.task == me.statement.task:
+        return (
+            f"{me.task} runs already: {owner.whereabouts} answers at its address, {me.address}. Two "
+            f"processes have the same task: give this one (pid {me.statement.pid} on {me.statement.host}) "
+            f"another task.index in TF_CONFIG, or end the other one."
+        )
+    return (
+        f"{me.task} cannot have its address, {me.address}: {owner.whereabouts} of this job answers there. "
+        f"Either the two processes have different clusters, or two addresses of the cluster lead to one place "
+        f"(`localhost` and `127.0.0.1`): give all tasks the same cluster, and each an address of its own."
+    )
+
+
+def list_missing(me: TaskIdentity, roll_call: PeerRegistry) -> list[str]:
+    """One line for each missing task, with its address and the reason; or what those that are here wait
+    for."""
+    missing = roll_call.missing()
+    if missing:
+        return [
+            f"{task} at {me.spec.address(task)}: {missing[str(task)] or 'has not called yet'}"
+            for task in me.tasks
+            if str(task) in missing
+        ]
+    if me.rank != CHIEF_RANK:
+        return [f"{me.tasks[CHIEF_RANK]}, which is here, but waits for others to reach each other"]
+    lines = []
+    for peer in roll_call.peers.values():
+        name = peer.statement.whereabouts
+        if peer.missing is None:
+            lines.append(f"{name}: is linked, but says nothing; it may be stopped")
+        lines += [f"{name} to reach {task}: {why or 'not called'}" for task, why in (peer.missing or {}).items()]
+    return lines
+
+
+def in_threads(function: Callable[[Rank], None], ranks: Iterable[Rank], *, until: float) -> None:
+    """Call the function for each rank at once; returns when all are done, or at `until` (monotonic)."""
+    threads = [
+        threading.Thread(target=function, args=(rank,), name=f"phalanx-ask-{rank}", daemon=True) for rank in ranks
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+
+
+def _refused(listener: Listener) -> str:
+    refused = listener.refusal_summary()
+    return f"\nRefused connections meanwhile: {refused}" if refused else ""

@@ -1,0 +1,101 @@
+"""How a task reaches those of lower rank: it dials until there is a link, and again when that breaks."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from phalanx.cluster.admission import DISAGREEMENT, DUPLICATE, MESH, PROBE, RUNNING
+from phalanx.cluster.compatibility import TaskDescription
+from phalanx.cluster.membership import Rank
+from phalanx.cluster.peer_registry import Peer, PeerRegistry, TaskIdentity
+from phalanx.cluster.spec import Task
+from phalanx.errors import (
+    ConfigurationError,
+    DisagreementError,
+    HandshakeError,
+    LinkClosedError,
+    LinkTimeoutError,
+    PhalanxError,
+    RendezvousError,
+)
+from phalanx.transport.dial import RefusedError, retry_delay_s
+from phalanx.transport.handshake import Welcome
+from phalanx.transport.link import Link
+
+CHIEF_RANK: Rank = 0
+
+ATTEMPT_TIMEOUT_S = 5.0
+"""For one attempt to reach a task, all of the handshake included."""
+HANDSHAKE_FAILURES_S = 10.0
+"""A task that hangs up on us for so long has another secret or is none of ours: no use in waiting on. A
+little patience, because a process of an earlier job may be about to free the port."""
+PROBE_TIMEOUT_S = 1.0
+"""To find out who is at an address, for a message: a person waits for it."""
+
+
+def keep_linked(me: TaskIdentity, roll_call: PeerRegistry, rank: Rank) -> None:
+    """Keep a link to a task of lower rank until the rendezvous is over. The body of a thread."""
+    details = msgspec.msgpack.encode(me.statement)
+    while roll_call.wait_until_absent(rank):
+        absent_since = time.monotonic()
+        failing_since: float | None = None
+        failure: PhalanxError
+        answer: HandshakeError | None = None
+        while True:
+            started_at = time.monotonic()
+            try:
+                link, welcome = me.dial(me.tasks[rank], MESH, details, deadline=started_at + ATTEMPT_TIMEOUT_S)
+                roll_call.enter(rank, Peer(_statement(link, welcome), link))
+                break
+            except (LinkClosedError, LinkTimeoutError) as error:
+                failing_since, failure = None, error
+            except HandshakeError as error:
+                failing_since, failure, answer = failing_since or started_at, error, error
+                if isinstance(error, RefusedError):
+                    roll_call.saw(rank)
+                if verdict := final_verdict(error, rank, time.monotonic() - failing_since):
+                    roll_call.end_with(verdict)
+            ended = answer is not None and isinstance(failure, LinkClosedError)
+            roll_call.note(rank, f"nothing listens there any more; before: {answer}" if ended else str(failure))
+            if roll_call.wait_until_over(retry_delay_s(time.monotonic() - absent_since)):
+                return
+
+
+def _statement(link: Link, welcome: Welcome) -> TaskDescription:
+    try:
+        return msgspec.msgpack.decode(welcome.details, type=TaskDescription)
+    except msgspec.MsgspecError as error:
+        link.close()
+        raise HandshakeError(f"{link.peer} runs another version of Phalanx ({error})") from error
+
+
+def final_verdict(error: HandshakeError, rank: Rank, failing_s: float) -> PhalanxError | None:
+    """The error with which the rendezvous ends, or None if it is worth trying again.
+
+    Args:
+        error: how the last attempt ended.
+        rank: whom it was meant for.
+        failing_s: for how long all attempts have been answered, but without success.
+    """
+    if isinstance(error, RefusedError):
+        reason = error.welcome.reason
+        refusal = error.welcome.refusal
+        if refusal == DISAGREEMENT:
+            return DisagreementError(reason)
+        if refusal == RUNNING:
+            return RendezvousError(reason)
+        # The chief decides which of two processes is the one. Others may not have heard yet.
+        return ConfigurationError(reason) if refusal == DUPLICATE and rank == CHIEF_RANK else None
+    return error if failing_s >= HANDSHAKE_FAILURES_S else None
+
+
+def who_is_at(me: TaskIdentity, task: Task, timeout_s: float = PROBE_TIMEOUT_S) -> TaskDescription | str:
+    """Who listens at a task's address: what it says of itself, or why nobody says anything."""
+    try:
+        link, welcome = me.dial(task, PROBE, deadline=time.monotonic() + timeout_s)
+        link.close()
+        return _statement(link, welcome)
+    except PhalanxError as error:
+        return str(error)

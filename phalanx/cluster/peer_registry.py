@@ -1,0 +1,218 @@
+"""Who of the job's tasks is here: what the threads of a rendezvous share."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import threading
+from dataclasses import dataclass
+
+from phalanx.cluster.compatibility import JobFacts, TaskDescription, cluster_by_task
+from phalanx.cluster.host_identity import host_identity
+from phalanx.cluster.membership import Rank
+from phalanx.cluster.spec import ClusterSpec, Task
+from phalanx.config.job_config import JobConfig
+from phalanx.errors import PhalanxError
+from phalanx.transport.address import Address
+from phalanx.transport.dial import dial
+from phalanx.transport.handshake import Hello, Welcome
+from phalanx.transport.link import Link
+from phalanx.transport.tls import load_tls
+from phalanx.version import __version__
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Peer:
+    """Another task that is here.
+
+    Attributes:
+        missing: at the chief, the tasks that it told us to have no link to, with reasons; None before it did.
+    """
+
+    statement: TaskDescription
+    link: Link
+    missing: dict[str, str] | None = None
+
+
+class TaskIdentity:
+    """Who this process is in the cluster, and how it speaks to the other tasks. Does not change.
+
+    Attributes:
+        tasks: the tasks that have a rank, in rank order.
+        rank: that of this task; -1 if it has none.
+        other_ranks: all ranks but this one.
+    """
+
+    def __init__(self, spec: ClusterSpec, task: Task, facts: JobFacts, settings: JobConfig):
+        self.spec = spec
+        self.task = task
+        self.settings = settings
+        self.tasks = spec.ranked_tasks
+        self.rank: Rank = self.tasks.index(task) if task in self.tasks else -1
+        self.other_ranks = tuple(rank for rank in range(len(self.tasks)) if rank != self.rank)
+        self.tls = load_tls(settings.tls)
+        self.statement = TaskDescription(
+            task=str(task),
+            incarnation=secrets.token_hex(8),
+            host=host_identity(settings.host_id),
+            address=str(spec.address(task)) if task in spec else "",
+            pid=os.getpid(),
+            cluster=cluster_by_task(spec),
+            phalanx=__version__,
+            facts=facts,
+        )
+
+    @property
+    def address(self) -> Address:
+        return self.spec.address(self.task)
+
+    def rank_of(self, task: str) -> Rank | None:
+        return next((rank for rank, known in enumerate(self.tasks) if str(known) == task), None)
+
+    def dial(self, task: Task, purpose: str, details: bytes = b"", *, deadline: float) -> tuple[Link, Welcome]:
+        """Connect to another task for a purpose; raises as `phalanx.transport.dial.dial`."""
+        hello = Hello(
+            purpose=purpose,
+            task=self.statement.task,
+            job=self.settings.job_id,
+            incarnation=self.statement.incarnation,
+            details=details,
+        )
+        return dial(
+            self.spec.address(task),
+            hello,
+            peer=str(task),
+            secret=self.settings.secret,
+            tls=self.tls,
+            deadline=deadline,
+        )
+
+
+class PeerRegistry:
+    """The links made so far, and how the rendezvous ended. All methods may be called from any thread."""
+
+    def __init__(self, me: TaskIdentity):
+        self._me = me
+        # Protects everything below; notified when a peer comes or goes, and at the end.
+        self._changed = threading.Condition()
+        self._peers: dict[Rank, Peer] = {}
+        self._departed: dict[Rank, Peer] = {}  # the last one with a broken link
+        self._causes: dict[Rank, str] = {}
+        self._seen: set[Rank] = set()
+        self._verdict: PhalanxError | None = None
+        self._joined = False
+        self._over = False
+        # Readable when something has happened, for a thread that waits for links too.
+        self.news, self._teller = socket.socketpair()
+        self.news.setblocking(False)
+        self._teller.setblocking(False)
+
+    def close(self) -> None:
+        self.news.close()
+        self._teller.close()
+
+    def enter(self, rank: Rank, peer: Peer) -> None:
+        """A link to another task has been made; it replaces a former one."""
+        with self._changed:
+            former = self._peers.get(rank)
+            late = self._over
+            if not late:
+                self._peers[rank] = peer
+                self._causes.pop(rank, None)
+                self._changed.notify_all()
+        if late:
+            peer.link.close()
+        elif former is not None:
+            former.link.close()
+        self._tell()
+
+    def leave(self, rank: Rank, peer: Peer, cause: str) -> None:
+        """A link is broken; it may be made again, and may have been by now."""
+        with self._changed:
+            if self._peers.get(rank) is not peer:
+                return
+            del self._peers[rank]
+            self._departed[rank] = peer
+            self._causes[rank] = cause
+            self._changed.notify_all()
+        logger.debug("%s lost %s before the start: %s", self._me.task, self._me.tasks[rank], cause)
+        peer.link.close()
+
+    def note(self, rank: Rank, cause: str) -> None:
+        """Why there is no link to a task yet."""
+        with self._changed:
+            self._causes[rank] = cause
+
+    def saw(self, rank: Rank) -> None:
+        """A task has been spoken to, whatever came of it."""
+        with self._changed:
+            self._seen.add(rank)
+
+    def has_seen(self, rank: Rank) -> bool:
+        with self._changed:
+            return rank in self._seen or rank in self._peers or rank in self._departed
+
+    def end_with(self, verdict: PhalanxError) -> None:
+        """Let the rendezvous end with this error, unless it is over or has another."""
+        with self._changed:
+            if self._verdict is None and not self._over:
+                self._verdict = verdict
+        self._tell()
+
+    def finish(self, *, joined: bool) -> None:
+        """Nothing that comes later counts."""
+        with self._changed:
+            self._joined = joined
+            self._over = True
+            self._changed.notify_all()
+
+    @property
+    def verdict(self) -> PhalanxError | None:
+        with self._changed:
+            return self._verdict
+
+    @property
+    def joined(self) -> bool:
+        with self._changed:
+            return self._joined
+
+    @property
+    def peers(self) -> dict[Rank, Peer]:
+        """A copy."""
+        with self._changed:
+            return dict(self._peers)
+
+    @property
+    def last_peers(self) -> dict[Rank, Peer]:
+        """As `peers`, and those whose link broke last, with that closed link."""
+        with self._changed:
+            return {**self._departed, **self._peers}
+
+    def missing(self) -> dict[str, str]:
+        """The tasks without a link, with the reason as far as it is known, in rank order."""
+        with self._changed:
+            return {
+                str(self._me.tasks[rank]): self._causes.get(rank, "")
+                for rank in self._me.other_ranks
+                if rank not in self._peers
+            }
+
+    def wait_until_absent(self, rank: Rank) -> bool:
+        """Wait as long as there is a link to `rank`; False if all is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._over or rank not in self._peers)
+            return not self._over
+
+    def wait_until_over(self, timeout_s: float) -> bool:
+        """Wait so long, or until all is over; whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._over, timeout=timeout_s)
+
+    def _tell(self) -> None:
+        with contextlib.suppress(OSError):  # Full, so it is readable anyway; or closed, as all is over.
+            self._teller.send(b"\0")

@@ -1,0 +1,98 @@
+"""Picks the resolver that fits how this process was started."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from phalanx.cluster.resolvers.base_resolver import ClusterResolver
+from phalanx.cluster.resolvers.kubernetes import KubernetesClusterResolver, started_by_kubernetes
+from phalanx.cluster.resolvers.mpi import MPIClusterResolver, started_by_mpi
+from phalanx.cluster.resolvers.simple import SimpleClusterResolver
+from phalanx.cluster.resolvers.slurm import SlurmClusterResolver
+from phalanx.cluster.resolvers.tf_config import TF_CONFIG, TFConfigClusterResolver
+from phalanx.cluster.spec import ClusterSpec
+from phalanx.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
+
+_Environ = Mapping[str, str]
+
+
+def _in_open_mpi(environ: _Environ) -> bool:
+    return "OMPI_COMM_WORLD_RANK" in environ
+
+
+def _in_slurm_step(environ: _Environ) -> bool:
+    return "SLURM_PROCID" in environ and "SLURM_STEP_NODELIST" in environ
+
+
+_CHOICES: tuple[tuple[Callable[[_Environ], bool], Callable[[_Environ], ClusterResolver]], ...] = (
+    # What somebody wrote on purpose comes first.
+    (lambda environ: bool(environ.get(TF_CONFIG)), lambda environ: TFConfigClusterResolver(environ=environ)),
+    # mpirun inside a Slurm job starts its daemons with srun, so that Slurm's variables describe those.
+    (_in_open_mpi, lambda environ: MPIClusterResolver(environ=environ)),
+    # srun may set PMI's variables too, but knows more: the hosts.
+    (_in_slurm_step, lambda environ: SlurmClusterResolver(environ=environ)),
+    (started_by_mpi, lambda environ: MPIClusterResolver(environ=environ)),
+    (started_by_kubernetes, lambda environ: KubernetesClusterResolver(environ=environ)),
+)
+
+
+def resolver_of(given: Any) -> ClusterResolver:
+    """The resolver that a program gave to a strategy; what `resolve` picks if it gave none.
+
+    Raises: ConfigurationError for what is none. One of TensorFlow's is asked here and now.
+    """
+    if given is None:
+        return resolve()
+    if isinstance(given, ClusterResolver):
+        return given
+    if not all(hasattr(given, name) for name in ("cluster_spec", "task_type", "task_id")):
+        raise ConfigurationError(
+            f"cluster_resolver is {given!r}, which is no cluster resolver. Pass one of phalanx's "
+            f"(`phalanx.TFConfigClusterResolver()`), or leave it out."
+        )
+    return SimpleClusterResolver(ClusterSpec(given.cluster_spec()), task_type=given.task_type, task_id=given.task_id)
+
+
+def resolve(environ: _Environ | None = None) -> ClusterResolver:
+    """The resolver for the way this process was started.
+
+    TF_CONFIG, if set; else Open MPI, Slurm, another MPI launcher, Kubernetes, by the variables that each of
+    them sets. If there is none of these, a resolver with an empty cluster: the process is alone.
+
+    Args:
+        environ: the environment to look at, `os.environ` if not given.
+
+    Raises: ConfigurationError where torchrun or horovodrun has started several processes, each of which would be alone.
+    """
+    environ = os.environ if environ is None else environ
+    for fits, make in _CHOICES:
+        if fits(environ):
+            resolver = make(environ)
+            logger.debug("the cluster is resolved by %s", type(resolver).__name__)
+            return resolver
+    _refuse_other_launchers(environ)
+    return SimpleClusterResolver(ClusterSpec({}))
+
+
+# With what each tells the processes that it starts, their number first.
+_OTHER_LAUNCHERS = (
+    ("torchrun", "WORLD_SIZE", "RANK", "TORCHELASTIC_RUN_ID"),
+    ("horovodrun", "HOROVOD_SIZE", "HOROVOD_RANK"),
+)
+
+
+def _refuse_other_launchers(environ: _Environ) -> None:
+    for launcher, *names in _OTHER_LAUNCHERS:
+        size = environ.get(names[0], "")
+        if all(name in environ for name in names) and size.isdecimal() and size not in ("0", "1"):
+            found = ", ".join(f"{name}={environ[name]}" for name in names)
+            raise ConfigurationError(
+                f"This process was started by {launcher} ({found}), whose processes do not find each other here: each "
+                f"would train alone. Start the program with `phalanx run --workers {size} ...` instead, or describe "
+                f"the cluster in TF_CONFIG."
+            )

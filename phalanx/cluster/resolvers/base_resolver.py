@@ -1,0 +1,144 @@
+"""What every resolver has: the interface of `tf.distribute.cluster_resolver.ClusterResolver`."""
+
+from __future__ import annotations
+
+import abc
+import os
+from collections.abc import Mapping
+
+from phalanx.cluster.spec import ClusterSpec, Task, is_index
+from phalanx.devices.gpu_count import count_gpus
+from phalanx.errors import ConfigurationError
+
+DEFAULT_RPC_LAYER = "phalanx"
+"""What `rpc_layer` answers where nothing says otherwise. Only programs that print it depend on it."""
+
+DEFAULT_PORT_BASE = 8888
+"""Port of the first task on each host, where the environment gives none; the next task there has the next
+port. The same as in TensorFlow's SlurmClusterResolver."""
+PORT_BASE = "PHALANX_PORT_BASE"
+"""Environment variable that replaces DEFAULT_PORT_BASE, for two jobs that share a host."""
+
+
+class ClusterResolver(abc.ABC):
+    """Finds out which tasks the job has and which one this process is.
+
+    A resolver reads the environment when it is asked, not when it is made, and opens nothing.
+    """
+
+    _task_type: str | None = None
+    _task_id: int | None = None
+    _rpc_layer: str | None = None
+    _num_accelerators: Mapping[str, int] | None = None
+
+    @abc.abstractmethod
+    def cluster_spec(self) -> ClusterSpec:
+        """The tasks of the job. Empty if there is only this process.
+
+        Raises: ConfigurationError if the environment describes it wrongly.
+        """
+
+    @property
+    def task_type(self) -> str | None:
+        """The type of this process's task; None if there is no cluster."""
+        return self._task_type
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    def task_id(self) -> int | None:
+        """The index of this process's task within its type; None if there is no cluster."""
+        return self._task_id
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+    @property
+    def rpc_layer(self) -> str | None:
+        """The protocol between the tasks; only for programs that ask, nothing depends on it."""
+        return self._rpc_layer
+
+    @rpc_layer.setter
+    def rpc_layer(self, rpc_layer: str | None) -> None:
+        self._rpc_layer = rpc_layer
+
+    @property
+    def environment(self) -> str:
+        """Empty, as for TensorFlow outside Google."""
+        return ""
+
+    def task(self) -> Task | None:
+        """This process's task; None if there is no cluster.
+
+        Raises: ConfigurationError if only half of it is known.
+        """
+        task_type, task_id = self.task_type, self.task_id
+        if task_type is None and task_id is None:
+            return None
+        if task_type is None or task_id is None:
+            raise ConfigurationError(
+                f"{type(self).__name__} has task_type={task_type!r} and task_id={task_id!r}. Give both."
+            )
+        return Task(task_type, task_id)
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """The address of a task (this one, if not said otherwise), as `rpc_layer://host:port`.
+
+        Empty if the cluster has only one task, as in `tf.distribute`.
+        """
+        spec = self.cluster_spec()
+        if len(spec.tasks) <= 1:
+            return ""
+        task_type = task_type if task_type is not None else self.task_type
+        task_id = task_id if task_id is not None else self.task_id
+        if task_type is None or task_id is None:
+            raise ConfigurationError(
+                f"master() needs a task, but this process has none. Call master(task_type='worker', "
+                f"task_id=0) with one of {', '.join(map(str, spec.tasks))}."
+            )
+        return format_master_url(spec.task_address(task_type, task_id), rpc_layer or self.rpc_layer)
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: object = None
+    ) -> dict[str, int]:
+        """Accelerators of this process by kind, for example {"GPU": 2}; {} if it has none.
+
+        Counted without asking a backend: CUDA_VISIBLE_DEVICES if set, else the devices of the kernel. What
+        another task has is not known here, so `task_type`, `task_id` and `config_proto` change nothing.
+        """
+        del task_type, task_id, config_proto
+        if self._num_accelerators is not None:
+            return dict(self._num_accelerators)
+        count = count_gpus(os.environ)
+        return {"GPU": count} if count else {}
+
+
+def format_master_url(address: str, rpc_layer: str | None) -> str:
+    return f"{rpc_layer}://{address}" if rpc_layer else address
+
+
+def whole_number(environment: Mapping[str, str], name: str, *, reader: str) -> int:
+    """A variable that a scheduler sets, as a number.
+
+    Raises: ConfigurationError naming it and the resolver that reads it.
+    """
+    text = environment.get(name)
+    if text is None:
+        raise ConfigurationError(f"{reader} needs {name}, which is not set. Was this process started by it?")
+    if not is_index(text.strip()):
+        raise ConfigurationError(f"{reader} read {name}={text!r}, which is no whole number.")
+    return int(text)
+
+
+def port_base(environment: Mapping[str, str], given: int | None) -> int:
+    """The port of the first task on each host: as given, else from PHALANX_PORT_BASE, else the default."""
+    if given is None:
+        given = DEFAULT_PORT_BASE
+        if environment.get(PORT_BASE):
+            given = whole_number(environment, PORT_BASE, reader="the port of each task")
+    if not 1 <= given <= 65535:
+        raise ConfigurationError(f"the first port is {given}; write one from 1 to 65535 ({PORT_BASE}).")
+    return given

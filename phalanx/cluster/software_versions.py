@@ -1,0 +1,70 @@
+"""Which versions this task would train with, found out without importing Keras or a backend."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from phalanx.version import __version__
+
+KERAS_BACKEND = "KERAS_BACKEND"
+DEFAULT_KERAS_BACKEND = "tensorflow"
+"""What Keras takes if neither the environment nor its configuration file says otherwise."""
+
+_PACKAGES = {
+    "jax": ("jax",),
+    "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tensorflow-macos", "tf-nightly"),
+    "torch": ("torch",),
+}
+"""The packages that a backend may come in."""
+
+
+class SoftwareVersions(msgspec.Struct, frozen=True, kw_only=True):
+    """Versions by name; empty where something is not installed."""
+
+    python: str
+    phalanx: str
+    keras: str
+    backend: str
+    backend_version: str
+
+    def __str__(self) -> str:
+        backend = f"{self.backend} {self.backend_version or '(not installed)'}"
+        return f"Python {self.python}, Phalanx {self.phalanx}, Keras {self.keras or '(not installed)'}, {backend}"
+
+
+def installed_software(environment: Mapping[str, str] | None = None) -> SoftwareVersions:
+    """The versions of this interpreter's environment."""
+    backend = keras_backend(os.environ if environment is None else environment)
+    return SoftwareVersions(
+        python=platform.python_version(),
+        phalanx=__version__,
+        keras=_version("keras"),
+        backend=backend,
+        backend_version=next(filter(None, map(_version, _PACKAGES.get(backend, (backend,)))), ""),
+    )
+
+
+def keras_backend(environment: Mapping[str, str]) -> str:
+    """The backend that Keras will choose: KERAS_BACKEND, else its keras.json, else its default."""
+    if environment.get(KERAS_BACKEND):
+        return environment[KERAS_BACKEND]
+    home = Path(environment.get("KERAS_HOME") or Path.home() / ".keras")
+    try:
+        backend = json.loads((home / "keras.json").read_text()).get("backend")
+    except (OSError, ValueError, AttributeError):
+        backend = None  # Keras itself treats a missing or broken file like an empty one.
+    return str(backend or DEFAULT_KERAS_BACKEND)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

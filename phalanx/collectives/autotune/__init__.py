@@ -1,0 +1,1 @@
+"""Finds the fastest collective algorithm by measuring."""

@@ -1,0 +1,1 @@
+"""Collectives over host memory: shared memory inside a host, links between hosts."""

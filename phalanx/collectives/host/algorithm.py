@@ -1,0 +1,98 @@
+"""The contract of an engine: how values move. The communicator around it does all the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from phalanx.cluster.membership import Rank
+from phalanx.collectives.communicator import Array, ReduceOp
+from phalanx.collectives.fusion_layout import FusionLayout
+from phalanx.collectives.operation import CollectiveCall
+
+Views = Sequence[memoryview]
+"""Byte views that are sent or filled one after the other."""
+
+
+@dataclass(slots=True)
+class Reduction:
+    """One all-reduce, as an engine gets it.
+
+    Attributes:
+        layouts: the arrays, grouped by dtype.
+        inputs: flat contiguous arrays.
+        outputs: likewise; of the same dtypes, or of their wire dtypes. May be the inputs.
+        scales: a factor for each input.
+        op: how to merge.
+        divisor: divides the merged values (for MEAN).
+    """
+
+    layouts: tuple[FusionLayout, ...]
+    inputs: Sequence[Array]
+    outputs: Sequence[Array]
+    scales: Sequence[float]
+    op: ReduceOp
+    divisor: int
+
+
+class CollectiveAlgorithm(Protocol):
+    """Moves values among the ranks of a group: all members of a generation, or some of them.
+
+    Positions (`root`, the order of `incoming`) count within the group. All ranks of the group call the same
+    method with sizes that fit together; the engine compares `call.signature` between them and, if it differs,
+    ends in `Mesh.mismatch`. Sizes that may differ between ranks have been exchanged before.
+    """
+
+    ranks: tuple[Rank, ...]
+
+    @property
+    def algorithm(self) -> str:
+        """How the last collective has moved its values, for people."""
+        ...
+
+    def all_reduce(self, call: CollectiveCall, reduction: Reduction) -> None:
+        """Fill the outputs with the merged inputs."""
+        ...
+
+    def broadcast(self, call: CollectiveCall, buffers: Views, root: int) -> None:
+        """Fill `buffers` with those of position `root`."""
+        ...
+
+    def all_gather(self, call: CollectiveCall, payload: Views, incoming: Sequence[Views]) -> None:
+        """Fill `incoming[p]` with the payload of position p, this rank's own included."""
+        ...
+
+    def all_to_all(
+        self, call: CollectiveCall, outgoing: Sequence[Views], incoming: Sequence[Views], sizes: Sequence[Sequence[int]]
+    ) -> None:
+        """Send `outgoing[p]` to position p and fill `incoming[p]` with what p sends here, own included.
+
+        Args:
+            sizes: `sizes[p][q]` bytes go from p to q.
+        """
+        ...
+
+    def fail(self) -> None:
+        """This rank gives up: let no other rank go on as if it had done its part."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def copy_views(source: Views, target: Views) -> None:
+    """Copy byte views to others with the same total length, cut differently or not."""
+    position = offset = 0
+    for view in source:
+        start = 0
+        while start < len(view):
+            while offset == len(target[position]):
+                position, offset = position + 1, 0
+            count = min(len(view) - start, len(target[position]) - offset)
+            target[position][offset : offset + count] = view[start : start + count]
+            start += count
+            offset += count
+
+
+def total_bytes(views: Views) -> int:
+    return sum(len(view) for view in views)

@@ -1,0 +1,205 @@
+"""A channel: packets over one link, sent and received without ever blocking.
+
+A packet is a fixed header and a payload. The payload of a data packet is not stored here: whoever reads the
+packet says where its bytes go, so that they are written once, to where they are needed.
+
+A link has one channel for its life, whatever the number of communicators that use it one after the other,
+since a packet may be half sent or half read when one of them fails or is closed. Each communicator has an
+*epoch*, which is in every packet: packets of an older epoch are read and dropped, those of a newer one
+wait.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from phalanx.errors import FrameError, LinkClosedError
+from phalanx.transport.link import Link, skip_bytes
+from phalanx.transport.throttle import Throttle, first_bytes
+
+MAX_MESSAGE_BYTES = 16 * 2**20
+"""Limit on packets that are stored whole (descriptions, errors): far above what a large model's list of
+arrays takes (100 bytes each)."""
+
+_HEADER = struct.Struct("<HHIQQQ")
+_MAGIC = 0x9C1A
+_SINK = memoryview(bytearray(256 * 1024))
+"""Where bytes go that nobody wants any more. Never read."""
+
+
+class PacketKind(enum.IntEnum):
+    """What a packet is."""
+
+    DATA = 1
+    """Values of a collective."""
+    WAKE = 2
+    """Look at the shared memory again."""
+    PRESENT = 3
+    """I have come to collective `call` and wait for others."""
+    DESCRIBE = 4
+    """What I called, since our calls differ."""
+    ABORT = 5
+    """I have failed; here is how."""
+    LEAVE = 6
+    """I close my communicator. That my link ends after this is no failure."""
+
+
+class PacketHeader(NamedTuple):
+    """The start of a packet.
+
+    Attributes:
+        kind: see `PacketKind`.
+        epoch: of the communicator that sent it.
+        call: the number of the collective it belongs to.
+        signature: of that collective's operation.
+        length: bytes of payload that follow.
+    """
+
+    kind: PacketKind
+    epoch: int
+    call: int
+    signature: int
+    length: int
+
+
+class Channel:
+    """Packets to and from one peer. The link belongs to the membership and is not closed here.
+
+    Attributes:
+        epoch: of the communicator that uses the channel now; set by `open`.
+        remaining: bytes of the current packet's payload that have not been read.
+        sent: bytes that the kernel has taken until now.
+    """
+
+    def __init__(self, link: Link):
+        # Weak, since the table of channels is keyed by links that it must not keep alive.
+        self._link = weakref.ref(link)
+        self.epoch = 0
+        self.remaining = 0
+        self.sent = 0
+        self._outgoing: list[memoryview] = []
+        self._raw = memoryview(bytearray(_HEADER.size))
+        self._filled = 0
+        self._header: PacketHeader | None = None
+        self._message: memoryview | None = None
+
+    @property
+    def link(self) -> Link:
+        link = self._link()
+        assert link is not None, "the membership keeps its links alive"
+        return link
+
+    def open(self, generation: int) -> None:
+        """A new communicator takes the channel over: the next epoch of this generation starts."""
+        self.epoch = max(generation << 16, self.epoch) + 1
+
+    # ----------------------------------------------------------------- sending
+
+    @property
+    def sending(self) -> bool:
+        """Whether bytes wait for the kernel to take them."""
+        return bool(self._outgoing)
+
+    @property
+    def outgoing(self) -> int:
+        """How many do."""
+        return sum(map(len, self._outgoing))
+
+    def post(self, kind: PacketKind, call: int, signature: int, payload: Sequence[memoryview] = ()) -> None:
+        """Queue a packet. Its payload must not change until `sending` is false again."""
+        length = sum(len(view) for view in payload)
+        self._outgoing.append(memoryview(_HEADER.pack(_MAGIC, kind, self.epoch, call, signature, length)))
+        self._outgoing.extend(payload)
+
+    def flush(self, throttle: Throttle | None = None) -> bool:
+        """Hand queued bytes to the kernel, as many as may go now; whether it took any. Raises LinkClosedError."""
+        if not self._outgoing:
+            return False
+        pieces = self._outgoing
+        if throttle is not None:
+            pieces = first_bytes(pieces, throttle.available(self.outgoing))
+        try:
+            count = self.link.try_send(pieces)
+        except LinkClosedError:
+            # What the peer sent before it went (its reason, perhaps) can still be read.
+            self._outgoing = []
+            raise
+        if count:
+            self.sent += count
+            self._outgoing = skip_bytes(self._outgoing, count)
+            if throttle is not None:
+                throttle.spend(count)
+        return count > 0
+
+    # --------------------------------------------------------------- receiving
+
+    def header(self) -> PacketHeader | None:
+        """The header of the current packet, None if it is not all there yet. Raises LinkClosedError."""
+        while self._header is None:
+            count = self.link.try_receive_into(self._raw[self._filled :])
+            if not count:
+                return None
+            self._filled += count
+            if self._filled == _HEADER.size:
+                self._header = self._parse()
+                self.remaining = self._header.length
+        return self._header
+
+    def read_into(self, view: memoryview) -> int:
+        """Read some of the current packet's payload; 0 if nothing is there. Raises LinkClosedError."""
+        count = self.link.try_receive_into(view)
+        self.remaining -= count
+        return count
+
+    def message(self) -> memoryview | None:
+        """The whole payload of the current packet, None if it is not all there yet."""
+        if self._message is None:
+            self._message = memoryview(bytearray(self.remaining))
+        while self.remaining:
+            if not self.read_into(self._message[-self.remaining :]):
+                return None
+        return self._message
+
+    def discard(self) -> bool:
+        """Read on past the current packet; whether anything was read."""
+        while self.remaining:
+            if not self.read_into(_SINK[: self.remaining]):
+                return False
+        self.next()
+        return True
+
+    def next(self) -> None:
+        """Done with the current packet."""
+        self._header = None
+        self._filled = 0
+        self._message = None
+
+    @property
+    def parked(self) -> bool:
+        """Whether a packet has begun, so that nothing is read from the link until someone wants it."""
+        return self._header is not None
+
+    def _parse(self) -> PacketHeader:
+        magic, kind, epoch, call, signature, length = _HEADER.unpack(self._raw)
+        if magic != _MAGIC or kind not in PacketKind._value2member_map_:
+            raise FrameError(
+                f"{self.link.peer} sent something that is no collective ({bytes(self._raw[:8]).hex()}...). "
+                f"Do both tasks run the same version of Phalanx?"
+            )
+        if kind != PacketKind.DATA and length > MAX_MESSAGE_BYTES:
+            raise FrameError(
+                f"{self.link.peer} announced a message of {length} bytes; at most {MAX_MESSAGE_BYTES} are allowed."
+            )
+        return PacketHeader(PacketKind(kind), epoch, call, signature, length)
+
+
+_channels: weakref.WeakKeyDictionary[Link, Channel] = weakref.WeakKeyDictionary()
+
+
+def channel_of(link: Link) -> Channel:
+    """The channel of a link: the same one each time."""
+    return _channels.setdefault(link, Channel(link))

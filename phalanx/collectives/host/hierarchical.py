@@ -1,0 +1,111 @@
+"""Collectives of several processes on several hosts, composed of two engines.
+
+The ranks of one host form a group, and the first rank of each host, its *leader*, is in a group of leaders. A
+collective runs within the hosts, then among the leaders, then within the hosts again. Hosts may have
+different numbers of ranks. Each value crosses the network once for each host, instead of once for each
+rank, which is what counts; the steps within a host are an order of magnitude cheaper.
+
+Partial sums of narrow floats stay in float32 between the steps. The order of merging is that of ranks within
+a host, then that of hosts, so the bits are the same on every rank and in every run, but not those of one flat
+reduction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from phalanx.cluster.membership import Membership
+from phalanx.collectives.fusion_layout import byte_view
+from phalanx.collectives.host.algorithm import CollectiveAlgorithm, Reduction, Views
+from phalanx.collectives.host.ring import RingAlgorithm
+from phalanx.collectives.operation import CollectiveCall
+from phalanx.collectives.reduction import finish
+
+
+class HierarchicalAlgorithm:
+    """All ranks of a membership, by way of their hosts.
+
+    Args:
+        local: the engine of this host's ranks.
+        leaders: the engine of the first ranks of all hosts; None on a rank that is not one of them.
+        whole: an engine of all ranks, for what has nothing to merge on the way.
+    """
+
+    algorithm = "hierarchical"
+    chunk_choices = RingAlgorithm.chunk_choices
+    pack_choices = RingAlgorithm.pack_choices
+
+    def __init__(
+        self, membership: Membership, *, local: CollectiveAlgorithm, leaders: RingAlgorithm | None, whole: RingAlgorithm
+    ):
+        self.ranks = tuple(range(membership.world_size))
+        self._local = local
+        self._leaders = leaders
+        self._whole = whole
+        self._hosts = [membership.ranks_on(host) for host in membership.hosts]
+        self._host = membership.hosts.index(membership.me.host)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """See `Tunable.sizes`: of the leaders' ring, whose sizes those of all rings are at the beginning."""
+        return self._whole.sizes
+
+    def tune(self, chunk_bytes: int, pack_bytes: int) -> None:
+        """See `Tunable.tune`: between hosts; within a host it is as it was."""
+        if self._leaders is not None:
+            self._leaders.tune(chunk_bytes, pack_bytes)
+
+    def all_reduce(self, call: CollectiveCall, reduction: Reduction) -> None:
+        partial = list(reduction.outputs)
+        for layout in reduction.layouts:
+            for index in layout.indices:
+                if partial[index].dtype != layout.wire:
+                    partial[index] = np.empty(partial[index].size, layout.wire)
+        ones = [1.0] * len(partial)
+        self._local.all_reduce(
+            call,
+            Reduction(reduction.layouts, reduction.inputs, partial, reduction.scales, reduction.op, divisor=1),
+        )
+        if self._leaders is not None:
+            self._leaders.all_reduce(
+                call, Reduction(reduction.layouts, partial, partial, ones, reduction.op, reduction.divisor)
+            )
+        used = [partial[index] for layout in reduction.layouts for index in layout.indices]
+        self._local.broadcast(call, [byte_view(array) for array in used], 0)
+        for merged, out in zip(partial, reduction.outputs, strict=True):
+            finish(merged, out)
+
+    def broadcast(self, call: CollectiveCall, buffers: Views, root: int) -> None:
+        home = next(index for index, ranks in enumerate(self._hosts) if root in ranks)
+        if self._host == home:
+            self._local.broadcast(call, buffers, self._local.ranks.index(root))
+        else:
+            self._local.all_gather(call, [], [[] for _ in self._local.ranks])
+        if self._leaders is not None:
+            self._leaders.broadcast(call, buffers, home)
+        # On the home host nothing new comes: there it says that the leaders have met.
+        self._local.broadcast(call, buffers if self._host != home else [], 0)
+
+    def all_gather(self, call: CollectiveCall, payload: Views, incoming: Sequence[Views]) -> None:
+        self._local.all_gather(call, payload, [incoming[rank] for rank in self._local.ranks])
+        by_host = [[view for rank in ranks for view in incoming[rank]] for ranks in self._hosts]
+        if self._leaders is not None:
+            self._leaders.all_gather(call, by_host[self._host], by_host)
+        others = [view for host, views in enumerate(by_host) if host != self._host for view in views]
+        self._local.broadcast(call, others, 0)
+
+    def all_to_all(
+        self, call: CollectiveCall, outgoing: Sequence[Views], incoming: Sequence[Views], sizes: Sequence[Sequence[int]]
+    ) -> None:
+        self._whole.all_to_all(call, outgoing, incoming, sizes)
+
+    def fail(self) -> None:
+        self._local.fail()
+
+    def close(self) -> None:
+        self._local.close()
+        if self._leaders is not None:
+            self._leaders.close()
+        self._whole.close()

@@ -1,0 +1,411 @@
+"""Collectives between the processes of one host, through memory that they share.
+
+Theory
+------
+Each rank has a page with its counter and four *slots*, buffers small enough to stay in cache. A vector
+of any size passes through them in chunks: chunk s through slot s mod 4. For each chunk a rank
+
+1. writes its values to its own slot,
+2. *posts*: adds one to its counter,
+3. waits until every other counter is as high, and
+4. reads the slots of all ranks, merging them in rank order straight into the result.
+
+It does 1 and 2 of chunk s + 1 before 3 and 4 of chunk s, so that ranks that are up to a chunk apart do not
+wait for each other.
+
+One post per chunk is enough. A rank writes to slot s mod 4 again for chunk s + 4, after its step 4 of chunk
+s + 2: it has then seen all counters of chunk s + 2, and a rank posts s + 2 only after its step 4 of chunk
+s. So nobody still reads. The same holds for the signatures, of which each rank has four as well.
+
+With three ranks or more, step 4 would read every slot on every rank. Large chunks are therefore merged in two
+rounds: each rank merges its share of the chunk, in place, in its own slot (which nobody else reads or writes
+in that range); they synchronise; each copies all shares out.
+
+Ordering. The counter is an aligned 8-byte word that CPython reads and writes with one instruction (a
+memoryview of format `Q` copies 8 bytes of known size). On x86 stores become visible in order; on Arm they
+need not. `_fence()` releases and re-acquires a lock that nobody else ever takes: an atomic operation with
+release semantics followed by one with acquire semantics, which no earlier store and no later load can
+cross, in any C library that implements locks at all. It costs 60 ns. It stands between writing data and
+posting, between seeing a counter and reading data, and between a store and a load in the protocol below.
+
+Sleeping. A rank spins on a counter for a little while, for a little longer it lets its other threads run in
+between (and other processes, if there are more ranks than cores), and then it blocks in `Mesh.pause`, where
+it also notices what happens on the links. Before it blocks it stores whom it waits for in its page, fences,
+and looks at the counter once more; who posts fences after the store and then looks whether anybody waits
+for it, and sends that one a packet. One of the two sees the other's store (Dekker 1965). Each wait is
+bounded all the same.
+
+Failure. A rank that gives up while it waits takes its posts back. A rank that comes later waits for it in
+vain, looks at its links, and finds the reason there; one that has not yet seen the post before is not kept
+from finishing what was complete.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from phalanx.cluster.membership import Rank
+from phalanx.collectives.communicator import Array
+from phalanx.collectives.fusion_layout import FusionLayout, LayoutPiece, byte_view, shares, views_between
+from phalanx.collectives.host.algorithm import Reduction, Views, copy_views, total_bytes
+from phalanx.collectives.host.mesh import Mesh, let_threads_run
+from phalanx.collectives.host.shared_segment import SharedSegment
+from phalanx.collectives.operation import CollectiveCall
+from phalanx.collectives.reduction import finish, load, merge_rows
+from phalanx.monitoring import timeline
+
+SLOTS = 4
+SLOT_BYTES = 512 * 1024
+"""Size of a slot: small enough that what a chunk touches stays in cache, large enough that posting
+(some 5 us) does not count."""
+MIN_SLOT_BYTES = 4096
+TUNED_SLOT_BYTES = 2**20
+"""Size of a slot where chunks are tuned, so that larger ones can be tried."""
+CHUNK_CHOICES = (128 * 1024, 256 * 1024, 512 * 1024, 2**20)
+SHARED_MERGE_BYTES = 64 * 1024
+"""With three ranks or more, chunks from this size on are merged in shares; below, the second
+synchronisation costs more than reading all slots does."""
+SPIN_S = 100e-6
+"""How long to look at a counter before yielding: longer than a chunk takes, so that ranks in step never
+sleep."""
+YIELD_S = 1e-3
+"""How long to look, letting others run each time, before sleeping, from which it takes some 50 us to wake."""
+
+_PAGE_BYTES = 4096
+_WORDS_PER_PAGE = _PAGE_BYTES // 8
+# Words of a rank's page. The signatures share the counter's cache line, so that one transfer brings both; the
+# word that others read at each post, and its owner writes rarely, has a line of its own.
+_COUNTER = 0
+_SIGNATURES = 1  # to 4
+_WAITS_FOR = 8
+
+
+class _Part(NamedTuple):
+    """Elements `start` to `stop` of number `array`, or the `whole` of it, and where they lie in a slot.
+
+    `rows` holds a view of them in the slot of each position.
+    """
+
+    array: int
+    start: int
+    stop: int
+    whole: bool
+    rows: list[Array]
+
+
+class _Chunk:
+    """A chunk of a layout, and the views of the slots that it uses, which are made when first needed.
+
+    Attributes:
+        pieces: the ranges of arrays that it is made of.
+        size: in elements.
+        parts: the same with views, for each slot.
+    """
+
+    __slots__ = ("parts", "pieces", "size")
+
+    def __init__(self, pieces: list[LayoutPiece]):
+        self.pieces = pieces
+        self.size = pieces[-1].offset + pieces[-1].stop - pieces[-1].start
+        self.parts: list[list[_Part] | None] = [None] * SLOTS
+
+
+class SharedMemoryAlgorithm:
+    """Collectives among `ranks`, which are processes of one host.
+
+    Args:
+        ranks: the members of the group, this process among them, in the order of their positions.
+        segment: of at least `segment_bytes` bytes, mapped by all of them; owned from here on.
+        slot_bytes: as for `segment_bytes`.
+        chunk_bytes: how much of a slot an all-reduce uses; None: all of it.
+        spin: whether there is a core for every rank, so that a spinning one does not keep another from
+            coming.
+    """
+
+    algorithm = "shared memory"
+    pack_choices: Sequence[int] = ()
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        ranks: Sequence[Rank],
+        segment: SharedSegment,
+        slot_bytes: int = SLOT_BYTES,
+        *,
+        chunk_bytes: int | None = None,
+        spin: bool = True,
+    ):
+        self.ranks = tuple(ranks)
+        self._mesh = mesh
+        self._segment = segment
+        self._slot_bytes = slot_bytes
+        self._chunk_bytes = chunk_bytes or slot_bytes
+        self.chunk_choices: Sequence[int] = [size for size in CHUNK_CHOICES if size <= slot_bytes]
+        self._size = size = len(self.ranks)
+        self._position = self.ranks.index(mesh.rank)
+        self._spin_s = SPIN_S if spin else 0.0
+        pages = size * _PAGE_BYTES
+        self._words = segment.memory[:pages].cast("Q")
+        memory = np.frombuffer(segment.memory, np.uint8)
+        starts = [pages + number * slot_bytes for number in range(SLOTS * size)]
+        slots = [memory[start : start + slot_bytes] for start in starts]
+        # Position p has slots SLOTS * p to SLOTS * p + SLOTS - 1 of these; here they are by slot, then position.
+        self._slots: list[list[Array]] = [slots[number::SLOTS] for number in range(SLOTS)]
+        self._slot = 0
+        self._count = 0  # Posts of this rank.
+        self._completed = 0  # Those that all others have been seen to match.
+        self._page = self._position * _WORDS_PER_PAGE
+        self._peers = [
+            (rank, position * _WORDS_PER_PAGE) for position, rank in enumerate(self.ranks) if rank != mesh.rank
+        ]
+        self._waiting_for_me = mesh.rank + 1
+        self._chunks: weakref.WeakKeyDictionary[FusionLayout, list[_Chunk]] = weakref.WeakKeyDictionary()
+        self._chunks_by_size = {self._chunk_bytes: self._chunks}
+        lock = threading.Lock()
+        lock.acquire()
+        self._release, self._acquire = lock.release, lock.acquire
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """See `Tunable.sizes`."""
+        return self._chunk_bytes, 0
+
+    def tune(self, chunk_bytes: int, pack_bytes: int) -> None:
+        """See `Tunable.tune`."""
+        self._chunk_bytes = chunk_bytes
+        self._chunks = self._chunks_by_size.setdefault(chunk_bytes, weakref.WeakKeyDictionary())
+
+    # -------------------------------------------------------------- all-reduce
+
+    def all_reduce(self, call: CollectiveCall, reduction: Reduction) -> None:
+        outputs, op, divisor = reduction.outputs, reduction.op, reduction.divisor
+        self._mesh.bytes_shared += sum(layout.wire_bytes for layout in reduction.layouts)
+        if not reduction.layouts:
+            self._synchronise(call)
+
+        def merge(count: int, parts: list[_Part]) -> None:
+            self._await(call, count)
+            for array, start, stop, whole, rows in parts:
+                merge_rows(rows, outputs[array] if whole else outputs[array][start:stop], op, divisor)
+
+        fuse = self._load_recorded if timeline.current.on else self._load
+        behind: tuple[int, list[_Part]] | None = None  # The chunk that is posted and not yet merged.
+        for layout in reduction.layouts:
+            share_from = SHARED_MERGE_BYTES // layout.wire.itemsize if self._size > 2 else None
+            for chunk in self._chunks.get(layout) or self._cut(layout):
+                parts = chunk.parts[self._slot] or self._views(chunk, layout)
+                if share_from is None or chunk.size < share_from:
+                    fuse(parts, reduction)
+                    posted = self._post(call)
+                    if behind is not None:
+                        merge(*behind)
+                    behind = posted, parts
+                else:
+                    if behind is not None:
+                        merge(*behind)
+                        behind = None
+                    fuse(parts, reduction)
+                    self._synchronise(call)
+                    self._merge_shares(call, chunk, layout, reduction)
+                self._slot = (self._slot + 1) % SLOTS
+        if behind is not None:
+            merge(*behind)
+
+    def _load(self, parts: list[_Part], reduction: Reduction) -> None:
+        """Write this rank's values to its slot."""
+        inputs, scales, position = reduction.inputs, reduction.scales, self._position
+        for array, start, stop, whole, rows in parts:
+            source = inputs[array] if whole else inputs[array][start:stop]
+            load(source, scales[array], rows[position])
+
+    def _load_recorded(self, parts: list[_Part], reduction: Reduction) -> None:
+        with timeline.current.span(self._mesh.track, "fuse", {"arrays": len(parts)}):
+            self._load(parts, reduction)
+
+    def _merge_shares(self, call: CollectiveCall, chunk: _Chunk, layout: FusionLayout, reduction: Reduction) -> None:
+        """Merge this rank's share of a chunk in its own slot, then copy everyone's."""
+        wire = layout.wire
+        slots = [slot.view(wire)[: chunk.size] for slot in self._slots[self._slot]]
+        bounds = shares(chunk.size, self._size, wire.itemsize)
+        low, high = bounds[self._position]
+        if high > low:
+            # Not in place: this rank's own row is among those that are still to be read.
+            merged = np.empty(high - low, wire)
+            merge_rows([row[low:high] for row in slots], merged, reduction.op, reduction.divisor)
+            np.copyto(slots[self._position][low:high], merged)
+        self._synchronise(call)
+        for array, start, stop, offset, _ in chunk.pieces:
+            target = reduction.outputs[array][start:stop]
+            for row, (share_low, share_high) in zip(slots, bounds, strict=True):
+                first, last = max(share_low, offset), min(share_high, offset + stop - start)
+                if first < last:
+                    finish(row[first:last], target[first - offset : last - offset])
+
+    def _cut(self, layout: FusionLayout) -> list[_Chunk]:
+        elements = self._chunk_bytes // layout.wire.itemsize
+        chunks = [_Chunk(pieces) for pieces in layout.chunks(elements)]
+        self._chunks[layout] = chunks
+        return chunks
+
+    def _views(self, chunk: _Chunk, layout: FusionLayout) -> list[_Part]:
+        slots = [memory.view(layout.wire) for memory in self._slots[self._slot]]
+        parts = [
+            _Part(array, start, stop, whole, [row[offset : offset + stop - start] for row in slots])
+            for array, start, stop, offset, whole in chunk.pieces
+        ]
+        chunk.parts[self._slot] = parts
+        return parts
+
+    # ------------------------------------------------------------------ others
+
+    def broadcast(self, call: CollectiveCall, buffers: Views, root: int) -> None:
+        size = total_bytes(buffers)
+        lengths = [size if position == root else 0 for position in range(self._size)]
+        wanted: list[tuple[int, int, Views]] = [
+            (0, length if self._position != root else 0, buffers) for length in lengths
+        ]
+        self._stream(call, buffers if self._position == root else [], lengths, wanted)
+
+    def all_gather(self, call: CollectiveCall, payload: Views, incoming: Sequence[Views]) -> None:
+        lengths = [total_bytes(views) for views in incoming]
+        wanted = [(0, length, views) for length, views in zip(lengths, incoming, strict=True)]
+        self._stream(call, payload, lengths, wanted)
+        copy_views(payload, incoming[self._position])
+
+    def all_to_all(
+        self, call: CollectiveCall, outgoing: Sequence[Views], incoming: Sequence[Views], sizes: Sequence[Sequence[int]]
+    ) -> None:
+        wanted = []
+        for row, views in zip(sizes, incoming, strict=True):
+            start = sum(row[: self._position])
+            wanted.append((start, start + row[self._position], views))
+        payload = [view for views in outgoing for view in views]
+        self._stream(call, payload, [sum(row) for row in sizes], wanted)
+        copy_views(outgoing[self._position], incoming[self._position])
+
+    def _stream(
+        self,
+        call: CollectiveCall,
+        outgoing: Views,
+        lengths: Sequence[int],
+        wanted: Sequence[tuple[int, int, Views]],
+    ) -> None:
+        """Each rank publishes a stream of bytes; each reads what it wants of the others' streams.
+
+        Args:
+            outgoing: this rank's stream.
+            lengths: bytes in the stream of each position, known to all.
+            wanted: for each position, bytes `start` to `stop` of its stream, and where they go. That of
+                this rank itself is not looked at.
+        """
+        size = self._slot_bytes
+        own = lengths[self._position]
+        if not any(lengths):  # a barrier
+            self._synchronise(call)
+            return
+        self._mesh.bytes_shared += own
+        for low in range(0, max(lengths), size):
+            slots = [byte_view(slot) for slot in self._slots[self._slot]]
+            if low < own:
+                part = views_between(outgoing, low, min(low + size, own))
+                copy_views(part, [slots[self._position]])
+            self._synchronise(call)
+            for position, (start, stop, views) in enumerate(wanted):
+                first, last = max(start, low), min(stop, low + size)
+                if first < last and position != self._position:
+                    copy_views(
+                        [slots[position][first - low : last - low]],
+                        views_between(views, first - start, last - start),
+                    )
+            self._slot = (self._slot + 1) % SLOTS
+
+    # --------------------------------------------------------- synchronisation
+
+    def _fence(self) -> None:
+        """Order all loads and stores before it with all after it; see the top of this file."""
+        self._release()
+        self._acquire()
+
+    def _synchronise(self, call: CollectiveCall) -> None:
+        """Return when all other ranks have posted as often as this one, this post included."""
+        self._await(call, self._post(call))
+
+    def _post(self, call: CollectiveCall) -> int:
+        """Tell the others that what this rank has written is there; the number of this post."""
+        words, page = self._words, self._page
+        self._count = count = self._count + 1
+        words[page + _SIGNATURES + count % SLOTS] = call.signature
+        self._fence()
+        words[page + _COUNTER] = count
+        self._fence()
+        for rank, peer in self._peers:
+            if words[peer + _WAITS_FOR] == self._waiting_for_me:
+                self._mesh.notify(rank)
+        return count
+
+    def _await(self, call: CollectiveCall, count: int) -> None:
+        """Return when all other ranks have made post `count`."""
+        words, signature = self._words, call.signature
+        for rank, peer in self._peers:
+            if words[peer + _COUNTER] < count:
+                if timeline.current.on:
+                    with timeline.current.span(self._mesh.track, "wait", {"for": rank}):
+                        self._wait_for(rank, peer + _COUNTER, count)
+                else:
+                    self._wait_for(rank, peer + _COUNTER, count)
+        self._fence()
+        which = _SIGNATURES + count % SLOTS
+        for _, peer in self._peers:
+            if words[peer + which] != signature:
+                self._mesh.mismatch()
+        self._completed = count
+
+    def _wait_for(self, rank: Rank, word: int, count: int) -> None:
+        words = self._words
+        until = time.perf_counter() + self._spin_s
+        while time.perf_counter() < until:
+            for _ in range(16):
+                if words[word] >= count:
+                    return
+        until += YIELD_S
+        while time.perf_counter() < until:
+            if words[word] >= count:
+                return
+            let_threads_run(0)
+            if not self._spin_s:
+                os.sched_yield()
+        waits_for = self._page + _WAITS_FOR
+        while True:
+            words[waits_for] = rank + 1
+            self._fence()
+            if words[word] >= count:
+                break
+            self._mesh.pause(lambda: self._missing(count))
+        words[waits_for] = 0
+
+    def _missing(self, count: int) -> Collection[Rank]:
+        return [rank for rank, peer in self._peers if self._words[peer + _COUNTER] < count]
+
+    # ----------------------------------------------------------------- endings
+
+    def fail(self) -> None:
+        self._words[self._page + _COUNTER] = self._completed
+
+    def close(self) -> None:
+        self._chunks_by_size.clear()
+        self._chunks.clear()
+        self._slots = []
+        self._words.release()
+        self._segment.close()
+
+
+def segment_bytes(ranks: int, slot_bytes: int) -> int:
+    """Bytes that the segment of a group needs."""
+    return ranks * (_PAGE_BYTES + SLOTS * slot_bytes)

@@ -1,0 +1,1 @@
+"""What programs written for other libraries expect to find here."""

@@ -1,0 +1,187 @@
+"""Few bits for each value, and one scale for each chunk of values."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from phalanx.collectives.communicator import Array, Communicator
+from phalanx.compression.base_compression import Merged, State
+from phalanx.compression.codec import Codec
+from phalanx.compression.flat import cut, fill
+from phalanx.errors import ConfigurationError
+
+CHUNK = 256
+"""Values that share a scale: 4 bytes for each 256 add 1.6 % to 8 bits, and one large value coarsens only its
+neighbours."""
+SCALE_BYTES = 4
+
+
+class _Quantised(Codec):
+    """Each value becomes the nearest of the whole multiples of its chunk's scale.
+
+    Each rank sums a part of the values for all: what the others send it, decoded. The sums are encoded once more on
+    their way back, so that what a rank sends does not grow with the number of ranks. What that loses is kept by the
+    rank that has summed, with what its own values have lost (Tang et al. 2019, DoubleSqueeze).
+    """
+
+    bits: ClassVar[int]
+    chunk: int
+
+    def __post_init__(self) -> None:
+        unit = 8 // math.gcd(8, self.bits)  # whole bytes
+        if self.chunk < 1 or self.chunk % unit:
+            raise ConfigurationError(
+                f"{type(self).__name__} got chunk={self.chunk}; it must be a number of values of at least 1"
+                f"{'' if unit == 1 else f' and a multiple of {unit}'}, for example {CHUNK}."
+            )
+
+    @classmethod
+    @abstractmethod
+    def _pack(cls, numbers: Array) -> Array:
+        """Whole numbers of shape (n,), int8, as bytes."""
+
+    @classmethod
+    @abstractmethod
+    def _unpack(cls, packed: Array) -> Array:
+        """The numbers again."""
+
+    def all_reduce(self, communicator: Communicator, arrays: Sequence[Array], state: State) -> Merged:
+        """See `Compression.all_reduce`: an all-to-all and an all-gather of codes."""
+        ranks, rank = communicator.world_size, communicator.rank  # others afterwards, if a member is lost
+        size = sum(array.size for array in arrays)
+        share = -(-size // (ranks * self.chunk)) * self.chunk
+        brought = np.zeros(ranks * share, np.float32)
+        fill(brought, arrays)
+        codes = self._rows(brought, ranks)
+        own = np.concatenate([self._values(code) for code in codes])
+        with np.errstate(all="ignore"):
+            total = np.zeros(share, np.float32)
+            for code in communicator.all_to_all(codes):
+                total += self._values(code)
+            (code,) = self._rows(total, 1)
+            merged = np.concatenate([self._values(part) for part in communicator.all_gather(code)])
+            mine = slice(rank * share, (rank + 1) * share)
+            own[mine] += merged[mine] - total
+        return Merged(cut(merged, arrays), cut(own, arrays), {})
+
+    def encode(self, array: Array) -> Sequence[Array]:
+        """See `Codec.encode`: the values, uint8, and the scales of shape (chunks,), float32."""
+        rows = np.zeros((-(-array.size // self.chunk), self.chunk), np.float32)
+        rows.reshape(-1)[: array.size] = array
+        largest = 2 ** (self.bits - 1) - 1
+        # NaN and infinities make the scale one too, and with it all that the chunk is decoded to.
+        scales = np.maximum(rows.max(axis=1), -rows.min(axis=1)) / np.float32(largest)
+        usable = np.isfinite(scales) & (scales > 0)
+        with np.errstate(all="ignore"):
+            rows /= np.where(usable, scales, 1)[:, None]
+            np.rint(rows, out=rows)
+            rows[~usable] = largest
+            return [self._pack(rows.astype(np.int8).reshape(-1)), scales]
+
+    def decode(self, parts: Sequence[Array], size: int) -> Array:
+        """See `Codec.decode`."""
+        packed, scales = parts
+        decoded = self._unpack(packed).reshape(scales.size, self.chunk).astype(np.float32)
+        with np.errstate(all="ignore"):
+            decoded *= scales[:, None]
+        return decoded.reshape(-1)[:size]
+
+    def _rows(self, values: Array, count: int) -> list[Array]:
+        """The codes of so many equal parts of whole chunks, each as bytes: its chunks' values, then their scales."""
+        numbers, scales = self.encode(values)
+        return [
+            np.concatenate([part, own.view(np.uint8)])
+            for part, own in zip(np.split(numbers, count), np.split(scales, count), strict=True)
+        ]
+
+    def _values(self, code: Array) -> Array:
+        """What one of `_rows` was made of, nearly."""
+        of_chunk = self.chunk * self.bits // 8
+        chunks = code.size // (of_chunk + SCALE_BYTES)
+        scales = code[chunks * of_chunk :].copy().view(np.float32)
+        return self.decode([code[: chunks * of_chunk], scales], chunks * self.chunk)
+
+
+@dataclass(frozen=True)
+class Int8(_Quantised):
+    """Each value becomes round(127 x / m), where m is the largest magnitude of its chunk: a quarter of the bytes.
+
+    Args:
+        chunk: how many values share a scale.
+    """
+
+    bits: ClassVar[int] = 8
+    chunk: int = CHUNK
+
+    @classmethod
+    def _pack(cls, numbers: Array) -> Array:
+        return numbers.view(np.uint8)
+
+    @classmethod
+    def _unpack(cls, packed: Array) -> Array:
+        return packed.view(np.int8)
+
+
+@dataclass(frozen=True)
+class Int6(_Quantised):
+    """Each value becomes round(31 x / m), where m is the largest magnitude of its chunk: 3/16 of the bytes.
+
+    Args:
+        chunk: how many values share a scale; a multiple of 4.
+    """
+
+    bits: ClassVar[int] = 6
+    chunk: int = CHUNK
+
+    @classmethod
+    def _pack(cls, numbers: Array) -> Array:
+        """Four to three bytes, the first one in the lowest bits."""
+        first, second, third, fourth = (numbers.view(np.uint8) & 0x3F).reshape(-1, 4).T
+        packed = np.empty((len(first), 3), np.uint8)
+        packed[:, 0] = first | (second << 6)
+        packed[:, 1] = (second >> 2) | (third << 4)
+        packed[:, 2] = (third >> 4) | (fourth << 2)
+        return packed.reshape(-1)
+
+    @classmethod
+    def _unpack(cls, packed: Array) -> Array:
+        low, middle, high = packed.reshape(-1, 3).T
+        numbers = np.empty((len(low), 4), np.uint8)
+        # Each in the upper bits of a byte, so that the shift back brings its sign along.
+        numbers[:, 0] = low << 2
+        numbers[:, 1] = ((low >> 6) | (middle << 2)) << 2
+        numbers[:, 2] = ((middle >> 4) | (high << 4)) << 2
+        numbers[:, 3] = high & 0xFC
+        return numbers.view(np.int8).reshape(-1) >> 2
+
+
+@dataclass(frozen=True)
+class Int4(_Quantised):
+    """Each value becomes round(7 x / m), where m is the largest magnitude of its chunk: an eighth of the bytes.
+
+    Args:
+        chunk: how many values share a scale; an even number.
+    """
+
+    bits: ClassVar[int] = 4
+    chunk: int = CHUNK
+
+    @classmethod
+    def _pack(cls, numbers: Array) -> Array:
+        """Two to a byte, the first one in the lower bits."""
+        low, high = numbers[::2].view(np.uint8), numbers[1::2].view(np.uint8)
+        packed: Array = (low & 0xF) | (high << 4)
+        return packed
+
+    @classmethod
+    def _unpack(cls, packed: Array) -> Array:
+        numbers = np.empty(2 * packed.size, np.int8)
+        numbers[::2] = (packed << 4).view(np.int8) >> 4
+        numbers[1::2] = packed.view(np.int8) >> 4
+        return numbers

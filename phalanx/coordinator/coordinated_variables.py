@@ -1,0 +1,244 @@
+"""The variables that servers train while functions are scheduled: declared by the coordinator, used by workers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import numpy as np
+from keras.src.backend.common.stateless_scope import in_stateless_scope
+
+from phalanx.coordinator.coordinator_messages import Begin
+from phalanx.coordinator.function_effects import untrained
+from phalanx.engines.tensors import Tensors
+from phalanx.errors import DisagreementError, PhalanxError, UnsupportedError
+from phalanx.keras_compat import hook
+from phalanx.training.parameter_server_worker import ParameterServerWorker
+from phalanx.training.remote_variables import RemoteVariables, checksum, to_host
+from phalanx.training.scope_registry import ScopedName, ScopeRegistry
+from phalanx.training.steps.parameter_server_step import ParameterServerMerge
+
+Array = np.ndarray[Any, Any]
+
+
+def _variables(made: ScopeRegistry, optimizer: Any) -> list[Any]:
+    """What is trained, in an order that is the same on every task: what the optimizer was built with, or else all
+    trainable variables of what was made in scopes."""
+    if optimizer is not None and optimizer.built:
+        return list(optimizer._trainable_variables)
+    found = {id(v): v for _, layer in made.layers() for v in layer.trainable_variables}
+    return list(found.values())
+
+
+def _served(worker: ParameterServerWorker, merge: ParameterServerMerge, optimizer: Any) -> RemoteVariables:
+    variables = _variables(worker.made, optimizer)
+    if optimizer is None:
+        optimizer = keras.optimizers.SGD(0.0)  # the servers only keep the values
+    if not optimizer.built:
+        optimizer.build(variables)
+    return RemoteVariables(worker, merge, optimizer, variables)
+
+
+class ChiefVariables:
+    """The coordinator's side. Used by the program's thread."""
+
+    def __init__(self, worker: ParameterServerWorker, trainers: int) -> None:
+        self._worker = worker
+        self._merge = ParameterServerMerge(worker, trainers)
+        self._served: RemoteVariables | None = None
+        self._optimizer: ScopedName | None = None
+        self._fit = -1
+        # Of what was put into the variables; None once functions may have made them stale.
+        self._pulled: list[int] | None = None
+
+    def begin(self, used: Collection[ScopedName]) -> Begin | None:
+        """Let the servers have what functions need; what the workers must hear of it, if it is new.
+
+        Nothing may be running if it is: `is_ready` says whether.
+
+        Args:
+            used: names that the next function refers to.
+        """
+        optimizer = self._choose(used)
+        found = None if optimizer is None else self._worker.made.find(optimizer)
+        if not _variables(self._worker.made, found):
+            if found is not None:
+                raise UnsupportedError(
+                    f"{type(found).__name__} has nothing to train: the models have no variables yet. Give them an "
+                    f"Input, or call build(), before the first schedule()."
+                )
+            return None
+        self._fit = self._worker.next_fit()
+        self._optimizer = optimizer
+        self._served = _served(self._worker, self._merge, found)
+        self._served.begin(self._fit)
+        self._pulled = None
+        return Begin(self._fit, optimizer)
+
+    def is_ready(self, used: Collection[ScopedName]) -> bool:
+        """Whether the servers have what the next function needs; tells them the learning rate, if they do."""
+        optimizer = self._choose(used)
+        if self._served is None and optimizer is None and not _variables(self._worker.made, None):
+            return True  # there is nothing to serve
+        if self._served is None or self._fit != self._worker.last_fit or optimizer != self._optimizer:
+            return False
+        if self._pulled is not None:
+            if self._pulled != self._checksums():
+                return False
+            self._pulled = None
+        self._served.tell_learning_rate()
+        return True
+
+    def pull(self, *, more_to_come: bool = False) -> None:
+        """Take the servers' newest values into the model and the optimizer.
+
+        Args:
+            more_to_come: functions that are scheduled already will change them.
+        """
+        if self._served is None or self._pulled is not None or self._fit != self._worker.last_fit:
+            return
+        if more_to_come:
+            self._served.tell_learning_rate()  # lest one that was set meanwhile be overwritten
+        self._served.assign(self._merge.pull())
+        if self._optimizer is not None:
+            self._served.pull_optimizer()
+        self._pulled = None if more_to_come else self._checksums()
+
+    def _checksums(self) -> list[int]:
+        assert self._served is not None
+        values = [to_host(v) for v in (*self._served.variables, *self._served.optimizer.variables)]
+        values += untrained(self._worker.made).values()
+        return [checksum(value) for value in values]
+
+    def _choose(self, used: Collection[ScopedName]) -> ScopedName | None:
+        """The optimizer that the servers run."""
+        made = self._worker.made
+        known = [name for name, _ in made.optimizers()]
+        if len(known) <= 1:
+            return known[0] if known else None
+        # A model that is compiled to be evaluated has one that is never used.
+        named = [name for name in known if name in used]
+        if not named:
+            compiled = [made.name_of(getattr(made.find(name), "optimizer", None)) for name in used]
+            named = [name for name in known if name in compiled]
+        named += [self._optimizer] if self._optimizer is not None and self._optimizer not in named else []
+        if len(named) > 1:
+            raise UnsupportedError(
+                f"Functions use several optimizers ({' and '.join(map(str, named))}); on parameter servers one "
+                f"optimizer trains all variables."
+            )
+        return named[0] if named else None
+
+
+class WorkerVariables:
+    """A worker's side. Used by the thread that runs functions.
+
+    Attributes:
+        failure: the error of the last exchange with the servers, which a compiled function would hide in its own.
+    """
+
+    def __init__(self, worker: ParameterServerWorker, trainers: int, tensors: Tensors) -> None:
+        self._worker = worker
+        self._trainers = trainers
+        self._tensors = tensors
+        self._merge = ParameterServerMerge(worker, trainers)
+        self._served: RemoteVariables | None = None
+        self._numbers: dict[int, int] = {}
+        self._assigned: Sequence[Array | None] | None = None
+        self.failure: PhalanxError | None = None
+        for _, optimizer in worker.made.optimizers():
+            hook.redirect(optimizer, self._refuse)
+
+    def begin(self, begin: Begin) -> None:
+        """The coordinator has declared the variables: compare, and take part. If it has declared others since, that is
+        told next, and no function runs before."""
+        optimizer = None
+        if begin.optimizer is not None:
+            optimizer = self._worker.made.find(begin.optimizer)
+            if optimizer is None:
+                raise DisagreementError(
+                    f"The coordinator trains with the optimizer {begin.optimizer}, which this task's program has not "
+                    f"made. Every task must run the same program."
+                )
+        self._served = _served(self._worker, self._merge, optimizer)
+        self._numbers = {id(v): number for number, v in enumerate(self._served.variables)}
+        self._assigned = None
+        if self._served.begin(begin.fit) is None:
+            self._served = None
+        elif optimizer is not None:
+            hook.redirect(optimizer, self._apply)
+
+    def pull(self) -> None:
+        """Before a function: the newest values."""
+        if self._served is not None:
+            with self._noting_failure():
+                values = self._merge.pull()
+            if self._merge.values is not self._assigned:
+                self._served.assign(values)
+                self._assigned = self._merge.values
+
+    def finish(self) -> None:
+        """After a function: wait until what it sent has been applied."""
+        if self._served is not None:
+            with self._noting_failure():
+                self._merge.flush()
+
+    def _apply(self, gradients: Any, variables: Any) -> None:
+        """In the place of the optimizer's `apply`: the servers update, and the new values come here."""
+        served = self._served
+        assert served is not None
+        complete = self._in_order(list(gradients), variables)
+        try:
+            values = self._tensors.call(self._update, complete)
+        except UnsupportedError as error:
+            raise UnsupportedError(
+                "optimizer.apply() was called inside a function that JAX compiles, which cannot wait for servers: "
+                "compute the gradients in the compiled function, and call optimizer.apply() outside of it."
+            ) from error
+        for variable, value in zip(served.variables, values, strict=True):
+            variable.assign(value)
+        if in_stateless_scope():
+            self._assigned = None  # the new values are only in what `stateless_apply` returns
+
+    def _in_order(self, gradients: list[Any], variables: Any) -> list[Any]:
+        """A gradient for each variable that the servers have, in their order and dtypes."""
+        assert self._served is not None
+        trained = self._served.variables
+        numbers = range(len(trained)) if variables is None else [self._numbers.get(id(v), -1) for v in variables]
+        if sorted(numbers) != list(range(len(trained))) or len(gradients) != len(trained):
+            raise UnsupportedError(
+                f"optimizer.apply() got {len(gradients)} gradients, not one for each of the {len(trained)} variables "
+                f"that the servers train. Create all variables before the ClusterCoordinator, and, if not all are to "
+                f"be trained, build the optimizer with those that are: optimizer.build(variables)."
+            )
+        ordered: list[Any] = [None] * len(trained)
+        for number, gradient in zip(numbers, gradients, strict=True):
+            variable = trained[number]
+            if gradient is None:
+                gradient = keras.ops.zeros(variable.shape, variable.dtype)
+            elif keras.backend.standardize_dtype(gradient.dtype) != variable.dtype:
+                gradient = keras.ops.cast(gradient, variable.dtype)
+            ordered[number] = gradient
+        return ordered
+
+    def _update(self, gradients: list[Array]) -> list[Array]:
+        with self._noting_failure():
+            values = self._merge.update(gradients)
+        self._assigned = self._merge.values
+        return values
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except PhalanxError as error:
+            self.failure = error
+            raise
+
+    def _refuse(self, gradients: Any, variables: Any) -> None:
+        raise UnsupportedError(
+            "This optimizer is not the one that the servers run: on parameter servers one optimizer trains all "
+            "variables, that which the first scheduled function used."
+        )

@@ -1,0 +1,165 @@
+"""What functions change on a worker besides the variables that servers train: metrics, and the state of layers.
+
+A worker counts each function's metrics from their initial state; what it counted is added at the coordinator, once
+for each function, however often it was run. The state of layers (moving averages of batch normalisation) is each
+worker's own; the coordinator takes that of the function which finished last.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from phalanx.engines.step_layout import WEIGHT_OF_AGGREGATION, MergeWeight
+from phalanx.training.remote_variables import to_host
+from phalanx.training.scope_registry import ScopedName, ScopeRegistry
+
+logger = logging.getLogger(__name__)
+
+Array = np.ndarray[Any, Any]
+Place = tuple[ScopedName, int]
+"""The object made in scope, and which of its variables."""
+
+
+class FunctionEffects(NamedTuple):
+    """What one function has changed.
+
+    Attributes:
+        counted: to be added to metrics.
+        replaced: new values, of metrics that are no sums and of layers.
+    """
+
+    counted: dict[Place, Array]
+    replaced: dict[Place, Array]
+
+
+def _metric_variables(made: ScopeRegistry) -> Iterator[tuple[Place, Any, Any]]:
+    """Each variable of the metrics once, though a metric may contain others: its place, itself, its metric."""
+    seen: set[int] = set()
+    for name, metric in made.metrics():
+        for index, variable in enumerate(metric.variables):
+            if id(variable) not in seen:
+                seen.add(id(variable))
+                yield (name, index), variable, metric
+
+
+def _layer_variables(made: ScopeRegistry) -> dict[Place, Any]:
+    """The state of layers that is not trained, but for that of random generators, which is each worker's own."""
+    return {
+        (name, index): variable
+        for name, layer in made.layers()
+        for index, variable in enumerate(layer._non_trainable_variables)
+        if all(variable is not generator.state for generator in layer._seed_generators)
+    }
+
+
+def frozen_weights(made: ScopeRegistry) -> dict[Place, Any]:
+    """The weights of layers that are not trained; only the coordinator's program changes them."""
+    return {
+        (name, -1 - index): variable
+        for name, layer in made.layers()
+        for index, variable in enumerate(layer._trainable_variables)
+        if not variable.trainable
+    }
+
+
+def layer_state(made: ScopeRegistry) -> dict[Place, Array]:
+    """The present values of the layers' state."""
+    return _values(_layer_variables(made))
+
+
+def untrained(made: ScopeRegistry) -> dict[Place, Array]:
+    """The present values of all that layers have and servers do not train."""
+    return _values(frozen_weights(made) | _layer_variables(made))
+
+
+def set_untrained(made: ScopeRegistry, values: Mapping[Place, Array]) -> None:
+    """Give the layers what another task's have."""
+    for place, variable in (frozen_weights(made) | _layer_variables(made)).items():
+        if place in values:
+            variable.assign(values[place])
+
+
+def _values(variables: Mapping[Place, Any]) -> dict[Place, Array]:
+    return {place: np.array(to_host(variable)) for place, variable in variables.items()}
+
+
+class EffectRecorder:
+    """On a worker: what the function that runs now changes."""
+
+    def __init__(self, made: ScopeRegistry) -> None:
+        self._made = made
+        self._initial: dict[Place, Array] = {}
+        self._touched: dict[int, Any] = {}
+        self._state: dict[Place, Array] = {}
+        self._collected = True
+
+    def start(self) -> None:
+        """A function begins."""
+        if not self._collected:  # the last one has failed
+            self._touched = {id(metric): metric for _, metric in self._made.metrics()}
+        for metric in self._touched.values():
+            metric.reset_state()
+        self._touched.clear()
+        self._collected = False
+        for place, variable, metric in _metric_variables(self._made):
+            if place not in self._initial:
+                metric.reset_state()
+                self._initial[place] = np.array(to_host(variable))
+        self._state = layer_state(self._made)
+
+    def collect(self) -> FunctionEffects:
+        """What the function changed."""
+        self._collected = True
+        changes = FunctionEffects({}, {})
+        for place, variable, metric in _metric_variables(self._made):
+            value, initial = to_host(variable), self._initial.get(place)
+            if initial is None:  # the function has built the metric
+                initial = self._initial[place] = np.zeros_like(value)
+            if np.array_equal(value, initial):
+                continue
+            self._touched[id(metric)] = metric
+            if WEIGHT_OF_AGGREGATION[variable.aggregation] is MergeWeight.ONE:
+                changes.counted[place] = value - initial
+            else:
+                changes.replaced[place] = np.array(value)
+        for place, value in layer_state(self._made).items():
+            if not np.array_equal(value, self._state.get(place, ())):
+                changes.replaced[place] = value
+        return changes
+
+
+class EffectAccumulator:
+    """At the coordinator: what all functions have changed and is not in the variables yet. One thread at a time."""
+
+    def __init__(self, made: ScopeRegistry) -> None:
+        self._made = made
+        self._sum = FunctionEffects({}, {})
+        self._unknown: set[ScopedName] = set()
+
+    def add(self, changes: FunctionEffects) -> None:
+        for place, counted in changes.counted.items():
+            before = self._sum.counted.get(place)
+            self._sum.counted[place] = counted if before is None else before + counted
+        self._sum.replaced.update(changes.replaced)
+
+    def settle(self) -> None:
+        """Put it into the variables of this task."""
+        (counted, replaced), self._sum = self._sum, FunctionEffects({}, {})
+        variables = {place: variable for place, variable, _ in _metric_variables(self._made)}
+        for place, increment in counted.items():
+            if place in variables:
+                variables[place].assign(to_host(variables[place]) + increment)
+            elif place[0] not in self._unknown:
+                self._unknown.add(place[0])
+                logger.warning(
+                    "What workers counted in metric %s is left out: it has no such variable here. Build it before.",
+                    place[0],
+                )
+        variables |= _layer_variables(self._made)
+        for place, value in replaced.items():
+            if place in variables:
+                variables[place].assign(value)

@@ -1,0 +1,184 @@
+"""How functions, arguments and results travel: pickled, with references to what every task has.
+
+What the program made in the strategy's scope is on every task, because all run the same program; so a Keras model, an
+optimizer, a metric, any layer, their variables, the strategy and the coordinator travel as names. Tensors travel as
+host arrays. Everything else travels by value (cloudpickle: also functions and classes of the main program).
+"""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import pickle
+from collections.abc import Mapping
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import Any, Protocol
+
+import keras
+
+from phalanx.engines.tensors import Tensors
+from phalanx.errors import PhalanxError, UnsupportedError
+from phalanx.runtime.pickling import Pickler
+from phalanx.training.scope_registry import KINDS, ScopedName, ScopeRegistry
+
+# Most of what a pickle is made of, so that little time is lost by asking whether it travels as a reference.
+_ALWAYS_BY_VALUE = frozenset(
+    {
+        *(str, bytes, int, float, bool, type(None), tuple, list, dict, set, frozenset, type),
+        *(FunctionType, BuiltinFunctionType, CodeType, ModuleType),
+    }
+)
+
+
+class Loader(Protocol):
+    """Finds what a reference refers to."""
+
+    def __call__(self, reference: tuple[Any, ...]) -> Any: ...
+
+
+class References:
+    """What travels as a reference from this task, or to it.
+
+    Args:
+        fixed: things that every task has, by name.
+        made: what the program made in scopes.
+        tensors: of this task's backend.
+    """
+
+    def __init__(self, fixed: Mapping[str, Any], made: ScopeRegistry, tensors: Tensors) -> None:
+        self._fixed = dict(fixed)
+        self._made = made
+        self._tensors = tensors
+        self._owners: dict[int, tuple[ScopedName, int]] = {}
+
+    def refer(self, thing: Any) -> tuple[Any, ...] | None:
+        """The reference that travels in a thing's place; None if it travels by value."""
+        if type(thing) in _ALWAYS_BY_VALUE:
+            return None
+        for role, fixed in self._fixed.items():
+            if thing is fixed:
+                return "fixed", role
+        if isinstance(thing, KINDS):
+            return "made", *self._name(thing)
+        if isinstance(thing, keras.Variable):
+            name, index = self._owner(thing)
+            return "variable", *name, index
+        return self._other(thing)
+
+    def _other(self, thing: Any) -> tuple[Any, ...] | None:
+        if not keras.ops.is_tensor(thing) or self._tensors.reduce(thing) is not NotImplemented:
+            return None  # ragged and sparse ones are taken apart
+        if hasattr(thing, "assign_add"):
+            raise UnsupportedError(
+                f"A {type(thing).__name__} that is no Keras variable would be a copy of its own on each worker. Use "
+                f"a weight of a layer or a metric that is made in strategy.scope()."
+            )
+        return "tensor", keras.ops.convert_to_numpy(thing)
+
+    def load(self, reference: tuple[Any, ...]) -> Any:
+        """What a reference refers to here."""
+        kind, *rest = reference
+        if kind == "fixed":
+            return self._fixed[rest[0]]
+        if kind == "tensor":
+            return self._tensors.from_host(rest[0])
+        name = ScopedName(*rest[:2])
+        found = self._made.find(name)
+        if found is None:
+            raise _not_made(f"{name}")
+        if kind == "made":
+            return found
+        variables = found.variables
+        if rest[2] >= len(variables):
+            raise UnsupportedError(f"Variable {rest[2]} of {name} does not exist on this task: build it before.")
+        return variables[rest[2]]
+
+    def load_on_host(self, reference: tuple[Any, ...]) -> Any:
+        """As `load`, but tensors stay arrays."""
+        if reference[0] != "tensor":
+            return self.load(reference)
+        array = reference[1]
+        return array if array.ndim else array[()]
+
+    def reduce(self, thing: Any) -> Any:
+        """How a thing is taken apart that pickle cannot, or not well; as `__reduce_ex__` says it."""
+        if isinstance(thing, keras.losses.Loss):
+            # Keras would write a file, and wants classes of the program to be registered.
+            return copyreg.__newobj__, (type(thing),), vars(thing)  # type: ignore[attr-defined]
+        return self._tensors.reduce(thing)
+
+    def _name(self, thing: Any) -> ScopedName:
+        name = self._made.name_of(thing)
+        if name is None or self._made.find(name) is not thing:
+            raise _not_made(f"The {type(thing).__name__} {getattr(thing, 'name', '')!r}")
+        return name
+
+    def _owner(self, variable: Any) -> tuple[ScopedName, int]:
+        """The thing made in scope whose variable it is, and which of them."""
+        if id(variable) not in self._owners:
+            self._owners = {}
+            for name, made in (*self._made.layers(), *self._made.optimizers(), *self._made.metrics()):
+                for index, own in enumerate(made.variables):
+                    self._owners.setdefault(id(own), (name, index))
+        if id(variable) not in self._owners:
+            raise _not_made(f"What the variable {variable.path!r} belongs to")
+        return self._owners[id(variable)]
+
+
+def _not_made(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{what} was not made in strategy.scope() before the ClusterCoordinator, so not every task has it. Make "
+        f"layers, models, optimizers and metrics there, and alike on all tasks."
+    )
+
+
+def pack(thing: Any, references: References, what: str) -> bytes:
+    """The pickle of a thing.
+
+    Args:
+        what: names it in errors.
+
+    Raises: UnsupportedError if it cannot travel.
+    """
+    file = io.BytesIO()
+    try:
+        _Pickler(file, references).dump(thing)
+    except PhalanxError as error:
+        raise type(error)(f"{what} cannot travel: {error}") from error
+    except Exception as error:  # whatever the pickling code of some class raises
+        raise UnsupportedError(
+            f"{what} cannot travel to another task: {str(error).rstrip('.')}. Make such things inside the function, or "
+            f"with create_per_worker_values."
+        ) from error
+    return file.getvalue()
+
+
+def unpack(data: bytes | memoryview, load: Loader) -> Any:
+    """The thing that was packed.
+
+    Args:
+        load: `References.load`, or `load_on_host`.
+    """
+    return _Unpickler(io.BytesIO(data), load).load()
+
+
+class _Pickler(Pickler):
+    def __init__(self, file: io.BytesIO, references: References) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._references = references
+
+    def persistent_id(self, thing: Any) -> tuple[Any, ...] | None:
+        return self._references.refer(thing)
+
+    def reducer_override(self, thing: Any) -> Any:
+        reduced = self._references.reduce(thing)
+        return super().reducer_override(thing) if reduced is NotImplemented else reduced
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, load: Loader) -> None:
+        super().__init__(file)
+        self._load = load
+
+    def persistent_load(self, reference: tuple[Any, ...]) -> Any:
+        return self._load(reference)

@@ -1,0 +1,132 @@
+"""What travels from the coordinator as a reference, besides what every task has: results, workers' own values, and
+large arrays that functions refer to, which are sent to each worker once."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import numpy as np
+
+from phalanx.coordinator.change_detection import Trace, same, trace
+from phalanx.coordinator.function_pickling import References, pack
+from phalanx.coordinator.remote_values import PerWorkerValues, RemoteValue
+from phalanx.engines.tensors import Tensors
+from phalanx.training.scope_registry import KINDS, ScopedName, ScopeRegistry
+
+KEPT_BYTES = 1 << 16
+"""Arrays of 64 KiB and more are sent to each worker once. Smaller ones cost less than the account of them."""
+PICKLES_KEPT = 16
+"""Of functions, those used last: a program schedules few, many times."""
+
+
+@dataclass
+class NotedReference:
+    """What a pickle refers to.
+
+    Attributes:
+        names: of what was made in scopes.
+        results: of functions, by number.
+        own: values of the workers' own, which must live until the pickle has been read.
+        kept: large arrays, by number.
+    """
+
+    names: set[ScopedName] = field(default_factory=set)
+    results: dict[int, RemoteValue] = field(default_factory=dict)
+    own: list[PerWorkerValues] = field(default_factory=list)
+    kept: dict[int, Any] = field(default_factory=dict)
+
+
+class OutgoingReferences(References):
+    """References from the coordinator. One thread at a time may pack with it; any may load."""
+
+    def __init__(self, fixed: Mapping[str, Any], made: ScopeRegistry, tensors: Tensors) -> None:
+        super().__init__(fixed, made, tensors)
+        self._by_value = References(fixed, made, tensors)
+        self._noted = NotedReference()
+        self._keeps = False
+        self._kept: dict[int, tuple[int, weakref.ref[Any]]] = {}  # by id
+        self._functions: dict[int, tuple[Trace, bytes, NotedReference]] = {}  # by id; the traces keep the functions
+        self.numbers = itertools.count()
+        # Numbers to which nobody refers any more; filled by the garbage collector, whenever that comes by.
+        self.forgotten: deque[int] = deque()
+
+    @contextmanager
+    def noting(self, *, keeps: bool) -> Iterator[NotedReference]:
+        """What is packed meanwhile is noted.
+
+        Args:
+            keeps: whether large arrays are references; they are taken to be constant then.
+        """
+        self._noted, self._keeps = NotedReference(), keeps
+        try:
+            yield self._noted
+        finally:
+            self._noted, self._keeps = NotedReference(), False
+
+    def pack_function(self, function: Any, what: str) -> tuple[bytes, NotedReference]:
+        """The pickle of a function, made anew only if something has changed; and what it refers to."""
+        with self.noting(keeps=True):
+            now = trace(function, self._is_constant, lambda thing: pack(thing, self, what))
+        known = self._functions.pop(id(function), None)
+        if known is None or not same(known[0], now):
+            with self.noting(keeps=True) as noted:
+                known = now, pack(function, self, what), noted
+        self._functions[id(function)] = known  # the one used last at the end
+        if len(self._functions) > PICKLES_KEPT:
+            del self._functions[next(iter(self._functions))]
+        return known[1:]
+
+    def _is_constant(self, thing: Any) -> bool:
+        if isinstance(thing, (*KINDS, keras.Variable, RemoteValue, PerWorkerValues)) or _is_large(thing):
+            return True
+        return any(thing is fixed for fixed in self._fixed.values())
+
+    def pack_kept(self, thing: Any) -> bytes:
+        """The pickle of a large array; any thread may ask."""
+        return pack(thing, self._by_value, "A large array")
+
+    def number(self, thing: Any) -> int:
+        """A number for a thing, which is forgotten with it."""
+        number = next(self.numbers)
+        weakref.finalize(thing, self.forgotten.append, number)
+        return number
+
+    def _other(self, thing: Any) -> tuple[Any, ...] | None:
+        if isinstance(thing, RemoteValue):
+            self._noted.results[thing.number] = thing
+            return "result", thing.number
+        if isinstance(thing, PerWorkerValues):
+            self._noted.own.append(thing)
+            return "own", thing.number
+        if self._keeps and _is_large(thing):
+            number = self._keep(thing)
+            self._noted.kept[number] = thing
+            return "kept", number
+        return super()._other(thing)
+
+    def _name(self, thing: Any) -> ScopedName:
+        name = super()._name(thing)
+        self._noted.names.add(name)
+        return name
+
+    def _keep(self, thing: Any) -> int:
+        known = self._kept.get(id(thing))
+        if known is not None and known[1]() is thing:
+            return known[0]
+        self._kept = {key: entry for key, entry in self._kept.items() if entry[1]() is not None}
+        number = self.number(thing)
+        self._kept[id(thing)] = number, weakref.ref(thing)
+        return number
+
+
+def _is_large(thing: Any) -> bool:
+    if isinstance(thing, np.ndarray):
+        return thing.nbytes >= KEPT_BYTES and not thing.dtype.hasobject
+    return keras.ops.is_tensor(thing) and int(getattr(thing, "nbytes", 0)) >= KEPT_BYTES

@@ -1,0 +1,228 @@
+"""Arrays in memory: every rank indexes only its own rows of each global batch.
+
+This is the path of most programs and runs once in each step, so it does next to nothing: without shuffling
+a batch is a view of the arrays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from phalanx.arrays import allocation
+from phalanx.arrays.tree import leaves, map_leaves
+from phalanx.data.batch_split import LocalShare, local_range
+from phalanx.data.elements import Array, describe, to_numpy
+from phalanx.data.sharding_policy import AutoShardPolicy
+from phalanx.data.shuffling import Shuffling
+from phalanx.data.source import RandomAccessSource
+from phalanx.errors import ConfigurationError
+from phalanx.keras_compat import data_adapters
+
+ALIGNED_FROM_BYTES = 128 * 1024
+"""Smaller batches are copied sooner than an aligned block is made."""
+
+
+class _Converted:
+    """Rows of something that is not an array in memory (sparse, ragged), made dense batch by batch."""
+
+    def __init__(self, sliceable: Any):
+        self._sliceable = sliceable
+        row = self[slice(0, 1)]
+        self.shape = row.shape
+        self.dtype = row.dtype
+
+    def __getitem__(self, rows: Any) -> Array:
+        return np.asarray(to_numpy(self._sliceable[rows]))
+
+    def take(self, rows: Array, axis: int = 0) -> Array:
+        return self[rows]
+
+
+def _indexable(sliceable: Any) -> Any:
+    """What the hot loop indexes: a plain array wherever the data is one, found once instead of per batch."""
+    array = sliceable.array
+    kind = type(sliceable).__name__
+    if "Sparse" in kind or "Ragged" in kind:
+        return _Converted(sliceable)
+    if kind.startswith("Pandas"):
+        return np.ascontiguousarray(sliceable.convert_to_numpy(array))
+    return np.asarray(to_numpy(array))
+
+
+def _gathered(array: Any, rows: Array) -> Array:
+    """These rows of an array, which has them. A large batch lies where a backend need not copy it once more."""
+    size = len(rows) * array.dtype.itemsize * math.prod(array.shape[1:])
+    if size < ALIGNED_FROM_BYTES or array.dtype.kind not in "biuf" or isinstance(array, _Converted):
+        gathered: Array = array.take(rows, axis=0)
+        return gathered
+    block = allocation.aligned((len(rows), *array.shape[1:]), array.dtype)
+    # "clip" does not change any number; "raise" would gather into another buffer first.
+    array.take(rows, axis=0, out=block, mode="clip")
+    return block
+
+
+SAMPLED_ROWS, SAMPLED_COLUMNS = 16, 8
+
+
+def sampled_rows(samples: int) -> Array:
+    """The numbers of a few samples from all over, shape (SAMPLED_ROWS,)."""
+    return np.linspace(0, samples - 1, SAMPLED_ROWS).astype(np.int64)
+
+
+def numbers_of(taken: Sequence[Array]) -> Array:
+    """A few numbers of such samples, shape (n,), float64, by which the ranks' data are compared.
+
+    Args:
+        taken: arrays of SAMPLED_ROWS rows; of dtypes other than numbers nothing is compared.
+    """
+    numbers = [np.zeros(0)]
+    for values in taken:
+        if values.size and values.dtype.kind in "biuf":
+            rows = values.reshape(len(values), -1)
+            columns = np.linspace(0, rows.shape[1] - 1, SAMPLED_COLUMNS).astype(np.int64)
+            numbers.append(rows[:, columns].astype(np.float64).ravel())
+    return np.concatenate(numbers)
+
+
+class ArraySource(RandomAccessSource):
+    """Arrays of equal length, cut into global batches of `batch_size`.
+
+    Args:
+        shuffle: True: all rows, in an order of its own for each pass. "batch": rows within each batch only.
+        shuffling: how the orders of the passes are agreed on. None: they follow from `seed` and the pass.
+    """
+
+    kind = "arrays"
+    policy = AutoShardPolicy.DATA
+    reason = "each replica indexes only its own rows"
+    uniform = True
+    checked = False
+    endless = False
+    reads_ahead = True
+    by_number = True
+
+    def __init__(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        *,
+        batch_size: int | None,
+        steps_per_epoch: int | None,
+        shuffle: bool | str,
+        class_weight: dict[int, float] | None,
+        rank: int,
+        world_size: int,
+        seed: int,
+        shuffling: Shuffling | None = None,
+    ):
+        if batch_size is not None and batch_size < 1:
+            raise ConfigurationError(f"batch_size must be at least 1; got {batch_size}.")
+        sliceables, self._samples, self._batch_size = data_adapters.standardize_arrays(
+            x,
+            y,
+            sample_weight,
+            batch_size=batch_size,
+            steps_per_epoch=steps_per_epoch,
+            class_weight=class_weight,
+        )
+        if self._samples == 0:
+            raise ConfigurationError("The input is empty: x holds 0 samples. Expected at least one.")
+        self._data = map_leaves(_indexable, sliceables)
+        self._shuffle = shuffle
+        self._rank = rank
+        self._world_size = world_size
+        self._seed = seed
+        self._shuffling = shuffling
+        self._own_orders: Iterator[Array] | None = None
+        self.num_batches: int | None = -(-self._samples // self._batch_size)
+        self.signature = (
+            f"{self._samples} samples of {describe(self._data)} in global batches of {self._batch_size}, "
+            f"shuffle={shuffle}"
+        )
+
+    @property
+    def sample(self) -> Array:
+        """A few numbers from all over the data, shape (n,), float64: the ranks' must be about the same."""
+        rows = sampled_rows(self._samples)
+        return numbers_of([np.asarray(leaf[rows]) for leaf in leaves(self._data)])
+
+    @property
+    def samples(self) -> int:
+        """How many there are in a pass."""
+        return self._samples
+
+    def rows(self, key: int, batch: int) -> Array:
+        """The numbers of the samples of a global batch, in the order of its rows."""
+        first = batch * self._batch_size
+        stop = min(first + self._batch_size, self._samples)
+        return self._permutation(key)[first:stop] if self._shuffle else np.arange(first, stop)
+
+    def read(self, key: int, start: int, stop: int | None) -> Iterator[LocalShare]:
+        assert stop is not None, "the length of arrays is known"
+        return self._slices(self._permutation(key) if self._shuffle else None, start, stop)
+
+    def peek(self, *, restart: bool = False) -> LocalShare:
+        return next(self._slices(None, 0, 1))
+
+    def _slices(self, order: Array | None, start: int, stop: int) -> Iterator[LocalShare]:
+        data, rank, world_size = self._data, self._rank, self._world_size
+        batch_size, samples = self._batch_size, self._samples
+        for first in range(start * batch_size, stop * batch_size, batch_size):
+            global_size = min(batch_size, samples - first)
+            low, high = local_range(global_size, rank, world_size)
+            size = high - low
+            # An empty share is stood in for by the batch's first row.
+            rows = slice(first + low, first + high) if size else slice(first, first + 1)
+            if order is None:
+                part = map_leaves(lambda array, rows=rows: array[rows], data)  # type: ignore[misc]
+            else:
+                indices = order[rows]
+                part = map_leaves(lambda array, i=indices: _gathered(array, i), data)  # type: ignore[misc]
+            yield LocalShare(part, size, global_size, None)
+
+    def on_epoch_begin(self) -> None:
+        pass
+
+    def on_epoch_end(self) -> None:
+        pass
+
+    def shares(self, world_size: int) -> list[str]:
+        full = min(self._batch_size, self._samples)
+        order = "in an order shuffled alike on every rank" if self._shuffle else "in order"
+        phrases = []
+        for rank in range(world_size):
+            low, high = local_range(full, rank, world_size)
+            phrases.append(
+                f"indexes samples {low} to {high - 1} of each {full} of the {self._samples}, {order}"
+                if high > low
+                else f"gets nothing: the global batch of {full} is smaller than the {world_size} replicas"
+            )
+        return phrases
+
+    def _permutation(self, key: int) -> Array:
+        order: Array = self._order_of(key, self._new_order)
+        return order
+
+    def _new_order(self, key: int) -> Array:
+        if self._shuffling is not None:
+            return self._agreed(self._shuffling)
+        random = np.random.default_rng([self._seed, key])
+        if self._shuffle == "batch":
+            # Sorting batch number + a fraction shuffles each batch in itself, all batches at once.
+            return np.argsort(
+                np.arange(self._samples) // self._batch_size + random.random(self._samples), kind="stable"
+            )
+        return random.permutation(self._samples)
+
+    def _agreed(self, shuffling: Shuffling) -> Array:
+        if self._own_orders is None:
+            self._own_orders = data_adapters.shuffled_orders(
+                self._samples, self._batch_size, self._shuffle, peeked=shuffling.peeked()
+            )
+        # Every process draws, so that what a seeded program draws after it is the same everywhere.
+        return shuffling.told(next(self._own_orders).astype(np.int64))

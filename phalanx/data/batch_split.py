@@ -1,0 +1,137 @@
+"""How one global batch becomes one local batch per rank."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from phalanx.arrays.tree import leaves, map_leaves
+from phalanx.data.elements import Array, unpack
+from phalanx.errors import ConfigurationError
+
+FINGERPRINT_BYTES = 4096
+"""How much of an array a fingerprint reads: enough to tell two orders of the same data apart, and one
+or two microseconds of work."""
+
+
+class LocalShare(NamedTuple):
+    """One rank's part of one element of a source, in the element's own structure.
+
+    Attributes:
+        data: the part; where `size` is 0, one sample as a stand-in.
+        size: number of samples in the part.
+        global_size: number of samples over all ranks; None for per-rank pipelines.
+        fingerprint: of the whole element; equal on all ranks where they read the same data in the same
+            order. None where there is nothing to compare.
+    """
+
+    data: Any
+    size: int
+    global_size: int | None
+    fingerprint: int | None
+
+
+def local_range(global_size: int, rank: int, world_size: int) -> tuple[int, int]:
+    """The rows `start:stop` of a global batch that belong to a rank.
+
+    The ranks' ranges are contiguous, in rank order and cover the batch. Their sizes differ by at most
+    one; the first ranks have the larger ones. A batch smaller than the world leaves the last ranks empty.
+
+    >>> [local_range(7, rank, 3) for rank in range(3)]
+    [(0, 3), (3, 5), (5, 7)]
+    """
+    base, extra = divmod(global_size, world_size)
+    start = rank * base + min(rank, extra)
+    return start, start + base + (rank < extra)
+
+
+def batch_size_of(element: Any, source: str) -> int:
+    """The number of samples in an element of a source.
+
+    Raises: ConfigurationError where its arrays are scalars, none at all, or of different lengths.
+    """
+    arrays = leaves(element)
+    if not arrays:
+        raise ConfigurationError(f"{source} yielded a batch without any array: {element!r}.")
+    sizes = []
+    for array in arrays:
+        if array.ndim == 0:
+            raise ConfigurationError(
+                f"{source} yielded a scalar ({array!r}) where a batch was expected, an array whose first "
+                "dimension counts the samples. Call `.batch(batch_size)` on the dataset, or yield arrays; "
+                "batch_size is the global batch size, over all replicas."
+            )
+        sizes.append(int(array.shape[0]))
+    if min(sizes) != max(sizes):
+        raise ConfigurationError(
+            f"{source} yielded a batch whose arrays hold different numbers of samples: {sizes}. "
+            "Make sure all arrays contain the same number of samples, and that it is batches that come (of a dataset, "
+            "after `.batch(batch_size)`)."
+        )
+    return sizes[0]
+
+
+def stand_in(element: Any) -> Any:
+    """One sample with an element's shapes and dtypes, for a rank without a share; zeros if it has none."""
+
+    def one(array: Array) -> Array:
+        return array[:1] if len(array) else np.zeros((1, *array.shape[1:]), array.dtype)
+
+    return map_leaves(one, element)
+
+
+def cut(element: Any, rank: int, world_size: int, source: str) -> LocalShare:
+    """A rank's share of an element that all ranks hold in full; arrays of the result are views."""
+    global_size = batch_size_of(element, source)
+    if global_size == 0:
+        raise ConfigurationError(
+            f"{source} yielded a batch of 0 samples, which has no loss. Drop empty batches where they arise."
+        )
+    if world_size == 1:
+        return LocalShare(element, global_size, global_size, None)
+    fingerprint = fingerprint_of(element)
+    start, stop = local_range(global_size, rank, world_size)
+    if start == stop:
+        return LocalShare(stand_in(element), 0, global_size, fingerprint)
+    return LocalShare(map_leaves(lambda array: array[start:stop], element), stop - start, global_size, fingerprint)
+
+
+def whole(element: Any, source: str) -> LocalShare:
+    """An element of a per-rank pipeline: all of it belongs to this rank, and only the ranks know the sum."""
+    size = batch_size_of(element, source)
+    return LocalShare(element if size else stand_in(element), size, None, None)
+
+
+def fingerprint_of(element: Any) -> int:
+    """A checksum that differs between ranks if they do not read the same data in the same order.
+
+    It is taken over the targets where they tell anything, because augmentation, which may differ between
+    ranks without harm, leaves them alone; else over the first array.
+    """
+    _, (x, y, _) = unpack(element)
+    for part in (y, x):
+        arrays = leaves(part)
+        if arrays and (part is x or _tells(arrays[0])):
+            return checksum(arrays[0])
+    return 0
+
+
+def checksum(array: Array) -> int:
+    """CRC-32 over an array's length and its first FINGERPRINT_BYTES bytes."""
+    length = len(array).to_bytes(8, "little")
+    if array.dtype.hasobject:
+        return zlib.crc32(repr(array[:64].tolist()).encode(), zlib.crc32(length))
+    return zlib.crc32(_head(array), zlib.crc32(length))
+
+
+def _head(array: Array) -> bytes:
+    row_bytes = array.nbytes // len(array) if len(array) else 0
+    rows = len(array) if row_bytes == 0 else max(1, FINGERPRINT_BYTES // row_bytes)
+    return array[:rows].tobytes()[:FINGERPRINT_BYTES]
+
+
+def _tells(array: Array) -> bool:
+    """Whether an array's rows differ, so that another order would show."""
+    return len(array) > 1 and not array.dtype.hasobject and bool((array[1:64] != array[0]).any())

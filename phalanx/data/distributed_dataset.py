@@ -1,0 +1,297 @@
+"""The datasets of custom training loops: `strategy.experimental_distribute_dataset` and its sibling."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from phalanx.arrays.tree import leaves, map_leaves
+from phalanx.data.batch_split import LocalShare, stand_in
+from phalanx.data.sharded_input import ShardedInput
+from phalanx.data.sharding_policy import AutoShardPolicy, InputContext, InputOptions
+from phalanx.data.source import Source
+from phalanx.data.source_registry import make_source
+from phalanx.errors import ConfigurationError, UnsupportedError
+
+INFINITE_CARDINALITY = -1
+UNKNOWN_CARDINALITY = -2
+
+
+class PerRankSource:
+    """A source of which every element belongs to this rank alone, as its input function made it."""
+
+    policy = AutoShardPolicy.OFF
+    reason = "distribute_datasets_from_function: each replica reads what its function returned"
+    uniform = False
+    checked = False
+    draws = False
+
+    def __init__(self, source: Source):
+        self._source = source
+        self.kind = source.kind
+        self.endless = source.endless
+        self.reads_ahead = source.reads_ahead
+        self.by_number = source.by_number
+        self.signature = "a dataset of each rank's own"
+
+    @property
+    def num_batches(self) -> int | None:
+        return self._source.num_batches
+
+    @property
+    def taken(self) -> int:
+        return self._source.taken
+
+    def read(self, key: int, start: int, stop: int | None) -> Iterator[LocalShare]:
+        return map(_own, self._source.read(key, start, stop))
+
+    def peek(self, *, restart: bool = False) -> LocalShare:
+        return _own(self._source.peek(restart=restart))
+
+    def on_epoch_begin(self) -> None:
+        self._source.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        self._source.on_epoch_end()
+
+    def regroup(self, rank: int, world_size: int) -> None:
+        pass  # it reads what its function gave it, whoever else there is
+
+    def repeat(self) -> None:
+        self._source.repeat()
+
+    def skip(self, key: int, count: int) -> None:
+        self._source.skip(key, count)
+
+    def remember(self, *, on: bool) -> None:
+        self._source.remember(on=on)
+
+    def rewind(self) -> None:
+        self._source.rewind()
+
+    def shares(self, world_size: int) -> list[str]:
+        return [f"reads all of the {self.kind} that its own function returned" for _ in range(world_size)]
+
+
+def _own(share: LocalShare) -> LocalShare:
+    return share._replace(global_size=None, fingerprint=None)
+
+
+class DistributedDataset:
+    """This rank's local batches of a dataset, for a custom training loop or for `model.fit`.
+
+    Each iteration is an epoch. Elements have the dataset's own structure; a rank for which a batch has no
+    sample gets arrays of length 0, as in `tf.distribute`, so a loss must be a sum over samples divided by
+    the global batch size, not a local mean. So does a rank whose own data (files, a pipeline of its own) have ended
+    before the others': all ranks must iterate such a dataset, and make as many steps.
+
+    Args:
+        source: the dataset seen from this rank.
+        convert: makes a tensor of the backend from each NumPy array.
+        element_spec: of a tf.data.Dataset, with the batch dimension open; None for other datasets.
+        any_rank: tells whether something is true on at least one rank; every rank calls it.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        rank: int,
+        world_size: int,
+        convert: Callable[[Any], Any] | None = None,
+        options: InputOptions | None = None,
+        element_spec: Any = None,
+        any_rank: Callable[[bool], bool] | None = None,
+    ):
+        self.source = source
+        self._rank = rank
+        alike = world_size == 1 or source.policy is AutoShardPolicy.DATA
+        self._any_rank = None if alike else any_rank
+        self.element_spec = element_spec
+        self._convert = convert
+        options = options or InputOptions()
+        self._sharded = ShardedInput(
+            source,
+            rank=rank,
+            world_size=world_size,
+            prefetch=options.experimental_per_replica_buffer_size,
+        )
+        self._epochs = 0
+
+    def __iter__(self) -> DistributedIterator:
+        check_outside()
+        epoch = self._epochs
+        self._epochs += 1
+        shares = self._sharded.shares(epoch)
+        elements = (self._element(share) for share in (shares if self._any_rank is None else self._jointly(shares)))
+        return DistributedIterator(elements, self.element_spec)
+
+    def _jointly(self, shares: Iterator[LocalShare]) -> Iterator[LocalShare]:
+        """As many on every rank: those whose data have ended get shares of size 0 until all have."""
+        assert self._any_rank is not None
+        last: LocalShare | None = None
+        while True:
+            share = next(shares, None)
+            if not self._any_rank(share is not None):
+                return
+            last = share or (last or self._example())._replace(size=0)
+            yield last
+
+    def _example(self) -> LocalShare:
+        """A share with the structure of the others', for a rank whose data end before they begin."""
+        try:
+            return self.source.peek()
+        except StopIteration:
+            pass
+        specs = leaves(self.element_spec)
+        if not specs or any(getattr(getattr(spec, "shape", None), "rank", None) is None for spec in specs):
+            raise ConfigurationError(
+                f"The {self.source.kind} of rank {self._rank} has no batch at all, and the others have some. Give each "
+                f"replica at least one batch: deal the data out before `.batch()`, not after it."
+            )
+
+        def one(spec: Any) -> Any:
+            kind = "S1" if spec.dtype.name == "string" else spec.dtype.as_numpy_dtype
+            return np.zeros([1, *(length or 0 for length in spec.shape[1:])], kind)
+
+        return LocalShare(map_leaves(one, self.element_spec), 0, None, None)
+
+    def __len__(self) -> int:
+        """Batches per epoch. Raises: TypeError where that is unknown."""
+        length = self.source.num_batches
+        if length is None:
+            raise TypeError(f"The length of this {self.source.kind} is unknown.")
+        return length
+
+    @property
+    def cardinality(self) -> int:
+        """Batches per epoch; -1 (`tf.data.INFINITE_CARDINALITY`) for endless data, -2
+        (`tf.data.UNKNOWN_CARDINALITY`) where it is not known."""
+        if self.source.endless:
+            return INFINITE_CARDINALITY
+        return UNKNOWN_CARDINALITY if self.source.num_batches is None else self.source.num_batches
+
+    def explain(self) -> str:
+        """What each rank reads and why."""
+        return self._sharded.explain()
+
+    def _element(self, share: LocalShare) -> Any:
+        data = share.data if share.size else map_leaves(lambda array: array[:0], stand_in(share.data))
+        return data if self._convert is None else map_leaves(self._convert, data)
+
+
+class DistributedIterator:
+    """One epoch of a `DistributedDataset` (`tf.distribute.DistributedIterator`).
+
+    Attributes:
+        element_spec: as of the dataset.
+    """
+
+    def __init__(self, elements: Iterator[Any], element_spec: Any = None) -> None:
+        self._elements = elements
+        self.element_spec = element_spec
+
+    def __iter__(self) -> DistributedIterator:
+        return self
+
+    def __next__(self) -> Any:
+        check_outside()
+        return next(self._elements)
+
+    def get_next(self) -> Any:
+        """The next element. Raises: StopIteration at the end."""
+        return next(self)
+
+    def get_next_as_optional(self) -> Any:
+        """The next element as a `tf.experimental.Optional`, empty at the end; for datasets of tf.data.
+
+        Raises: UnsupportedError for other datasets.
+        """
+        if self.element_spec is None:
+            raise UnsupportedError("get_next_as_optional() is for tf.data.Dataset. Use `for batch in dataset` instead.")
+        optional = sys.modules["tensorflow"].experimental.Optional
+        try:
+            return optional.from_value(next(self))
+        except StopIteration:
+            return optional.empty(self.element_spec)
+
+
+def check_outside() -> None:
+    """Raise UnsupportedError inside a `tf.function`, in which a batch would become a constant."""
+    tensorflow = sys.modules.get("tensorflow")
+    if tensorflow is not None and tensorflow.inside_function():
+        raise UnsupportedError(
+            "A distributed dataset was made or iterated inside a tf.function, which would see one batch for ever. Make "
+            "it and iterate outside, and pass each batch to the tf.function. (What a ClusterCoordinator's dataset "
+            "function returns may be a tf.data.Dataset itself, which a tf.function can iterate.)"
+        )
+
+
+def distribute_dataset(
+    dataset: Any,
+    options: InputOptions | None = None,
+    *,
+    rank: int,
+    world_size: int,
+    seed: int,
+    convert: Callable[[Any], Any] | None = None,
+    any_rank: Callable[[bool], bool] | None = None,
+) -> DistributedDataset:
+    """`strategy.experimental_distribute_dataset`: the dataset's batch is the global batch, each rank gets
+    its part. Takes any dataset that `fit` takes."""
+    if isinstance(dataset, DistributedDataset):
+        return dataset
+    check_outside()
+    return DistributedDataset(
+        make_source(dataset, rank=rank, world_size=world_size, seed=seed),
+        rank=rank,
+        world_size=world_size,
+        convert=convert,
+        any_rank=any_rank,
+        options=options,
+        element_spec=_element_spec(dataset),
+    )
+
+
+def distribute_from_function(
+    function: Callable[[InputContext], Any],
+    options: InputOptions | None = None,
+    *,
+    rank: int,
+    world_size: int,
+    seed: int,
+    convert: Callable[[Any], Any] | None = None,
+    any_rank: Callable[[bool], bool] | None = None,
+) -> DistributedDataset:
+    """`strategy.distribute_datasets_from_function`: `function(InputContext)` returns this rank's own dataset,
+    batched with the local batch size; it is neither cut nor compared with those of other ranks."""
+    check_outside()
+    dataset = function(InputContext(world_size, rank, world_size))
+    own = make_source(dataset, rank=0, world_size=1, seed=seed + rank)
+    return DistributedDataset(
+        PerRankSource(own),
+        rank=rank,
+        world_size=world_size,
+        convert=convert,
+        any_rank=any_rank,
+        options=options,
+        element_spec=_element_spec(dataset),
+    )
+
+
+def _element_spec(dataset: Any) -> Any:
+    """A tf.data.Dataset's element_spec with the batch dimension open: shares may differ in size."""
+    spec = getattr(dataset, "element_spec", None)
+    if spec is None or isinstance(dataset, DistributedDataset):
+        return spec
+
+    def opened(leaf: Any) -> Any:
+        shape = getattr(leaf, "shape", None)
+        if shape is None or shape.rank is None or type(leaf).__name__ != "TensorSpec":
+            return leaf
+        return type(leaf)([None, *shape[1:]], leaf.dtype, leaf.name)
+
+    return map_leaves(opened, spec)

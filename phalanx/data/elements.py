@@ -1,0 +1,81 @@
+"""What a source of data gives: an element in its parts, and their leaves as arrays of NumPy."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import numpy as np
+
+from phalanx.arrays.tree import leaves
+from phalanx.errors import UnsupportedError
+
+Array = np.ndarray[Any, Any]
+
+MOST_PARTS = 3
+
+
+class ElementStructure(enum.Enum):
+    """What a dataset's elements are: steps of a model's own are given them as they are."""
+
+    PARTS = "x, (x, y) or (x, y, sample_weight)"
+    ALONE = "(x,)"
+    WHOLE = "a tuple of more than three items, which only steps of a model's own know to read"
+
+
+def unpack(element: Any) -> tuple[ElementStructure, tuple[Any, Any, Any]]:
+    """The form of a dataset's element, and its `(x, y, sample_weight)`, as `keras.utils.unpack_x_y_sample_weight` has
+    them. As a whole it is x."""
+    if isinstance(element, list):
+        element = tuple(element)
+    if not isinstance(element, tuple):
+        return ElementStructure.PARTS, (element, None, None)
+    if len(element) > MOST_PARTS:
+        return ElementStructure.WHOLE, (element, None, None)
+    x, y, sample_weight = (*element, None, None)[:MOST_PARTS]
+    # Keras's own packing puts a list of inputs into a tuple by itself.
+    alone = len(element) == 1 and not isinstance(x, tuple | list)
+    return ElementStructure.ALONE if alone else ElementStructure.PARTS, (x, y, sample_weight)
+
+
+def to_numpy(leaf: Any) -> Any:
+    """A tensor of any backend (or a pandas or SciPy object) as a NumPy array, without a copy where possible.
+
+    Sparse tensors become dense, and ragged ones whose rows are all of one length. The array may share the tensor's
+    memory.
+
+    Raises: UnsupportedError for a ragged tensor with rows of several lengths.
+    """
+    if isinstance(leaf, np.ndarray):
+        return leaf
+    if hasattr(leaf, "detach"):  # torch: arrays of tensors that need a gradient or live on a device
+        return leaf.detach().cpu().numpy()
+    if hasattr(leaf, "toarray"):  # scipy.sparse
+        return leaf.toarray()
+    if hasattr(leaf, "todense"):  # jax.experimental.sparse
+        return np.asarray(leaf.todense())
+    kind = type(leaf)
+    if kind.__module__.startswith("tensorflow."):
+        if kind.__name__ == "RaggedTensor":
+            leaf = _of_equal_rows(leaf)
+        elif kind.__name__ == "SparseTensor":
+            import tensorflow as tf
+
+            leaf = tf.sparse.to_dense(leaf)
+    return np.asarray(leaf)
+
+
+def _of_equal_rows(ragged: Any) -> Any:
+    values, dense = ragged.flat_values, ragged.to_tensor()
+    if np.prod(dense.shape) != np.prod(values.shape):
+        raise UnsupportedError(
+            "A ragged tensor has rows of several lengths, and what a strategy cuts into parts are arrays: a model "
+            "would take the filling for data. Fill it up before, `dataset.map(lambda x, y: (x.to_tensor(), y))`, and "
+            "mask it in the model (`keras.layers.Masking`, `Embedding(mask_zero=True)`)."
+        )
+    return dense
+
+
+def describe(structure: Any) -> str:
+    """Shapes (without the first dimension) and dtypes, for messages: `(28, 28) uint8, () int64`."""
+    return ", ".join(f"{tuple(leaf.shape[1:])} {leaf.dtype}" for leaf in leaves(structure))

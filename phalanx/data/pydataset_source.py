@@ -1,0 +1,197 @@
+"""`keras.utils.PyDataset`: its `__getitem__` makes whole global batches, so every rank makes each and keeps
+its part. Workers cut the batch before they hand it over, so only the part travels between processes."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]
+from typing import Any
+
+import numpy as np
+
+from phalanx.arrays.tree import map_leaves
+from phalanx.data.batch_split import LocalShare, cut
+from phalanx.data.elements import Array, to_numpy
+from phalanx.data.sharding_policy import AutoShardPolicy
+from phalanx.data.shuffling import Shuffling
+from phalanx.data.source import RandomAccessSource, same_stream
+from phalanx.errors import ConfigurationError
+from phalanx.keras_compat import data_adapters
+
+_KIND = "PyDataset"
+
+
+class _Failure:
+    """An exception of `__getitem__`, carried as a value: raised in a worker it would leave Keras's pool
+    half stopped."""
+
+    def __init__(self, error: Exception, across_processes: bool):
+        self.error: Any = ExceptionWithTraceback(error, error.__traceback__) if across_processes else error
+
+
+class _Reader:
+    """The batches at given positions of a PyDataset, standardized and cut for one rank.
+
+    It stands in for the PyDataset in Keras's pool, which asks for 0, 1, 2, ...
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        positions: Sequence[int] | Array,
+        rank: int,
+        world_size: int,
+        class_weight: dict[int, float] | None,
+        across_processes: bool,
+    ):
+        self._dataset = dataset
+        self._positions = positions
+        self._rank = rank
+        self._world_size = world_size
+        self._class_weight = class_weight
+        self._across_processes = across_processes
+
+    @property
+    def num_batches(self) -> int:
+        return len(self._positions)
+
+    def __getitem__(self, index: int) -> LocalShare | _Failure:
+        try:
+            return self.share(index)
+        except Exception as error:
+            return _Failure(error, self._across_processes)
+
+    def share(self, index: int) -> LocalShare:
+        batch = standardize(self._dataset[int(self._positions[index])], self._class_weight)
+        return cut(map_leaves(to_numpy, batch), self._rank, self._world_size, _KIND)
+
+
+def standardize(batch: Any, class_weight: dict[int, float] | None) -> Any:
+    """A batch as Keras's PyDatasetAdapter takes it: a dict, or a tuple of one to three items.
+
+    Raises: ValueError with Keras's message.
+    """
+    if isinstance(batch, dict):
+        return batch
+    if isinstance(batch, list):
+        batch = tuple(batch)
+    elif not isinstance(batch, tuple):
+        batch = (batch,)
+    if len(batch) not in (1, 2, 3):
+        raise ConfigurationError(
+            "PyDataset.__getitem__() must return a tuple or a dict. If a tuple, it must be ordered either "
+            "(input,) or (inputs, targets) or (inputs, targets, sample_weights). "
+            f"Received a tuple of {len(batch)} items."
+        )
+    if class_weight is not None:
+        if len(batch) == 3 and batch[2] is not None:
+            raise ConfigurationError("You cannot specify `class_weight` and `sample_weight` at the same time.")
+        if len(batch) >= 2:
+            batch = (batch[0], batch[1], data_adapters.class_weights(batch[1], class_weight))
+    return batch
+
+
+class PyDatasetSource(RandomAccessSource):
+    """A PyDataset of known or unknown length.
+
+    `workers`, `use_multiprocessing` and `max_queue_size` mean what they mean in Keras. With `shuffle` the
+    batches of each pass come in the chief's order, which draws it as Keras does; without a `shuffling` in one that
+    follows from `seed` and the pass.
+    """
+
+    kind = _KIND
+    policy = AutoShardPolicy.DATA
+    reason = "a PyDataset makes whole batches, so every replica makes each and keeps its part"
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        shuffle: bool | str,
+        class_weight: dict[int, float] | None,
+        rank: int,
+        world_size: int,
+        seed: int,
+        shuffling: Shuffling | None = None,
+    ):
+        self._dataset = dataset
+        self._shuffle = shuffle
+        self._class_weight = class_weight
+        self._rank = rank
+        self._world_size = world_size
+        self._seed = seed
+        self._shuffling = shuffling
+        self._is_first = True  # the next pass
+        self._pooled = dataset.workers > 1 or (dataset.workers > 0 and dataset.use_multiprocessing)
+        if self.num_batches == 0:
+            raise ConfigurationError("The PyDataset has length 0. Expected at least one batch.")
+        self.uniform = self.num_batches is not None
+        self.endless = self.num_batches is None
+        self.reads_ahead = self._pooled
+        self.by_number = self.uniform and not self._pooled
+        self.signature = f"PyDataset of {self.num_batches} batches, shuffle={shuffle}"
+
+    @property
+    def num_batches(self) -> int | None:
+        # Asked anew each time: `on_epoch_end` may change it.
+        length = self._dataset.num_batches
+        return None if length is None else int(length)
+
+    def read(self, key: int, start: int, stop: int | None) -> Iterator[LocalShare]:
+        positions: Sequence[int] | Array
+        if self.num_batches is None:
+            positions = range(start, sys.maxsize if stop is None else stop)
+        elif self._shuffle:
+            positions = self._order_of(key, self._new_order)[start:stop]
+        else:
+            positions = range(self.num_batches)[start:stop]
+        across_processes = self._pooled and self._dataset.use_multiprocessing
+        reader = _Reader(self._dataset, positions, self._rank, self._world_size, self._class_weight, across_processes)
+        return self._pool(reader, len(positions)) if self._pooled else map(reader.share, range(len(positions)))
+
+    def _pool(self, reader: _Reader, count: int) -> Iterator[LocalShare]:
+        dataset = self._dataset
+        enqueuer = data_adapters.ordered_enqueuer(
+            reader, dataset.workers, dataset.use_multiprocessing, dataset.max_queue_size
+        )
+        enqueuer.start()
+        thread = enqueuer.run_thread
+        done = 0
+        try:
+            for item in itertools.islice(enqueuer.get(), count):
+                if isinstance(item, _Failure):
+                    raise item.error
+                done += 1
+                yield item
+        finally:
+            # Draining waits; when everything has been taken the pool ends by itself.
+            enqueuer.stop(drain_queue_and_join=done < count)
+            thread.join()
+
+    def _new_order(self, key: int) -> Array:
+        count = self.num_batches
+        assert count is not None
+        if self._shuffling is None:
+            return np.random.default_rng([self._seed, key]).permutation(count)
+        # Every process draws, so that what a seeded program draws after it is the same everywhere.
+        for _ in range(2 if self._is_first and self._shuffling.peeked() else 1):
+            drawn = list(range(count))
+            random.shuffle(drawn)
+        order = self._shuffling.told(np.array(drawn, np.int64))
+        self._is_first = False
+        return order
+
+    def peek(self, *, restart: bool = False) -> LocalShare:
+        return _Reader(self._dataset, [0], self._rank, self._world_size, self._class_weight, False).share(0)
+
+    def on_epoch_begin(self) -> None:
+        self._dataset.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        self._dataset.on_epoch_end()
+
+    def shares(self, world_size: int) -> list[str]:
+        return same_stream(self.kind, world_size)

@@ -1,0 +1,121 @@
+"""The ledger: how often each sample was used, in steps that were applied."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from phalanx.data.sharded_input import ShardedInput
+from phalanx.errors import ConfigurationError
+
+Array = np.ndarray[Any, Any]
+
+
+class _Encoded(msgspec.Struct):
+    epochs: dict[int, bytes]
+    running: bytes
+
+
+class SampleLedger:
+    """Counts, for each epoch of a `fit` over indexable data, how often each sample took part in an applied step.
+
+    A step is applied on all members or on none, and all hold the same ledger. What is counted is what was merged: of
+    each rank's part of the batch, the rows in the order in which they were cut.
+
+    Attributes:
+        epochs: by epoch, shape (samples,), uint8.
+    """
+
+    _newest: SampleLedger | None = None
+
+    def __init__(self, samples: int):
+        self.samples = samples
+        self.epochs: dict[int, Array] = {}
+        self._running = np.zeros(samples, np.uint8)
+        self._held: dict[str, list[Array]] = {}  # by task
+
+    @classmethod
+    def of(cls, source: ShardedInput) -> SampleLedger | None:
+        """A ledger for a source; None where its samples have no numbers (streams)."""
+        samples = source.samples
+        cls._newest = None if samples is None else cls(samples)
+        return cls._newest
+
+    @classmethod
+    def newest(cls) -> SampleLedger | None:
+        """That of the last `fit` of this process."""
+        return cls._newest
+
+    def note(self, source: ShardedInput, step: int, sizes: tuple[int, ...]) -> None:
+        """A step of the running epoch was applied, of which the ranks had parts of these sizes."""
+        self._running[source.rows(step)[: sum(sizes)]] += 1
+
+    def hold(self, source: ShardedInput, step: int, sizes: tuple[int, ...], tasks: Sequence[str]) -> None:
+        """The ranks, which are these tasks, have each taken a step of their own, which is not merged yet."""
+        parts = np.split(source.rows(step)[: sum(sizes)], np.cumsum(sizes)[:-1])
+        for task, rows in zip(tasks, parts, strict=True):
+            self._held.setdefault(task, []).append(rows)
+
+    def release(self, tasks: Sequence[str]) -> None:
+        """What these tasks have done was merged. What others did is lost with them."""
+        for task in tasks:
+            for rows in self._held.get(task, []):
+                self._running[rows] += 1
+        self._held.clear()
+
+    def end_epoch(self, epoch: int) -> None:
+        self.epochs[epoch] = self._running
+        self._running = np.zeros(self.samples, np.uint8)
+
+    def encoded(self) -> bytes:
+        """All of it, for a process that comes in. Where each sample was used once, it takes next to nothing."""
+        epochs = {epoch: counts.tobytes() for epoch, counts in self.epochs.items()}
+        return zlib.compress(msgspec.msgpack.encode(_Encoded(epochs, self._running.tobytes())), 1)
+
+    def load(self, content: bytes) -> None:
+        """Take over another rank's ledger (`encoded`)."""
+        other = msgspec.msgpack.decode(zlib.decompress(content), type=_Encoded)
+        self.epochs = {epoch: np.frombuffer(counts, np.uint8).copy() for epoch, counts in other.epochs.items()}
+        self._running = np.frombuffer(other.running, np.uint8).copy()
+
+    def frozen(self) -> SampleLedger:
+        """As it is now, for another thread."""
+        ledger = SampleLedger(self.samples)
+        ledger.epochs = dict(self.epochs)  # those of epochs that are over change no more
+        ledger._running = self._running.copy()
+        return ledger
+
+    def readable(self) -> dict[str, Any]:
+        """The epochs that are over, of JSON's types: `runs` are `[first sample, last sample, times]`."""
+        epochs = {}
+        for epoch, counts in self.epochs.items():
+            starts = np.concatenate([[0], np.flatnonzero(np.diff(counts)) + 1, [len(counts)]])
+            runs = [[int(a), int(b) - 1, int(counts[a])] for a, b in itertools.pairwise(starts)]
+            times, samples = np.unique(counts, return_counts=True)
+            used = {str(t): int(n) for t, n in zip(times, samples, strict=True)}
+            epochs[str(epoch)] = {"samples used so often": used, "runs": runs}
+        return {"samples": self.samples, "epochs": epochs}
+
+
+def ledger() -> dict[int, np.ndarray[Any, Any]]:
+    """How often each sample was used in steps that were applied, in the last `fit` of this process.
+
+    One is kept in jobs whose members come and go and in every `fit` with a `phalanx.callbacks.Checkpoint`, where the
+    samples have numbers: arrays, and map-style DataLoaders. It goes on where the training goes on.
+
+    Returns: for each epoch that is over its counts, shape (samples,), uint8; the same on all ranks.
+
+    Raises: ConfigurationError if there is none.
+    """
+    newest = SampleLedger.newest()
+    if newest is None:
+        raise ConfigurationError(
+            "There is no ledger: it is kept by `fit` over arrays and map-style DataLoaders, in jobs whose members come "
+            "and go (phalanx run --workers MIN:MAX) or with a phalanx.callbacks.Checkpoint."
+        )
+    return {epoch: counts.copy() for epoch, counts in newest.epochs.items()}

@@ -1,0 +1,427 @@
+"""`tf.data.Dataset`, on every backend: divided by files or by rows, with TensorFlow's own rewrites.
+
+Imported only when an input is a tf.data.Dataset, so TensorFlow is loaded already. What is private to
+TensorFlow is used in this file alone (tested with 2.21): `_AutoShardDataset`, the batch size's inference and
+the datasets' serialized graphs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.core.framework import graph_pb2, node_def_pb2
+from tensorflow.python.data.experimental.ops import distribute
+from tensorflow.python.data.ops import dataset_ops
+from tensorflow.python.data.ops.options import ExternalStatePolicy
+
+from phalanx.arrays.tree import leaves, map_leaves
+from phalanx.data.elements import to_numpy
+from phalanx.data.sharding_policy import AutoShardPolicy
+from phalanx.data.source import StreamSource
+from phalanx.errors import ConfigurationError
+from phalanx.keras_compat import data_adapters
+
+_log = logging.getLogger(__name__)
+
+_KIND = "tf.data.Dataset"
+
+RESEED_LIMIT_BYTES = 1 << 30
+"""Largest in-memory data for which a dataset is serialized to seed its shuffles: protobuf ends at 2 GiB, and
+the copies made on the way take some five times the data."""
+
+_LARGE_CONSTANT_BYTES = 1 << 16
+_READ_AHEAD = 2
+_MAX_NAMES = 3  # file names that an explanation shows for each rank
+
+
+def tf_source(
+    dataset: Any,
+    *,
+    policy: AutoShardPolicy | None,
+    class_weight: dict[int, float] | None,
+    whole_passes: bool,
+    in_order: bool,
+    rank: int,
+    world_size: int,
+    seed: int,
+) -> StreamSource:
+    """A source over a batched tf.data.Dataset whose batch is the global batch.
+
+    `whole_passes`: whether an epoch is a pass, and not a number of steps. `in_order`: whether AUTO keeps the order of
+    one process, as `predict` does.
+
+    DATA: all ranks read the same elements in the same order. For that, shuffles without a seed are given one
+        made from `seed`, and parallel maps keep their order, unless the dataset says otherwise itself.
+    FILE, HINT: as in `tf.distribute`, the dataset is rebatched to this rank's share of the global batch and
+        the files, or the dataset at the hint, are dealt out.
+    OFF: it is rebatched only: each rank reads all elements.
+
+    Raises: ConfigurationError if the elements are no batches, or for FILE without files or with fewer files
+        than ranks.
+    """
+    _check_batches(dataset.element_spec)
+    if policy is None:
+        policy = AutoShardPolicy.of(dataset.options().experimental_distribute.auto_shard_policy)
+    files = _source_files(dataset) if policy in (AutoShardPolicy.AUTO, AutoShardPolicy.FILE) else None
+    if class_weight is not None:
+        _check_class_weight(dataset.element_spec)
+        dataset = dataset.map(data_adapters.tf_class_weights(class_weight))
+
+    sharded, policy, reason = _divide(dataset, policy, files, in_order, rank, world_size, seed)
+    cardinality = int(sharded.cardinality())
+    # Dealing out files hides that a dataset repeats; before it is replaced, a hint looks like endless data.
+    told_by = sharded if policy is AutoShardPolicy.HINT else dataset
+    endless = int(told_by.cardinality()) == tf.data.INFINITE_CARDINALITY
+    by_rows = policy is AutoShardPolicy.DATA
+    length = cardinality if cardinality >= 0 and (by_rows or policy is AutoShardPolicy.OFF) else None
+    names = zlib.crc32("\n".join(files).encode()) if files else 0
+    shares = None
+    if policy is AutoShardPolicy.FILE and files is not None:
+        shares = [_name_files(files[r::world_size]) for r in range(world_size)]
+    elif not by_rows:
+        shares = [
+            "reads every element of its dataset"
+            if policy is AutoShardPolicy.OFF
+            else f"reads shard {r} of what names SHARD_HINT, else every element"
+            for r in range(world_size)
+        ]
+
+    # Seeded shuffles count the iterators that were made of them.
+    skips = whole_passes and data_adapters.opens_one_more_pass("tensorflow")
+
+    # `dataset` is kept: the functions that a serialized graph calls live as long as it does.
+    def open_pass(key: int, original: Any = dataset) -> Iterator[Any]:
+        for number, element in enumerate(_elements(sharded), 1):
+            if number == length and skips:
+                iter(sharded)
+            yield element
+
+    return StreamSource(
+        open_pass,
+        kind=_KIND,
+        rank=rank,
+        world_size=world_size,
+        num_batches=length,
+        uniform=by_rows and length is not None,
+        endless=endless,
+        per_rank=not by_rows,
+        reads_ahead=True,
+        policy=policy,
+        reason=reason,
+        signature=f"{_KIND} of {length} batches of {dataset.element_spec}, files {names:08x}",
+        shares=shares,
+    )
+
+
+def _check_batches(element_spec: Any) -> None:
+    """Raise ConfigurationError if such elements are no batches."""
+    ranks = [shape.rank for spec in leaves(element_spec) if (shape := getattr(spec, "shape", None)) is not None]
+    if 0 in ranks:
+        beside = any(ranks) and (
+            " If they are batches, with a number beside them, give each sample that number: `tf.repeat(number, "
+            "tf.shape(x)[0])`."
+        )
+        raise ConfigurationError(
+            f"The elements of the tf.data.Dataset are no batches: they are {element_spec}. Call `.batch(batch_size)` "
+            f"on it; batch_size is the global batch size, over all replicas.{beside or ''}"
+        )
+
+
+def _divide(
+    dataset: Any,
+    policy: AutoShardPolicy,
+    files: list[str] | None,
+    in_order: bool,
+    rank: int,
+    world_size: int,
+    seed: int,
+) -> tuple[Any, AutoShardPolicy, str]:
+    """The dataset as this rank reads it, the policy in effect and its reason."""
+    if policy is AutoShardPolicy.OFF:
+        return _rebatched(dataset, rank, world_size), policy, "the dataset's options or the caller say OFF"
+    if policy is AutoShardPolicy.HINT:
+        sharded = _auto_sharded(dataset, policy, rank, world_size)
+        return sharded, policy, "the dataset's options say HINT"
+    wanted = policy is AutoShardPolicy.FILE
+    if policy is AutoShardPolicy.DATA:
+        reason = "the dataset's options or the caller say DATA"
+    elif world_size == 1 and not wanted:
+        reason = "there is one replica"
+    elif files is not None and not wanted and (kept := _why_kept_whole(dataset, in_order)):
+        reason = kept
+    elif files is None:
+        reason = "its source is not a list of files"
+        if wanted:
+            raise ConfigurationError(_FILE_ERROR.format(reason))
+    elif len(files) < world_size:
+        reason = f"it reads {len(files)} files, fewer than the {world_size} replicas"
+        if wanted:
+            raise ConfigurationError(_FILE_ERROR.format(reason))
+    else:
+        try:
+            sharded = _auto_sharded(dataset, AutoShardPolicy.FILE, rank, world_size)
+        except tf.errors.NotFoundError as error:
+            reason = "TensorFlow finds no file reader in it"
+            if wanted:
+                raise ConfigurationError(_FILE_ERROR.format(reason)) from error
+        else:
+            return sharded, AutoShardPolicy.FILE, f"it reads {len(files)} files"
+    return _same_everywhere(dataset, world_size, seed), AutoShardPolicy.DATA, reason
+
+
+_FILE_ERROR = (
+    "AutoShardPolicy.FILE needs a dataset that reads at least one file for each replica (TFRecordDataset, "
+    "TextLineDataset, list_files with interleave, ...), but {}. Use AutoShardPolicy.DATA, or write the data "
+    "to more files."
+)
+
+
+def _rebatched(dataset: Any, rank: int, world_size: int) -> Any:
+    """The dataset in batches of this rank's share of the global batch, as `tf.distribute` rebatches it.
+
+    The batch sizes of a rank take turns, so that those of all ranks in one step add up to the global batch:
+    batches of 7 on 2 ranks are read as 4, 3, 4, 3, ... by rank 0 and as 3, 4, 3, 4, ... by rank 1. Where
+    TensorFlow cannot tell the global batch size, each batch is split into `world_size` parts in turn.
+    """
+    if world_size == 1:
+        return dataset
+    batch_size = distribute.compute_batch_size(dataset)
+    if int(batch_size) == -1:
+        return distribute._LegacyRebatchDataset(dataset, world_size)
+    return dataset.rebatch(distribute.batch_sizes_for_worker(batch_size, world_size, 1, rank))
+
+
+def _auto_sharded(dataset: Any, policy: AutoShardPolicy, rank: int, world_size: int) -> Any:
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy(int(policy))
+    rebatched = _rebatched(dataset, rank, world_size).with_options(options)
+    return distribute._AutoShardDataset(rebatched, world_size, rank, world_size).prefetch(_READ_AHEAD)
+
+
+def _same_everywhere(dataset: Any, world_size: int, seed: int) -> Any:
+    """The dataset with its elements in the same order on every rank, as far as we can see to it."""
+    if world_size > 1:
+        if _has_unseeded_shuffle(dataset) and _bytes_in_memory(dataset) <= RESEED_LIMIT_BYTES:
+            dataset = _reseeded(dataset, seed)
+        options = tf.data.Options()
+        options.deterministic = True
+        dataset = dataset.with_options(options)
+    return dataset.prefetch(_READ_AHEAD)
+
+
+def _elements(dataset: Any) -> Iterator[Any]:
+    with tf.device("CPU:0"):  # host memory, whatever accelerators TensorFlow sees
+        iterator = iter(dataset)
+    try:
+        for element in iterator:
+            yield map_leaves(to_numpy, element)
+    except tf.errors.AlreadyExistsError as error:
+        raise ConfigurationError(
+            f"Two replicas on one host write the same file of Dataset.cache(filename): {error.message} Put the rank "
+            f"into the name, cache(f'{{path}}-{{strategy.rank}}'), or cache in memory, cache(). Remove the lockfile."
+        ) from error
+
+
+def _tree(dataset: Any) -> Iterator[Any]:
+    """The dataset and all those it is made of."""
+    yield dataset
+    for part in dataset._inputs():
+        yield from _tree(part)
+
+
+_COUNTING = {
+    "_TakeDataset": "take() counts",
+    "_SkipDataset": "skip() counts",
+    "_ShardDataset": "shard() counts",
+    "_TakeWhileDataset": "take_while() counts",
+    "_WindowDataset": "window() counts",
+    "_ScanDataset": "scan() counts",
+    "_ZipDataset": "zip() pairs",
+}
+_READERS = ("TFRecordDataset", "TextLineDataset", "FixedLengthRecordDataset")
+
+
+def _why_kept_whole(dataset: Any, in_order: bool) -> str:
+    """Why AUTO does not deal out the files of a dataset; empty if it may."""
+    return "predict() keeps the order of the samples" if in_order else _counted_behind(dataset)
+
+
+def _counted_behind(dataset: Any) -> str:
+    """What counts or pairs the elements that come from files: it would do so with each replica's files. Empty if
+    nothing does."""
+    kind = type(dataset).__name__
+    if kind in _COUNTING:
+        return f"{_COUNTING[kind]} what it reads"
+    if hasattr(dataset, "_filenames") or any(map(_reads_files, dataset._functions())):
+        return ""
+    return next(filter(None, map(_counted_behind, dataset._inputs())), "")
+
+
+def _reads_files(function: Any) -> bool:
+    """Whether the function of an `interleave` or `flat_map` makes readers."""
+    graph = function.function.graph.as_graph_def()
+    bodies = [graph.node, *(body.node_def for body in graph.library.function)]
+    return any(node.op.startswith(_READERS) for node in itertools.chain(*bodies))
+
+
+def _source_files(dataset: Any) -> list[str] | None:
+    """The files that a dataset reads, in its order, as far as its source is a list of them; of several
+    sources (`zip`) the shortest list. Whether they are read as files only TensorFlow's rewrite knows."""
+    lists = []
+    for part in _tree(dataset):
+        names = getattr(part, "_filenames", None)
+        if isinstance(names, tf.data.Dataset):
+            lists.append(names)
+        elif not part._inputs() and not any(names is known for known in lists):
+            spec = part.element_spec
+            if not isinstance(spec, tf.TensorSpec) or spec.dtype != tf.string or spec.shape.rank != 0:
+                return None
+            if int(part.cardinality()) < 0:
+                return None
+            lists.append(part)
+    names_of = [[name.decode(errors="replace") for name in part.as_numpy_iterator()] for part in lists]
+    return min(names_of, key=len) if names_of else None
+
+
+def _name_files(names: list[str]) -> str:
+    shown = ", ".join(names[:_MAX_NAMES])
+    rest = f", ... ({len(names)} files)" if len(names) > _MAX_NAMES else ""
+    return f"reads {shown}{rest}"
+
+
+def _check_class_weight(element_spec: Any) -> None:
+    if not isinstance(element_spec, tuple) or len(element_spec) < 2:
+        raise ConfigurationError(f"`class_weight` needs elements (x, y); the dataset's are {element_spec}.")
+    if len(element_spec) == 3:
+        raise ConfigurationError("You cannot `class_weight` and `sample_weight` at the same time.")
+    data_adapters.check_class_weight_targets(element_spec[1])
+
+
+def _has_unseeded_shuffle(dataset: Any) -> bool:
+    for part in _tree(dataset):
+        if hasattr(part, "_seed2") and not _int(part._seed) and not _int(part._seed2):
+            return True
+        for function in part._functions():
+            operations = function.function.graph.get_operations()
+            if any(operation.type.startswith("Shuffle") for operation in operations):
+                return True
+    return False
+
+
+def _int(seed: Any) -> int:
+    return 0 if seed is None else int(seed)
+
+
+def _bytes_in_memory(dataset: Any) -> int:
+    tensors = (tensor for part in _tree(dataset) for tensor in getattr(part, "_tensors", ()))
+    return sum(tensor.shape.num_elements() * tensor.dtype.size for tensor in tensors if tensor.dtype.size)
+
+
+def _reseeded(dataset: Any, seed: int) -> Any:
+    """The dataset with a seed, made from `seed`, for each shuffle that has none.
+
+    An unseeded shuffle draws another order on each rank, and cutting different global batches would use
+    some samples twice and others never: the known trap of sharding by data. So the dataset's graph is
+    written out, as `tf.distribute` does it to copy a dataset to other devices, the seeds are set
+    there, and the dataset is made from it again. Shuffles with a seed keep it.
+
+    Returns: the dataset unchanged where TensorFlow cannot serialize it; the ranks' fingerprints then tell.
+    """
+    try:
+        serialized = dataset._as_serialized_graph(external_state_policy=ExternalStatePolicy.IGNORE)
+        graph = graph_pb2.GraphDef.FromString(serialized.numpy())
+        _seed_shuffles(graph, seed)
+        variant = _run(graph)
+    except (tf.errors.OpError, ValueError) as error:
+        _log.info("A shuffle without a seed is left as it is, for its dataset cannot be copied: %s", error)
+        return dataset
+    return dataset_ops._VariantDataset(variant, dataset.element_spec)
+
+
+def _seed_shuffles(graph: Any, seed: int) -> None:
+    """Set the seeds of a dataset's graph, in place."""
+    seeds = iter(np.random.SeedSequence([seed, 0x5EED]).generate_state(256).tolist())
+
+    def seed_shuffles(nodes: Any) -> None:
+        constants = {node.name: node for node in nodes if node.op == "Const"}
+        for node in [node for node in nodes if node.op.startswith("ShuffleDataset")]:
+            # Inputs: dataset, buffer size, seed, seed2[, seed generator]. In a function "name:output:0".
+            pair = [constants.get(name.split(":")[0]) for name in node.input[2:4]]
+            if any(constant is None or _constant_value(constant) for constant in pair):
+                continue
+            for position in (2, 3):
+                suffix = ":output:0" if ":" in node.input[position] else ""
+                fresh = node_def_pb2.NodeDef(name=f"{node.name}/phalanx_seed{position}", op="Const")
+                value = tf.make_tensor_proto(next(seeds, position) | 1, tf.int64)
+                fresh.attr["value"].tensor.CopyFrom(value)
+                fresh.attr["dtype"].type = tf.int64.as_datatype_enum
+                nodes.append(fresh)
+                node.input[position] = fresh.name + suffix
+            if len(node.input) > 4 and node.op == "ShuffleDatasetV3" and ":" not in node.input[4]:
+                # The handle of the old generator of seeds; without one TensorFlow makes it from the seeds.
+                nodes.append(node_def_pb2.NodeDef(name=f"{node.name}/phalanx_generator", op="DummySeedGenerator"))
+                node.input[4] = nodes[-1].name
+
+    seed_shuffles(graph.node)
+    for function in graph.library.function:
+        seed_shuffles(function.node_def)
+    _rename_functions(graph, f"_phalanx_{seed}")
+
+
+def _rename_functions(graph: Any, suffix: str) -> None:
+    """Append `suffix` to the names of a graph's functions, in place.
+
+    TensorFlow holds functions under the old names, without our seeds, and would take those.
+    """
+    names = {function.signature.name for function in graph.library.function}
+    for function in graph.library.function:
+        function.signature.name += suffix
+    bodies = [function.node_def for function in graph.library.function]
+    for node in itertools.chain(graph.node, *bodies):
+        if node.op in names:
+            node.op += suffix
+        for value in node.attr.values():
+            for called in (value.func, *value.list.func):
+                if called.name in names:
+                    called.name += suffix
+
+
+def _run(graph: Any) -> Any:
+    """The dataset that a graph makes.
+
+    Large constants, the data in memory, are handed over as tensors: compiling them into the graph would take
+    seconds for a hundred megabytes.
+    """
+    rest = graph_pb2.GraphDef(library=graph.library, versions=graph.versions)
+    large: dict[str, Any] = {}
+    result = ""
+    for node in graph.node:
+        if node.op == "_Retval":
+            result = node.input[0]
+        elif node.op == "Const" and node.ByteSize() > _LARGE_CONSTANT_BYTES:
+            large[node.name] = _constant(node.attr["value"].tensor)
+        else:
+            rest.node.append(node)
+
+    def make(*tensors: Any) -> Any:
+        given = dict(zip(large, tensors, strict=True))
+        return tf.graph_util.import_graph_def(rest, input_map=given, return_elements=[f"{result}:0"], name="")[0]
+
+    specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in large.values()]
+    with tf.device("CPU:0"):
+        return tf.compat.v1.wrap_function(make, specs)(*large.values())
+
+
+def _constant(proto: Any) -> Any:
+    with tf.device("CPU:0"):
+        return tf.io.parse_tensor(proto.SerializeToString(), tf.as_dtype(proto.dtype))
+
+
+def _constant_value(node: Any) -> int:
+    return int(tf.make_ndarray(node.attr["value"].tensor))

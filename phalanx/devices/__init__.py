@@ -1,0 +1,1 @@
+"""Accelerators: how many there are, which process uses which, and how their memory is taken."""

@@ -1,0 +1,79 @@
+"""Which GPU each worker sees: one process, one device. Plain functions from values to values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from phalanx.devices.gpu_count import HOST_GPUS, NO_GPU, ON_DEMAND
+from phalanx.errors import ConfigurationError
+
+_TASK = r"(?:/job:\w+)?(?:/replica:\d+)?(?:/task:\d+)?"
+_DEVICE = re.compile(_TASK + r"(?:/?(?:physical_)?device:|/)?(cpu|gpu|cuda)(?::(\d+))?", re.IGNORECASE)
+
+
+def device_settings(device: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment in which a process sees only this device.
+
+    Args:
+        device: `cpu:0`, `gpu:1`, `/gpu:1`, `/device:GPU:1` or `cuda:1`.
+        environ: CUDA_VISIBLE_DEVICES in it is what the numbers count.
+    """
+    kind, index = _parse(device)
+    if kind == "cpu":
+        return dict(NO_GPU)
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return {"CUDA_VISIBLE_DEVICES": str(index)}
+    names = [name for name in visible.split(",") if name.strip()]
+    if index >= len(names):
+        raise ConfigurationError(
+            f"{device!r} is not there: CUDA_VISIBLE_DEVICES={visible} shows {len(names)} GPU(s), "
+            "which are counted from 0."
+        )
+    return {"CUDA_VISIBLE_DEVICES": names[index]}
+
+
+def check_devices(devices: Sequence[str], gpus: int | None = None) -> None:
+    """Raise ConfigurationError for a name that is none, for a GPU that is named twice, or that is not there.
+
+    Args:
+        gpus: how many there are; None: not known.
+    """
+    parsed = [_parse(device) for device in devices]
+    for place, (device, (kind, index)) in enumerate(zip(devices, parsed, strict=True)):
+        if kind == "gpu" and (kind, index) in parsed[:place]:
+            raise ConfigurationError(f"{device!r} is named twice; each replica needs a GPU of its own.")
+        if kind == "gpu" and gpus is not None and index >= gpus:
+            raise ConfigurationError(f"{device!r} is not there: this host has {gpus} GPU(s), counted from 0.")
+
+
+def same_device(one: str, other: str) -> bool:
+    """Whether two names are of the same device; all CPUs are one."""
+    first, second = _parse(one), _parse(other)
+    return first[0] == second[0] and (first[0] == "cpu" or first[1] == second[1])
+
+
+def _parse(device: str) -> tuple[str, int]:
+    """`cpu` or `gpu`, and the number."""
+    match = _DEVICE.fullmatch(device.strip()) if isinstance(device, str) else None
+    if match is None:
+        raise ConfigurationError(f"{device!r} is not a device. Write cpu:0, gpu:1 or /gpu:1.")
+    return "cpu" if match[1].lower() == "cpu" else "gpu", int(match[2] or 0)
+
+
+def gpu_shares(workers: int, gpus: int, environ: Mapping[str, str]) -> list[dict[str, str]]:
+    """The environment that gives each local worker one GPU: its own, or where there are fewer, one in turn.
+
+    Workers that share a GPU take its memory as they need it, unless `environ` says how.
+
+    Args:
+        gpus: how many this host's processes may use.
+        environ: CUDA_VISIBLE_DEVICES in it names those.
+    """
+    if not gpus:
+        return [{} for _ in range(workers)]
+    common = {HOST_GPUS: environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))}
+    if workers > gpus:
+        common |= {name: environ.get(name, value) for name, value in ON_DEMAND.items()}
+    return [common | device_settings(f"gpu:{rank % gpus}", environ) for rank in range(workers)]

@@ -1,0 +1,93 @@
+"""What one replica computes: one file for each Keras backend, imported only when Keras runs on it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import keras
+
+from phalanx.arrays import allocation
+from phalanx.devices import memory_growth
+from phalanx.engines.accelerations.vectorized_updater import make_vector_updater
+from phalanx.engines.engine import Engine, MergeProtocol
+from phalanx.engines.tensors import Tensors
+from phalanx.engines.updater import Updater, UpdaterPiece
+from phalanx.errors import UnsupportedError
+
+
+def prepare() -> None:
+    """Call once in a process that takes part in a job, before anything is computed.
+
+    Raises: UnsupportedError if Keras runs on a backend that Phalanx does not know.
+    """
+    name, _ = _backend()
+    allocation.keep_freed()
+    if name == "jax":
+        from phalanx.engines.replica.jax import compilation_cache, inline_dispatch
+
+        compilation_cache.install()
+        inline_dispatch.compute_inline_on_one_core()
+
+
+def set_memory_growth(enable: bool = True) -> None:
+    """Take GPU memory as it is needed, instead of nearly all of it at the start (`tf.config.experimental`'s name).
+
+    Several processes can then share a GPU. Call it at the beginning of the program; on PyTorch it is always so.
+
+    Raises: ConfigurationError if the backend has begun to use its devices.
+    """
+    memory_growth.let_grow(_backend()[0], os.environ, enable=enable)
+
+
+def make_engine(model: Any, merge: MergeProtocol) -> Engine:
+    """The engine for a compiled model on the backend that Keras runs on."""
+    engine: Engine = _of_backend("Engine")(model, merge)
+    return engine
+
+
+def make_updater(optimizer: str, pieces: Sequence[UpdaterPiece], apart: Collection[int] = ()) -> Updater:
+    """An optimizer, from Keras's description of it as JSON, and what it updates, on the backend that Keras runs on.
+
+    Args:
+        apart: numbers of pieces that are loaded and fetched at every update.
+    """
+    return make_vector_updater(_of_backend("Updater"), optimizer, pieces, apart)
+
+
+def buffers(model: Any) -> list[Any]:
+    """What layers keep beside Keras's variables, in the like of these: buffers of PyTorch's modules."""
+    if keras.backend.backend() != "torch":
+        return []
+    from phalanx.engines.replica.torch import module_buffers
+
+    return list(module_buffers.buffers(model))
+
+
+def make_tensors() -> Tensors:
+    """How tensors of the backend that Keras runs on come to the host and back."""
+    tensors: Tensors = _of_backend("Tensors")()
+    return tensors
+
+
+# Each backend has a module of its name here, whose classes begin with this.
+_PREFIXES = {"jax": "Jax", "tensorflow": "TensorFlow", "torch": "Torch"}
+
+
+def _of_backend(kind: str) -> Any:
+    """The class of this kind for the backend that Keras runs on; only its module is imported."""
+    name, prefix = _backend()
+    return getattr(importlib.import_module(f"phalanx.engines.replica.{name}.{name}_engine"), prefix + kind)
+
+
+def _backend() -> tuple[str, str]:
+    """The backend that Keras runs on, and the prefix of its classes."""
+    name = keras.backend.backend()
+    if name not in _PREFIXES:
+        raise UnsupportedError(
+            f"Keras runs on the backend {name!r}; Phalanx trains on 'jax', 'tensorflow' and 'torch'. "
+            f"Set KERAS_BACKEND to one of these before Keras is imported."
+        )
+    return name, _PREFIXES[name]

@@ -1,0 +1,1 @@
+"""Optional faster implementations. Each is measured, and each can be switched off by name."""

@@ -1,0 +1,93 @@
+"""Batch normalization with the batches of all ranks: `BatchNormalization(synchronized=True)`, which Keras has on
+TensorFlow.
+
+Keras asks `tf.distribute` for the other replicas' sums, and is given its own where no strategy of TensorFlow's is
+active. While a rank takes a step, or is in `strategy.run`, the layer asks here. Mean and variance come from sums over
+the ranks, one after the other, so no digits are lost; gradients go back through those sums (Ioffe and Szegedy 2015,
+section 3).
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from keras import ops
+
+Sum = Callable[[list[Any]], list[Any]]
+"""Tensors summed over the ranks, all as one, with a gradient; all ranks call."""
+
+
+class _Stack(threading.local):
+    """The contexts that this thread is inside of, innermost last."""
+
+    def __init__(self) -> None:
+        self.contexts: list[SynchronizedMoments] = []
+
+
+_stack = _Stack()
+
+
+class SynchronizedMoments(AbstractContextManager[None]):
+    """A context in which synchronized layers normalize with what `sum_over_ranks` gives.
+
+    Args:
+        key: what traces of compiled code are kept apart by: they hold this very sum.
+    """
+
+    def __init__(self, sum_over_ranks: Sum, key: Hashable | None = None) -> None:
+        self.sum = sum_over_ranks
+        self.key = key
+
+    def __enter__(self) -> None:
+        _stack.contexts.append(self)
+
+    def __exit__(self, *error: object) -> None:
+        _stack.contexts.pop()
+
+
+def trace_key() -> Hashable | None:
+    """See `SynchronizedMoments`; None outside of all."""
+    return _stack.contexts[-1].key if _stack.contexts else None
+
+
+def synchronizing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`BatchNormalization._moments` that heeds such a context, from Keras's own."""
+
+    @functools.wraps(original)
+    def method(self: Any, inputs: Any, mask: Any) -> Any:
+        if not self.synchronized or not _stack.contexts:
+            return original(self, inputs, mask)
+        return moments(self, inputs, mask, _stack.contexts[-1].sum)
+
+    return method
+
+
+def moments(layer: Any, inputs: Any, mask: Any, sum_over_ranks: Sum) -> tuple[Any, Any]:
+    """Mean and variance of each feature over all ranks' batches, shape (features,) each.
+
+    Args:
+        layer: a built BatchNormalization.
+        inputs: float32 or wider, of shape (samples, ...).
+        mask: of shape `inputs.shape[:-1]`, what counts; None: everything.
+    """
+    counted = ops.ones_like(inputs, dtype="bool")
+    if mask is not None:
+        counted = ops.broadcast_to(ops.expand_dims(ops.cast(mask, "bool"), axis=-1), ops.shape(inputs))
+    shape = [1] * len(inputs.shape)
+    shape[layer.axis] = -1
+
+    def per_feature(values: Any) -> Any:
+        # What does not count may be NaN. The number of features is the layer's, where the inputs' is not known.
+        return ops.reshape(ops.sum(ops.where(counted, values, 0), layer._reduction_axes), layer.moving_mean.shape)
+
+    own = per_feature(ops.ones_like(inputs))
+    count, total = sum_over_ranks([own, per_feature(inputs)])
+    mean = total / ops.maximum(count, 1.0)
+    deviations = ops.where(counted, inputs - ops.reshape(mean, shape), 0)  # before squaring: or its gradient is NaN
+    # Counted again: a rank that was lost since has no squares.
+    count, squares = sum_over_ranks([own, per_feature(ops.square(deviations))])
+    return mean, squares / ops.maximum(count, 1.0)

@@ -1,0 +1,81 @@
+"""How a step's results on JAX are joined into the few arrays that travel, and read again when they have been merged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from phalanx.engines.step_layout import MergeWeight, StepLayout
+
+Values = list[Any]
+
+
+@dataclass(frozen=True)
+class OutputPacking:
+    """How to join what a step merges and to read the merged buffers; the same for all batches of a model.
+
+    Attributes:
+        layout: of all that is merged: gradients, state, metrics, logs.
+        bundles: their indices, in the order in which they travel (`layout.bundles`).
+        gradients: how many.
+        state: indices of the floating non-trainable variables that the step changed.
+        metrics: how each metric variable counts.
+        logs: names of the logs that are not metric results.
+    """
+
+    layout: StepLayout
+    bundles: tuple[tuple[int, ...], ...]
+    gradients: int
+    state: tuple[int, ...]
+    metrics: tuple[MergeWeight, ...]
+    logs: tuple[str, ...]
+
+    @cached_property
+    def _order(self) -> tuple[int, ...]:
+        return tuple(index for bundle in self.bundles for index in bundle)
+
+    @cached_property
+    def _contents(self) -> StepLayout:
+        return self.layout.chosen(self._order)
+
+    def join(self, values: Values) -> Values:
+        """The few arrays that travel, from all that is merged."""
+        return [
+            values[bundle[0]] if len(bundle) == 1 else jnp.concatenate([jnp.ravel(values[index]) for index in bundle])
+            for bundle in self.bundles
+        ]
+
+    @cached_property
+    def travelling(self) -> StepLayout:
+        """The layout of what `join` returns."""
+        layout = self.layout
+        parts = [layout.chosen(bundle) for bundle in self.bundles]
+        return StepLayout(
+            tuple(part.shapes[0] if len(part.shapes) == 1 else (sum(map(math.prod, part.shapes)),) for part in parts),
+            tuple(part.dtypes[0] for part in parts),
+            tuple(part.weights[0] for part in parts),
+        )
+
+    def read(self, flats: Sequence[Any]) -> tuple[Values, Values, Values, dict[str, Any]]:
+        """What was merged, out of the flat buffers: gradients, state, metrics, logs."""
+        return self._sorted(self._contents.cut(flats))
+
+    def read_travelled(self, arrays: Sequence[Any]) -> tuple[Values, Values, Values, dict[str, Any]]:
+        """As `read`, out of arrays like those that `join` returns."""
+        pieces: list[Any] = []
+        for bundle, array in zip(self.bundles, arrays, strict=True):
+            pieces += self.layout.chosen(bundle).cut([jnp.ravel(array)])
+        return self._sorted(pieces)
+
+    def _sorted(self, pieces: Sequence[Any]) -> tuple[Values, Values, Values, dict[str, Any]]:
+        by_index = dict(zip(self._order, pieces, strict=True))
+        values = [by_index[index] for index in range(len(by_index))]
+        ends = np.cumsum([self.gradients, len(self.state), len(self.metrics)])
+        gradients, state, metrics, logs = (values[a:b] for a, b in zip([0, *ends], [*ends, None], strict=True))
+        return gradients, state, metrics, dict(zip(self.logs, logs, strict=True))

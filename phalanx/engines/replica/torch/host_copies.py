@@ -1,0 +1,52 @@
+"""PyTorch's tensors as arrays on the host, and back. On CPUs both are views of the same memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from phalanx.devices import pinned_memory
+from phalanx.engines.step_layout import StepLayout
+
+Array = np.ndarray[Any, Any]
+
+
+def to_host(tensor: Any) -> Array:
+    """The tensor's values on the host; a view where it lives there already. NumPy lacks bfloat16: its bits travel."""
+    tensor = tensor.detach().cpu()
+    if tensor.dtype == torch.bfloat16:
+        bits: Array = tensor.contiguous().view(torch.int16).numpy()
+        return bits.view(ml_dtypes.bfloat16)
+    values: Array = tensor.numpy()
+    return values
+
+
+def from_host(array: Array, device: Any = None) -> Any:
+    """A tensor over the array's memory, or a copy of it on another device."""
+    if array.dtype == ml_dtypes.bfloat16:
+        tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    else:
+        tensor = torch.from_numpy(array)
+    return tensor if device is None else tensor.to(device)
+
+
+def all_to_host(tensors: Sequence[Any]) -> list[Array]:
+    """As `to_host` of each, and from a GPU much faster."""
+    return [to_host(tensor) for tensor in pinned_memory.fetched(tensors)]
+
+
+def all_from_host(arrays: Sequence[Array], device: Any) -> list[Any]:
+    """As `from_host` of each, and to a GPU much faster."""
+    return pinned_memory.sent([from_host(array) for array in arrays], device)
+
+
+def taken(layout: StepLayout, flats: Sequence[Array], device: Any) -> tuple[list[Array], list[Any]]:
+    """The arrays inside the flat buffers of a layout, and as tensors: over their memory, or of one copy on a device."""
+    arrays: list[Array] = layout.cut(flats)
+    if device.type == "cpu":
+        return arrays, [from_host(array) for array in arrays]
+    return arrays, layout.cut(all_from_host(flats, device))

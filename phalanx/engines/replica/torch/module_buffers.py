@@ -1,0 +1,46 @@
+"""What PyTorch modules among the layers keep beside parameters (batch-norm statistics), in the like of variables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class ModuleBuffer:
+    """A buffer of a module, with what a Keras variable has: path, shape, dtype, value, `assign`.
+
+    It is looked up whenever it is wanted, because a module may put another tensor in its place.
+    """
+
+    def __init__(self, module: Any, name: str, path: str) -> None:
+        self._module = module
+        self._name = name
+        self.path = path
+
+    @property
+    def value(self) -> Any:
+        return getattr(self._module, self._name)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.value.shape)
+
+    @property
+    def dtype(self) -> str:
+        return str(self.value.dtype).removeprefix("torch.")
+
+    def assign(self, value: Any) -> None:
+        with torch.no_grad():
+            self.value.copy_(torch.as_tensor(value))
+
+
+def buffers(model: Any) -> list[ModuleBuffer]:
+    """All buffers of a Keras model's layers, each once, in the order of the layers."""
+    found: dict[int, ModuleBuffer] = {}
+    for layer in model._flatten_layers():
+        for inside, module in layer.named_modules():
+            for name, tensor in module.named_buffers(recurse=False):
+                path = "/".join(part for part in (layer.name, *inside.split("."), name) if part)
+                found.setdefault(id(tensor), ModuleBuffer(module, name, path))
+    return list(found.values())

@@ -1,0 +1,139 @@
+"""What one step merges over the ranks, and how it lies in memory.
+
+A step merges arrays of three sorts in one all-reduce, told apart by how a rank's value counts in the sum:
+
+* gradients, floating state (batch-norm statistics) and plain logged scalars count with the rank's *share* of the
+  global batch, so that the sum is their mean over the samples, whatever the shares are (gradients have a weight of
+  their own all the same, because parameter servers take them elsewhere);
+* metric counters count once (*one*): they are sums over samples already;
+* what only the first replica knows counts there alone (*first*).
+
+The result lies in one flat buffer for each dtype. Compiled code takes the flat buffers as arguments and cuts
+them itself, which costs less than handing over many small arrays.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from phalanx.arrays import allocation
+
+Array = np.ndarray[Any, Any]
+
+
+class MergeWeight(enum.Enum):
+    """How a rank's value counts in the sum over the ranks."""
+
+    GRADIENT = "gradient"
+    SHARE = "share"
+    ONE = "one"
+    FIRST = "first"
+
+
+# The weight of a variable of each Keras `aggregation`.
+WEIGHT_OF_AGGREGATION = {
+    "sum": MergeWeight.ONE,
+    "mean": MergeWeight.SHARE,
+    "none": MergeWeight.SHARE,
+    "only_first_replica": MergeWeight.FIRST,
+}
+
+
+@dataclass(frozen=True)
+class StepLayout:
+    """Shapes, dtypes and weights of the arrays of one merge, in order."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    weights: tuple[MergeWeight, ...]
+
+    @classmethod
+    def of(cls, arrays: Sequence[Any], weights: Sequence[MergeWeight]) -> StepLayout:
+        """The layout of arrays (or anything with `shape` and `dtype`)."""
+        return cls(
+            tuple(tuple(int(n) for n in array.shape) for array in arrays),
+            tuple(str(np.dtype(array.dtype)) for array in arrays),
+            tuple(weights),
+        )
+
+    def chosen(self, indices: Sequence[int]) -> StepLayout:
+        """The layout of some of the arrays, in that order."""
+        return StepLayout(
+            tuple(self.shapes[i] for i in indices),
+            tuple(self.dtypes[i] for i in indices),
+            tuple(self.weights[i] for i in indices),
+        )
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.shapes, self.dtypes, self.weights))
+
+    def __hash__(self) -> int:  # cached: layouts are looked up at every step
+        return self._hash
+
+    @cached_property
+    def flat_dtypes(self) -> tuple[str, ...]:
+        """The dtype of each flat buffer, in order of first appearance."""
+        return tuple(dict.fromkeys(self.dtypes))
+
+    @cached_property
+    def _places(self) -> tuple[tuple[int, int, int], ...]:
+        """For each array: its buffer's index, its first and its last element (exclusive) there."""
+        ends = dict.fromkeys(self.flat_dtypes, 0)
+        places = []
+        for shape, dtype in zip(self.shapes, self.dtypes, strict=True):
+            start = ends[dtype]
+            ends[dtype] = start + math.prod(shape)
+            places.append((self.flat_dtypes.index(dtype), start, ends[dtype]))
+        return tuple(places)
+
+    def allocate(self) -> list[Array]:
+        """Fresh flat buffers, zeroed, at addresses from which a backend can compute without copying them."""
+        sizes = [0] * len(self.flat_dtypes)
+        for buffer, _, stop in self._places:
+            sizes[buffer] = max(sizes[buffer], stop)
+        return [_aligned(size, np.dtype(dtype)) for size, dtype in zip(sizes, self.flat_dtypes, strict=True)]
+
+    @property
+    def elements(self) -> int:
+        """Of all arrays."""
+        return sum(math.prod(shape) for shape in self.shapes)
+
+    def cut(self, flats: Sequence[Any]) -> list[Any]:
+        """The arrays inside flat buffers: views of NumPy buffers, slices of traced ones."""
+        return [
+            flats[buffer][start:stop].reshape(shape)
+            for (buffer, start, stop), shape in zip(self._places, self.shapes, strict=True)
+        ]
+
+
+SMALL = 4096
+"""Below this many elements, handing an array over costs more than copying it into another."""
+SMALL_ON_THE_BUS = 2**16
+"""The same where it comes from a GPU."""
+
+
+def bundles(layout: StepLayout, small: int = SMALL) -> list[list[int]]:
+    """The arrays of a layout grouped for the way: those below `small` elements that count alike may travel as one.
+
+    Each large array is a group of its own. `layout.chosen` of all groups in a row describes the same flat buffers
+    as the layout of the joined arrays.
+    """
+    groups: dict[object, list[int]] = {}
+    for index, (shape, dtype, weight) in enumerate(zip(layout.shapes, layout.dtypes, layout.weights, strict=True)):
+        key = (dtype, weight) if math.prod(shape) < small else index
+        groups.setdefault(key, []).append(index)
+    return list(groups.values())
+
+
+def _aligned(size: int, dtype: np.dtype[Any]) -> Array:
+    flat = allocation.aligned((size,), dtype)
+    flat.fill(0)
+    return flat

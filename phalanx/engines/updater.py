@@ -1,0 +1,283 @@
+"""A Keras optimizer away from its model: it updates variables, or shards of them, from gradients that came by wire.
+
+What a parameter server computes. The optimizer is made anew from Keras's description of it, with its schedule, weight
+decay, clipping, averages and accumulation; only the norm of a clipping is a matter of all shards together and so, where
+there are several servers, of the workers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+
+from phalanx.errors import ConfigurationError, UnsupportedError
+from phalanx.keras_compat.object_config import clone_from_config
+
+Array = np.ndarray[Any, Any]
+
+_OF_WHOLE_VARIABLES = ("Lamb", "Muon")
+"""Optimizers that look at a variable as a whole: at its norm, at its rows and columns."""
+
+
+class UpdaterPiece(NamedTuple):
+    """A variable, or some rows of it, with the value that it starts from.
+
+    Attributes:
+        constraint: Keras's description of it, as JSON.
+        decays: whether weight decay applies to it.
+    """
+
+    path: str
+    value: Array
+    constraint: str | None
+    decays: bool
+
+
+class OptimizerSlot(NamedTuple):
+    """One of the optimizer's variables: `name` of the model's variable number `variable`; -1: of no variable."""
+
+    variable: int
+    name: str
+
+
+class Updater(ABC):
+    """An optimizer and the pieces that it updates; made by `make_updater`.
+
+    Used by one thread at a time.
+
+    Attributes:
+        slots: what each of the optimizer's variables belongs to.
+        lends: whether what `values` returned is the memory that the next update changes; else it stays what it is.
+    """
+
+    slots: tuple[OptimizerSlot, ...]
+    lends = False
+
+    @property
+    @abstractmethod
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The numbers of the pieces, as their gradients and values pass: several that make a group as one `Vector`, one
+        alone as it is."""
+
+    @abstractmethod
+    def apply(self, gradients: Sequence[Any]) -> None:
+        """One update; the gradients are those of the groups. They must stay until something is asked for."""
+
+    def apply_sum(self, parts: Sequence[Sequence[Any]]) -> None:
+        """As `apply`, with the sums of several lists of gradients, added in their order."""
+        self.apply([sum(each[1:], start=each[0]) for each in zip(*parts, strict=True)])
+
+    @abstractmethod
+    def values(self) -> list[Array]:
+        """The groups' present values."""
+
+    @abstractmethod
+    def set_learning_rate(self, rate: float) -> None:
+        """The learning rate from now on; a schedule stays what it is."""
+
+    @abstractmethod
+    def load(self, values: Mapping[int, Array], state: Mapping[int, Array]) -> None:
+        """Give some pieces, and some of the optimizer's variables, other values; by their numbers."""
+
+    @abstractmethod
+    def fetch(self, values: Sequence[int], state: Sequence[int]) -> tuple[list[Array], list[Array]]:
+        """Values of some pieces, and of some of the optimizer's variables; to be read before the next update."""
+
+    def optimizer_values(self) -> list[Array]:
+        """The values of the optimizer's variables, in the order of `slots`."""
+        return [np.array(value) for value in self.fetch((), range(len(self.slots)))[1]]
+
+    def load_optimizer(self, values: Sequence[Array]) -> None:
+        """Give the optimizer's variables these values, in the order of `slots`."""
+        self.load({}, dict(enumerate(values)))
+
+    def count(self, updates: int) -> None:
+        """So many updates count as made, which were not."""
+        place = self.slots.index(OptimizerSlot(-1, "iteration"))
+        (made,) = self.fetch((), (place,))[1]
+        self.load({}, {place: np.asarray(made + updates)})
+
+
+class BackendUpdater(Updater):
+    """An updater on the backend of this process."""
+
+    def __init__(self, optimizer: str, pieces: Sequence[UpdaterPiece]) -> None:
+        self.variables = [_variable(piece) for piece in pieces]
+        # keras.optimizers.deserialize does not know all of Keras's own (Lamb).
+        self.optimizer = _made(json.loads(optimizer))
+        key = self.optimizer._var_key  # TensorFlow's own optimizers pass their own kind of variable
+        decays = {key(v): piece.decays for v, piece in zip(self.variables, pieces, strict=True)}
+        vars(self.optimizer)["_use_weight_decay"] = lambda variable: decays[key(variable)]
+        if not any(decays.values()):
+            self.optimizer.weight_decay = None  # Keras on PyTorch fails where nothing decays
+        self.slots = build_noting_slots(self.optimizer, self.variables)
+        self._prepare()
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        return tuple((number,) for number in range(len(self.variables)))
+
+    def _prepare(self) -> None:
+        """What the backend needs before the first update."""
+
+    def set_learning_rate(self, rate: float) -> None:
+        """The learning rate from now on; a schedule stays what it is."""
+        if isinstance(self.optimizer._learning_rate, keras.Variable):
+            self.optimizer.learning_rate = rate
+
+
+def build_noting_slots(optimizer: Any, variables: Sequence[Any]) -> tuple[OptimizerSlot, ...]:
+    """Build a fresh optimizer; returns what each of its variables belongs to."""
+    found: dict[int, OptimizerSlot] = {}
+    number = {id(variable): index for index, variable in enumerate(variables)}
+    add = optimizer.add_variable_from_reference
+
+    def add_and_note(reference_variable: Any, name: str | None = None, **options: Any) -> Any:
+        added = add(reference_variable, name=name, **options)
+        found[id(added)] = OptimizerSlot(number[id(reference_variable)], name or "var")
+        return added
+
+    vars(optimizer)["add_variable_from_reference"] = add_and_note
+    try:
+        optimizer.build(variables)
+    finally:
+        del vars(optimizer)["add_variable_from_reference"]
+    # Keras numbers variables without a name (Nadam has one) through the whole process.
+    slots = [
+        found.get(id(variable), OptimizerSlot(-1, re.sub(r"^variable_\d+$", "variable", variable.name)))
+        for variable in optimizer.variables
+    ]
+    # Optimizers of one's own may give several variables one name.
+    times: Counter[OptimizerSlot] = Counter()
+    for place, slot in enumerate(slots):
+        times[slot] += 1
+        if times[slot] > 1:
+            slots[place] = slot._replace(name=f"{slot.name}#{times[slot]}")
+    return tuple(slots)
+
+
+def slots_of_model(optimizer: Any, variables: Sequence[Any]) -> tuple[OptimizerSlot, ...]:
+    """What each of a built optimizer's variables belongs to, found on a twin of it.
+
+    Raises: UnsupportedError if Keras's description of the optimizer leaves out an argument.
+    """
+    twin = clone_from_config(optimizer)
+    slots = build_noting_slots(twin, variables)
+    untold = [name for name, value in _plain_attributes(optimizer).items() if vars(twin).get(name, value) != value]
+    if untold:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__}.get_config() does not tell {', '.join(f'`{name}`' for name in untold)}, so "
+            f"the servers would train with another value. Return it there, and take it in __init__."
+        )
+    return slots
+
+
+def _plain_attributes(optimizer: Any) -> dict[str, Any]:
+    plain = (bool, int, float, str, type(None))
+    return {k: v for k, v in vars(optimizer).items() if type(v) in plain and not k.startswith("_") and k != "built"}
+
+
+def clips_by_norm(optimizer: Any) -> bool:
+    """Whether an update depends on the norm of gradients."""
+    return optimizer.clipnorm is not None or optimizer.global_clipnorm is not None
+
+
+def check_optimizer(optimizer: Any, *, cut: bool, whole: bool, late: bool = False) -> None:
+    """Raise UnsupportedError for an optimizer that cannot run on servers, or not on so many.
+
+    Args:
+        cut: whether a variable has more than one shard.
+        whole: whether one server has all variables, uncut: it sees every norm itself.
+        late: whether an update may lack some workers' gradients.
+    """
+    name = type(optimizer).__name__
+    rate = getattr(optimizer, "_learning_rate", None)
+    if callable(rate) and not isinstance(rate, (keras.Variable, keras.optimizers.schedules.LearningRateSchedule)):
+        raise UnsupportedError(
+            f"{name} got a function as its learning rate, which servers cannot call. Write a "
+            f"keras.optimizers.schedules.LearningRateSchedule, whose `step` is the job's global step, or set it in "
+            f"a callback."
+        )
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.loss_scale_factor:
+        raise UnsupportedError(
+            f"{name} scales the loss, and on parameter servers nobody sees all gradients in time to say by how much. "
+            f"Use the policy 'mixed_bfloat16', which needs no loss scaling, or float32."
+        )
+    if clips_by_norm(optimizer) and not whole and (late or optimizer.gradient_accumulation_steps):
+        raise UnsupportedError(
+            f"{name} clips by the norm of {'the first' if late else 'accumulated'} gradients, of which each of several "
+            f"servers sees a part only. Use one server and no variable_partitioner, clipvalue, or leave out "
+            f"{'replicas_to_aggregate' if late else 'gradient_accumulation_steps'}."
+        )
+    if cut and any(kind.__name__ in _OF_WHOLE_VARIABLES for kind in type(optimizer).__mro__):
+        raise UnsupportedError(
+            f"{name} looks at each variable as a whole, so its variables cannot be cut. Leave out "
+            f"variable_partitioner, or choose another optimizer."
+        )
+    if isinstance(optimizer, keras.optimizers.Adafactor):
+        raise UnsupportedError(
+            "Adafactor does not say which of its variables belongs to which of the model's, so servers cannot keep its "
+            "state. Use another optimizer."
+        )
+
+
+def why_not_by_rows(optimizer: Any, slots: Sequence[OptimizerSlot], variable: int, shape: Sequence[int]) -> str:
+    """Why an optimizer cannot update single rows of a variable, or "" if it can.
+
+    Args:
+        slots: of the built optimizer, as `slots_of_model` has them.
+        variable: number of the variable, of this `shape`.
+    """
+    name = type(optimizer).__name__
+    if name in _OF_WHOLE_VARIABLES:
+        return f"{name} looks at a variable as a whole"
+    if optimizer.use_ema:
+        return f"{name} averages weights (use_ema), those of all rows at every step"
+    if optimizer.gradient_accumulation_steps:
+        return f"{name} accumulates gradients over several steps"
+    own = [v for v, slot in zip(optimizer.variables, slots, strict=True) if slot.variable == variable]
+    if any(tuple(v.shape) != tuple(shape) for v in own):
+        return f"{name} keeps more for it than a value for each weight"
+    return ""
+
+
+def clipped(optimizer: Any, gradients: Sequence[Array]) -> list[Array]:
+    """Gradients clipped by norm as the optimizer would, where it sees all of them; what it clips by value it leaves."""
+    if optimizer.global_clipnorm is not None:
+        norm = float(np.sqrt(sum(float(np.vdot(g, g)) for g in gradients)))
+        if norm > optimizer.global_clipnorm:
+            return [gradient * gradient.dtype.type(optimizer.global_clipnorm / norm) for gradient in gradients]
+    elif optimizer.clipnorm is not None:
+        norms = [float(np.linalg.norm(gradient)) for gradient in gradients]
+        limit = optimizer.clipnorm
+        return [g * g.dtype.type(limit / norm) if norm > limit else g for g, norm in zip(gradients, norms, strict=True)]
+    return list(gradients)
+
+
+def _made(described: dict[str, Any]) -> Any:
+    try:
+        return keras.saving.deserialize_keras_object(described)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"The servers cannot make the optimizer {described.get('class_name')!r} of the chief: a class in it is not "
+            f"known to them. Register classes of your own (optimizers, schedules, constraints) with "
+            f"@keras.saving.register_keras_serializable() before the strategy is made: on a server the program goes no "
+            f"further than that. ({str(error).strip().splitlines()[0]})"
+        ) from error
+
+
+def _variable(piece: UpdaterPiece) -> Any:
+    constraint = None if piece.constraint is None else keras.constraints.deserialize(json.loads(piece.constraint))
+    variable = keras.Variable(
+        np.array(piece.value), dtype=str(piece.value.dtype), name=piece.path.rpartition("/")[2] or "variable"
+    )
+    variable._path = piece.path  # some optimizers choose by it
+    variable.constraint = constraint
+    return variable

@@ -1,0 +1,109 @@
+"""The best of the checkpoints that were evaluated, kept in a file of its own."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from keras.src.callbacks.monitor_callback import MonitorCallback
+
+from phalanx.checkpoint import checkpoint_directory
+from phalanx.errors import ConfigurationError
+from phalanx.evaluator.checkpoint_watcher import KERAS_SUFFIX, FoundCheckpoint
+
+logger = logging.getLogger(__name__)
+
+NAME = "best_evaluation"
+"""What the files begin with."""
+
+
+class BestCheckpoint:
+    """Keeps the best checkpoint as `best_evaluation.weights.h5` (or `.keras`, as the training saves it), and beside it
+    a `.json` that says of which step it is and what its metrics were. An evaluator that is started again knows it.
+
+    Args:
+        monitor: the metric that decides; `val_` before its name is left out.
+        mode: "min", "max", or "auto": as Keras knows of the metric.
+    """
+
+    def __init__(self, directory: Path, model: Any, monitor: str, mode: str = "auto"):
+        if mode not in ("auto", "min", "max"):
+            raise ConfigurationError(f"mode is {mode!r}; write 'min', 'max' or 'auto'.")
+        self._directory = directory
+        self._monitor = monitor.removeprefix("val_")
+        self._rule = MonitorCallback(monitor=self._monitor, mode=mode)
+        self._rule.set_model(model)
+        self.value: float | None = None
+        self.path: Path | None = None
+        self._recall()
+
+    def consider(self, found: FoundCheckpoint, logs: Mapping[str, Any]) -> bool:
+        """Keep a checkpoint, if it is better than all before; whether it is.
+
+        Args:
+            logs: numbers by name, lists where a metric has several.
+
+        Raises:
+            ConfigurationError: there is no such metric, or it is no single number, or nobody knows whether more of it
+                is better.
+            OSError: it cannot be written.
+        """
+        if self._monitor not in logs:
+            raise ConfigurationError(
+                f"monitor is {self._monitor!r}, and the evaluation has {', '.join(logs) or 'no metrics'}. Name one of "
+                f"them, or pass monitor=None to keep no best checkpoint."
+            )
+        value = logs[self._monitor]
+        if isinstance(value, list):
+            raise ConfigurationError(
+                f"monitor is {self._monitor!r}, which has {np.size(value)} values: none of them says alone which "
+                f"checkpoint is the best. Name another metric, or give this one an average (`average='macro'`)."
+            )
+        if self._rule.monitor_op is None:
+            try:
+                self._rule._set_monitor_op()
+            except ValueError as error:
+                raise ConfigurationError(
+                    f"Whether more or less of {self._monitor!r} is better is not known: pass mode='min' or 'max'."
+                ) from error
+        if math.isnan(value) or not bool(self._rule._is_improvement(value, self.value)):
+            return False
+        suffix = KERAS_SUFFIX if found.name.endswith(KERAS_SUFFIX) else checkpoint_directory.SUFFIX
+        place = self._directory / f"{NAME}{suffix}"
+        checkpoint_directory.put(found.copy, place)
+        self._note({"monitor": self._monitor, "checkpoint": found.name, "step": found.step, "metrics": dict(logs)})
+        self.value, self.path = value, place
+        logger.info("Step %d is the best so far: %s is %g.", found.step, self._monitor, value)
+        return True
+
+    def _note(self, content: Mapping[str, Any]) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            written = Path(folder) / "best.json"
+            written.write_text(json.dumps(content, indent=1))
+            checkpoint_directory.put(written, self._directory / f"{NAME}.json")
+
+    def _recall(self) -> None:
+        """What an evaluator before this one has kept."""
+        place = self._directory / f"{NAME}.json"
+        try:
+            content = json.loads(place.read_text())
+            known = content.get("monitor") == self._monitor and self._monitor in content["metrics"]
+            value = float(content["metrics"][self._monitor]) if known else None
+        except FileNotFoundError:
+            return
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            logger.warning("%s is damaged, so what was the best until now is not known (%s).", place, error)
+            return
+        if value is not None:
+            self.value = value
+            kept = [self._directory / f"{NAME}{suffix}" for suffix in (checkpoint_directory.SUFFIX, KERAS_SUFFIX)]
+            self.path = next((path for path in kept if os.path.exists(path)), None)
+            if self.path is None:
+                self.value = None

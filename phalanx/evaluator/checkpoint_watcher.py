@@ -1,0 +1,238 @@
+"""Which checkpoints in a directory are new and whole: those of a `Supervisor`, and files of Keras's `ModelCheckpoint`.
+
+Ours are renamed to their names when they are whole. Keras writes in place, so its files are there while they are being
+written, may be read only when they have been left alone for a while, and may be written again. They are never opened
+where they are by anything that locks them: HDF5 refuses to *write* a file that somebody else has open, and the training
+would fail for its evaluator. What is evaluated is a copy, made while the file stayed as it was.
+
+              seen, or written again            whole, and left alone for SETTLE_S
+    absent  ------------------------> pending -------------------------------------> taken
+                                         |      still not whole GIVE_UP_S after the last write
+                                         +---------------------------------------------------> given up, with a warning
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+import re
+import shutil
+import stat
+import time
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import h5py
+
+from phalanx.checkpoint import checkpoint_directory
+from phalanx.checkpoint.checkpoint_directory import SUFFIX, DamagedCheckpointError
+
+logger = logging.getLogger(__name__)
+
+KERAS_SUFFIX = ".keras"
+SETTLE_S = 1.0
+"""How long Keras's file must have been left alone: longer than a write stops within a file, on a disk that is busy."""
+GIVE_UP_S = 30.0
+"""How long after its last change a file that is not whole may still become so: a network file system shows the size of
+a file before its content."""
+
+_WEIGHTS_IN_KERAS = "model.weights.h5"
+_LAST_NUMBER = re.compile(r"(\d+)(?!.*\d)")
+
+Identity = tuple[int, int, int]
+"""Inode, bytes and time of the last change: another one is another checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundCheckpoint:
+    """A whole checkpoint, copied to where nobody else writes.
+
+    Attributes:
+        name: of the file in the directory.
+        copy: of the file.
+        weights: what `model.load_weights` takes; `copy` itself, or what was in it.
+        step: the global step of which it is, as far as it says: the optimizer's iterations, else a number in its name.
+        content: names the weights and the optimizer's state; empty for a file of Keras.
+    """
+
+    name: str
+    copy: Path
+    weights: Path
+    step: int
+    content: str = ""
+
+
+class _State(enum.Enum):
+    PENDING = "pending"
+    OVER = "over"
+
+
+@dataclass
+class _File:
+    identity: Identity
+    since: float
+    state: _State = _State.PENDING
+
+
+class CheckpointWatcher:
+    """Finds the checkpoints of a directory, each once, in the order in which they were written.
+
+    Args:
+        scratch: for copies, of which the last one is kept.
+        ignored: names that are no checkpoints of the training begin with this.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, directory: Path, scratch: Path, *, ignored: str = "", clock: Callable[[], float] = time.monotonic
+    ):
+        self._directory = directory
+        self._scratch = scratch
+        self._ignored = ignored
+        self._clock = clock
+        self._files: dict[str, _File] = {}
+        self._contents: dict[str, str] = {}  # of those that were taken
+        self._began = self._is_there = False
+
+    @property
+    def pending(self) -> bool:
+        """Whether a file was seen that may become a checkpoint."""
+        return self._is_there and any(file.state is _State.PENDING for file in self._files.values())
+
+    def next(self) -> FoundCheckpoint | None:
+        """The next new checkpoint; None if there is none at the moment. The copy of the one before is deleted.
+
+        The first is the newest that is there; those before it are passed over.
+        """
+        names = self._look()
+        if self._began:
+            return next((found for name in names if (found := self._take(name)) is not None), None)
+        for index in reversed(range(len(names))):
+            found = self._take(names[index])
+            if found is not None:
+                self._began = True
+                for older in names[:index]:
+                    self._files[older].state = _State.OVER
+                return found
+        return None
+
+    def put_back(self, found: FoundCheckpoint) -> bool:
+        """It could not be used: try it again, if it may still change; else False."""
+        file = self._files.get(found.name)
+        if file is None or checkpoint_directory.is_sealed(found.copy) or self._clock() - file.since >= GIVE_UP_S:
+            return False
+        file.state = _State.PENDING
+        return True
+
+    def _look(self) -> list[str]:
+        """The names of the pending files, in the order in which they were last written."""
+        try:
+            entries = [entry for entry in os.scandir(self._directory) if self._is_checkpoint(entry.name)]
+            self._is_there = True
+        except FileNotFoundError:  # not yet, or for the moment: what was taken is remembered
+            self._is_there = False
+            return []
+        times: dict[str, tuple[int, str]] = {}
+        for entry in entries:
+            try:
+                status = entry.stat()
+            except FileNotFoundError:  # deleted since, as one of the oldest
+                continue
+            if not stat.S_ISREG(status.st_mode):
+                continue
+            identity = (status.st_ino, status.st_size, status.st_mtime_ns)
+            known = self._files.get(entry.name)
+            if known is None or known.identity != identity:
+                self._files[entry.name] = _File(identity, self._clock())
+            times[entry.name] = (status.st_mtime_ns, entry.name)
+        for name in self._files.keys() - times.keys():
+            self._contents.pop(name, None)
+            if self._files.pop(name).state is _State.PENDING:
+                logger.info("%s was deleted before its turn.", self._directory / name)
+        return sorted((n for n in times if self._files[n].state is _State.PENDING), key=lambda name: times[name])
+
+    def _is_checkpoint(self, name: str) -> bool:
+        if name.startswith(".") or (self._ignored and name.startswith(self._ignored)):
+            return False
+        return name.endswith((SUFFIX, KERAS_SUFFIX))
+
+    def _take(self, name: str) -> FoundCheckpoint | None:
+        """The file as a checkpoint; None if it is not ready, or never will be."""
+        file, path, ours = self._files[name], self._directory / name, False
+        try:
+            ours = checkpoint_directory.is_sealed(path)  # and then it is never written again in place
+            alone_s = self._clock() - file.since
+            if not ours and alone_s < SETTLE_S:
+                return None
+            copy = self._copy(path, file.identity)
+            if copy is None:  # it is being written
+                return None
+            found = _open(name, copy, self._scratch)
+        except FileNotFoundError:
+            return None
+        except DamagedCheckpointError as error:
+            if ours or self._clock() - file.since >= GIVE_UP_S:
+                logger.warning("%s is left out: %s", path, error)
+                file.state = _State.OVER
+            return None
+        file.state = _State.OVER
+        if found.content and self._contents.get(name) == found.content:
+            return None  # saved once more: the same weights, in another epoch
+        self._contents[name] = found.content
+        return found
+
+    def _copy(self, path: Path, identity: Identity) -> Path | None:
+        """A copy of the file as it was all the while; None if it was written meanwhile."""
+        for old in self._scratch.iterdir():
+            old.unlink()
+        copy = self._scratch / path.name
+        with open(path, "rb") as source, open(copy, "wb") as target:
+            shutil.copyfileobj(source, target, 1 << 20)
+            of_copied = os.fstat(source.fileno())
+        now = os.stat(path)
+        same = all((s.st_ino, s.st_size, s.st_mtime_ns) == identity for s in (of_copied, now))
+        return copy if same else None
+
+
+def _open(name: str, copy: Path, scratch: Path) -> FoundCheckpoint:
+    """What is in a copy of a checkpoint.
+
+    Raises: DamagedError if it is not whole.
+    """
+    if checkpoint_directory.is_sealed(copy):
+        ours = checkpoint_directory.read(copy)
+        return FoundCheckpoint(name, copy, copy, ours.step, str(ours.state[checkpoint_directory.CONTENT]))
+    weights = copy
+    if name.endswith(KERAS_SUFFIX):
+        weights = scratch / f"{name}{SUFFIX}"
+        _extract(copy, weights)
+    return FoundCheckpoint(name, copy, weights, _step_of(weights, name))
+
+
+def _extract(archive: Path, weights: Path) -> None:
+    try:
+        with zipfile.ZipFile(archive) as content:
+            damaged = content.testzip()
+            if damaged is not None:
+                raise DamagedCheckpointError(f"its part {damaged} is damaged")
+            with content.open(_WEIGHTS_IN_KERAS) as source, open(weights, "wb") as target:
+                shutil.copyfileobj(source, target, 1 << 20)
+    except (zipfile.BadZipFile, KeyError, EOFError) as error:
+        raise DamagedCheckpointError(f"it is no whole file of Keras ({error})") from error
+
+
+def _step_of(weights: Path, name: str) -> int:
+    """The optimizer's iterations in a file of weights, all of which is read."""
+    try:
+        with h5py.File(weights, "r") as file:
+            file.visititems(lambda _, item: item[()] if isinstance(item, h5py.Dataset) and item.size else None)
+            iterations = file.get("optimizer/vars/0")
+            if isinstance(iterations, h5py.Dataset) and iterations.shape == ():
+                return int(iterations[()])
+    except (OSError, RuntimeError, KeyError) as error:
+        raise DamagedCheckpointError(f"it is no whole file of weights ({error})") from error
+    number = _LAST_NUMBER.search(name.removesuffix(SUFFIX).removesuffix(KERAS_SUFFIX))
+    return int(number[1]) if number else 0

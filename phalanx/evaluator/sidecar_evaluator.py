@@ -1,0 +1,218 @@
+"""`SidecarEvaluator`: evaluates the checkpoints of a job beside it, as the former `tf.keras.utils.SidecarEvaluator`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from phalanx.checkpoint.temporary_directory import scratch
+from phalanx.cluster.resolvers.auto_resolver import resolver_of
+from phalanx.cluster.resolvers.base_resolver import ClusterResolver
+from phalanx.cluster.spec import EVALUATOR
+from phalanx.config.job_config import RENDEZVOUS_TIMEOUT, JobConfig
+from phalanx.errors import ConfigurationError, RendezvousError
+from phalanx.evaluator import best_checkpoint, completion_marker
+from phalanx.evaluator.best_checkpoint import BestCheckpoint
+from phalanx.evaluator.checkpoint_watcher import CheckpointWatcher, FoundCheckpoint
+from phalanx.evaluator.end_of_job import JobEndDetector, JobSignPoller, patience
+from phalanx.monitoring.event_writer import EventWriter
+from phalanx.runtime import progress
+from phalanx.training.steps.stepper import count_steps, inner_optimizer
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.25
+"""Between two looks into the directory."""
+DEFAULT_PATIENCE_S = 3600.0
+"""An hour: longer than anybody's time between two checkpoints."""
+LOGS = "validation"
+"""Subdirectory of event files, as Keras's `TensorBoard` has it for evaluations."""
+
+
+class SidecarEvaluator:
+    """Evaluates each new checkpoint of a training job, beside the job, until the job is over.
+
+    >>> strategy = phalanx.MultiWorkerMirroredStrategy()  # doctest: +SKIP
+    >>> if strategy.cluster_resolver.task_type == "evaluator":  # doctest: +SKIP
+    ...     phalanx.SidecarEvaluator(model, (x_test, y_test), "runs/1").start()
+    ... else:
+    ...     model.fit(x, y, callbacks=[keras.callbacks.ModelCheckpoint("runs/1/{epoch}.weights.h5",
+    ...                                                                save_weights_only=True)])
+
+    It begins with the newest checkpoint that is there and then takes each new one, in the order in which they were
+    written; one that is deleted before its turn is left out. It takes what a `Supervisor` saves, and what Keras's
+    `ModelCheckpoint` and `BackupAndRestore` write: `.weights.h5` and `.keras`.
+
+    Args:
+        model: built and compiled, the same as in training.
+        data: what `model.evaluate` takes: a dataset, or a tuple `(x, y)` or `(x, y, sample_weight)`. It is read once
+            for each checkpoint.
+        checkpoint_dir: where the chief saves.
+        steps: batches of each evaluation; None: all.
+        max_evaluations: end after so many evaluations; None: with the job.
+        callbacks: of Keras, for `evaluate`; `model.optimizer.iterations` is the step of the checkpoint.
+        log_dir: for event files; `evaluation_<metric>_vs_iterations` is in its subdirectory `validation`.
+        monitor: the metric by which the best checkpoint is kept, as `best_evaluation.*` in `checkpoint_dir`; None: none
+            is kept.
+        mode: "min", "max" or "auto".
+        batch_size: as in `model.evaluate`.
+        verbose: as in `model.evaluate`.
+        cluster_resolver: where the cluster and this task come from; None: as for strategies.
+        patience_s: where no port tells whether the job goes on (one worker by hand, no cluster): seconds without a new
+            checkpoint after which it counts as over.
+
+    Attributes:
+        evaluations: how many there were.
+        best: the value of `monitor` of the best checkpoint; None if there is none.
+
+    Raises: ConfigurationError if arguments do not fit, or the package for `log_dir` is not installed.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        data: Any,
+        checkpoint_dir: str | os.PathLike[str],
+        steps: int | None = None,
+        max_evaluations: int | None = None,
+        callbacks: Any = None,
+        *,
+        log_dir: str | os.PathLike[str] | None = None,
+        monitor: str | None = "loss",
+        mode: str = "auto",
+        batch_size: int | None = None,
+        verbose: Any = 2,
+        cluster_resolver: ClusterResolver | None = None,
+        patience_s: float = DEFAULT_PATIENCE_S,
+    ):
+        if max_evaluations is not None and max_evaluations < 1:
+            raise ConfigurationError(f"max_evaluations is {max_evaluations}; write a number from 1 up, or None.")
+        if patience_s <= 0:
+            raise ConfigurationError(f"patience_s is {patience_s}; write a number of seconds above 0.")
+        if not getattr(model, "compiled", False) or not model.built:
+            raise ConfigurationError(
+                "The evaluator's model must be built (keras.Input(shape), or model.build(shape)) and compiled with a "
+                "loss or metrics, as in training."
+            )
+        self._model = model
+        self._data = data
+        self._directory = Path(checkpoint_dir)
+        if self._directory.exists() and not self._directory.is_dir():
+            raise ConfigurationError(
+                f"checkpoint_dir is {str(self._directory)!r}, which is a file, and not a directory."
+            )
+        self._steps = steps
+        self._max_evaluations = max_evaluations
+        self._callbacks = callbacks
+        self._batch_size = batch_size
+        self._verbose = verbose
+        self._patience_s = patience_s
+        resolver = resolver_of(cluster_resolver)
+        self._spec, self._task = resolver.cluster_spec(), resolver.task()
+        if self._spec and self._task is not None and self._task.type != EVALUATOR:
+            raise ConfigurationError(
+                f"This process is {self._task}, which takes part in the training; an evaluator waits for its end. "
+                f"Start it as a task of type 'evaluator' (`phalanx run --evaluator`, or task.type in TF_CONFIG)."
+            )
+        self._writer = None if log_dir is None else EventWriter(Path(log_dir) / LOGS)
+        self._best = None if monitor is None else BestCheckpoint(self._directory, model, monitor, mode)
+        self.evaluations = 0
+
+    @property
+    def best(self) -> float | None:
+        return None if self._best is None else self._best.value
+
+    def start(self) -> None:
+        """Evaluate until the job is over, or there were `max_evaluations`.
+
+        Raises:
+            RendezvousError: neither the job nor a checkpoint came in time.
+            ConfigurationError: the checkpoints are of another model; there is no metric `monitor`.
+            OSError: the best cannot be written.
+        """
+        settings = JobConfig.from_environment()
+        end = JobEndDetector(patience(settings, self._patience_s), time.monotonic(), launched=settings.named)
+        signs = JobSignPoller(self._spec, self._task, settings, time.monotonic)
+        over = False
+        with scratch() as copies:
+            watch = CheckpointWatcher(self._directory, copies, ignored=best_checkpoint.NAME)
+            try:
+                while self.evaluations != self._max_evaluations:
+                    found = watch.next()
+                    if found is not None:
+                        end.checkpoint(time.monotonic())
+                        self._evaluate(found, watch)
+                        continue
+                    if over and not watch.pending:
+                        break
+                    progress.report("waits for a checkpoint")
+                    over = over or end.is_over(
+                        signs.look(), time.monotonic(), announced=completion_marker.is_announced(self._directory)
+                    )
+                    time.sleep(POLL_S)
+            finally:
+                if self._writer is not None:
+                    self._writer.close()
+        if self.evaluations == 0:
+            self._explain(end, signs, settings)
+        logger.info("Evaluated %d checkpoints of %s.", self.evaluations, self._directory)
+
+    def _explain(self, end: JobEndDetector, signs: JobSignPoller, settings: JobConfig) -> None:
+        """There was nothing to evaluate: an error if the job never came, else a warning."""
+        hint = f" ({signs.trouble})" if signs.trouble else ""
+        if end.saw_nothing and not completion_marker.is_announced(self._directory):
+            raise RendezvousError(
+                f"Neither the chief of the job nor a checkpoint in {self._directory} came within "
+                f"{settings.rendezvous_timeout_s:g} s ({RENDEZVOUS_TIMEOUT}){hint}. Is the training started, with the "
+                f"same directory on the same file system?"
+            )
+        logger.warning(
+            "The job ended, and no whole checkpoint was in %s%s. Save there with a Supervisor or ModelCheckpoint.",
+            self._directory,
+            hint,
+        )
+
+    def _evaluate(self, found: FoundCheckpoint, watch: CheckpointWatcher) -> None:
+        model, optimizer = self._model, self._model.optimizer
+        progress.report("evaluate", step=found.step)
+        try:
+            # The optimizer's state has no part in it, and the evaluator's optimizer may be another one.
+            model.load_weights(found.weights, objects_to_skip=[optimizer] if optimizer is not None else None)
+        except (ValueError, KeyError, OSError) as error:
+            # Keras may have closed a file in the middle of the model, to open it again.
+            if watch.put_back(found):
+                time.sleep(POLL_S)
+                return
+            raise ConfigurationError(
+                f"The checkpoint {self._directory / found.name} is of another model: {error} Build the same model in "
+                f"the evaluator as in training."
+            ) from error
+        if optimizer is not None:
+            count_steps(optimizer, found.step * (inner_optimizer(optimizer).gradient_accumulation_steps or 1))
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(self._data)
+        logs: Mapping[str, Any] = model.evaluate(
+            x,
+            y,
+            sample_weight=sample_weight,
+            batch_size=self._batch_size,
+            steps=self._steps,
+            callbacks=self._callbacks,
+            verbose=self._verbose,
+            return_dict=True,
+        )
+        numbers = {name: np.asarray(value, np.float64).tolist() for name, value in logs.items()}
+        self.evaluations += 1
+        logger.info("Step %d (%s): %s", found.step, found.name, numbers)
+        if self._writer is not None:
+            self._writer.scalars(
+                {f"evaluation_{name}_vs_iterations": value for name, value in numbers.items()}, found.step
+            )
+        if self._best is not None:
+            self._best.consider(found, numbers)

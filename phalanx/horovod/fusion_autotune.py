@@ -1,0 +1,97 @@
+"""Finds the fusion threshold and the cycle time in the first rounds of negotiation.
+
+A sample is the time of some rounds in which something was done, over the bytes that were: computation in between
+included, since what is fused decides how much of it communication overlaps with. All ranks count the same rounds, and
+exchange their samples before they draw conclusions, so they change at the same round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from phalanx.collectives.autotune.trial_search import TrialSearch
+
+ROUNDS_BEFORE = 50
+"""Before the first sample: compilation, and the first trials of the collectives themselves."""
+ROUNDS_IN_SAMPLE = 10
+FUSION_CHOICES = (2**20, 4 * 2**20, 16 * 2**20, 64 * 2**20, 128 * 2**20)
+CYCLE_CHOICES_S = (0.2e-3, 1e-3, 5e-3)
+
+
+class FusionSettings(NamedTuple):
+    """What travels as one, and how often ranks ask each other.
+
+    Attributes:
+        threshold: bytes.
+        cycle_s: seconds between rounds.
+    """
+
+    threshold: int
+    cycle_s: float
+
+    def __str__(self) -> str:
+        return f"fusion threshold {self.threshold / 2**20:g} MiB, cycle time {self.cycle_s * 1e3:g} ms"
+
+
+class FusionAutotuner:
+    """Tells what to use, and is told of rounds.
+
+    Args:
+        default: what to begin with, and to stay with if nothing is better.
+        merge: exchanges samples: the largest of each over all ranks.
+        tell: called with the choice, once.
+    """
+
+    def __init__(
+        self,
+        default: FusionSettings,
+        merge: Callable[[Sequence[float]], Sequence[float]],
+        tell: Callable[[TrialSearch[FusionSettings]], None],
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self._search: TrialSearch[FusionSettings] = TrialSearch(
+            default,
+            [
+                lambda best: [best._replace(threshold=choice) for choice in FUSION_CHOICES],
+                lambda best: [best._replace(cycle_s=choice) for choice in CYCLE_CHOICES_S],
+            ],
+            repeats=3,
+            final_repeats=6,
+        )
+        self._merge = merge
+        self._tell = tell
+        self._clock = clock
+        self._rounds = -ROUNDS_BEFORE
+        self._bytes = 0
+        self._began = 0.0
+
+    @property
+    def over(self) -> bool:
+        """Whether the choice is made."""
+        return self._search.chosen is not None
+
+    @property
+    def present(self) -> FusionSettings:
+        """What to use in the next round."""
+        return self._search.plan
+
+    def did(self, nbytes: int) -> None:
+        """A round is over in which all ranks have done operations of so many bytes; they call at the same rounds."""
+        self._rounds += 1
+        if self._rounds <= 0:
+            self._began = self._clock()
+            return
+        self._bytes += nbytes
+        if self._rounds < ROUNDS_IN_SAMPLE:
+            return
+        now = self._clock()
+        self._search.measured((now - self._began) / max(1, self._bytes))
+        self._rounds = self._bytes = 0
+        if self._search.round_is_over:
+            self._search.advance(self._merge(self._search.costs))
+            if self.over:
+                self._tell(self._search)
+        self._began = self._clock()

@@ -1,0 +1,112 @@
+"""Links among some members of a job, for a process set of their own.
+
+A link serves one communicator at a time, so a process set has links beside those of the whole job. Each member offers
+a purpose on its port and dials the members of lower rank. All have made their offer before anyone dials, and dialled
+before anyone looks who came: they meet in between, among the whole job, where it is noticed who is lost.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+from phalanx.cluster.membership import Membership, Rank
+from phalanx.cluster.node import Node
+from phalanx.elastic.elastic_node import ElasticNode
+from phalanx.errors import RendezvousError
+from phalanx.transport.address import Address
+from phalanx.transport.dial import dial
+from phalanx.transport.handshake import Hello, Welcome
+from phalanx.transport.link import Link
+from phalanx.transport.tls import load_tls
+
+REFUSED = "not a member"
+ARRIVAL_S = 30.0
+"""For a link that the other end has already: this end has only to be told of it."""
+
+
+class LinkOffer:
+    """Takes the links of members of higher rank (a `transport.listener.Service`).
+
+    Args:
+        node: this process's place in the job.
+        purpose: names the process set.
+        ranks: of its members in the job, in order; this process is among them.
+    """
+
+    def __init__(self, node: Node | ElasticNode, purpose: str, ranks: Sequence[Rank]):
+        self._node = node
+        self._purpose = purpose
+        self._ranks = tuple(ranks)
+        self._members = [node.membership.members[rank] for rank in ranks]
+        self._own = self._ranks.index(node.membership.rank)
+        self._arrived = threading.Condition()  # protects the links
+        self._links: dict[int, Link] = {}
+        if len(ranks) > 1:
+            assert node.listener is not None, "a job of several processes has a port"
+            node.listener.register(purpose, self)
+
+    def admit(self, hello: Hello) -> Welcome:
+        """See `Service.admit`."""
+        if any(member.task == hello.task for member in self._members[self._own + 1 :]):
+            return Welcome(refusal="", reason="")
+        return Welcome(refusal=REFUSED, reason=f"{hello.task} is no member of higher rank of this process set")
+
+    def adopt(self, hello: Hello, link: Link) -> None:
+        """See `Service.adopt`."""
+        position = next(i for i, member in enumerate(self._members) if member.task == hello.task)
+        with self._arrived:
+            self._links[position] = link
+            self._arrived.notify_all()
+
+    def dial(self, timeout_s: float) -> None:
+        """Dial the members of lower rank; call once all members have made their offer.
+
+        Raises: what `dial` raises.
+        """
+        deadline = time.monotonic() + timeout_s
+        settings = self._node.settings
+        me = self._members[self._own]
+        for position, member in enumerate(self._members[: self._own]):
+            hello = Hello(purpose=self._purpose, task=me.task, job=settings.job_id)
+            address = Address.parse(member.address, where=member.task)
+            link, _ = dial(
+                address,
+                hello,
+                peer=member.task,
+                secret=settings.secret,
+                tls=load_tls(settings.tls),
+                deadline=deadline,
+            )
+            with self._arrived:
+                self._links[position] = link
+
+    def complete(self) -> Membership:
+        """The process set as a membership, with ranks counted within it; call once all members have dialled.
+
+        Raises: RendezvousError if a member's link is not here.
+        """
+        me = self._members[self._own]
+        expected = set(range(len(self._members))) - {self._own}
+        with self._arrived:
+            self._arrived.wait_for(lambda: expected <= self._links.keys(), timeout=ARRIVAL_S)
+            links = dict(sorted(self._links.items()))
+            missing = expected - links.keys()
+            if not missing:
+                self._links = {}  # the membership closes them
+        if missing:
+            names = ", ".join(self._members[position].task for position in sorted(missing))
+            raise RendezvousError(f"{names} did not come to the process set {list(self._ranks)}.")
+        members = tuple(
+            type(me)(rank=position, task=member.task, host=member.host, address=member.address, pid=member.pid)
+            for position, member in enumerate(self._members)
+        )
+        return Membership(self._node.membership.generation, self._own, members, links)
+
+    def close(self) -> None:
+        """The offer stands no more; links that are no membership's are closed."""
+        if self._node.listener is not None:
+            self._node.listener.unregister(self._purpose)
+        for link in self._links.values():
+            link.close()

@@ -1,0 +1,83 @@
+"""`hvd.run`: a function in several processes that are a job, from Python or a notebook."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import ConfigurationError, UnsupportedError
+from phalanx.launcher.host_slots import check_interfaces, choose_hosts
+from phalanx.launcher.launch_function import launch
+
+_HERE = ("localhost", "127.0.0.1", "::1")
+
+
+def run(
+    func: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int = 1,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    slots: int | None = None,
+    reset_limit: int | None = None,
+    cooldown_range: Any = None,
+    hosts: str | None = None,
+    hostfile: str | None = None,
+    start_timeout: float | None = None,
+    ssh_port: int | None = None,
+    ssh_identity_file: str | None = None,
+    disable_cache: bool | None = None,
+    output_filename: str | None = None,
+    verbose: int | None = None,
+    use_gloo: bool | None = None,
+    use_mpi: bool | None = None,
+    mpi_args: str | None = None,
+    network_interface: str | None = None,
+    executable: str | None = None,
+    np: int | None = None,
+    min_np: int | None = None,
+    max_np: int | None = None,
+) -> list[Any]:
+    """Call `func(*args, **kwargs)` in each of `num_proc` new processes on this host; the results by rank.
+
+    Inside, `hvd.init()` meets the others. See `phalanx.launch`, whose work this is, for errors.
+
+    Args:
+        num_proc: how many; `np` is its older name.
+        hosts: only this host, `localhost:2`, with as many places as processes at least; `hostfile` says the same.
+        start_timeout: seconds that the processes wait for each other.
+        output_filename: a folder, which gets one file of output for each process.
+        network_interface: must exist; processes on one host do not need it.
+        verbose: means nothing here, as `slots`, `reset_limit`, `cooldown_range`, `disable_cache`, `use_gloo`, and
+            `ssh_port` and `ssh_identity_file`, which are for other hosts.
+
+    Raises:
+        ConfigurationError: the hosts have fewer places than there are processes.
+        UnsupportedError: for other hosts, another Python, MPI, and a range of processes (`min_num_proc`).
+    """
+    number = num_proc if np is None or num_proc != 1 else np
+    least, most = min_num_proc or min_np, max_num_proc or max_np
+    if any(bound not in (None, number) for bound in (least, most)):
+        raise UnsupportedError(
+            f"hvd.run starts {number} processes and no other number. For a job whose members come and go put the "
+            f"function into a script, and use `phalanx run -np {number} --min-np {least or number} "
+            f"--max-np {most or number} script.py`."
+        )
+    if use_mpi or mpi_args:
+        raise UnsupportedError("hvd.run(use_mpi=True) needs MPI; Phalanx does without. Leave it out.")
+    if executable not in (None, sys.executable):
+        raise UnsupportedError(f"hvd.run starts this Python, {sys.executable}, and not {executable}.")
+    if hosts is not None and hostfile is not None:
+        raise ConfigurationError("hosts and hostfile both name hosts. Give one of them.")
+    shares = choose_hosts(number, hosts, None if hostfile is None else Path(hostfile))
+    if any(share.name not in _HERE for share in shares):
+        where = f"-H {hosts}" if hosts else f"--hostfile {hostfile}"
+        raise UnsupportedError(
+            f"hvd.run starts processes on this host, and {hosts or hostfile!r} names others. Put the function into a "
+            f"script and use `phalanx run -np {number} {where} script.py`."
+        )
+    check_interfaces(network_interface, shares)
+    return launch(func, number, args, kwargs, start_timeout_s=start_timeout, log_dir=output_filename)

@@ -1,0 +1,81 @@
+"""Calls of the host from TensorFlow: at once in eager code, as a node of the graph inside `tf.function`."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from phalanx.engines.replica.tensorflow.host_calls import call_in_graph
+from phalanx.horovod.gradients import refuse_again
+
+Array = np.ndarray[Any, Any]
+HostFunction = Callable[[list[Array]], Sequence[Any]]
+
+_counters: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKeyDictionary()
+
+
+def call(function: HostFunction, tensors: Sequence[Any], like: Sequence[tuple[Any, Any]]) -> list[Any]:
+    """The results of `function` on the tensors' values, as tensors.
+
+    In a graph the calls happen one after the other, in the order of the program: so they do on every rank.
+
+    Args:
+        like: dtype and static shape of each result.
+    """
+    tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
+    if tf.executing_eagerly():
+        return [
+            tf.convert_to_tensor(array, dtype)
+            for array, (dtype, _) in zip(function([t.numpy() for t in tensors]), like, strict=True)
+        ]
+    if not like:
+        call_in_graph(lambda *arrays: function(list(arrays)) and None, tensors, [])
+        return []
+    results = call_in_graph(lambda *arrays: function(list(arrays)), tensors, [dtype for dtype, _ in like])
+    for result, (_, shape) in zip(results, like, strict=True):
+        result.set_shape(shape)
+    return list(results)
+
+
+def once(function: HostFunction, flowing: Sequence[Any], like: Sequence[tuple[Any, Any]], *others: Any) -> list[Any]:
+    """As `call` of what flows back and others, where a gradient of that must not be taken for nothing.
+
+    Raises: UnsupportedError where that is asked for; where the graph of a function computes it, an error of
+        TensorFlow's that says so.
+    """
+    flowing = [tf.convert_to_tensor(tensor) for tensor in flowing]
+
+    def refuse(*upstream: Any) -> list[Any]:
+        if tf.executing_eagerly():
+            refuse_again()
+        # Under a second tape TensorFlow traces this whether or not anybody wants it. What nobody wants does not run.
+        results: list[Any] = tf.numpy_function(
+            refuse_again, list(upstream), [tensor.dtype for tensor in flowing], stateful=False
+        )
+        for result, tensor in zip(results, flowing, strict=True):
+            result.set_shape(tensor.shape)
+        return results
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def returned(*upstream: Any) -> Any:
+        return call(function, [*upstream, *others], like), refuse
+
+    return list(returned(*flowing))
+
+
+def name_in_graph(kind: str) -> str | None:
+    """A name for an operation that got none: in a graph by its place there, which is the same on all ranks however
+    often each of them traces it; in eager code None, as operations follow each other there."""
+    if tf.executing_eagerly():
+        return None
+    graph = tf.compat.v1.get_default_graph()
+    # Bodies of loops and branches lie in the graph of the function, whose own outer graph is no function's.
+    while hasattr(getattr(graph, "outer_graph", None), "outer_graph"):
+        graph = graph.outer_graph
+    number = next(_counters.setdefault(graph, itertools.count()))
+    return f"{kind}.{getattr(graph, 'name', 'graph')}.{number}"

@@ -1,0 +1,51 @@
+"""Each rank has the GPU of its local rank, in the way that programs of Horovod's expect.
+
+The launcher shows a worker no GPU but its own, which is number 0 there. The line that every program of Horovod's has,
+`torch.cuda.set_device(hvd.local_rank())`, or `tf.config.set_visible_devices` with that index, counts all GPUs of the
+host. So where a framework has such a line all are shown again, and the one that it would choose is chosen for programs
+without.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+from phalanx.devices.gpu_count import HOST_GPUS
+from phalanx.horovod import basics
+
+
+def init_for(framework: str) -> Callable[..., None]:
+    """`hvd.init` for programs of a framework ("jax", "tensorflow", "torch"); to be made before it looks for GPUs."""
+    choose = {"tensorflow": _choose_for_tensorflow, "torch": _choose_for_torch}.get(framework)
+    if choose is None:
+        return basics.init
+    if HOST_GPUS in os.environ:
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.pop(HOST_GPUS)
+
+    @functools.wraps(basics.init)
+    def init(comm: Any = None, process_sets: Any = None) -> None:
+        fresh = not basics.is_initialized()
+        basics.init(comm, process_sets)
+        if fresh:
+            choose(basics.local_rank())
+
+    return init
+
+
+def _choose_for_torch(number: int) -> None:
+    import torch
+
+    if count := torch.cuda.device_count():
+        torch.cuda.set_device(number % count)
+
+
+def _choose_for_tensorflow(number: int) -> None:
+    import tensorflow as tf
+    from tensorflow.python.eager import context
+
+    gpus = tf.config.list_physical_devices("GPU")
+    if gpus and context.context()._context_handle is None:  # else it has begun with what it saw
+        tf.config.set_visible_devices(gpus[number % len(gpus)], "GPU")

@@ -1,0 +1,1 @@
+"""The only home of `keras.src` imports and of patches to Keras."""

@@ -1,0 +1,176 @@
+"""The one place where the input layer uses Keras's internals (tested with Keras 3.12 and 3.15).
+
+Keras decides here what arrays it accepts, which dtypes they get and what its errors say.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from phalanx.arrays.tree import leaves
+from phalanx.errors import ConfigurationError
+
+
+def is_arrays(x: Any, y: Any, sample_weight: Any) -> bool:
+    """Whether Keras takes these as arrays in memory (NumPy, pandas, SciPy, tensors of any backend)."""
+    from keras.src.trainers.data_adapters import array_data_adapter
+
+    return bool(array_data_adapter.can_convert_arrays((x, y, sample_weight)))
+
+
+def standardize_arrays(
+    x: Any,
+    y: Any,
+    sample_weight: Any,
+    *,
+    batch_size: int | None,
+    steps_per_epoch: int | None,
+    class_weight: dict[int, float] | None,
+) -> tuple[Any, int, int]:
+    """Arrays checked and packed as Keras does it.
+
+    Returns: the packed structure `x`, `(x, y)` or `(x, y, sample_weight)` of Keras `Sliceable`s (which cast
+        floats to `keras.config.floatx()`), the number of samples, and the batch size (32 if not given).
+    Raises: ValueError with Keras's own message: lengths that differ, weights given twice.
+    """
+    from keras.src.trainers.data_adapters import array_data_adapter, array_slicing
+
+    if class_weight is not None:
+        check_class_weight_targets(y)
+    adapter = array_data_adapter.ArrayDataAdapter(
+        x,
+        y,
+        sample_weight=sample_weight,
+        batch_size=batch_size,
+        steps=steps_per_epoch,
+        class_weight=class_weight,
+    )
+    sliceables = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="numpy")
+    return sliceables, int(adapter._num_samples), int(adapter.batch_size)
+
+
+def shuffled_orders(
+    samples: int, batch_size: int, shuffle: bool | str, *, peeked: bool
+) -> Iterator[np.ndarray[Any, Any]]:
+    """The orders in which Keras itself would visit the samples of arrays, pass after pass, on the present backend.
+
+    Keras's own iterator shuffles the sample numbers in place of samples, and so draws the same random numbers; a
+    program seeded with `keras.utils.set_random_seed` sees the same batches as without Phalanx. Without a seed
+    TensorFlow's orders are any, and drawn here: a pass through a tf.data.Dataset takes 20 ms to begin.
+
+    Args:
+        peeked: whether Keras would have read one batch before the first pass, to build the model.
+    """
+    import keras
+    from keras.src.trainers.epoch_iterator import EpochIterator
+
+    if shuffle != "batch" and keras.backend.backend() == "tensorflow" and not _tensorflow_is_seeded():
+        generator = np.random.default_rng()
+        while True:
+            yield generator.permutation(samples)
+    # In one batch, unless only the rows within each are to be shuffled: the order is the same and comes at once.
+    size = batch_size if shuffle == "batch" else samples
+    passes = EpochIterator(np.arange(samples), batch_size=size, shuffle=shuffle)
+    if keras.backend.backend() == "torch":
+        # What opening a pass draws (`draw_as_a_loader`) is not the sampler's.
+        sampler = passes.data_adapter.get_torch_dataloader().batch_sampler
+        if peeked:
+            next(iter(sampler))
+        while True:
+            yield np.concatenate([np.asarray(batch) for batch in sampler])
+    passes._get_iterator = {
+        "jax": passes.data_adapter.get_jax_iterator,
+        # Once for all passes, as Keras does it: making one takes some 80 ms.
+        "tensorflow": functools.cache(passes.data_adapter.get_tf_dataset),
+    }[keras.backend.backend()]
+    if peeked:
+        next(next(passes._enumerate_iterator())[2])
+        passes.reset()
+    while True:
+        yield np.concatenate([np.asarray(next(batches)) for _, _, batches in passes._enumerate_iterator()])
+
+
+def _tensorflow_is_seeded() -> bool:
+    # The public functions that tell draw a number from the seed.
+    from tensorflow.python.eager import context
+
+    return context.global_seed() is not None
+
+
+def class_weights(y: Any, class_weight: dict[int, float]) -> Any:
+    """The weight of each sample of `y`: NumPy array of shape (samples,), dtype floatx."""
+    from keras.src.trainers.data_adapters import data_adapter_utils
+
+    check_class_weight_targets(y)
+    return data_adapter_utils.class_weight_to_sample_weights(y, class_weight)
+
+
+def tf_class_weights(class_weight: dict[int, float]) -> Any:
+    """A function for `tf.data.Dataset.map` that adds the weight of each sample."""
+    from keras.src.trainers.data_adapters import tf_dataset_adapter
+
+    return tf_dataset_adapter.make_class_weight_map_fn(class_weight)
+
+
+def check_class_weight_targets(y: Any) -> None:
+    """Raises: ValueError unless `y` is one array of class labels that `class_weight` can be looked up for."""
+    arrays = leaves(y)
+    if y is None or len(arrays) != 1 or isinstance(y, (list, tuple, dict)):
+        raise ConfigurationError(
+            "`class_weight` is only supported for Models with a single output. Pass `sample_weight` with one "
+            "array for each output instead."
+        )
+    shape = tuple(arrays[0].shape)
+    if len(shape) > 2:
+        raise ConfigurationError(
+            "`class_weight` is not supported for targets of 3 or more dimensions: they need one label per "
+            f"sample, of shape (samples,), (samples, 1) or (samples, classes); got y of shape {shape}. "
+            "Pass `sample_weight` of the targets' shape instead."
+        )
+
+
+def ordered_enqueuer(dataset: Any, workers: int, use_multiprocessing: bool, max_queue_size: int) -> Any:
+    """Keras's worker pool for a PyDataset, which yields `dataset[0], dataset[1], ...`."""
+    from keras.src.trainers.data_adapters.py_dataset_adapter import OrderedEnqueuer
+
+    return OrderedEnqueuer(
+        dataset, workers=workers, use_multiprocessing=use_multiprocessing, max_queue_size=max_queue_size
+    )
+
+
+def opens_one_more_pass(kind: str) -> bool:
+    """Whether Keras makes another iterator of a dataset of known length at the end of a pass, and drops it.
+
+    It does (`EpochIterator`) where the dataset is its own iterable: elsewhere a generator stands before it, which
+    nobody starts.
+
+    Args:
+        kind: `tensorflow` for a tf.data.Dataset, `torch` for a DataLoader.
+    """
+    import keras
+
+    return bool(keras.backend.backend() == kind)
+
+
+def draw_as_a_loader() -> None:
+    """Draw what opening a pass over data of any kind draws: Keras's PyTorch trainer reads all through DataLoaders,
+    whose iterators begin with a number of PyTorch's generator, a seed for workers. The order of the next shuffled pass
+    follows from what comes after it."""
+    import keras
+
+    if keras.backend.backend() == "torch":
+        import torch
+
+        torch.empty((), dtype=torch.int64).random_()
+
+
+def loaders_are_read_by_tf_data() -> bool:
+    """Whether Keras makes a tf.data.Dataset of a DataLoader: it begins a pass before each `fit`, `evaluate` and
+    `predict`, to see what the batches are made of, and reads ahead until there is none more."""
+    import keras
+
+    return bool(keras.backend.backend() == "tensorflow")

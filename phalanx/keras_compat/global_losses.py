@@ -1,0 +1,155 @@
+"""Losses whose denominator only all ranks together know.
+
+Most losses are a sum over samples divided by their number: the mean over the ranks, weighted by their shares of the
+global batch, is then the loss of the global batch. Three kinds are different: a plain sum, a mean that divides by the
+sum of the sample weights, and a mean over what a mask leaves. On each rank such a loss is multiplied by
+
+    a sum:   1 / share
+    a mean:  D_r / (D * share)       D_r: this rank's denominator, D: the sum of all ranks'
+
+so that the weighted mean over the ranks is the global loss again: the sum over r of
+share_r * (N_r / D_r) * (D_r / (D * share_r)) = N / D. As each loss is put right for itself, several outputs and
+regularizers may stand beside it, and gradients and logged values follow.
+
+A loss function that returns one number, the mean over the samples, is multiplied by the mean of the batch's sample
+weights, which has to be that of the global batch.
+
+Keras forms all these denominators in one function, `keras.src.losses.loss.reduce_weighted_values`; while a step runs
+(or is traced), ours stands in its place, also for losses that an overridden `compute_loss` or `train_step` calls.
+
+A vector given to `add_loss` is summed by Keras, in `Trainer._aggregate_additional_loss`: with one value for each sample
+of the batch it is a sum as well, else (a penalty for each unit) the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from keras import ops
+from keras.src.losses import loss as keras_loss
+from keras.src.trainers.trainer import Trainer
+
+from phalanx.engines.engine import Array, MergeProtocol
+from phalanx.errors import UnsupportedError
+from phalanx.keras_compat.patching import PatchedFunction
+
+Denominator = Any
+"""A scalar tensor; None for a loss that is a plain sum."""
+
+_DIVIDED = ("sum_over_batch_size", "mean")
+
+
+class GloballyScaledLosses:
+    """A context that multiplies each loss of those kinds by `scale_of(its denominator on this rank)`.
+
+    `scale_of` is called in the order of the losses.
+
+    Attributes:
+        batch_size: of this rank's part of the batch at hand.
+    """
+
+    def __init__(self, scale_of: Callable[[Denominator | None], Any], batch_size: int = 0) -> None:
+        self.batch_size = batch_size
+        self._scale_of = scale_of
+        self._losses = PatchedFunction(keras_loss, "reduce_weighted_values", self._reduce)
+        self._added = PatchedFunction(Trainer, "_aggregate_additional_loss", self._sum)
+
+    def __enter__(self) -> None:
+        self._losses.__enter__()
+        self._added.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._added.__exit__(*error)
+        self._losses.__exit__(*error)
+
+    def _reduce(
+        self,
+        values: Any,
+        sample_weight: Any = None,
+        mask: Any = None,
+        reduction: Any = "sum_over_batch_size",
+        dtype: Any = None,
+    ) -> Any:
+        of_samples = sample_weight is not None and len(sample_weight.shape) > 0
+        if tuple(values.shape) == () and of_samples and mask is None and reduction in _DIVIDED:
+            loss = self._losses.original(values, None, None, reduction, dtype)
+            return loss * ops.cast(self._mean_of(ops.cast(sample_weight, "float32")), loss.dtype)
+        loss = self._losses.original(values, _to_be_masked(sample_weight, mask), mask, reduction, dtype)
+        if tuple(values.shape) == () or not _only_all_know(reduction, sample_weight, mask):
+            return loss
+        denominator = None if reduction == "sum" else _denominator(values, sample_weight, mask, reduction)
+        return loss * ops.cast(self._scale_of(denominator), loss.dtype)
+
+    def _mean_of(self, weights: Any) -> Any:
+        """Of the sample weights of the global batch."""
+        # With D_r the sum of this rank's and their number, which is not 0: D / N = 1 + their mean; share = N_r / N.
+        number = ops.cast(ops.size(weights), "float32")
+        own = ops.sum(weights) + number
+        scale = ops.cast(self._scale_of(own), "float32")  # 0 on a rank without samples
+        return own / (number * ops.where(scale == 0, ops.ones_like(scale), scale)) - 1.0
+
+    def _sum(self, added: Any) -> Any:
+        total: Any = ops.sum(ops.cast(added, "float32") if "float" not in str(added.dtype) else added)
+        if not len(added.shape):
+            return total
+        scale = ops.cast(self._scale_of(None), total.dtype)  # asked for on all ranks, whatever the lengths are there
+        return total * scale if has_samples(added, self.batch_size) else total
+
+
+def has_samples(values: Any, batch_size: int) -> bool:
+    """Whether these are values for each sample of a batch, by their first axis; None is the unknown length of one."""
+    return len(values.shape) > 0 and values.shape[0] in (None, batch_size)
+
+
+def scales(denominators: Sequence[Array | None], merge: MergeProtocol, share: float) -> Array:
+    """The factor of each loss on this rank, shape (losses,), float32; all ranks must call.
+
+    Args:
+        denominators: this rank's, scalars; None for a loss that is a sum.
+        share: this rank's of the global batch; with 0 its denominators do not count.
+    """
+    own = np.array([1.0 if d is None else d for d in denominators], np.float32)
+    everyone = own
+    if any(d is not None for d in denominators):
+        everyone = merge.total(own, share)
+    if not share:
+        return np.zeros_like(own)
+    is_sum = np.array([d is None for d in denominators])
+    part = np.divide(own, everyone, out=np.zeros_like(own), where=everyone != 0)
+    return np.where(is_sum, 1.0, part).astype(np.float32) / np.float32(share)
+
+
+def check_losses(model: Any) -> None:
+    """Raise UnsupportedError for a compiled loss that is no single number."""
+    for entry in getattr(model._compile_loss, "_flat_losses", None) or ():
+        if getattr(entry.loss, "reduction", "mean") in (None, "none"):
+            raise UnsupportedError(
+                f"The loss {entry.loss.name!r} has reduction={entry.loss.reduction!r}: it is one number for each "
+                f"sample, which cannot be merged over the replicas. Compile with reduction='sum_over_batch_size', "
+                f"'sum' or 'mean_with_sample_weight', or reduce it in `compute_loss`."
+            )
+
+
+def _only_all_know(reduction: Any, sample_weight: Any, mask: Any) -> bool:
+    if reduction == "mean_with_sample_weight":
+        return sample_weight is not None or mask is not None
+    return reduction == "sum" or (reduction in _DIVIDED and mask is not None)
+
+
+def _to_be_masked(sample_weight: Any, mask: Any) -> Any:
+    """The weights; a copy where Keras multiplies them in place by the mask, and by what of this part it leaves out."""
+    return sample_weight if sample_weight is None or mask is None else ops.copy(sample_weight)
+
+
+def _denominator(values: Any, sample_weight: Any, mask: Any, reduction: str) -> Any:
+    """What Keras divides by, as in `reduce_weighted_values`; in float32, because 16 bits do not count beyond 2048."""
+    if reduction in _DIVIDED:
+        return ops.sum(ops.cast(mask, "float32"))
+    values = ops.convert_to_tensor(values)
+    weight = None if sample_weight is None else ops.convert_to_tensor(_to_be_masked(sample_weight, mask))
+    mask = None if mask is None else ops.convert_to_tensor(mask)
+    weight = keras_loss.apply_mask(weight, mask, dtype=values.dtype, reduction=reduction)
+    _, weight = keras_loss.squeeze_or_expand_to_same_rank(values, weight)
+    return ops.sum(ops.cast(weight, "float32"))

@@ -1,0 +1,93 @@
+"""A process beside the launcher that asks a discovery script again and again which hosts there are.
+
+Its arguments are EVERY_S TIMEOUT_S COMMAND. Each answer is a line of JSON on stdout (`DiscoveryAnswer`). It is a process of its
+own, under a lifeline (its stdin), so that a script that hangs, and whatever it has started, ends with the launcher by
+the kernel's doing, whatever ends that.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import subprocess
+import sys
+import time
+
+import msgspec
+
+from phalanx.runtime.orphan_guard import adopt_orphans, end_orphans, hold
+
+MAX_BYTES = 100_000
+"""Of what a script prints; a host is a line."""
+
+
+class DiscoveryAnswer(msgspec.Struct, frozen=True):
+    """What a script printed, or why there is no answer."""
+
+    text: str = ""
+    problem: str = ""
+
+
+def ask(command: str, timeout_s: float) -> DiscoveryAnswer:
+    """Run the script once, as a shell does; what it leaves behind is ended. The process must have no other children."""
+    with subprocess.Popen(
+        ["/bin/sh", "-c", command], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as script:
+        try:
+            out, err = _printed(script, time.monotonic() + timeout_s)
+        except (TimeoutError, OverflowError) as error:
+            script.kill()
+            script.wait()
+            end_orphans()  # what it has started, which is ours only now
+            late = f"it has not ended within {timeout_s:g} s"
+            return DiscoveryAnswer(problem=late if isinstance(error, TimeoutError) else str(error))
+    end_orphans()
+    if script.returncode:
+        words = err.decode(errors="replace").strip().splitlines()
+        last = f": {words[-1][:200]}" if words else ""
+        return DiscoveryAnswer(problem=f"it ended with exit code {script.returncode}{last}")
+    return DiscoveryAnswer(out.decode(errors="replace"))
+
+
+def _printed(script: subprocess.Popen[bytes], deadline: float) -> tuple[bytes, bytes]:
+    """What the script prints until it ends: stdout, and the end of stderr.
+
+    Raises: TimeoutError; OverflowError if it prints more than a list of hosts can be.
+    """
+    assert script.stdout is not None
+    assert script.stderr is not None
+    texts = {script.stdout.fileno(): b"", script.stderr.fileno(): b""}
+    out, err = texts
+    with selectors.DefaultSelector() as selector:
+        for stream in texts:
+            selector.register(stream, selectors.EVENT_READ)
+        while selector.get_map():
+            left = deadline - time.monotonic()
+            ready = selector.select(left) if left > 0 else []
+            if not ready:
+                raise TimeoutError
+            for key, _ in ready:
+                read = os.read(key.fd, MAX_BYTES)
+                texts[key.fd] = (texts[key.fd] + read)[-MAX_BYTES - 1 :]
+                if not read:
+                    selector.unregister(key.fd)
+            if len(texts[out]) > MAX_BYTES:
+                raise OverflowError(f"it prints more than {MAX_BYTES} bytes")
+    try:
+        script.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired as error:
+        raise TimeoutError from error
+    return texts[out], texts[err]
+
+
+def main() -> None:
+    every_s, timeout_s, command = float(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
+    # A launcher with threads ends one by one: PR_SET_PDEATHSIG could come before its end of the pipe closes, and would
+    # take this process alone, and with it the lifeline by which the script goes.
+    hold(0, os.getppid(), die_with_parent=False)
+    adopt_orphans()
+    while True:
+        began = time.monotonic()
+        sys.stdout.buffer.write(msgspec.json.encode(ask(command, timeout_s)) + b"\n")
+        sys.stdout.buffer.flush()
+        time.sleep(max(0.0, began + every_s - time.monotonic()))

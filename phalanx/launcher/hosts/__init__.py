@@ -1,0 +1,1 @@
+"""Where workers run: this host, or another one through ssh."""

@@ -1,0 +1,132 @@
+"""Which elastic jobs this user's launchers run: a file for each, which goes with its launcher.
+
+The folder may be one for several hosts, as home folders often are. Whether a launcher lives is judged where its process
+id means something: on its host, and in its PID namespace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from phalanx.config.job_config import TLSFiles
+
+FOLDER = "PHALANX_JOBS"
+
+
+@dataclass(frozen=True)
+class RegisteredJob:
+    """A job that runs.
+
+    Attributes:
+        job: its name.
+        keeper: address of its keeper.
+        secret: of the job.
+        pid: of its launcher.
+        host: of its launcher, by name.
+        processes: where this process id means something.
+        program: its command line.
+        tls: the files with which it encrypts, if it does: certificate, key, authority.
+    """
+
+    job: str
+    keeper: str
+    secret: str
+    pid: int
+    host: str
+    processes: str
+    program: str
+    tls: tuple[str, str, str] | None = None
+
+    @property
+    def is_here(self) -> bool:
+        return self.processes == _processes()
+
+    @property
+    def tls_files(self) -> TLSFiles | None:
+        return None if self.tls is None else TLSFiles(*map(Path, self.tls))
+
+
+def folder() -> Path:
+    """Where the files lie; only this user may read them, as they hold secrets."""
+    given = os.environ.get(FOLDER)
+    if given:
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "phalanx" / "jobs"
+
+
+@contextlib.contextmanager
+def registered(
+    job: str, keeper: str, secret: str, program: Sequence[str], tls: TLSFiles | None = None
+) -> Iterator[None]:
+    """While inside, the job is known to `phalanx status` and `phalanx scale`. A folder that cannot be written to is no
+    reason not to train."""
+    path: Path | None = None
+    files = None
+    if tls is not None:
+        files = (str(tls.certificate.absolute()), str(tls.key.absolute()), str(tls.authority.absolute()))
+    shown = " ".join(program).encode(errors="replace").decode()
+    entry = RegisteredJob(job, keeper, secret, os.getpid(), socket.gethostname(), _processes(), shown, files)
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: a user without a home
+        path = folder() / f"{job}.json"
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(msgspec.json.encode(entry))
+    try:
+        yield
+    finally:
+        if path is not None:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def running() -> list[RegisteredJob]:
+    """The jobs that run, as far as is known here. Files of launchers that were killed are removed on their own host."""
+    found = []
+    for path in sorted(_files()):
+        try:
+            entry = msgspec.json.decode(path.read_bytes(), type=RegisteredJob)
+        except (OSError, msgspec.DecodeError):
+            continue  # gone, being written, or of another version
+        if not entry.is_here or _lives(entry.pid):
+            found.append(entry)
+        else:
+            with contextlib.suppress(OSError):
+                path.unlink()
+    return found
+
+
+def _files() -> list[Path]:
+    try:
+        return list(folder().glob("*.json"))
+    except RuntimeError:  # a user without a home
+        return []
+
+
+def _processes() -> str:
+    """Two processes with the same answer see each other's process ids."""
+    from phalanx.cluster.host_identity import (
+        host_identity,  # whose package takes longer to import than all of the launcher
+    )
+
+    try:
+        return f"{host_identity()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not Linux
+        return host_identity()
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True

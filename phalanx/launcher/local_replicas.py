@@ -1,0 +1,320 @@
+"""The other local replicas of a program that was started plainly: `python train.py` with a MirroredStrategy.
+
+Rank 0 is the process that the user started. It runs the same program again for each other rank, and takes rank 0's
+place in the job itself: its TF_CONFIG, its port, its share of the cores. In the processes so started the same call only
+says which rank they are, so the program needs no `if`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import json
+import logging
+import multiprocessing
+import os
+import secrets
+import selectors
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from typing import NoReturn
+
+from phalanx.cluster.resolvers import TFConfigClusterResolver
+from phalanx.config.job_config import JOB_ID, LISTEN_FD
+from phalanx.devices.gpu_assignment import device_settings
+from phalanx.errors import ConfigurationError, PeerLostError, PhalanxError
+from phalanx.launcher.host_messages import HostOrder, StepTimingReported
+from phalanx.launcher.hosts.local_host import LocalHost, listen
+from phalanx.launcher.job_supervisor import JobOutcome, JobSupervisor, WorkerPlacement
+from phalanx.launcher.program import Program, parse_command, starting_folder
+from phalanx.launcher.root_cause import WorkerEnd
+from phalanx.launcher.worker_environment import grace_s, job_settings, thread_settings
+from phalanx.launcher.worker_placement import LOOPBACK, SECRET_BYTES, task_names
+from phalanx.monitoring import failure_report
+from phalanx.monitoring.console import Console
+from phalanx.runtime import core_affinity, exit_codes
+from phalanx.runtime.core_affinity import host_shares
+
+# The number of local replicas, in the environment of each of them.
+REPLICAS = "PHALANX_LOCAL_REPLICAS"
+# Replicas run the same program as rank 0 and end when it does, give or take what only the others do.
+JOIN_S = 30.0
+# Rank 0 usually notices the loss by itself, in about this time; its own error should then come before the page.
+NOTICE_S = 0.5
+
+logger = logging.getLogger(__name__)
+
+
+class LocalReplicas:
+    """The replicas of this program, seen from one of them.
+
+    Attributes:
+        count: how many there are, this one included.
+        rank: of this process.
+    """
+
+    def __init__(self, count: int, rank: int, watch: _Watch | None = None):
+        self.count = count
+        self.rank = rank
+        self._watch = watch
+
+    def close(self) -> None:
+        """On rank 0: wait for the other replicas to end, for JOIN_S at most. Safe to call twice.
+
+        Called by itself at the end of the program.
+
+        Raises: PeerLostError naming the replica that failed, if one has.
+        """
+        if self._watch is not None:
+            self._watch.close(JOIN_S)
+            self._watch.raise_failure()
+
+
+_current: LocalReplicas | None = None
+
+
+def start_local_replicas(count: int, devices: Sequence[str] | None = None) -> LocalReplicas:
+    """Make this program run as `count` replicas on this host; afterwards TF_CONFIG describes them.
+
+    To be called on every replica, before anything is computed, by the same line of the program. Calling it
+    again with the same `count` returns the same replicas.
+
+    Args:
+        devices: one for each replica, such as `cpu:0` or `/gpu:1`; a replica sees no other GPU than its own.
+
+    Raises: ConfigurationError if there is no program to run again (a notebook, an interactive session), or if
+        this process is already part of another job.
+    """
+    global _current
+    if count < 1:
+        raise ConfigurationError(f"A strategy needs at least one replica; it was given {count}.")
+    if devices is not None and len(devices) != count:
+        raise ConfigurationError(f"{count} replicas need {count} devices; got {list(devices)}.")
+    if _current is None:
+        _current = _join() or _start(count, devices)
+    if _current.count != count:
+        raise ConfigurationError(
+            f"This program runs as {_current.count} local replicas and now asks for {count}. A program has "
+            "one set of local replicas: use the same number everywhere, or one program for each number."
+        )
+    return _current
+
+
+def _join() -> LocalReplicas | None:
+    """The replicas that this process was started as one of, if it was."""
+    count = os.environ.get(REPLICAS)
+    if count is None:
+        return None
+    return LocalReplicas(int(count), int(json.loads(os.environ["TF_CONFIG"])["task"]["index"]))
+
+
+def _start(count: int, devices: Sequence[str] | None) -> LocalReplicas:
+    if count == 1:
+        return LocalReplicas(1, 0)
+    program = _own_program()
+    folder = starting_folder(program, getattr(sys.modules["__main__"], "__file__", None))
+    shares = host_shares(count)
+    selector = selectors.DefaultSelector()
+    host = LocalHost(selector, shares=shares[1:])
+    listener = listen(LOOPBACK)
+    addresses = [f"{LOOPBACK}:{port}" for port in (listener.getsockname()[1], *host.prepare(count - 1))]
+    secret, job_id = secrets.token_hex(SECRET_BYTES), secrets.token_hex(8)
+
+    def settings(rank: int) -> dict[str, str]:
+        own = job_settings(
+            tasks=task_names(len(addresses)), addresses=addresses, rank=rank, secret=secret, job_id=job_id
+        )
+        return {
+            **own,
+            **(device_settings(devices[rank], os.environ) if devices else {}),
+            REPLICAS: str(count),
+        }
+
+    tasks = task_names(count)
+    placements = [
+        WorkerPlacement(
+            HostOrder(rank, program.arguments, settings(rank), program.interpreter, folder=folder), tasks[rank], host
+        )
+        for rank in range(1, count)
+    ]
+    watch = _Watch(placements, selector, tasks)
+    watch.start()
+    for name, value in thread_settings(shares[0].threads).items():
+        os.environ.setdefault(name, value)
+    os.environ.update(settings(0))
+    os.environ[LISTEN_FD] = str(listener.detach())  # open as long as the process, like an inherited one
+    core_affinity.bind(shares[0].cores)
+    _limit_running_libraries(shares[0].threads)
+    return LocalReplicas(count, 0, watch)
+
+
+def _own_program() -> Program:
+    """The program that this process runs. Raises: ConfigurationError if it cannot be run again."""
+    if TFConfigClusterResolver().cluster_spec() or os.environ.get(JOB_ID):
+        raise ConfigurationError(
+            "This process is already a task of a job (TF_CONFIG is set), and cannot start local replicas of "
+            "its own. Use MultiWorkerMirroredStrategy here, or start the program plainly: python train.py."
+        )
+    if multiprocessing.parent_process() is not None:
+        raise ConfigurationError(
+            "This process was started by multiprocessing, so there is no program to run again for the other "
+            "replicas. Make the strategy in the main process, or pass a function to phalanx.launch."
+        )
+    interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive) or "ipykernel" in sys.modules
+    program = None if interactive else parse_command(sys.orig_argv)
+    if program is None:
+        raise ConfigurationError(
+            "A strategy of local replicas runs the same program again for the others, and a notebook or an "
+            "interactive session is no program. Put the training into a function and call "
+            "phalanx.launch(function, workers=N) with MultiWorkerMirroredStrategy inside it."
+        )
+    return program
+
+
+def _limit_running_libraries(threads: int) -> None:
+    # PyTorch reads OMP_NUM_THREADS once, when it is imported, which on rank 0 was before. JAX and TensorFlow
+    # make their pools at the first computation.
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(threads)
+
+
+class _Watch:
+    """Rank 0's watch over the other replicas: a thread that runs their job and reports how it ended."""
+
+    def __init__(self, placements: Sequence[WorkerPlacement], selector: selectors.BaseSelector, tasks: Sequence[str]):
+        self._selector = selector
+        self._screen = Console(tasks, sys.stderr, sys.stderr)
+        self._grace_s = grace_s(os.environ)
+        self._job = JobSupervisor(placements, selector, self, grace_s=self._grace_s)
+        self._thread = threading.Thread(target=self._run, name="phalanx-replicas", daemon=True)
+        self._outcome: JobOutcome | None = None
+        self._defect = False  # whether the watch itself has failed
+        self._pid = os.getpid()
+        self._reported = False
+        self._closing = threading.Event()  # rank 0 is ending on its own
+        self._ended = threading.Event()  # all replicas have
+
+    def start(self) -> None:
+        self._job.start()  # here, since replicas die with the thread that started them
+        self._thread.start()
+        atexit.register(self._at_exit)
+
+    # What the job tells.
+
+    def output(self, rank: int, is_error: bool, data: bytes) -> None:
+        # What they print is the same as on rank 0; and when this process fails by itself, what they say of its loss is
+        # no news, and would stand in the middle of the reason.
+        if is_error and not (exit_codes.has_failed() and _failed_by_itself()):
+            self._screen.feed(rank, is_error, data)
+
+    def started(self, rank: int, pid: int) -> None:
+        logger.debug("rank %d started, pid %d", rank, pid)
+
+    def exited(self, end: WorkerEnd) -> None:
+        self._screen.finish(end.rank)
+
+    def paced(self, pace: StepTimingReported) -> None:
+        pass
+
+    def returns(self, end: WorkerEnd, count: str) -> None:
+        pass
+
+    def failed(self, end: WorkerEnd) -> None:
+        pass
+
+    def left_behind(self, end: WorkerEnd) -> None:
+        pass
+
+    def overdue(self, tasks: Sequence[str], seconds: float) -> None:
+        pass
+
+    # How it ends.
+
+    def close(self, wait_s: float) -> None:
+        """Wait for the replicas to end; those that have not by then are ended."""
+        self._closing.set()
+        if not self._ended.wait(wait_s):
+            if wait_s > 0:
+                self._screen.message(f"phalanx: replicas still ran {wait_s:g} s after rank 0 had ended; ending them")
+            self._job.stop(signal.SIGTERM)
+            self._job.stop(signal.SIGINT)  # at once
+            self._ended.wait(self._grace_s)
+
+    @property
+    def failure(self) -> JobOutcome | None:
+        outcome = self._outcome
+        return outcome if outcome is not None and outcome.verdict.cause is not None else None
+
+    def raise_failure(self) -> None:
+        if self._defect:
+            raise PhalanxError("The watch over the local replicas failed, and ended them; the log says how.")
+        failure = self.failure
+        if failure is not None and failure.verdict.cause is not None:
+            cause = failure.verdict.cause
+            raise PeerLostError(
+                f"A local replica failed: {failure.verdict.reason}.",
+                rank=cause.rank,
+                task=cause.task,
+                host=socket.gethostname(),
+            )
+
+    def _run(self) -> None:
+        try:
+            self._outcome = self._job.run()
+        except Exception:  # by which the replicas are killed
+            self._defect = True
+            logger.exception("The watch over the local replicas failed.")
+        finally:
+            self._ended.set()
+            self._selector.close()
+        if self._code == 0:
+            return
+        if self._closing.wait(NOTICE_S):
+            return  # `_at_exit` or the caller of `close` reports it, after rank 0's own error
+        self._report()
+        # Rank 0 meets the loss at its next collective, if it comes to one: after that time it is ended.
+        if not self._closing.wait(self._grace_s):
+            faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
+            _end_process(self._code)
+
+    @property
+    def _code(self) -> int:
+        """With which this process has to end because of the other replicas; 0 for none."""
+        if self._defect:
+            return PhalanxError.exit_code
+        return 0 if self.failure is None else self.failure.verdict.code
+
+    def _report(self) -> None:
+        self._reported = True
+        if self.failure is not None:
+            self._screen.message(failure_report.render(self.failure.verdict, self.failure.ends, full=False))
+
+    def _at_exit(self) -> None:
+        if os.getpid() != self._pid:  # a fork of rank 0 is ending
+            return
+        own_error = _failed_by_itself()
+        if getattr(sys, "last_value", None) is None:
+            self.close(JOIN_S)
+        elif own_error:
+            self.close(0.0)  # the replicas only wait for a rank that will not come
+        else:
+            self.close(self._grace_s)  # a replica's end was the cause: let it say why
+        if self._code != 0 and not own_error:
+            if not self._reported:
+                self._report()
+            _end_process(self._code)  # an exit handler cannot change the exit code otherwise
+
+
+def _failed_by_itself() -> bool:
+    """Whether this process ends because of an error that is not the echo of a replica's."""
+    error = getattr(sys, "last_value", None)
+    return error is not None and exit_codes.of_error(error) not in exit_codes.CONSEQUENCES
+
+
+def _end_process(code: int) -> NoReturn:
+    logging.shutdown()
+    exit_codes.end_process(code)

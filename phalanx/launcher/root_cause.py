@@ -1,0 +1,170 @@
+"""Which task was the cause of a job's end. Plain functions from what was seen to what it means.
+
+When one worker fails, the others lose their peer and fail as well, often before the launcher has seen the
+first one's end. So the order of the ends is a weak sign, and the kind of each a strong one:
+
+    1. an end of its own: an exception of the program, a signal that the launcher did not send, `sys.exit(3)`
+    2. a collective that timed out: the peer that did not come is the cause, but may still hang
+    3. a lost peer: another's end was the cause; the error names it
+    4. ended by the launcher: never a cause
+
+An end without error in the middle of the job (`os._exit(0)`) is the cause when others lost exactly that task.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from phalanx import errors
+from phalanx.launcher.host_messages import STOPPED, CrashReported
+from phalanx.runtime import exit_codes
+
+_CONSEQUENCE = exit_codes.CONSEQUENCES
+# Of a job that a false success ended: what its survivors end with.
+FALSE_SUCCESS_CODE = errors.PeerLostError.exit_code
+PREEMPTED_CODE = errors.PreemptedError.exit_code
+HOST_LOST_CODE = errors.PeerLostError.exit_code
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEnd:
+    """The end of one worker.
+
+    Attributes:
+        rank, task, host, pid: which worker.
+        returncode: as `subprocess` has it; None if it was lost with its host.
+        order: how many workers had ended before.
+        by_launcher: whether it ended only after the launcher had sent it a signal to end.
+        outlived: whether the others went on without it, in a job whose members come and go.
+        hung: whether it still ran when the others' grace was over.
+        trains: whether it is a chief or a worker.
+        words: what it left.
+    """
+
+    rank: int
+    task: str
+    host: str
+    pid: int
+    returncode: int | None
+    order: int
+    by_launcher: bool = False
+    outlived: bool = False
+    hung: bool = False
+    trains: bool = True
+    words: CrashReported = field(default_factory=CrashReported)
+
+    @property
+    def code(self) -> int:
+        """Its exit code as a shell has it."""
+        return HOST_LOST_CODE if self.returncode is None else exit_codes.of_return_code(self.returncode)
+
+    @property
+    def remoteness(self) -> int:
+        """How far it is from the cause: 0 for an end of its own, more for the echo of another's, also where the program
+        caught it and ended itself. That it is an echo is less sure where only the exit code says so."""
+        if self.returncode is None:
+            return 0
+        by_code = _CONSEQUENCE.get(self.code, 0)
+        if self.words.error is None:
+            return max(0, 2 * by_code - 1)
+        return 2 * max(by_code, _CONSEQUENCE.get(self.words.error.code, 0))
+
+    @property
+    def stood_still(self) -> bool:
+        """Whether it hung. Servers and evaluators run until they are told to end: of them only one that was stopped."""
+        return self.hung and (self.trains or self.words.state == STOPPED)
+
+    @property
+    def has_own_error(self) -> bool:
+        """Whether it had recorded an error of its own when it was ended: something kept it from going down."""
+        error = self.words.error
+        if not self.hung or error is None or error.interrupted:
+            return False
+        return error.code not in _CONSEQUENCE and error.code != errors.EvictedError.exit_code
+
+    @property
+    def was_preempted(self) -> bool:
+        return self.code == PREEMPTED_CODE and self.words.error is not None and self.words.error.code == PREEMPTED_CODE
+
+    @property
+    def failed(self) -> bool:
+        return self.returncode != 0
+
+
+@dataclass(frozen=True, slots=True)
+class RootCause:
+    """Why the job ended.
+
+    Attributes:
+        code: exit code of the job.
+        cause: the end that brought the others about; None if nobody failed, or the user ended the job.
+        reason: one sentence.
+    """
+
+    code: int
+    cause: WorkerEnd | None
+    reason: str
+
+    @property
+    def success(self) -> bool:
+        return self.code == 0
+
+
+def find_root_cause(ends: Sequence[WorkerEnd], *, interrupted_by: int | None = None) -> RootCause:
+    """The verdict over a job whose workers have all ended.
+
+    Args:
+        interrupted_by: the signal with which the launcher was told to end the job, if it was.
+    """
+    own = [end for end in ends if end.failed and (not end.by_launcher or end.has_own_error) and not end.outlived]
+    if any(end.was_preempted for end in ends):
+        # All leave together, after the chief has saved; who leaves last may have lost the others.
+        return RootCause(PREEMPTED_CODE, None, "the job was told to end, and has taken a checkpoint first")
+    if interrupted_by is not None:
+        code = exit_codes.SIGNAL_BASE + interrupted_by
+        meaning = exit_codes.meaning(code)
+        return RootCause(code, None, f"the job was ended from outside: {meaning.sentence}")
+    if not own:
+        return RootCause(0, None, "all workers ended without error, or were outlived by those that did")
+    lost = _falsely_successful(ends, own)
+    if lost is not None:
+        how = "and did not end" if lost.stood_still else "with exit code 0"
+        reason = f"{lost.task} left the job {how} while the others still depended on it"
+        return RootCause(FALSE_SUCCESS_CODE, lost, reason)
+    cause = min(own, key=lambda end: (end.remoteness, end.by_launcher, end.order))
+    if cause.by_launcher and cause.words.error is not None:
+        return RootCause(cause.words.error.code, cause, _reason(cause, ends))
+    return RootCause(cause.code, cause, _reason(cause, ends))
+
+
+def _falsely_successful(ends: Sequence[WorkerEnd], failed: Sequence[WorkerEnd]) -> WorkerEnd | None:
+    """The task that ended with code 0, or had left and did not end, and was then missed by all that failed, if that is
+    what happened."""
+    if any(end.remoteness == 0 for end in failed):
+        return None
+    named = Counter(end.words.error.lost for end in failed if end.words.error is not None)
+    done = [end for end in ends if (end.stood_still if end.by_launcher else not end.failed)]
+    missed = [end for end in done if named[end.task]]
+    return min(missed, key=lambda end: end.order, default=None)
+
+
+def waited_for(cause: WorkerEnd, ends: Sequence[WorkerEnd]) -> list[str]:
+    """The tasks that stood still while `cause` waited: the one that its error names, if it names one."""
+    return [end.task for end in ends if end.stood_still and cause.words.missed in (None, end.task)]
+
+
+def _reason(cause: WorkerEnd, ends: Sequence[WorkerEnd]) -> str:
+    who = f"{cause.task} (rank {cause.rank}, pid {cause.pid} on {cause.host})"
+    error = cause.words.error
+    if cause.returncode is None:
+        return f"{who} was lost with its host: the connection to it ended"
+    if cause.returncode < 0 and not (cause.by_launcher and error is not None):
+        return f"{who} was killed by {exit_codes.signal_name(-cause.returncode)}"
+    if cause.code in _CONSEQUENCE and (hung := waited_for(cause, ends)):
+        return f"{who} waited in vain: {', '.join(hung)} hung"
+    if error is not None:
+        first_line = error.message.partition("\n")[0]
+        return f"{who} failed with {error.kind}: {first_line}" if first_line else f"{who} failed with {error.kind}"
+    return f"{who} ended with exit code {cause.code}"

@@ -1,0 +1,163 @@
+"""From hosts and a program to the workers of a job: their ports, secret, environment."""
+
+from __future__ import annotations
+
+import numbers
+import secrets
+import selectors
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from phalanx.errors import ConfigurationError
+from phalanx.launcher.host_messages import HostOrder
+from phalanx.launcher.host_slots import HostShare
+from phalanx.launcher.hosts.local_host import LocalHost, OutputStreams
+from phalanx.launcher.hosts.ssh_host import SSHHost
+from phalanx.launcher.job_supervisor import WorkerHost, WorkerPlacement
+from phalanx.launcher.worker_environment import job_settings
+
+# Bytes of randomness: as long as the HMAC-SHA256 key that is made of it.
+SECRET_BYTES = 32
+# ssh with a slow name service, and Python's start on a cold file system.
+START_TIMEOUT_S = 60.0
+# As good as for ever, and no more than what the waits of the operating system take (2**31 ms).
+LONGEST_START_S = 1e6
+# For a task that is started again to come so far that it answers; a busy host takes long to import a backend.
+RETURN_TIMEOUT_S = 120.0
+LOOPBACK = "127.0.0.1"
+# Tasks of these types compute little, or when it suits them: the cores are divided among the others.
+NO_REPLICA = ("ps/", "evaluator/")
+
+
+def new_identity() -> tuple[str, str]:
+    """A secret and a name for a new job."""
+    return secrets.token_hex(SECRET_BYTES), secrets.token_hex(8)
+
+
+def patience(start_timeout_s: float | None) -> float | None:
+    """Seconds that hosts and tasks wait for each other at the start, as one may give them; None: not given.
+
+    Raises: ConfigurationError for what is no number above 0.
+    """
+    if start_timeout_s is None:
+        return None
+    if not isinstance(start_timeout_s, numbers.Real) or not start_timeout_s > 0:
+        raise ConfigurationError(f"start_timeout_s is {start_timeout_s!r}; give a number of seconds above 0.")
+    return min(float(start_timeout_s), LONGEST_START_S)
+
+
+def task_names(workers: int, *, chief: bool = False, servers: int = 0, evaluator: bool = False) -> list[str]:
+    """The tasks of a job: first those that train, in rank order, then parameter servers and the evaluator.
+
+    >>> task_names(2, servers=1)
+    ['worker/0', 'worker/1', 'ps/0']
+    """
+    return [
+        *(["chief/0"] if chief else []),
+        *[f"worker/{index}" for index in range(workers)],
+        *[f"ps/{index}" for index in range(servers)],
+        *(["evaluator/0"] if evaluator else []),
+    ]
+
+
+@dataclass(frozen=True)
+class WorkerRecipe:
+    """What the workers of a job have in common.
+
+    Attributes:
+        arguments: the program's command line, as after `python`; `interpreter` comes before it.
+        tasks: see `task_names`.
+        returns: whether tasks that are killed may be started again.
+        keeper: address of the keeper of the members, in an elastic job.
+        preemption_signal: its name; beside SIGTERM.
+        identity: the job's secret and name.
+    """
+
+    arguments: Sequence[str]
+    tasks: Sequence[str]
+    interpreter: Sequence[str] = ()
+    function: bytes = b""
+    backend: str | None = None
+    start_timeout_s: float | None = None
+    returns: bool = False
+    keeper: str | None = None
+    preemption_signal: str | None = None
+    identity: tuple[str, str] = field(default_factory=lambda: new_identity())
+
+    def placement(
+        self, rank: int, addresses: Sequence[str], host: WorkerHost, slot: int | None = None
+    ) -> WorkerPlacement:
+        """The task of this number, on a host.
+
+        Args:
+            addresses: of all tasks.
+            slot: see `HostOrder`.
+        """
+        task = self.tasks[rank]
+        secret, job_id = self.identity
+        order = HostOrder(
+            rank=rank,
+            arguments=tuple(self.arguments),
+            interpreter=tuple(self.interpreter),
+            function=self.function,
+            trains=not task.startswith(NO_REPLICA),
+            returns=self.returns,
+            keeps=self.returns and task.startswith("ps/"),
+            slot=slot,
+            owns_port=self.keeper is None,
+            environment=job_settings(
+                tasks=self.tasks,
+                addresses=addresses,
+                rank=rank,
+                secret=secret,
+                job_id=job_id,
+                backend=self.backend,
+                start_timeout_s=self.start_timeout_s,
+                return_timeout_s=RETURN_TIMEOUT_S if self.returns else None,
+                keeper=self.keeper,
+                preemption_signal=self.preemption_signal,
+            ),
+        )
+        return WorkerPlacement(order, task, host)
+
+
+def place(
+    shares: Sequence[HostShare],
+    recipe: WorkerRecipe,
+    selector: selectors.BaseSelector,
+    streams: OutputStreams,
+    say: Callable[[str], None],
+) -> list[WorkerPlacement]:
+    """Everything that is needed to start the job; only the agents of other hosts run already.
+
+    Args:
+        shares: with as many places as there are tasks, which take them in order.
+        say: see `SSHHost`.
+
+    Raises: RendezvousError or ConfigurationError if another host cannot take part.
+    """
+    hosts: list[LocalHost | SSHHost] = []
+    try:
+        for share in shares:
+            host = LocalHost(selector, streams=streams) if share.is_here else SSHHost(selector, share, say=say)
+            hosts.append(host)
+            if isinstance(host, SSHHost):
+                host.connect()  # all at once: the slowest decides, not the sum
+        addresses: list[str] = []
+        owners: list[WorkerHost] = []
+        deadline = time.monotonic() + (recipe.start_timeout_s or START_TIMEOUT_S)
+        for share, host in zip(shares, hosts, strict=True):
+            name = LOOPBACK if share.is_loopback else share.name
+            if isinstance(host, SSHHost):
+                ports = host.ports(deadline)
+            else:
+                host.name = share.name
+                ports = host.prepare(share.workers, address=LOOPBACK if share.is_loopback else None)
+            addresses += [f"{name}:{port}" for port in ports]
+            owners += [host] * share.workers
+    except BaseException:
+        for host in hosts:
+            host.close()
+        raise
+    return [recipe.placement(rank, addresses, host) for rank, host in enumerate(owners)]

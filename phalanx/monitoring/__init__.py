@@ -1,0 +1,1 @@
+"""What people see of a job: the console, the failure report, the timeline, TensorBoard event files."""

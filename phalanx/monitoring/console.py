@@ -1,0 +1,297 @@
+"""Many outputs on one terminal.
+
+Every line of the screen begins with the task that wrote it. Whole lines are simple. What is not a whole line is a
+progress bar: text that is drawn again and again after a carriage return. On a terminal the chief's is drawn live, as
+without Phalanx, and the lines of the other tasks are put above it: the bar is erased, the line written, the bar drawn
+again. Without a terminal a line is shown once it is complete, as a terminal would show it in the end.
+
+`LineAssembler` and `LiveLine` are text in, text out; `Console` owns the streams.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+import os
+import re
+import select
+import sys
+from collections.abc import Sequence
+from typing import BinaryIO, Protocol
+
+# A control sequence (ECMA-48): CSI ... final byte, or OSC ... terminator, or a two-character escape.
+_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
+_INCOMPLETE_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*|\][^\x07\x1b]*)?$")
+_TOKEN = re.compile(rf"{_ESCAPE.pattern}|[\r\n\b]|[^\x1b\r\n\b]+|\x1b")
+_ERASE = "\r\x1b[2K"
+_RESET = "\x1b[0m"
+_SHOW_CURSOR = "\x1b[?25h"
+# Distinct on dark and light backgrounds.
+_COLOURS = ("36", "33", "35", "32", "34", "31")
+# A line that never ends must not fill the memory; it is shown in pieces of this length.
+MAX_LINE_CHARACTERS = 100_000
+# The longest sequences in use set a window's title.
+MAX_ESCAPE_CHARACTERS = 1000
+
+
+class TextSink(Protocol):
+    def write(self, text: str, /) -> object: ...
+
+    def flush(self) -> object: ...
+
+
+def prefixes(tasks: Sequence[str], *, colour: bool) -> list[str]:
+    """What each task's lines begin with."""
+    if not colour:
+        return [f"[{task}] " for task in tasks]
+    return [f"\x1b[{_COLOURS[i % len(_COLOURS)]}m[{task}]{_RESET} " for i, task in enumerate(tasks)]
+
+
+def without_escapes(text: str) -> str:
+    return _ESCAPE.sub("", text)
+
+
+def width(text: str) -> int:
+    """Columns that a text without line breaks takes (one for each character)."""
+    return len(without_escapes(text))
+
+
+class LineAssembler:
+    """Pieces of text in, complete lines out, each as it would look in the end on a terminal."""
+
+    def __init__(self) -> None:
+        self._rest = ""
+
+    def feed(self, text: str) -> list[str]:
+        *lines, self._rest = (self._rest + text).split("\n")
+        if len(self._rest) > MAX_LINE_CHARACTERS and "\r" not in self._rest:
+            lines.append(self._rest)
+            self._rest = ""
+        elif len(self._rest) > MAX_LINE_CHARACTERS:
+            shown = _final(self._rest)
+            self._rest = "\r" + shown
+            if len(shown) > MAX_LINE_CHARACTERS // 2:
+                lines.append(shown)
+                self._rest = ""
+        return [_final(line) for line in lines]
+
+    def finish(self) -> list[str]:
+        """The last line, if it was not ended."""
+        rest, self._rest = _final(self._rest), ""
+        return [rest] if rest else []
+
+
+def _final(line: str) -> str:
+    """What stays visible of a line in which carriage returns went back to its start."""
+    drawn = [part.rstrip("\b") for part in line.split("\r")]
+    return next((part for part in reversed(drawn) if without_escapes(part)), "")
+
+
+class LiveLine:
+    """The terminal's last line, drawn by the chief: what it writes in, what the terminal gets out."""
+
+    def __init__(self, prefix: str):
+        self._prefix = prefix
+        self._shown: list[str] = []  # what the screen's last line shows, without the prefix
+        self._shown_characters = 0
+        self._at_start = True  # the cursor is in the first column, and no prefix was written since
+        self.escaped = False  # whether the chief has used any escape sequence
+        self._escape = ""  # the beginning of an escape sequence whose end has not come yet
+
+    def feed(self, text: str) -> str:
+        text = self._escape + text
+        # What is longer is no sequence after all, and let through.
+        incomplete = _INCOMPLETE_ESCAPE.search(text, max(0, len(text) - MAX_ESCAPE_CHARACTERS))
+        self._escape = incomplete.group() if incomplete else ""
+        text = text[: len(text) - len(self._escape)]
+        written = []
+        self.escaped = self.escaped or "\x1b" in text
+        for token in _TOKEN.findall(text):
+            if token == "\n":
+                if self._at_start and not self._shown:
+                    written.append(self._prefix)  # an empty line, too, says whose it is
+                self._begin()
+                self._at_start = True
+            elif token == "\r":
+                self._at_start = True
+            elif token == "\b" and self._at_start:
+                continue  # it would run into the prefix
+            elif token.startswith("\x1b[") and token[-1] in "JK":
+                self._begin()
+            elif _ESCAPE.fullmatch(token) and not token.endswith("m"):
+                pass  # moves the cursor; the prefix waits for something visible
+            elif self._at_start:
+                written.append(self._prefix)
+                self._begin(token)
+                self._at_start = False
+            elif token != "\b":
+                self._shown.append(token)
+                self._shown_characters += len(token)
+            written.append(token)
+            if self._shown_characters > MAX_LINE_CHARACTERS:  # it goes on in another line
+                written.append("\n")
+                self._begin()
+                self._at_start = True
+        return "".join(written)
+
+    def _begin(self, *shown: str) -> None:
+        """Whatever it showed, it shows this now."""
+        self._shown = list(shown)
+        self._shown_characters = sum(map(len, shown))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the cursor stands in a line with text."""
+        return bool(self._shown) or not self._at_start
+
+    def above(self, lines: str, columns: int) -> str:
+        """The text that puts `lines` (ending in a line break) above the live line."""
+        if not self.is_open:
+            return lines
+        shown = self._prefix + "".join(self._shown)
+        # A bar that is longer than a line has wrapped: go up to its first row.
+        up = (width(shown) - 1) // columns if columns > 0 else 0
+        erase = f"\r\x1b[{up}A\x1b[J" if up else _ERASE
+        # A bar that ends with a carriage return expects the cursor where that had put it.
+        return f"{erase}{_RESET}{lines}{shown}" + ("\r" if self._at_start else "")
+
+
+class Console:
+    """Shows the output of all tasks, and keeps a file of each task's output as it was.
+
+    Args:
+        tasks: their names, in rank order; rank 0 is the chief.
+        out, err: where stdout and stderr of the tasks go; the same object if they are the same place.
+        columns: width of the terminal that `out` is; None if it is none.
+        colour: whether prefixes are coloured.
+        logs: for each task a file that gets all of its output, or nothing.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[str],
+        out: TextSink,
+        err: TextSink,
+        *,
+        columns: int | None = None,
+        colour: bool = False,
+        logs: Sequence[BinaryIO] = (),
+    ):
+        self.columns = columns
+        self._out, self._err = out, err
+        self._prefixes = prefixes(tasks, colour=colour)
+        self._logs = logs
+        self._live = LiveLine(self._prefixes[0])
+        self._ended: list[TextSink] = []  # of which nothing can be seen any more, such as a file on a full disk
+        self._decoders: dict[tuple[int, bool], codecs.IncrementalDecoder] = {}
+        self._lines: dict[tuple[int, bool], LineAssembler] = {}
+
+    def feed(self, rank: int, is_error: bool, data: bytes) -> None:
+        """Show what a task wrote, as far as it can be shown yet."""
+        self._log(rank, data)
+        source = (rank, is_error)
+        if source not in self._decoders:
+            self._decoders[source] = codecs.getincrementaldecoder("utf-8")(errors="replace")
+            self._lines[source] = LineAssembler()
+        self._show(rank, is_error, self._decoders[source].decode(data))
+
+    def _show(self, rank: int, is_error: bool, text: str) -> None:
+        if rank == 0 and self.columns is not None and not is_error:
+            self._write(False, self._live.feed(text))
+        else:
+            self._write_lines(rank, is_error, self._lines[rank, is_error].feed(text.replace("\r\n", "\n")))
+
+    def _log(self, rank: int, data: bytes) -> None:
+        if self._logs:
+            try:
+                self._logs[rank].write(data)
+            except OSError as error:
+                self._logs = ()
+                self.message(f"phalanx: the log files end here ({error.strerror}); the job goes on")
+
+    def finish(self, rank: int) -> None:
+        """Show what is left of an ended task's last line; what comes next stands in one of its own."""
+        for is_error in (False, True):
+            if (rank, is_error) in self._decoders:  # which may hold the beginning of a character
+                self._show(rank, is_error, self._decoders[rank, is_error].decode(b"", final=True))
+        if rank == 0 and self.columns is not None and self._live.is_open:
+            self._write(False, self._live.feed("\n"))
+        for is_error in (False, True):
+            lines = self._lines.get((rank, is_error))
+            if lines is not None:
+                self._write_lines(rank, is_error, lines.finish())
+
+    def message(self, text: str) -> None:
+        """Show whole lines of the launcher's own, on stderr."""
+        self._put_above(True, text if text.endswith("\n") else f"{text}\n")
+
+    def close(self) -> None:
+        """Leave the terminal as it was: the cursor visible and at the start of a line, no colour."""
+        if self.columns is not None:
+            self._write(False, self._live.feed("\n") if self._live.is_open else "")
+            if self._live.escaped:  # an ended progress bar may have left the cursor hidden
+                self._write(False, f"{_RESET}{_SHOW_CURSOR}")
+
+    def _write_lines(self, rank: int, is_error: bool, lines: Sequence[str]) -> None:
+        if lines:
+            self._put_above(is_error, "".join(f"{self._prefixes[rank]}{line}\n" for line in lines))
+
+    def _put_above(self, is_error: bool, lines: str) -> None:
+        if self.columns is not None:
+            # The cursor is shared by both streams if both are the terminal; if not, this is just two writes.
+            lines = self._live.above(lines, self.columns) if self._err is self._out or not is_error else lines
+        self._write(is_error, lines)
+
+    def _write(self, is_error: bool, text: str) -> None:
+        sink: TextSink | None = self._err if is_error else self._out
+        if getattr(sink, "closed", False):  # that of a test runner, which has put it in the place of the program's own
+            sink = sys.__stderr__ if is_error else sys.__stdout__
+        if sink is None or sink in self._ended or not text:
+            return
+        try:
+            write_whole(sink, text)
+        except BrokenPipeError:  # nobody reads, and nobody wants the job
+            raise
+        except OSError as error:
+            self._ended.append(sink)
+            _discard(sink)
+            self.message(f"phalanx: the output ends here ({error.strerror}); the job goes on")
+
+
+def write_whole(sink: TextSink, text: str) -> None:
+    """Write all of a text, and wait where the sink takes no more for now: whoever shares a pipe or a terminal with this
+    process can make it non-blocking, as OpenSSH does. What the sink's encoding lacks becomes a question mark."""
+    encoding = getattr(sink, "encoding", None) or "utf-8"
+    errors = getattr(sink, "errors", None) or "strict"
+    data = text.encode(encoding, "replace" if errors == "strict" else errors)
+    descriptor = _descriptor(sink)
+    if descriptor is None:
+        sink.write(data.decode(encoding, errors))
+        sink.flush()
+        return
+    while data:
+        try:
+            sink.flush()  # of what others have written; the stream itself loses what is not taken at once
+            data = data[os.write(descriptor, data) :]
+        except BlockingIOError:
+            writable = select.poll()
+            writable.register(descriptor, select.POLLOUT)
+            writable.poll()
+
+
+def _descriptor(sink: TextSink) -> int | None:
+    """Where a plain stream writes to; None for a stand-in (of a notebook, of a test runner), which writes by itself."""
+    if type(sink) is not io.TextIOWrapper:
+        return None
+    try:
+        return sink.fileno()
+    except OSError:  # it writes to memory
+        return None
+
+
+def _discard(sink: TextSink) -> None:
+    """Let what the sink still holds, and would write at exit, go nowhere."""
+    if isinstance(sink, io.TextIOWrapper):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sink.fileno())
+        os.close(nowhere)

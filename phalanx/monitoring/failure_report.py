@@ -1,0 +1,222 @@
+"""The page that says why a job ended: which task, step, operation, each rank's last progress."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from phalanx.errors import ConfigurationError
+from phalanx.launcher.host_messages import STOPPED, CrashReported
+from phalanx.launcher.root_cause import RootCause, WorkerEnd, waited_for
+from phalanx.runtime import exit_codes
+
+PAGE_FILE = "failure.txt"
+JSON_FILE = "failure.json"
+# So that one page stays one page; the files have everything.
+STACK_LINES_ON_TERMINAL = 16
+_RULE = "-" * 78
+_LOG = re.compile(r"(chief|worker|ps|evaluator)-\d+\.log")
+
+_STATES = {
+    "R": "it was computing",
+    "S": "it was waiting",
+    "D": "it was waiting for a disk or a network file system",
+    STOPPED: "it was stopped (SIGSTOP or a debugger)",
+    "Z": "it had ended",
+}
+
+
+class TaskReport(msgspec.Struct, frozen=True):
+    """One task's part of the page, for programs."""
+
+    rank: int
+    task: str
+    host: str
+    pid: int
+    exit_code: int
+    by_launcher: bool
+    hung: bool
+    words: CrashReported
+
+
+class FailureReport(msgspec.Struct, frozen=True):
+    """The page, for programs."""
+
+    exit_code: int
+    reason: str
+    cause: str | None
+    meaning: str
+    check: str
+    tasks: list[TaskReport]
+
+
+def report(verdict: RootCause, ends: Sequence[WorkerEnd]) -> FailureReport:
+    """The page's content as one value."""
+    meaning = exit_codes.meaning(verdict.code)
+    return FailureReport(
+        exit_code=verdict.code,
+        reason=verdict.reason,
+        cause=verdict.cause.task if verdict.cause else None,
+        meaning=f"{meaning.name}: {meaning.sentence}",
+        check=_check(verdict, ends),
+        tasks=[
+            TaskReport(
+                rank=end.rank,
+                task=end.task,
+                host=end.host,
+                pid=end.pid,
+                exit_code=end.code,
+                by_launcher=end.by_launcher,
+                hung=end.hung,
+                words=end.words,
+            )
+            for end in sorted(ends, key=lambda end: end.rank)
+        ],
+    )
+
+
+def render(
+    verdict: RootCause,
+    ends: Sequence[WorkerEnd],
+    *,
+    log_dir: str | None = None,
+    full: bool = True,
+    traceback: bool = True,
+) -> str:
+    """The page as text; the cause's traceback stands last.
+
+    Args:
+        full: with whole stacks; otherwise each is cut to its innermost lines, for a terminal.
+        traceback: whether the cause's traceback is shown; not where an error carries it already.
+    """
+    ends = sorted(ends, key=lambda end: end.rank)
+    cause = verdict.cause
+    meaning = exit_codes.meaning(verdict.code)
+    lines = [_RULE, f"The job ended: {verdict.reason}"]
+    if cause is not None and cause.words.phase is not None:
+        lines.append(f"  it was in: {_describe(cause.words)}")
+    lines.append(f"Exit code {verdict.code}: {meaning.name} - {meaning.sentence}")
+    lines.append(f"Check: {_check(verdict, ends)}")
+    lines += ["", "Each task's end and last progress:"]
+    name_width = max((len(end.task) for end in ends), default=0)
+    lines += [f"  {end.task:<{name_width}}  {_end(end)}; {_last(end)}" for end in ends]
+    for end in ends:
+        interrupted = cause is None  # and where everyone was is all that there is to say
+        if end.words.stacks and (full or end.hung or end is cause or interrupted):
+            lines += ["", f"Stacks of {end.task}{_state(end.words)} (innermost call first):"]
+            lines += _indent(_innermost(end.words.stacks, full))
+    if log_dir is not None:
+        lines += [
+            "",
+            f"The whole output of each task, and this page as {PAGE_FILE} and {JSON_FILE}: {log_dir}",
+        ]
+    if traceback and cause is not None and cause.words.error is not None:
+        lines += ["", f"{cause.task} said:", cause.words.error.traceback.rstrip("\n")]
+    elif cause is not None and cause.words.output:
+        lines += ["", f"{cause.task} said last:", cause.words.output]
+    lines.append(_RULE)
+    return "\n".join(lines) + "\n"
+
+
+def write(folder: Path, verdict: RootCause, ends: Sequence[WorkerEnd]) -> None:
+    """Write the page and its JSON form into the log directory."""
+    (folder / PAGE_FILE).write_text(render(verdict, ends, log_dir=str(folder)), encoding="utf-8", errors="replace")
+    (folder / JSON_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(report(verdict, ends)), indent=2))
+
+
+@contextlib.contextmanager
+def open_logs(folder: Path | None, tasks: Sequence[str]) -> Iterator[list[BinaryIO]]:
+    """One open file for each task's output, in a folder that is made if needed; none without a folder.
+
+    Raises: ConfigurationError if they cannot be written.
+    """
+    with contextlib.ExitStack() as stack:
+        logs: list[BinaryIO] = []
+        try:
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+                names = [f"{task.replace('/', '-')}.log" for task in tasks]
+                logs_before = {path.name for path in folder.iterdir() if _LOG.fullmatch(path.name)}
+                # Files of an earlier job would tell of this one.
+                for old in (PAGE_FILE, JSON_FILE, *(logs_before - set(names))):
+                    (folder / old).unlink(missing_ok=True)
+                logs = [stack.enter_context((folder / name).open("wb", buffering=0)) for name in names]
+        except OSError as error:
+            raise ConfigurationError(
+                f"The log directory {folder} cannot be written to: {error.strerror}. "
+                "Name a folder that can be made or written to."
+            ) from error
+        yield logs
+
+
+def _check(verdict: RootCause, ends: Sequence[WorkerEnd]) -> str:
+    """The first thing to look at."""
+    cause = verdict.cause
+    if cause is None:
+        return exit_codes.meaning(verdict.code).check
+    if cause.returncode is None:
+        return f"that {cause.host} runs and can be reached through ssh"
+    if cause.returncode == 0:
+        return (
+            f"why {cause.task} ended early: os._exit, sys.exit, less data than the others, or a fit, evaluate or "
+            f"predict that only some tasks call (under `is_chief`)"
+        )
+    hung = waited_for(cause, ends)
+    if hung and cause.code in exit_codes.CONSEQUENCES:
+        return f"the stacks of {', '.join(hung)} below: that is where the job stood still"
+    missed = cause.words.missed
+    if missed in [end.task for end in ends if end.by_launcher and end.returncode is not None]:
+        return f"the network between {cause.task} and {missed}, which was still there when the launcher ended it"
+    if cause.returncode > 0 and cause.words.error is None:
+        return "the end of its output, and where the program ends itself with this code (`sys.exit`)"
+    return exit_codes.meaning(verdict.code).check
+
+
+def _end(end: WorkerEnd) -> str:
+    if end.returncode is None:
+        return "lost with its host"
+    if end.by_launcher:
+        stopped = f"; {_STATES[STOPPED]}" if end.words.state == STOPPED and not end.words.stacks else ""
+        return "ended by the launcher" + (" after the grace time" if end.hung else "") + stopped
+    if end.returncode < 0:
+        return f"killed by {exit_codes.signal_name(-end.returncode)}"
+    if end.words.error is not None:
+        return f"exit code {end.returncode} ({end.words.error.kind})"
+    return f"exit code {end.returncode}"
+
+
+def _last(end: WorkerEnd) -> str:
+    if end.returncode is None and end.words.phase is None:
+        return "nothing is known of what it did last"
+    if end.words.phase is None:
+        return "it had not begun to run the program"
+    return f"last in {_describe(end.words)}, {end.words.age_s:.1f} s before"
+
+
+def _describe(words: CrashReported) -> str:
+    where = [f"epoch {words.epoch}"] if words.epoch is not None else []
+    where += [f"step {words.step}"] if words.step is not None else []
+    return ", ".join([words.phase or "?", *where])
+
+
+def _state(words: CrashReported) -> str:
+    return f"; {_STATES[words.state]}" if words.state in _STATES else ""
+
+
+def _innermost(stacks: str, full: bool) -> list[str]:
+    lines = stacks.rstrip().splitlines()
+    if full or len(lines) <= STACK_LINES_ON_TERMINAL:
+        return lines
+    # faulthandler lists the main thread last, and it is the one that matters.
+    heads = [i for i, line in enumerate(lines) if line.startswith(("Thread ", "Current thread "))]
+    main = lines[heads[-1] :] if heads else lines
+    return main[:STACK_LINES_ON_TERMINAL]
+
+
+def _indent(lines: Sequence[str]) -> list[str]:
+    return [f"  {line}" for line in lines]

@@ -1,0 +1,143 @@
+"""The optimizer of a server some of whose shards are tables: of these it updates single rows.
+
+The tables, and what the optimizer keeps for each of their rows, are arrays in this process's memory. For an update the
+rows that are touched are gathered into a small variable, the optimizer is applied to it and to the shards that are no
+tables, in one step, and the rows are put back. So the work does not grow with the height of a table.
+
+Rows that an update does not touch stay as they are, and what the optimizer keeps for them as well: a moment does not
+decay, a weight does not shrink. This is what `LazyAdam` of TensorFlow Addons and `torch.optim.SparseAdam` do. For
+optimizers that keep nothing (SGD), or only what gradients add up to (Adagrad), it is the same as updating all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from phalanx.engines import make_updater
+from phalanx.engines.updater import OptimizerSlot, Updater, UpdaterPiece
+from phalanx.parameter_server.table_rows import TableRows, padded, power_of_two
+
+Array = np.ndarray[Any, Any]
+
+LEAST_ROWS = 64
+"""Room for rows with which an optimizer begins."""
+
+
+class EmbeddingTableUpdater:
+    """An optimizer, its pieces, and among these the tables. Used by one thread at a time, as an `Updater` is.
+
+    Args:
+        tables: numbers of the pieces that are tables.
+
+    Attributes:
+        slots: what each of the optimizer's variables belongs to.
+        groups: see `Updater`; the tables come last.
+        lends: see `Updater`.
+    """
+
+    def __init__(self, optimizer: str, pieces: Sequence[UpdaterPiece], tables: Collection[int]):
+        self._optimizer = optimizer
+        self._pieces = tuple(pieces)
+        self._tables = {number: _own(pieces[number].value) for number in sorted(tables)}
+        self._dense = [number for number in range(len(pieces)) if number not in self._tables]
+        self._room = {number: min(LEAST_ROWS, len(table)) for number, table in self._tables.items()}
+        self._updater = self._make([pieces[number].value for number in self._dense])
+        of_tables = tuple((number,) for number in self._tables)
+        self._dense_groups = tuple(group for group in self._updater.groups if group not in of_tables)
+        self.groups = self._dense_groups + of_tables
+        self.lends = self._updater.lends
+        self.slots: tuple[OptimizerSlot, ...] = self._updater.slots
+        self._state = {
+            place: np.broadcast_to(value[:1], self._tables[slot.variable].shape)  # until it is loaded
+            for place, (slot, value) in enumerate(zip(self.slots, self._updater.optimizer_values(), strict=True))
+            if slot.variable in self._tables
+        }
+
+    def apply(self, gradients: Sequence[Array | TableRows]) -> None:
+        """One update; the gradients are those of the groups, of tables they are `TableRows`."""
+        by_group = dict(zip(self.groups, gradients, strict=True))
+        rows = {number: by_group[number,] for number in self._tables}
+        numbers = {number: part.numbers for number, part in rows.items() if isinstance(part, TableRows)}
+        self._make_room({number: len(touched) for number, touched in numbers.items()})
+        table_of = {place: self.slots[place].variable for place in self._state}
+        self._updater.load(
+            {n: padded(table[numbers[n]], self._room[n]) for n, table in self._tables.items()},
+            {place: padded(self._state[place][numbers[n]], self._room[n]) for place, n in table_of.items()},
+        )
+        self._updater.apply(
+            [
+                padded(gradient.values, self._room[group[0]]) if isinstance(gradient, TableRows) else gradient
+                for group, gradient in ((group, by_group[group]) for group in self._updater.groups)
+            ]
+        )
+        values, state = self._updater.fetch(list(self._tables), list(table_of))
+        for (number, table), value in zip(self._tables.items(), values, strict=True):
+            table[numbers[number]] = value[: len(numbers[number])]
+        for (place, number), value in zip(table_of.items(), state, strict=True):
+            self._state[place][numbers[number]] = value[: len(numbers[number])]
+
+    def values(self) -> list[Array]:
+        """The present values of the groups that are no tables; see `lends`."""
+        present = dict(zip(self._updater.groups, self._updater.values(), strict=True))
+        return [present[group] for group in self._dense_groups]
+
+    def tables(self) -> list[Array]:
+        """The tables themselves, which go on changing."""
+        return list(self._tables.values())
+
+    def optimizer_values(self) -> list[Array]:
+        """Copies of the values of the optimizer's variables, in the order of `slots`; those of tables have all rows."""
+        return [
+            self._state[place].copy() if place in self._state else value
+            for place, value in enumerate(self._updater.optimizer_values())
+        ]
+
+    def without_tables(self) -> tuple[tuple[OptimizerSlot, ...], list[Array]]:
+        """Of the optimizer's variables those that belong to no table: what each is, and its value."""
+        places = [place for place in range(len(self.slots)) if place not in self._state]
+        _, values = self._updater.fetch((), places)
+        return tuple(self.slots[place] for place in places), [np.array(value) for value in values]
+
+    def load_optimizer(self, values: Sequence[Array]) -> None:
+        """Give the optimizer's variables these values, in the order of `slots`."""
+        for place in self._state:
+            self._state[place] = _own(values[place])
+        self._updater.load({}, {place: value for place, value in enumerate(values) if place not in self._state})
+
+    def count(self, updates: int) -> None:
+        """So many updates count as made, which were not."""
+        self._updater.count(updates)
+
+    def set_learning_rate(self, rate: float) -> None:
+        """The learning rate from now on; a schedule stays what it is."""
+        self._updater.set_learning_rate(rate)
+
+    def _make_room(self, rows: dict[int, int]) -> None:
+        room = {
+            number: max(self._room[number], min(power_of_two(count), len(self._tables[number])))
+            for number, count in rows.items()
+        }
+        if room == self._room:
+            return
+        kept = [place for place in range(len(self.slots)) if place not in self._state]
+        dense, state = self._updater.fetch(self._dense, kept)
+        self._room = room
+        self._updater = self._make(dense)
+        self._updater.load({}, dict(zip(kept, state, strict=True)))
+
+    def _make(self, dense: Sequence[Array]) -> Updater:
+        """An optimizer for the pieces, with as many rows of each table as there is room for."""
+        values = dict(zip(self._dense, dense, strict=True)) | {
+            number: np.zeros((self._room[number], *table.shape[1:]), table.dtype)
+            for number, table in self._tables.items()
+        }
+        pieces = [piece._replace(value=values[number]) for number, piece in enumerate(self._pieces)]
+        return make_updater(self._optimizer, pieces, apart=self._tables)
+
+
+def _own(array: Array) -> Array:
+    """The array, or a copy of it that can be written."""
+    return np.require(array, requirements=("C", "A", "W"))

@@ -1,0 +1,55 @@
+"""A server's shards as they travel: several that are updated as one vector also travel as one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from phalanx.arrays.flat_buffer import FlatBuffer
+
+Array = np.ndarray[Any, Any]
+Kind = tuple[tuple[int, ...], np.dtype[Any]]
+"""Of an array: its shape and dtype."""
+
+
+def kind_of(array: Array) -> Kind:
+    return array.shape, array.dtype
+
+
+def nbytes_of(kind: Kind) -> int:
+    shape, dtype = kind
+    return math.prod(shape) * dtype.itemsize
+
+
+class ShardPacking:
+    """The groups of a server's shards, tables excepted.
+
+    Args:
+        kinds: of the shards.
+        groups: the numbers of the shards in each, as the server's `Updater` has them.
+        tables: numbers of the shards of which single rows travel; each of them is a group, after all others.
+
+    Attributes:
+        kinds: of the arrays that travel.
+    """
+
+    def __init__(self, kinds: Sequence[Kind], groups: Sequence[tuple[int, ...]], tables: Collection[int] = ()):
+        dense = [group for group in groups if group[0] not in tables]
+        vectors = [FlatBuffer([kinds[number][0] for number in group]) for group in dense]
+        self._vectors = [vector if len(group) > 1 else None for vector, group in zip(vectors, dense, strict=True)]
+        self.kinds: tuple[Kind, ...] = tuple(
+            ((vector.size,), kinds[group[0]][1]) if len(group) > 1 else kinds[group[0]]
+            for vector, group in zip(vectors, dense, strict=True)
+        )
+        numbers = [number for group in dense for number in group]
+        self._in_order = sorted(range(len(numbers)), key=numbers.__getitem__)
+
+    def cut(self, arrays: Sequence[Array]) -> list[Array]:
+        """The shards in the arrays of the groups, which may be flat, as views; in the order of the shards."""
+        parts: list[Array] = []
+        for (shape, _), vector, array in zip(self.kinds, self._vectors, arrays, strict=True):
+            parts += [array.reshape(shape)] if vector is None else vector.cut(array)
+        return [parts[place] for place in self._in_order]

@@ -1,0 +1,1 @@
+"""What runs inside every worker process: bootstrap, progress, heartbeat, exit codes, crash reports."""

@@ -1,0 +1,249 @@
+"""What runs first in every worker: it takes the worker's place in the job, then becomes the user's program.
+
+Run as a file with the program's own command line behind it, so that `ps` shows what runs:
+
+    python .../phalanx/runtime/bootstrap.py train.py --lr 1
+    python .../phalanx/runtime/bootstrap.py -m package.module
+    python .../phalanx/runtime/bootstrap.py --function
+
+The user's program sees what it would see under plain `python`: the same `sys.argv`, `sys.path[0]`, `__main__`
+and tracebacks. What else the worker is told stands in PHALANX_CHILD (`WorkerBootstrap`), which is taken out of the
+environment at once, so that processes started by the program know nothing of it.
+"""
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import os
+import sys
+
+_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+if __name__ == "__main__":
+    # Python has put this folder first, whose modules would shadow others of the same name. The launcher's own
+    # package is found whether it is installed or not.
+    if sys.flags.safe_path:
+        sys.path.insert(0, _ROOT)
+    else:
+        sys.path[0] = _ROOT
+
+import builtins
+import contextlib
+import faulthandler
+import io
+import runpy
+import signal
+import threading
+from dataclasses import dataclass
+from types import ModuleType, TracebackType
+
+from phalanx.errors import PreemptedError
+from phalanx.launcher.worker_environment import CHILD, grace_s
+from phalanx.runtime import core_affinity, exit_codes, lazy_imports, orphan_guard, progress
+
+FUNCTION = "--function"
+STACKS_SIGNAL = signal.SIGUSR2
+NO_ERROR = b"null"
+"""In the place of the words of an error, where the program came to its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerBootstrap:
+    """What the launcher tells a worker. Numbers are file descriptors, -1 for none.
+
+    Attributes:
+        cores: to bind the process to.
+        parent: process id of the launcher; `die_with_parent`: see `lifeline.hold`.
+        lifeline: ends the process when the launcher is gone.
+        stacks: where the stacks go, at STACKS_SIGNAL and when native code crashes.
+        error: where an uncaught error goes, as JSON.
+        function, result: the function to call and what it returned, pickled, between launcher and worker
+            only.
+    """
+
+    cores: tuple[int, ...]
+    parent: int
+    die_with_parent: bool
+    lifeline: int
+    stacks: int
+    error: int
+    function: int = -1
+    result: int = -1
+
+    def encode(self) -> str:
+        # Not JSON: its import would take longer than all else that happens here.
+        fields = (self.parent, int(self.die_with_parent), self.lifeline, self.stacks, self.error)
+        return " ".join(map(str, (*fields, self.function, self.result, *self.cores)))
+
+    @classmethod
+    def decode(cls, text: str) -> WorkerBootstrap:
+        parent, die_with_parent, line, stacks, error, function, result, *share = map(int, text.split())
+        return cls(tuple(share), parent, bool(die_with_parent), line, stacks, error, function, result)
+
+
+def main() -> None:
+    order = WorkerBootstrap.decode(os.environ.pop(CHILD))
+    orphan_guard.hold(order.lifeline, order.parent, die_with_parent=order.die_with_parent)
+    core_affinity.bind(order.cores)  # before anything can start threads
+    for fd in (order.stacks, order.error):
+        os.set_inheritable(fd, False)
+    faulthandler.enable(order.stacks)
+    # What is there again when the interpreter has given its handlers up, which a process that is going down outlives.
+    signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
+    faulthandler.register(STACKS_SIGNAL, order.stacks, all_threads=True)
+    last_words = _LastWords(order.error)
+    hook = _install_hook(last_words)
+    # A job in the background of a script inherits SIGINT ignored, but here it comes from the launcher alone.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    lazy_imports.install()
+    progress.report("start of the program")  # tells the launcher that STACKS_SIGNAL is handled from now on
+    arguments = sys.argv[1:]
+    if arguments[0] == FUNCTION:
+        from phalanx.runtime import function_call
+
+        code = function_call.run(order.function, order.result, last_words.leave)
+        if code == 0:
+            last_words.leave_none()
+        else:
+            _end_within(grace_s(os.environ), code)
+        sys.exit(code)
+    try:
+        run_program(arguments)
+        last_words.leave_none()
+    except SystemExit as end:
+        error = end.__cause__ or end.__context__
+        if not end.code:
+            last_words.leave_none()
+        elif error is not None:  # as `except Exception: traceback.print_exc(); sys.exit(1)` ends
+            last_words.leave(error)
+        raise
+    except BaseException:
+        if sys.excepthook is not hook:  # the program's own, which may not go on to ours
+            _install_hook(last_words, sys.excepthook)
+        raise
+
+
+def run_program(arguments: list[str]) -> None:
+    """Become the program that `python *arguments` would run."""
+    target = arguments[0]
+    main_module = ModuleType("__main__")
+    main_module.__dict__["__builtins__"] = builtins
+    sys.modules["__main__"] = main_module
+    if target == "-m":
+        sys.argv[:] = arguments[1:]
+        _set_script_path(os.getcwd())
+        runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]  # what `python -m` itself calls
+    elif target == "-c":
+        sys.argv[:] = ["-c", *arguments[2:]]
+        _set_script_path("")
+        exec(compile(arguments[1], "<string>", "exec"), main_module.__dict__)
+    elif _is_archive(target):
+        sys.argv[:] = arguments
+        _set_script_path(target)
+        runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]
+    else:
+        sys.argv[:] = arguments
+        path = os.path.abspath(target)
+        _set_script_path(os.path.dirname(os.path.realpath(path)))
+        main_module.__file__ = path
+        main_module.__dict__["__cached__"] = None
+        with io.open_code(path) as script:
+            source = script.read()
+        exec(compile(source, path, "exec", dont_inherit=True), main_module.__dict__)
+
+
+def _is_archive(script: str) -> bool:
+    if os.path.isdir(script):
+        return True
+    with open(script, "rb") as file:  # zipfile costs an import; a Python program does not begin like this
+        return file.read(4) == b"PK\x03\x04"
+
+
+def _set_script_path(path: str) -> None:
+    if sys.flags.safe_path:
+        sys.path.pop(0)
+    else:
+        sys.path[0] = path
+
+
+def without_own_frames(stacks: str) -> str:
+    """Stacks as `faulthandler` writes them, less the frames of this file that stand under every program."""
+    return "".join(line for line in stacks.splitlines(keepends=True) if __file__ not in line)
+
+
+class _LastWords:
+    """Where this process tells the launcher of the error that ends it."""
+
+    def __init__(self, fd: int):
+        self._fd = fd
+        self._pid = os.getpid()
+        self._file = os.fstat(fd)
+
+    def leave(self, error: BaseException) -> None:
+        """Never raises: the rest of the ending does not depend on it."""
+        with contextlib.suppress(Exception):
+            from phalanx.runtime import crash_report
+
+            self._write(crash_report.encode(crash_report.of_error(error)))
+
+    def leave_none(self) -> None:
+        """Say that nothing is wrong, to a launcher that cannot hear of exit codes."""
+        with contextlib.suppress(OSError):
+            self._write(NO_ERROR)
+
+    def _write(self, content: bytes) -> None:
+        if os.getpid() != self._pid:  # a fork, whose end is not the worker's
+            return
+        # Where the program has closed all descriptors, a file of its own may have this number now.
+        if os.path.samestat(os.fstat(self._fd), self._file):
+            os.pwrite(self._fd, content, 0)
+
+
+def _install_hook(last_words: _LastWords, show: exit_codes.Hook | None = None) -> exit_codes.Hook:
+    sys.excepthook = _ErrorRecorder(last_words, show)
+    exit_codes.install()
+    return sys.excepthook
+
+
+class _ErrorRecorder:
+    """Tells the launcher of an uncaught error; prints it as `show` or Python does, less the frames of this file.
+
+    Without `show`, a Ctrl-C is told only: the page shows where everyone was, and as many tracebacks at once are not to
+    be read. Where the job was told to end nothing is wrong, and the stack says nothing.
+    """
+
+    def __init__(self, last_words: _LastWords, show: exit_codes.Hook | None):
+        self._last_words = last_words
+        self._show = show or _show
+
+    def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        # A Ctrl-C that comes while a lost peer's error is printed would garble it; the process is ending anyway.
+        with contextlib.suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
+            traceback = traceback.tb_next
+        error = error.with_traceback(traceback)
+        self._last_words.leave(error)
+        try:
+            self._show(kind, error, traceback)
+        finally:
+            if isinstance(error, Exception) and not isinstance(error, PreemptedError):
+                _end_within(grace_s(os.environ), exit_codes.of_error(error))
+
+
+def _show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    if isinstance(error, PreemptedError):
+        print(error, file=sys.stderr)
+    elif not issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, traceback)
+
+
+def _end_within(seconds: float, code: int) -> None:
+    """Threads of the program and exit handlers may keep a failed process, and with it the job, which waits for its
+    end."""
+    timer = threading.Timer(seconds, exit_codes.end_process, [code])
+    timer.daemon = True
+    timer.start()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""The last words of a worker: the error that ended it, in a file that only its launcher sees."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+
+import msgspec
+
+from phalanx.errors import LinkTimeoutError, PeerLostError, PhalanxError
+from phalanx.runtime import exit_codes
+
+# A traceback is shown on one page; an error that holds a whole array in its message is cut.
+MAX_TRACEBACK_CHARACTERS = 60_000
+MAX_MESSAGE_CHARACTERS = 4_000
+
+
+class CrashReport(msgspec.Struct, frozen=True):
+    """An error that was not caught, or with which the program ended itself.
+
+    Attributes:
+        kind: name of its class.
+        message: what it said.
+        traceback: as Python prints it, chained errors included.
+        lost: the task that a PeerLostError names.
+        code: the exit code of the first error of Phalanx in the chain; 1 if there is none.
+        interrupted: whether it came of an interruption.
+        silent: the task that did not answer in time, though nobody says that it is lost.
+    """
+
+    kind: str
+    message: str
+    traceback: str
+    lost: str | None = None
+    code: int = 1
+    interrupted: bool = False
+    silent: str | None = None
+
+
+def of_error(error: BaseException) -> CrashReport:
+    text = exit_codes.sendable("".join(traceback.format_exception(error)))
+    if len(text) > MAX_TRACEBACK_CHARACTERS:
+        half = MAX_TRACEBACK_CHARACTERS // 2
+        text = f"{text[:half]}\n... ({len(text) - 2 * half} characters left out)\n{text[-half:]}"
+    return CrashReport(
+        kind=type(error).__name__,
+        message=exit_codes.message(error)[:MAX_MESSAGE_CHARACTERS],
+        traceback=text,
+        lost=next((each.task for each in _chain(error) if isinstance(each, PeerLostError)), None),
+        silent=next((each.peer for each in _chain(error) if isinstance(each, LinkTimeoutError)), None),
+        code=next((each.exit_code for each in _chain(error) if isinstance(each, PhalanxError)), 1),
+        interrupted="KeyboardInterrupt" in text,  # others make errors of their own of it
+    )
+
+
+def encode(words: CrashReport) -> bytes:
+    return msgspec.json.encode(words)
+
+
+def parse(content: bytes) -> CrashReport | None:
+    """The words in a file's content; None if there are none or the worker died while writing them."""
+    try:
+        return msgspec.json.decode(content, type=CrashReport)
+    except msgspec.DecodeError:
+        return None
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, and what it was raised from, or while handling what."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

@@ -1,0 +1,177 @@
+"""`CentralStorageStrategy`: local replicas around one place for the variables."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+
+from phalanx.cluster.compatibility import JobFacts
+from phalanx.cluster.peer_registry import TaskIdentity
+from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver
+from phalanx.cluster.spec import PS, RANKED_TYPES, ClusterSpec, Task
+from phalanx.config.job_config import JOB_ID, JobConfig
+from phalanx.devices.gpu_assignment import same_device
+from phalanx.errors import ConfigurationError, PhalanxError
+from phalanx.keras_compat import hook
+from phalanx.launcher.local_replicas import JOIN_S, REPLICAS, start_local_replicas
+from phalanx.parameter_server.client import ParameterServerClient
+from phalanx.parameter_server.server.parameter_server import ParameterServer
+from phalanx.parameter_server.server_messages import UpdateRules
+from phalanx.strategies.current_job import CurrentJob, join_job
+from phalanx.strategies.mirrored_strategy import local_devices
+from phalanx.strategies.strategy import Strategy
+from phalanx.training.central_storage_trainer import CentralStorageWorker
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+STOP_S = 5.0
+"""For the server's threads to end when it is stopped: longer than any update takes."""
+
+
+class CentralStorageStrategy(Strategy):
+    """Synchronous training on several devices of this host, with the variables in one place
+    (`tf.distribute.experimental.CentralStorageStrategy`).
+
+    The first process, which the user started, runs the same program again for the other replicas, as
+    `MirroredStrategy` does. Beside its own replica it keeps the trained variables and runs the optimizer; `fit` sends
+    it every replica's gradients, and takes new weights from it. So the optimizer's state lies in memory once, and its
+    arithmetic is done once. The numbers are those of `MirroredStrategy`, which is faster where the optimizer's state
+    fits into each replica. Outside `fit` (`evaluate`, `predict`, `train_on_batch`, loops with `run`) it is one.
+
+    Under `phalanx run` on one host the workers that were started are the replicas.
+
+    Args:
+        compute_devices: a number of replicas, or one device for each: ["cpu:0", "cpu:1"], ["/gpu:0", "/gpu:1"]. None:
+            one for each GPU, or a single replica where there is none.
+        parameter_device: where the variables lie; only that of the first replica, which is also the default.
+
+    Raises: ConfigurationError in a notebook or an interactive session, which cannot be run again; in a job on several
+        hosts; in a job that has parameter servers.
+    """
+
+    def __init__(self, compute_devices: int | Sequence[str] | None = None, parameter_device: str | None = None):
+        self._devices = local_devices(compute_devices, "CentralStorageStrategy")
+        if parameter_device is not None and not same_device(parameter_device, self._devices[0]):
+            raise ConfigurationError(
+                f"parameter_device is {parameter_device!r}; the variables lie with the first replica, on "
+                f"{self._devices[0]}. Leave it out, or name that device first in compute_devices."
+            )
+        if JOB_ID not in os.environ or REPLICAS in os.environ:
+            start_local_replicas(len(self._devices), self._devices)
+        resolver = TFConfigClusterResolver()  # as MirroredStrategy
+        spec = resolver.cluster_spec()
+        if any(task.type == PS for task in spec.tasks):
+            raise ConfigurationError(
+                "CentralStorageStrategy keeps the variables in its first replica, and this job has parameter servers. "
+                "Start it without `--ps`, or use ParameterServerStrategy."
+            )
+        workers = len(spec.ranked_tasks)
+        if compute_devices is not None and workers > 1 and len(self._devices) != workers:
+            raise ConfigurationError(
+                f"CentralStorageStrategy was given {len(self._devices)} devices, and the job was started with "
+                f"{workers} workers. Leave `compute_devices` out, or give `phalanx run --workers` the same number."
+            )
+        self._job = join_job(resolver, None)
+        hosts = self._job.membership.hosts
+        if len(hosts) > 1:
+            raise ConfigurationError(
+                f"CentralStorageStrategy is for one host, and this job runs on {', '.join(hosts)}. Use "
+                f"ParameterServerStrategy, or MultiWorkerMirroredStrategy."
+            )
+        super().__init__(self._job.replica, resolver)
+        self._worker = _worker_of(self._job) if self._job.membership.world_size > 1 else None
+
+    @property
+    def _member(self) -> hook.Member:
+        return self._replica if self._worker is None else self._worker
+
+    @property
+    def local_devices(self) -> tuple[str, ...]:
+        return (self._devices[min(self.rank, len(self._devices) - 1)],)
+
+
+_workers: weakref.WeakKeyDictionary[CurrentJob, CentralStorageWorker] = weakref.WeakKeyDictionary()
+
+
+def _worker_of(job: CurrentJob) -> CentralStorageWorker:
+    """This process's place around the storage of its job; made once for each job, by all replicas together."""
+    if job not in _workers:
+        _workers[job] = _join(job)
+    return _workers[job]
+
+
+def _join(job: CurrentJob) -> CentralStorageWorker:
+    settings = replace(JobConfig.from_environment(), listen_fd=None)
+    rank, world_size = job.replica.rank, job.replica.world_size
+    listening = socket.create_server((LOOPBACK, 0)) if rank == 0 else None
+    port = job.replica.from_chief(listening.getsockname()[1] if listening else None)
+    replicas = {kind: tasks for kind, tasks in job.resolver.cluster_spec().as_dict().items() if kind in RANKED_TYPES}
+    spec = ClusterSpec({**replicas, PS: [f"{LOOPBACK}:{port}"]})
+    if listening is not None:
+        storage = _Storage(TaskIdentity(spec, Task(PS, 0), JobFacts(), settings), listening)
+        storage.start()
+        job.before_leaving(storage.close)
+    worker = CentralStorageWorker(
+        client=ParameterServerClient(TaskIdentity(spec, spec.ranked_tasks[rank], JobFacts(), settings)),
+        number=rank,
+        workers=world_size,
+        # As replicas do it: all take part in every step, and values that are not finite are everybody's.
+        rules=UpdateRules(
+            synchronous=True,
+            at_least=0,
+            staleness=-1,
+            refuse_nan=False,
+            timeout_s=settings.timeout_s,
+            all_needed=True,
+        ),
+        partitioner=None,
+        compression=None,
+        seed=f"{settings.seed} {settings.job_id}",
+        replica=job.replica,
+    )
+    job.before_leaving(lambda: _leave(worker))
+    return worker
+
+
+def _leave(worker: CentralStorageWorker) -> None:
+    if _is_failing():
+        worker.client.hang_up()  # the others shall miss it
+    else:
+        worker.client.close()
+
+
+def _is_failing() -> bool:
+    """Whether an exception ends this process."""
+    return getattr(sys, "last_value", None) is not None
+
+
+class _Storage:
+    """The server in a thread of the first replica."""
+
+    def __init__(self, me: TaskIdentity, listening: socket.socket):
+        self._server = ParameterServer(me)
+        self._listening = listening
+        self._thread = threading.Thread(target=self._run, name="phalanx-central-storage", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Wait until all replicas have taken leave; if this process is failing, leave them at once."""
+        if not _is_failing():
+            self._thread.join(JOIN_S)
+        self._server.stop()
+        self._thread.join(STOP_S)
+
+    def _run(self) -> None:
+        try:
+            self._server.run([self._listening])
+        except PhalanxError as error:
+            logger.warning("Central storage: %s", error)

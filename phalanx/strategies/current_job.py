@@ -1,0 +1,169 @@
+"""The job of this process: joined once, shared by all strategies of the program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import keras
+
+from phalanx.cluster import Node, join, timeline_relay
+from phalanx.cluster.compatibility import JobFacts
+from phalanx.cluster.membership import Membership
+from phalanx.cluster.resolvers.base_resolver import ClusterResolver
+from phalanx.cluster.spec import EVALUATOR, RANKED_TYPES
+from phalanx.collectives import connect
+from phalanx.collectives.communicator import Communicator
+from phalanx.collectives.cross_device_ops import CrossDeviceOps
+from phalanx.collectives.options import CommunicationOptions
+from phalanx.config.job_config import JobConfig
+from phalanx.elastic.elastic_communicator import ElasticCommunicator
+from phalanx.elastic.elastic_node import ElasticNode
+from phalanx.engines import prepare
+from phalanx.errors import ConfigurationError
+from phalanx.runtime import exit_codes, progress
+from phalanx.runtime.heartbeat import Heartbeat, TimingAnnouncer
+from phalanx.strategies.program_random_state import random_state, set_random_state
+from phalanx.training.replica import Replica
+
+
+class CurrentJob:
+    """The members of the job and the communicator between them.
+
+    Attributes:
+        resolver: what the cluster was read from.
+        options: of the communicator.
+        replica: this process's place, as training sees it.
+    """
+
+    def __init__(
+        self,
+        node: Node | ElasticNode,
+        communicator: Communicator,
+        resolver: ClusterResolver,
+        options: CommunicationOptions,
+    ):
+        self._node = node
+        self.resolver = resolver
+        self.options = options
+        self.replica = Replica(communicator)
+        self._before_leaving: list[Callable[[], None]] = []
+
+    @property
+    def membership(self) -> Membership:
+        return self._node.membership
+
+    def before_leaving(self, function: Callable[[], None]) -> None:
+        """Call `function` first when the job is left."""
+        self._before_leaving.append(function)
+
+    def close(self) -> None:
+        """Leave the job; safe to call twice."""
+        while self._before_leaving:
+            self._before_leaving.pop()()
+        timeline_relay.end()
+        self.replica.communicator.close()
+        self._node.close(well=not exit_codes.has_failed())
+
+
+_job: CurrentJob | None = None
+
+
+def join_job(
+    resolver: ClusterResolver,
+    options: CommunicationOptions | None,
+    cross_device_ops: CrossDeviceOps | None = None,
+) -> CurrentJob:
+    """This process's job: met now, or, if a strategy has met it before, the same one.
+
+    Every task of the job must come here; it returns when all have.
+    """
+    global _job
+    options = CommunicationOptions.of(options)
+    if _job is None:
+        _job = _join(resolver, options)
+        exit_codes.at_exit(leave_job)
+    elif resolver.cluster_spec() != _job.resolver.cluster_spec():
+        raise ConfigurationError(
+            f"This process is {_job.membership.me.task} of the cluster {_job.resolver.cluster_spec()} already, and "
+            f"a new strategy asks for {resolver.cluster_spec()}. A process belongs to one cluster; leave the first "
+            f"with `phalanx.leave_job()`."
+        )
+    elif options != _job.options:
+        raise ConfigurationError(
+            f"The job communicates with {_job.options}, and a new strategy asks for {options}. Use the same options "
+            f"for all strategies of a program."
+        )
+    if cross_device_ops is not None:
+        _job.replica.cross_device_ops = cross_device_ops
+    return _job
+
+
+def current_replica() -> Replica | None:
+    """This process's place in the job; None if it has joined none."""
+    return None if _job is None else _job.replica
+
+
+def leave_job() -> None:
+    """Leave the job, so that a strategy made afterwards joins anew. Called by itself at the end of the program."""
+    global _job
+    if _job is not None:
+        job, _job = _job, None
+        job.close()
+
+
+def _join(resolver: ClusterResolver, options: CommunicationOptions) -> CurrentJob:
+    exit_codes.install()
+    prepare()
+    settings = JobConfig.from_environment()
+    timeout_s = options.timeout_seconds or settings.stall_end_s or settings.timeout_s
+    with_timeout = replace(options, timeout_seconds=timeout_s)
+    facts = JobFacts(
+        keras=keras.__version__,
+        backend=keras.backend.backend(),
+        seed=settings.seed,
+        others={"floatx": keras.config.floatx()},
+    )
+    task = resolver.task()
+    if settings.keeper is not None and task is not None and task.type in RANKED_TYPES:
+        return _join_elastic(
+            ElasticNode(resolver.cluster_spec(), task, facts, settings), resolver, options, with_timeout
+        )
+    node = join(resolver, facts=facts, settings=settings)
+    try:
+        if settings.timeline is not None and node.task.type != EVALUATOR:
+            timeline_relay.begin(node, settings.timeline)
+        communicator = connect(
+            node.membership,
+            with_timeout,
+            simulated_mbits=settings.simulated_mbits,
+            stall_s=settings.stall_s,
+            autotune=settings.autotune,
+            autotune_log=settings.autotune_log,
+        )
+        set_random_state(communicator.broadcast_bytes(random_state()))
+    except BaseException:
+        timeline_relay.end()
+        node.close()
+        raise
+    job = CurrentJob(node, communicator, resolver, options)
+    if communicator.world_size > 1 and progress.is_read():
+        announcer = TimingAnnouncer(lambda: communicator.waited_s)
+        announcer.start()
+        job.before_leaving(announcer.close)
+    return job
+
+
+def _join_elastic(
+    node: ElasticNode, resolver: ClusterResolver, options: CommunicationOptions, with_timeout: CommunicationOptions
+) -> CurrentJob:
+    """Take part in a job whose members come and go, or become a candidate for it."""
+    try:
+        communicator = ElasticCommunicator(node, with_timeout)
+        node.pulse = Heartbeat(lambda: communicator.waited_s)
+        job = CurrentJob(node, communicator, resolver, options)
+        set_random_state(job.replica.recorded(lambda: communicator.broadcast_bytes(random_state())))
+    except BaseException:
+        node.close(well=False)
+        raise
+    return job

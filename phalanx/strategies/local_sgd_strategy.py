@@ -1,0 +1,104 @@
+"""`LocalSGDStrategy` and `DiLoCoStrategy`: replicas that come together every so many steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from phalanx.cluster.resolvers.base_resolver import ClusterResolver
+from phalanx.collectives.options import CommunicationOptions
+from phalanx.compression import Compression
+from phalanx.errors import ConfigurationError
+from phalanx.strategies.multi_worker_strategy import MultiWorkerMirroredStrategy
+from phalanx.training.steps.outer_optimizer import AverageOuterOptimizer, OuterOptimizer, OuterSGD
+from phalanx.training.training_policy import SyncPeriod, TrainingPolicy
+
+INNER_STEPS = 500
+"""DiLoCo's, between two exchanges."""
+
+
+class LocalSGDStrategy(MultiWorkerMirroredStrategy):
+    """Every replica trains on its part of each global batch by itself; every `sync_every` steps all take the mean of
+    their weights (Stich 2019, Local SGD converges fast and communicates little).
+
+    `fit` is as with `MultiWorkerMirroredStrategy`: `batch_size` is that of the global batch, History and metrics are
+    the job's, and at the end of each epoch all replicas have the same weights, also where its steps are no multiple of
+    `sync_every`. With `sync_every=1` and plain SGD the numbers are those of synchronous training. `train_on_batch`
+    takes synchronous steps.
+
+    Args:
+        sync_every: steps between two exchanges.
+        compression: of what is exchanged, as for gradients.
+        overlap: go on with the next steps while an exchange is under way; it then takes effect at the next one.
+        cluster_resolver, communication_options: as for `MultiWorkerMirroredStrategy`.
+
+    Raises: ConfigurationError, RendezvousError, DisagreementError, as `MultiWorkerMirroredStrategy`.
+    """
+
+    def __init__(
+        self,
+        sync_every: int,
+        cluster_resolver: ClusterResolver | None = None,
+        communication_options: CommunicationOptions | None = None,
+        *,
+        compression: Compression | str | None = None,
+        overlap: bool = False,
+    ):
+        _check_steps(sync_every, type(self).__name__)
+        super().__init__(cluster_resolver, communication_options, compression=compression)
+        self._policy = TrainingPolicy(
+            self._policy.compression, SyncPeriod(sync_every, AverageOuterOptimizer(), overlap)
+        )
+
+
+class DiLoCoStrategy(MultiWorkerMirroredStrategy):
+    """As `LocalSGDStrategy`, and what the replicas have done in `sync_every` steps is an outer optimizer's gradient
+    (Douillard et al. 2023, DiLoCo: Distributed low-communication training of language models).
+
+    Args:
+        sync_every: inner steps between two exchanges; DiLoCo's 500.
+        outer_optimizer: `phalanx.OuterSGD`, a `keras.optimizers.SGD` (its learning rate and momentum are taken), or an
+            object with `step` (see `phalanx.training.steps.outer_optimizer.OuterOptimizer`). None: DiLoCo's SGD with learning rate 0.7
+            and Nesterov momentum 0.9.
+        compression, overlap, cluster_resolver, communication_options: as for `LocalSGDStrategy`.
+    """
+
+    def __init__(
+        self,
+        sync_every: int = INNER_STEPS,
+        outer_optimizer: OuterOptimizer | keras.optimizers.SGD | None = None,
+        cluster_resolver: ClusterResolver | None = None,
+        communication_options: CommunicationOptions | None = None,
+        *,
+        compression: Compression | str | None = None,
+        overlap: bool = False,
+    ):
+        _check_steps(sync_every, type(self).__name__)
+        outer = _outer(outer_optimizer)
+        super().__init__(cluster_resolver, communication_options, compression=compression)
+        self._policy = TrainingPolicy(self._policy.compression, SyncPeriod(sync_every, outer, overlap))
+
+
+def _check_steps(sync_every: Any, strategy: str) -> None:
+    if isinstance(sync_every, bool) or not isinstance(sync_every, int) or sync_every < 1:
+        raise ConfigurationError(f"{strategy} got sync_every={sync_every!r}; it must be a number of steps, at least 1.")
+
+
+def _outer(optimizer: Any) -> OuterOptimizer:
+    if optimizer is None:
+        return OuterSGD()
+    if type(optimizer) is keras.optimizers.SGD:
+        rate = optimizer._learning_rate
+        if not isinstance(rate, keras.Variable):
+            raise ConfigurationError(
+                "DiLoCoStrategy got an outer SGD with a schedule; its learning rate must be a number."
+            )
+        return OuterSGD(float(keras.ops.convert_to_numpy(rate.value)), optimizer.momentum, optimizer.nesterov)
+    if isinstance(optimizer, type) or not callable(getattr(optimizer, "step", None)):
+        raise ConfigurationError(
+            f"DiLoCoStrategy got outer_optimizer={optimizer!r}; it takes phalanx.OuterSGD(learning_rate, momentum), a "
+            f"keras.optimizers.SGD, or an object with step(anchor, progress, velocity)."
+        )
+    found: OuterOptimizer = optimizer
+    return found

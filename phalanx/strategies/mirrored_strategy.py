@@ -1,0 +1,81 @@
+"""`MirroredStrategy`: replicas on this host, started by the program itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver
+from phalanx.collectives.cross_device_ops import CrossDeviceOps, cross_device_ops_of
+from phalanx.compression import Compression
+from phalanx.compression import resolve as resolve_compression
+from phalanx.config.job_config import JOB_ID
+from phalanx.devices.gpu_assignment import check_devices
+from phalanx.devices.gpu_count import count_gpus
+from phalanx.errors import ConfigurationError
+from phalanx.launcher.local_replicas import REPLICAS, start_local_replicas
+from phalanx.strategies.current_job import join_job
+from phalanx.strategies.strategy import Strategy
+from phalanx.training.training_policy import TrainingPolicy
+
+
+class MirroredStrategy(Strategy):
+    """Synchronous training on several devices of this host (`tf.distribute.MirroredStrategy`).
+
+    Each replica is a process: the first one, which the user started, runs the same program again for the others. They
+    print nothing to the terminal but errors. Under `phalanx run` the workers that were started are the replicas.
+
+    Args:
+        devices: a number of replicas, or one device for each: ["cpu:0", "cpu:1"], ["/gpu:0", "/gpu:1"]. None: one for
+            each GPU, or a single replica where there is none.
+        cross_device_ops: how gradients are merged; None: as is fastest.
+        compression: as for `MultiWorkerMirroredStrategy`. On one host it saves no time.
+
+    Raises: ConfigurationError in a notebook or an interactive session, which cannot be run again.
+    """
+
+    def __init__(
+        self,
+        devices: int | Sequence[str] | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+        *,
+        compression: Compression | str | None = None,
+    ):
+        policy = TrainingPolicy(resolve_compression(compression))
+        ops = cross_device_ops_of(cross_device_ops)
+        self._devices = local_devices(devices, "MirroredStrategy")
+        if JOB_ID not in os.environ or REPLICAS in os.environ:
+            start_local_replicas(len(self._devices), self._devices)
+        resolver = TFConfigClusterResolver()  # what a scheduler started beside it is no part of it
+        workers = len(resolver.cluster_spec().ranked_tasks)
+        if devices is not None and workers > 1 and len(self._devices) != workers:
+            raise ConfigurationError(
+                f"MirroredStrategy was given {len(self._devices)} devices, and the job was started with {workers} "
+                f"workers. Leave `devices` out, or give `phalanx run --workers` the same number."
+            )
+        self._job = join_job(resolver, None, ops)
+        super().__init__(self._job.replica, resolver, policy)
+
+    @property
+    def local_devices(self) -> tuple[str, ...]:
+        return (self._devices[min(self.rank, len(self._devices) - 1)],)
+
+
+def local_devices(devices: int | Sequence[str] | None, strategy: str) -> list[str]:
+    """One device for each replica, from what a strategy was given; raises ConfigurationError."""
+    if devices is None:
+        gpus = count_gpus(os.environ)
+        return [f"gpu:{index}" for index in range(gpus)] or ["cpu:0"]
+    if isinstance(devices, bool) or (isinstance(devices, int) and devices < 1):
+        raise ConfigurationError(f"{strategy} needs at least one device; got {devices!r}.")
+    if isinstance(devices, int):
+        kind = "gpu" if count_gpus(os.environ) >= devices else "cpu"
+        return [f"{kind}:{index}" for index in range(devices)]
+    if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
+        raise ConfigurationError(
+            f"{strategy} was given {devices!r} for its devices; it must be a number of replicas or a list such as "
+            f"['cpu:0', 'cpu:1']."
+        )
+    # A replica that was started for one of them sees no other.
+    check_devices(devices, count_gpus(os.environ) if JOB_ID not in os.environ else None)
+    return list(devices)

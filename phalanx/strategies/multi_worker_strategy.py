@@ -1,0 +1,51 @@
+"""`MultiWorkerMirroredStrategy`: every task of a cluster is a replica."""
+
+from __future__ import annotations
+
+from phalanx.cluster.resolvers.auto_resolver import resolver_of
+from phalanx.cluster.resolvers.base_resolver import ClusterResolver
+from phalanx.collectives.options import CommunicationImplementation, CommunicationOptions
+from phalanx.compression import Compression
+from phalanx.compression import resolve as resolve_compression
+from phalanx.errors import ConfigurationError
+from phalanx.strategies.current_job import join_job
+from phalanx.strategies.strategy import Strategy
+from phalanx.training.training_policy import TrainingPolicy
+
+
+class MultiWorkerMirroredStrategy(Strategy):
+    """Synchronous training on the workers of a cluster (`tf.distribute.MultiWorkerMirroredStrategy`).
+
+    Making one waits until all workers have made theirs, at most PHALANX_RENDEZVOUS_TIMEOUT seconds. A task of type
+    `evaluator` is a world of its own.
+
+    Args:
+        cluster_resolver: where the cluster and this task come from. None: TF_CONFIG, or what Slurm, MPI or Kubernetes
+            say; without any of them this process is alone.
+        communication_options: see `CommunicationOptions`.
+        communication: the older form, a `CollectiveCommunication`.
+        compression: how gradients travel: "float16", "bfloat16", "int8", "top_k", "power_sgd", or an object of
+            `phalanx.compression`; None: with all their bits.
+
+    Raises:
+        ConfigurationError: the cluster is described wrongly; the message says where.
+        RendezvousError: a task did not come in time; the message names it.
+        DisagreementError: tasks differ in what must be equal.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        communication_options: CommunicationOptions | None = None,
+        *,
+        communication: CommunicationImplementation | None = None,
+        compression: Compression | str | None = None,
+    ):
+        if communication is not None:
+            if communication_options is not None:
+                raise ConfigurationError("Pass communication_options or communication, not both.")
+            communication_options = CommunicationOptions(implementation=communication)
+        resolver = resolver_of(cluster_resolver)
+        policy = TrainingPolicy(resolve_compression(compression))
+        self._job = join_job(resolver, communication_options)
+        super().__init__(self._job.replica, resolver, policy)

@@ -1,0 +1,385 @@
+"""`ParameterServerStrategy`: servers keep the variables and run the optimizer, workers compute gradients."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import keras
+import numpy as np
+
+from phalanx.cluster import timeline_relay
+from phalanx.cluster.compatibility import MIXED_BACKENDS, JobFacts
+from phalanx.cluster.peer_registry import TaskIdentity
+from phalanx.cluster.resolvers.auto_resolver import resolver_of
+from phalanx.cluster.resolvers.base_resolver import ClusterResolver
+from phalanx.cluster.resolvers.simple import SimpleClusterResolver
+from phalanx.cluster.spec import EVALUATOR, PS, ClusterSpec
+from phalanx.compression import BFloat16, Compression, Float16
+from phalanx.compression import resolve as resolve_compression
+from phalanx.config.job_config import JobConfig
+from phalanx.data import DistributedDataset, InputContext
+from phalanx.devices.gpu_count import NO_GPU
+from phalanx.engines import prepare
+from phalanx.errors import CollectiveTimeoutError, ConfigurationError, UnsupportedError
+from phalanx.keras_compat import hook
+from phalanx.parameter_server.client import ParameterServerClient
+from phalanx.parameter_server.partitioners import Partitioner
+from phalanx.parameter_server.server.parameter_server import ParameterServer, snapshots_of
+from phalanx.parameter_server.server.shard_group import RETURN_S, SNAPSHOT_S
+from phalanx.parameter_server.server_messages import UpdateRules
+from phalanx.runtime import exit_codes
+from phalanx.strategies.program_random_state import random_state, set_random_state
+from phalanx.strategies.strategy import Strategy
+from phalanx.training.parameter_server_worker import ParameterServerWorker
+from phalanx.training.replica import alone
+
+logger = logging.getLogger(__name__)
+
+
+class ParameterServerStrategy(Strategy):
+    """Training with parameter servers (`tf.distribute.ParameterServerStrategy`).
+
+    Every task of the cluster runs the same program. On a task of type `ps` the constructor serves until the job is over
+    and then ends the process with exit code 0. On the others it waits until the servers are there; `fit` then trains on
+    batches that the workers take in turn. The optimizer runs on the servers.
+
+    Args:
+        cluster_resolver: where the cluster and this task come from. None: TF_CONFIG, or what Slurm, MPI or Kubernetes
+            say.
+        variable_partitioner: cuts large variables along their first axis, so that several servers share them; see
+            `MinSizePartitioner`.
+        synchronous: merge all workers' gradients of a step into one update, of which `batch_size` is then the global
+            batch. Else each worker's gradients are an update of their own.
+        replicas_to_aggregate: in synchronous training, how many workers' gradients make an update; those of the slowest
+            are left out and counted. None: all.
+        staleness: in asynchronous training, how many steps a worker may be ahead of the slowest. None: any number.
+        refuse_nan: leave out updates with values that are not finite, say so and count them; False: apply what comes.
+        compression: "float16" or "bfloat16" (or `phalanx.compression.Float16()`, `BFloat16()`): gradients travel in
+            this dtype.
+        replication: 2: each server's shards have a copy on the next server, and every update is answered when both have
+            it. A killed server then costs no update and no wait for its restart. 1: no copies.
+        snapshot_dir: where each server keeps snapshots of its shards, from which it goes on when it was killed and is
+            started again. None: files of the launcher under `phalanx run`, which starts killed servers again; else
+            nowhere, and the loss of a server ends the job.
+        snapshot_seconds: between two snapshots; what was updated since the last one is lost with the server.
+        embedding_rows: whether only those rows of an `Embedding` travel that a batch uses. "auto": of tables from 1 MiB
+            with at least 16 times as many rows as a batch looks up; True: of all where it can be done; False: of none.
+            The optimizer then leaves alone what belongs to the other rows: see docs/parameter_servers.md.
+
+    Raises:
+        ConfigurationError: the cluster is described wrongly or has no `ps`.
+        RendezvousError: a server did not come in time; the message names it.
+        DisagreementError: tasks differ in what must be equal.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        variable_partitioner: Partitioner | None = None,
+        *,
+        synchronous: bool = False,
+        replicas_to_aggregate: int | None = None,
+        staleness: int | None = None,
+        refuse_nan: bool = True,
+        compression: Compression | str | None = None,
+        replication: int = 1,
+        snapshot_dir: str | os.PathLike[str] | None = None,
+        snapshot_seconds: float = SNAPSHOT_S,
+        embedding_rows: bool | str = "auto",
+    ):
+        resolver = resolver_of(cluster_resolver)
+        me = _identify(resolver)
+        if me.task.type == PS:
+            os.environ.update(NO_GPU)  # gradients come by the host's memory, and a GPU's belongs to the workers
+            serve(me, snapshot_dir, snapshot_seconds, replication)
+            sys.exit(0)
+        _check_replication(me, replication)
+        rules = _rules(me, synchronous, replicas_to_aggregate, staleness, refuse_nan)
+        cast = _cast(compression)
+        if embedding_rows not in ("auto", True, False):
+            raise ConfigurationError(f"embedding_rows is {embedding_rows!r}; write True, False or 'auto'.")
+        super().__init__(alone(), resolver)
+        self._worker: ParameterServerWorker | None = None
+        if me.task.type != EVALUATOR:
+            return_s = RETURN_S if snapshot_dir is not None or replication > 1 else 0.0
+            self._worker = _join(
+                me,
+                rules,
+                variable_partitioner,
+                cast,
+                embedding_rows if embedding_rows == "auto" else bool(embedding_rows),
+                me.settings.return_timeout_s or return_s,
+                copied=replication > 1,
+            )
+
+    @property
+    def _member(self) -> hook.Member:
+        return self._replica if self._worker is None else self._worker
+
+    @property
+    def rank(self) -> int:
+        """This worker's number; 0 is the chief."""
+        return 0 if self._worker is None else self._worker.number
+
+    @property
+    def is_chief(self) -> bool:
+        return self._worker is not None and self._worker.is_chief
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many workers make one update together: 1 in asynchronous training."""
+        return self._worker.workers if self._worker is not None and self._worker.rules.synchronous else 1
+
+    @property
+    def global_step(self) -> int:
+        """How many updates the job had made when this worker's last one was applied. Not contiguous: others make
+        updates in between."""
+        return 0 if self._worker is None else self._worker.global_step
+
+    @property
+    def _in_function(self) -> bool:
+        """Whether this is a worker of a `ClusterCoordinator`, on which each function is alone."""
+        return self._worker is not None and self._worker.in_function
+
+    @property
+    def bytes_sent(self) -> int:
+        """What this worker has sent to the servers until now."""
+        return 0 if self._worker is None else self._worker.client.bytes_sent
+
+    @property
+    def bytes_received(self) -> int:
+        """What the servers have sent to this worker until now."""
+        return 0 if self._worker is None else self._worker.client.bytes_received
+
+    def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+        if self._in_function:
+            return super().run(fn, args, kwargs, options)
+        raise UnsupportedError(
+            "With ParameterServerStrategy strategy.run() is for functions that a ClusterCoordinator has scheduled. Use "
+            "fit(), or MultiWorkerMirroredStrategy for another custom training loop."
+        )
+
+    def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
+        if self._in_function:
+            return super().reduce(reduce_op, value, axis)
+        raise UnsupportedError("Workers among parameter servers do not wait for each other, so they cannot reduce().")
+
+    def gather(self, value: Any, axis: int) -> Any:
+        if self._in_function:
+            return super().gather(value, axis)
+        raise UnsupportedError("Workers among parameter servers do not wait for each other, so they cannot gather().")
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: Any = None
+    ) -> DistributedDataset:
+        worker = self._worker
+        if worker is None:
+            return super().distribute_datasets_from_function(dataset_fn, options)
+        if self._in_function:
+            context = InputContext(worker.workers - 1, worker.number - 1, 1)
+        else:
+            context = InputContext(worker.workers, worker.number, 1)
+        return super().distribute_datasets_from_function(lambda _: dataset_fn(context), options)
+
+    def explain_sharding(self, dataset: Any, *, batch_size: int | None = None) -> str:
+        """What the workers read of an input of `fit`: whose a batch is, is known only when somebody trains on it."""
+        workers = 1 if self._worker is None else self._worker.workers
+        return f"Each of the {workers} workers takes whole batches of the input, as the first server hands them out."
+
+    def _input_arguments(self) -> dict[str, Any]:
+        # A worker's dataset is whole: which of its batches it trains on is told by the servers.
+        return {**super()._input_arguments(), "rank": 0, "world_size": 1}
+
+
+class Server:
+    """A parameter server that is started explicitly (`tf.distribute.Server`).
+
+    Args:
+        server_or_cluster_def: the cluster: a `ClusterSpec` or a dict.
+        job_name: "ps".
+        task_index: which of the servers this process is.
+        protocol, config, start: taken as `tf.distribute.Server` does; there is nothing to choose.
+        replication, snapshot_dir, snapshot_seconds: as for `ParameterServerStrategy`.
+
+    >>> phalanx.Server({"ps": ["a:2222"], "worker": ["b:2222"]}, job_name="ps", task_index=0).join()  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        server_or_cluster_def: ClusterSpec | dict[str, Any],
+        job_name: str = PS,
+        task_index: int = 0,
+        protocol: Any = None,
+        config: Any = None,
+        start: bool = True,
+        *,
+        replication: int = 1,
+        snapshot_dir: str | os.PathLike[str] | None = None,
+        snapshot_seconds: float = SNAPSHOT_S,
+    ):
+        del protocol, config, start
+        if job_name != PS:
+            raise ConfigurationError(
+                f"A Server of job {job_name!r} has nothing to serve. Make a ParameterServerStrategy in the processes "
+                f"of workers and chief."
+            )
+        spec = ClusterSpec(server_or_cluster_def)
+        self._me = _identify(SimpleClusterResolver(spec, task_type=job_name, task_id=task_index))
+        self._durability = snapshot_dir, snapshot_seconds, replication
+
+    def join(self) -> NoReturn:
+        """Serve until the job is over, and end the process then with exit code 0: `tf.distribute.Server.join` does not
+        return either, so programs go on below it as if only workers came there."""
+        serve(self._me, *self._durability)
+        sys.exit(0)
+
+
+def serve(me: TaskIdentity, snapshot_dir: str | os.PathLike[str] | None, snapshot_s: float, replication: int) -> None:
+    """Be a parameter server until the job is over."""
+    exit_codes.install()
+    if not snapshot_s > 0:
+        raise ConfigurationError(f"snapshot_seconds is {snapshot_s}; it must be a time greater than 0.")
+    _check_replication(me, replication)
+    prepare()
+    copied = replication > 1
+    # A copy is newer than any snapshot, which would only take time.
+    snapshots = None if copied else snapshots_of(me, None if snapshot_dir is None else Path(snapshot_dir))
+    ParameterServer(me, snapshots, snapshot_s, copied=copied).run()
+
+
+def _cast(compression: Compression | str | None) -> Float16 | BFloat16 | None:
+    resolved = resolve_compression(compression)
+    if resolved is None or (isinstance(resolved, Float16 | BFloat16) and not resolved.feedback):
+        return resolved
+    raise ConfigurationError(
+        f"compression is {compression!r}; gradients go to parameter servers in their own dtype or as 'float16' or "
+        f"'bfloat16', without feedback. The others are for MultiWorkerMirroredStrategy and MirroredStrategy."
+    )
+
+
+def _check_replication(me: TaskIdentity, replication: int) -> None:
+    servers = sum(task.type == PS for task in me.spec.tasks)
+    if replication not in (1, 2):
+        raise ConfigurationError(f"replication is {replication}; write 2 for a copy of each shard, or 1 for none.")
+    if replication > servers:
+        raise ConfigurationError(
+            "replication=2 needs a second parameter server for the copies, and the cluster has one: start the job with "
+            "`phalanx run --ps 2`."
+        )
+
+
+RANDOM_STATE = "random state"
+
+_member: tuple[ClusterSpec, ParameterServerWorker] | None = None
+
+
+def _join(
+    me: TaskIdentity,
+    rules: UpdateRules,
+    partitioner: Partitioner | None,
+    compression: Float16 | BFloat16 | None,
+    embedding_rows: bool | str,
+    return_s: float,
+    *,
+    copied: bool,
+) -> ParameterServerWorker:
+    """This process's place: taken now, or, if a strategy has taken it before, the same one under the new rules."""
+    global _member
+    if _member is None:
+        exit_codes.install()
+        prepare()
+        worker = ParameterServerWorker(
+            client=ParameterServerClient(me, return_s, copied=copied),
+            number=me.rank,
+            workers=len(me.tasks),
+            rules=rules,
+            partitioner=partitioner,
+            compression=compression,
+            embedding_rows=embedding_rows,
+            seed=f"{me.settings.seed} {me.settings.job_id}",
+        )
+        _member = (me.spec, worker)
+        if me.settings.timeline is not None and me.rank >= 0:
+            timeline_relay.begin_among_servers(me, me.settings.timeline)
+        exit_codes.at_exit(lambda: worker.client.close(exit_codes.failure()))
+        _share_random_state(worker)
+        return worker
+    spec, worker = _member
+    if spec != me.spec:
+        raise ConfigurationError(
+            f"This process belongs to the cluster {spec} already, and a new strategy asks for {me.spec}. A process "
+            f"belongs to one cluster."
+        )
+    worker.rules, worker.partitioner, worker.compression = rules, partitioner, compression
+    worker.client.return_s = return_s
+    worker.embedding_rows = embedding_rows
+    return worker
+
+
+def _share_random_state(worker: ParameterServerWorker) -> None:
+    """Unseeded splits and data that are made from now on are the same on all workers, as they are on replicas."""
+    if worker.workers == 1:
+        return
+    if worker.is_chief:
+        state: memoryview | None = worker.tell_once(RANDOM_STATE, np.frombuffer(random_state(), np.uint8))
+    else:
+        try:
+            told = worker.hear(RANDOM_STATE)
+        except CollectiveTimeoutError:  # the first server is another process than the one that the chief has told
+            logger.warning("The chief's random state is not known any more: random data and splits may differ.")
+            return
+        state = told[0] if told else None
+    if state is not None:
+        set_random_state(bytes(state))
+
+
+def _identify(resolver: ClusterResolver) -> TaskIdentity:
+    spec, task = resolver.cluster_spec(), resolver.task()
+    if not spec or not any(known.type == PS for known in spec.tasks):
+        raise ConfigurationError(
+            f"The cluster has no parameter server ({spec.as_dict() or 'there is no cluster'}). Add a task of type 'ps' "
+            f"to TF_CONFIG, or start the program with `phalanx run --ps 1 --workers 2`."
+        )
+    if task is None:
+        raise ConfigurationError("Nothing says which task of the cluster this process is. Give `task` in TF_CONFIG.")
+    spec.check_member(task)
+    facts = JobFacts(
+        keras=keras.__version__,
+        backend=keras.backend.backend(),
+        backend_policy=MIXED_BACKENDS,
+        others={"floatx": keras.config.floatx()},
+    )
+    return TaskIdentity(spec, task, facts, JobConfig.from_environment())
+
+
+def _rules(
+    me: TaskIdentity, synchronous: bool, replicas_to_aggregate: int | None, staleness: int | None, refuse_nan: bool
+) -> UpdateRules:
+    workers = len(me.tasks)
+    if replicas_to_aggregate is not None:
+        if not synchronous:
+            raise ConfigurationError(
+                "replicas_to_aggregate is for synchronous training: pass synchronous=True as well."
+            )
+        if not 1 <= replicas_to_aggregate <= workers:
+            raise ConfigurationError(
+                f"replicas_to_aggregate is {replicas_to_aggregate}; it must be from 1 to {workers}, the number of "
+                f"workers."
+            )
+    if staleness is not None and (synchronous or staleness < 0):
+        raise ConfigurationError(
+            f"staleness={staleness} is no number of steps of 0 or more, or synchronous=True was passed as well, where "
+            f"no worker can be ahead of another."
+        )
+    return UpdateRules(
+        synchronous=synchronous,
+        at_least=0 if replicas_to_aggregate in (None, workers) else replicas_to_aggregate or 0,
+        staleness=-1 if staleness is None else staleness,
+        refuse_nan=refuse_nan,
+        timeout_s=me.settings.timeout_s,
+    )

@@ -1,0 +1,124 @@
+"""Which strategy is current, and whether this code runs as a replica of it: `tf.distribute`'s contexts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from phalanx.collectives.communicator import ReduceOp
+from phalanx.engines.global_batch_norm import SynchronizedMoments
+
+if TYPE_CHECKING:
+    from phalanx.strategies.strategy import Strategy
+
+
+class _Stack(threading.local):
+    """The scopes and `run` calls that this thread is inside of, innermost last."""
+
+    def __init__(self) -> None:
+        self.strategies: list[Strategy] = []
+        self.replicas: list[ReplicaContext] = []
+
+
+_stack = _Stack()
+
+
+class ReplicaContext:
+    """What code inside `strategy.run` may ask and do (`tf.distribute.ReplicaContext`)."""
+
+    def __init__(self, strategy: Strategy):
+        self._strategy = strategy
+
+    @property
+    def strategy(self) -> Strategy:
+        return self._strategy
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        return self._strategy.num_replicas_in_sync
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """This replica's rank, 0 to `num_replicas_in_sync` - 1."""
+        return self._strategy.rank
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return self._strategy.local_devices
+
+    def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: Any = None) -> Any:
+        """The value, merged over the replicas; `value` may be a structure of tensors."""
+        return self._strategy.reduce(reduce_op, value, axis=None)
+
+    def _sums(self, tensors: list[Any]) -> list[Any]:
+        sums: list[Any] = self.all_reduce("SUM", tensors)
+        return sums
+
+    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
+        """The replicas' values, concatenated along `axis` in rank order."""
+        return self._strategy.gather(value, axis)
+
+    def merge_call(self, merge_fn: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call `merge_fn(strategy, *args, **kwargs)` outside of the replica context."""
+        with _outside():
+            return merge_fn(self._strategy, *args, **(kwargs or {}))
+
+
+@contextmanager
+def entered(strategy: Strategy) -> Iterator[Strategy]:
+    """Inside `strategy.scope()`."""
+    _stack.strategies.append(strategy)
+    try:
+        yield strategy
+    finally:
+        _stack.strategies.pop()
+
+
+@contextmanager
+def running(strategy: Strategy) -> Iterator[ReplicaContext]:
+    """Inside `strategy.run`."""
+    context = ReplicaContext(strategy)
+    _stack.replicas.append(context)
+    _stack.strategies.append(strategy)
+    try:
+        with nullcontext() if strategy._replica.is_alone else SynchronizedMoments(context._sums):
+            yield context
+    finally:
+        _stack.strategies.pop()
+        _stack.replicas.pop()
+
+
+@contextmanager
+def _outside() -> Iterator[None]:
+    replicas, _stack.replicas = _stack.replicas, []
+    try:
+        yield
+    finally:
+        _stack.replicas = replicas
+
+
+def has_strategy() -> bool:
+    """Whether this code is inside a strategy's scope."""
+    return bool(_stack.strategies)
+
+
+def current_strategy() -> Strategy | None:
+    """The innermost strategy whose scope or `run` this code is in; None outside of all."""
+    return _stack.strategies[-1] if _stack.strategies else None
+
+
+def current_replica_context() -> ReplicaContext | None:
+    """The context of the innermost `strategy.run` that this code is in; None outside of all."""
+    return _stack.replicas[-1] if _stack.replicas else None
+
+
+def trace_key() -> int | None:
+    """What a trace of compiled code depends on: the strategy whose `run` this code is in; None outside of all."""
+    return id(_stack.replicas[-1].strategy) if _stack.replicas else None
+
+
+def in_cross_replica_context() -> bool:
+    """Whether this code is inside a scope and not inside `strategy.run`."""
+    return has_strategy() and not _stack.replicas

@@ -1,0 +1,100 @@
+"""Threads that repeat something until they are told to stop, as TensorFlow 1's `Coordinator` and `LooperThread`."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+JOIN_S = 0.02
+"""How long to wait for a thread that ends before looking at what it may wait for."""
+
+
+class LooperThreads:
+    """The threads of one supervisor. All methods may be called from any thread.
+
+    The first error, of a thread or of who asks to stop, is the one that counts; those after it are logged.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # protects the error and the list of threads
+        self._stop = threading.Event()
+        self._error: BaseException | None = None
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._error
+
+    def start(
+        self,
+        interval_s: float | None,
+        target: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> threading.Thread:
+        """Call `target` at once and then every so many seconds (None: again and again), in a thread of its own."""
+
+        def repeat() -> None:
+            due = time.monotonic()
+            try:
+                while not self._stop.is_set():
+                    target(*args, **(kwargs or {}))
+                    # By the clock, not after a pause: the time of the call itself does not add up.
+                    due = max(due + (interval_s or 0.0), time.monotonic())
+                    self._stop.wait(due - time.monotonic())
+            except Exception as error:
+                self.request_stop(error)
+
+        name = getattr(target, "__name__", type(target).__name__)
+        thread = threading.Thread(target=repeat, name=f"phalanx-loop-{name}", daemon=True)
+        with self._lock:
+            self._threads.append(thread)
+        thread.start()
+        return thread
+
+    def request_stop(self, error: BaseException | None = None) -> None:
+        """Let all threads end after their present call."""
+        with self._lock:
+            first = self._error is None
+            if error is not None and first:
+                self._error = error
+        if error is not None and not first and error is not self._error:
+            logger.error("A further error while the supervisor stops.", exc_info=error)
+        self._stop.set()
+
+    def should_stop(self) -> bool:
+        return self._stop.is_set()
+
+    def wait_for_stop(self, timeout_s: float | None = None) -> bool:
+        """Wait until a stop is requested, at most so long; whether it is."""
+        return self._stop.wait(timeout_s)
+
+    def clear(self) -> None:
+        """Forget a former stop and its error, so that threads can be started again."""
+        with self._lock:
+            self._threads = []
+            self._error = None
+        self._stop.clear()
+
+    def join(self, grace_s: float, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Wait for the threads to end, and do `meanwhile` what they may wait for themselves.
+
+        Raises: RuntimeError naming those that still run after `grace_s` seconds; they are daemons and die with the
+            process.
+        """
+        until = time.monotonic() + grace_s
+        for thread in self._threads:
+            while thread.is_alive() and thread is not threading.current_thread() and time.monotonic() < until:
+                meanwhile()
+                thread.join(JOIN_S)
+        late = [thread.name for thread in self._threads if thread.is_alive()]
+        if late:
+            raise RuntimeError(
+                f"{', '.join(late)} did not stop within {grace_s:g} s. Its function should look at `should_stop()`, or "
+                f"wait for less long; `stop_grace_secs` sets the time."
+            )

@@ -1,0 +1,131 @@
+"""Among parameter servers: what layers keep and servers do not train comes from the chief, through the first server.
+
+Frozen weights and random seeds are told when a `fit` begins; what layers change while they compute (batch-norm
+statistics) at each epoch as well, for a worker that comes back in the middle. Seeds are shifted by the worker's number,
+so that workers draw different masks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import msgspec
+import numpy as np
+
+from phalanx.cluster.compatibility import first_difference
+from phalanx.engines import buffers
+from phalanx.engines.random_state import draw_own_numbers, random_state
+from phalanx.errors import CollectiveTimeoutError, DisagreementError
+from phalanx.training.parameter_server_worker import ParameterServerWorker
+from phalanx.training.remote_variables import to_host
+from phalanx.training.state_sync import seed_generators, shifted_seed
+
+logger = logging.getLogger(__name__)
+
+Array = np.ndarray[Any, Any]
+
+FROZEN, CHANGING, FINAL = "frozen weights", "layer state", "final weights"
+
+
+class _Described(msgspec.Struct, array_like=True, frozen=True):
+    """A variable and its value: its dtype on the chief, and that of the array that travels."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    sent_as: str
+
+    def __str__(self) -> str:
+        # Integers are seeds and counters, whose dtypes differ between backends: a job may mix these.
+        return f"`{self.path}` {self.dtype if 'float' in self.dtype else 'integer'}{list(self.shape)}"
+
+
+def tell_all(worker: ParameterServerWorker, model: Any, fit: int, changing: Sequence[Any]) -> None:
+    """On the chief, when a `fit` begins.
+
+    Args:
+        changing: the variables that layers change while they compute.
+    """
+    worker.tell(FROZEN, _packed(_frozen(model, changing)), fit)
+    tell_changing(worker, fit, changing)
+
+
+def tell_changing(worker: ParameterServerWorker, fit: int, changing: Sequence[Any]) -> None:
+    """On the chief, when another epoch begins."""
+    worker.tell(CHANGING, _packed(changing), fit)
+
+
+def take_all(worker: ParameterServerWorker, model: Any, fit: int, changing: Sequence[Any]) -> None:
+    """On the others: take what the chief has told of this `fit`.
+
+    Raises: DisagreementError naming the first variable that differs.
+    """
+    seeds = {id(generator.state) for generator in seed_generators(model)}
+    for subject, variables in ((FROZEN, _frozen(model, changing)), (CHANGING, changing)):
+        told = worker.hear(subject, fit)
+        if told is None:
+            return
+        chiefs, chiefs_values = _unpacked(told)
+        values = [to_host(variable) for variable in variables]
+        own = [_described(variable, value) for variable, value in zip(variables, values, strict=True)]
+        if difference := first_difference([*map(str, chiefs)], [*map(str, own)], "the chief", "this task"):
+            raise DisagreementError(
+                f"The model is not the same on all tasks, in what is not trained: {difference} Every task must build "
+                f"the same model, in the same order."
+            )
+        for variable, before, value in zip(variables, values, chiefs_values, strict=True):
+            if id(variable) in seeds:
+                value = shifted_seed(value, worker.number)
+            if not np.array_equal(value, before):
+                variable.assign(value)
+    draw_own_numbers(random_state(), worker.number)
+
+
+def tell_final(worker: ParameterServerWorker, fit: int, changed: Mapping[int, Any]) -> None:
+    """On the chief: the trained variables, by number, that callbacks have set when the `fit` had ended."""
+    worker.tell(FINAL, [np.array([fit, *changed], np.int64), *_packed([*changed.values()])], fit)
+
+
+def take_final(worker: ParameterServerWorker, fit: int) -> dict[int, Array]:
+    """On the others: what the chief tells of that; nothing, with a warning, if its callbacks take too long."""
+    try:
+        told = worker.hear(FINAL, fit)
+    except CollectiveTimeoutError as error:
+        logger.warning("What the chief's callbacks make of the weights at the end is not known here: %s", error)
+        return {}
+    if told is None:
+        return {}
+    of, *numbers = np.frombuffer(told[0], np.int64).tolist()
+    _, values = _unpacked(told[1:])
+    return dict(zip(numbers, values, strict=True)) if of == fit else {}
+
+
+def _frozen(model: Any, changing: Sequence[Any]) -> list[Any]:
+    taken = {_key(variable) for variable in changing}
+    found = {_key(v): v for v in [*model.non_trainable_variables, *buffers(model)]}
+    return [variable for key, variable in found.items() if key not in taken]
+
+
+def _key(variable: Any) -> Any:
+    return id(variable) if isinstance(variable, keras.Variable) else variable.path
+
+
+def _packed(variables: Sequence[Any]) -> list[Array]:
+    values = [to_host(variable) for variable in variables]
+    described = [_described(variable, value) for variable, value in zip(variables, values, strict=True)]
+    return [np.frombuffer(msgspec.msgpack.encode(described), np.uint8), *values]
+
+
+def _unpacked(told: Sequence[memoryview]) -> tuple[list[_Described], list[Array]]:
+    """What `_packed` was made of."""
+    described = msgspec.msgpack.decode(told[0], type=list[_Described])
+    pairs = zip(described, told[1:], strict=True)
+    return described, [np.frombuffer(buffer, one.sent_as).reshape(one.shape) for one, buffer in pairs]
+
+
+def _described(variable: Any, value: Array) -> _Described:
+    dtype = keras.backend.standardize_dtype(variable.dtype)
+    return _Described(variable.path, tuple(variable.shape), dtype, value.dtype.name)

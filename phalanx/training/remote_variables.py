@@ -1,0 +1,274 @@
+"""The variables that servers train, as one task sees them: declared by the chief, compared by the others."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import keras
+import numpy as np
+
+from phalanx.engines.updater import OptimizerSlot, check_optimizer, clipped, clips_by_norm, slots_of_model
+from phalanx.errors import UnsupportedError
+from phalanx.keras_compat.object_config import config_json_of, configuration_of
+from phalanx.parameter_server.client import HEAD, PlacedVariables
+from phalanx.parameter_server.server_messages import (
+    Assign,
+    Attach,
+    Attached,
+    Declare,
+    Model,
+    PullOptimizer,
+    SetRate,
+    Values,
+    arrays_of,
+)
+from phalanx.parameter_server.shard_placement import PlacedVariable, place
+from phalanx.runtime import progress
+from phalanx.training.parameter_server_worker import ParameterServerWorker
+from phalanx.training.steps.parameter_server_step import ParameterServerMerge
+from phalanx.transport.frames import byte_view
+
+Array = np.ndarray[Any, Any]
+
+
+class RemoteVariables:
+    """Variables of this task and the optimizer that updates them on the servers.
+
+    Args:
+        variables: built, in the same order on every task.
+
+    Raises: UnsupportedError for an optimizer that cannot run on servers.
+    """
+
+    def __init__(
+        self, worker: ParameterServerWorker, merge: ParameterServerMerge, optimizer: Any, variables: Sequence[Any]
+    ) -> None:
+        self.optimizer = optimizer
+        self.variables = list(variables)
+        if not self.variables:
+            raise UnsupportedError(
+                "The model has no trainable weights (`trainable` is False everywhere?), so there is nothing that "
+                "servers could train. Use evaluate() to measure it."
+            )
+        self._worker = worker
+        self._client = worker.client
+        self._merge = merge
+        self._rate: float | None = None
+        self._fit = -1
+        self._known: dict[int, int] = {}
+        self._known_optimizer: dict[str, Any] = {}
+        self.tables: tuple[int, ...] = ()
+        self._described = described = [PlacedVariable(v.path, tuple(v.shape), _dtype_of(v)) for v in self.variables]
+        self._shards = shards = place(described, self._client.servers, worker.partitioner)
+        in_pieces = len(shards) > len(described)
+        whole = self._client.servers == 1 and not in_pieces
+        check_optimizer(optimizer, cut=in_pieces, whole=whole, late=bool(worker.rules.at_least))
+        if any(getattr(v, "overwrite_with_gradient", False) for v in self.variables):
+            raise UnsupportedError(
+                "The model has variables whose gradients take their place (quantize('float8')), which parameter "
+                "servers do not know. Use MultiWorkerMirroredStrategy, or another dtype policy."
+            )
+        if in_pieces and any(v.constraint is not None for v in self.variables):
+            raise UnsupportedError(
+                "A variable with a constraint cannot be cut: it may look at all of its rows. Leave out "
+                "variable_partitioner, or the constraint."
+            )
+        self.slots = slots_of_model(optimizer, self.variables)
+        self._placed = PlacedVariables(described, shards, self._client.servers)
+        # Where no server sees all gradients, workers clip them.
+        self._clip = None if whole or not clips_by_norm(optimizer) else partial(clipped, optimizer)
+
+    def begin(self, fit: int, first_epoch: int = 0, tables: tuple[int, ...] = ()) -> int | None:
+        """Agree with the servers on what is trained; returns the first epoch, which the chief knows, or None if the
+        chief is in a later `fit` by now.
+
+        Args:
+            tables: on the chief: numbers of the variables of which single rows travel.
+        """
+        self._fit = fit
+        if self._worker.is_chief:
+            self._worker.tell_again()
+            self._declare(fit, first_epoch, tables)
+        self._client.starting = True
+        progress.report("initial values")
+        answers = self._client.ask_all([(Attach(fit, self._placed.variables), ())] * self._client.servers)
+        attached = [answer for answer, _ in answers if isinstance(answer, Attached)]
+        if len(attached) < len(answers):
+            return None
+        answer = attached[HEAD]
+        self._merge.era, self.tables = answer.era, answer.tables
+        # Also less than before, if the chief was started again since.
+        self._worker.global_step = answer.step
+        groups = [each.groups for each in attached]
+        self._placed = PlacedVariables(self._described, self._shards, self._client.servers, self.tables, groups)
+        if self._clip is not None and self.tables and self._worker.rules.synchronous:
+            raise UnsupportedError(
+                "The optimizer clips by the norm of merged gradients, of which each of several servers sees a part "
+                "only, and single rows of embeddings travel. Pass embedding_rows=False, use one server, or clipvalue."
+            )
+        self._merge.place(fit, self._placed, self._clip)
+        self._client.whereabouts = self._whereabouts
+        return answer.first_epoch
+
+    def _whereabouts(self, server: int) -> list[tuple[Any, Sequence[Array]]]:
+        """What to tell a server that comes back, where no schedule hands out steps."""
+        said = self._worker.said() if server == HEAD else []
+        return [(self._merge.rejoin(server), []), *self.told(), *said]
+
+    def assign(self, values: Sequence[Array | None]) -> None:
+        """Give this task's variables these values; where there is None, they keep theirs."""
+        for variable, value in zip(self.variables, values, strict=True):
+            if value is not None:
+                variable.assign(value)
+
+    def pull_optimizer(self, *, tables: bool = True) -> list[int]:
+        """Put the optimizer's state, which the servers have, into this task's optimizer, so that it can be saved;
+        without `tables` only what belongs to none.
+
+        Returns: the versions that the servers had.
+        """
+        concerned = {
+            slot: variable
+            for slot, variable in zip(self.slots, self.optimizer.variables, strict=True)
+            if tables or slot.variable not in self.tables
+        }
+        state = {slot: np.array(to_host(variable)) for slot, variable in concerned.items()}
+        answers = self._client.ask_all([(PullOptimizer(tables), ())] * self._client.servers)
+        for server, (answer, buffers) in enumerate(answers):
+            assert isinstance(answer, Values)
+            places = _slots_on(self.slots, self._placed, server)
+            for key, value in zip(answer.slots, arrays_of(buffers, answer.dtypes), strict=True):
+                slot, rows = places[key]
+                state[slot][rows] = value.reshape(state[slot][rows].shape)
+        for slot, variable in concerned.items():
+            variable.assign(state[slot])
+        return [answer.version for answer, _ in answers if isinstance(answer, Values) and answer.slots]
+
+    def told(self) -> list[tuple[Any, Sequence[Array]]]:
+        """What the servers were told since the beginning, which one that comes back may not have heard."""
+        return [] if self._rate is None else [(SetRate(self._rate), [])]
+
+    def remember(self, *, tables: bool) -> None:
+        """What the variables hold now is what the servers have.
+
+        Args:
+            tables: also of those of which single rows travel.
+        """
+        self._known = self._checksums(tables)
+        self._known_optimizer = self._facts_of_optimizer()
+
+    def tell_changes(self) -> bool:
+        """Give the servers the variables that were changed here since `remember`; whether there were any.
+
+        Raises: UnsupportedError if anything else of the optimizer was changed than its learning rate.
+        """
+        known = self._known
+        if not known:
+            return False  # no epoch has begun
+        now_of_optimizer = self._facts_of_optimizer()
+        changed_facts = [name for name, fact in self._known_optimizer.items() if now_of_optimizer.get(name) != fact]
+        if changed_facts:
+            raise UnsupportedError(
+                f"The optimizer's {', '.join(changed_facts[:3])} was changed between two epochs. The servers have the "
+                f"optimizer, and hear of a new learning rate and new weights only. Change it before fit(), or call "
+                f"fit() once for each setting."
+            )
+        now = self._checksums(any(table in known for table in self.tables))
+        changed = tuple(number for number, checksum in now.items() if checksum != known[number])
+        if not changed:
+            return False
+        values = [to_host(v) if number in changed else None for number, v in enumerate(self.variables)]
+        message = Assign(self._fit, changed)
+        servers = range(self._client.servers)
+        self._client.ask_all([(message, self._placed.cut(values, server)) for server in servers])
+        return True
+
+    def _facts_of_optimizer(self) -> dict[str, Any]:
+        """What only the servers change, by name: arguments and variables, but the learning rate."""
+        facts = {name: value for name, value in configuration_of(self.optimizer).items() if name != "learning_rate"}
+        for slot, variable in zip(self.slots, self.optimizer.variables, strict=True):
+            if slot != OptimizerSlot(-1, "learning_rate") and slot.variable not in self.tables:
+                facts[variable.path] = checksum(to_host(variable))
+        return facts
+
+    def _checksums(self, tables: bool) -> dict[int, int]:
+        return {
+            number: checksum(to_host(variable))
+            for number, variable in enumerate(self.variables)
+            if tables or number not in self.tables
+        }
+
+    def tell_learning_rate(self) -> None:
+        """Tell the servers the optimizer's learning rate, if it was set since."""
+        rate = self._learning_rate()
+        if rate is not None and rate != self._rate:
+            self._rate = rate
+            self._client.ask_all([(SetRate(rate), ())] * self._client.servers)
+
+    def _declare(self, fit: int, first_epoch: int, tables: tuple[int, ...]) -> None:
+        placed, optimizer, trained = self._placed, self.optimizer, self.variables
+        description = Model(
+            placed.variables,
+            placed.shards,
+            config_json_of(optimizer),
+            tuple(v.constraint and config_json_of(v.constraint) for v in trained),
+            tuple(bool(optimizer._use_weight_decay(v)) for v in trained)
+            if optimizer.weight_decay is not None
+            else (True,) * len(trained),
+            tables,
+        )
+        values = [to_host(v) for v in trained]
+        state = self._optimizer_state()
+        step = self._worker.global_step = max(self._worker.global_step, int(to_host(optimizer._iterations)))
+        questions, era = [], time.time_ns()
+        for server in range(self._client.servers):
+            places = _slots_on(self.slots, placed, server)
+            message = Declare(fit, first_epoch, description, self._worker.rules, tuple(places), step, era)
+            questions.append(
+                (message, [*placed.cut(values, server), *[state[slot][rows] for slot, rows in places.values()]])
+            )
+        self._client.ask_all(questions)
+        self._rate = self._learning_rate()
+
+    def _optimizer_state(self) -> dict[OptimizerSlot, Array]:
+        return {slot: np.array(to_host(v)) for slot, v in zip(self.slots, self.optimizer.variables, strict=True)}
+
+    def _learning_rate(self) -> float | None:
+        rate = getattr(self.optimizer, "_learning_rate", None)
+        return float(to_host(rate)) if isinstance(rate, keras.Variable) else None
+
+
+def _dtype_of(variable: Any) -> str:
+    # Of the value: JAX keeps in float32 what Keras calls float64, unless it was told otherwise.
+    name: str = keras.backend.standardize_dtype(variable.value.dtype)
+    return name
+
+
+def _slots_on(
+    slots: Sequence[OptimizerSlot], placed: PlacedVariables, server: int
+) -> dict[tuple[int, str], tuple[OptimizerSlot, Any]]:
+    """What a server's optimizer has: how it calls each of its variables, which of the model's that is, which rows."""
+    own: dict[tuple[int, str], tuple[OptimizerSlot, Any]] = {
+        (-1, slot.name): (slot, ...) for slot in slots if slot.variable < 0
+    }
+    of_shards: dict[tuple[int, str], tuple[OptimizerSlot, Any]] = {
+        (number, slot.name): (slot, slice(shard.start, shard.stop) if placed.variables[slot.variable].shape else ...)
+        for number, shard in enumerate(placed.of_server[server])
+        for slot in slots
+        if slot.variable == shard.variable
+    }
+    return own | of_shards if placed.of_server[server] else {}
+
+
+def checksum(value: Array) -> int:
+    """By this it is noticed that a program has changed a variable."""
+    return zlib.crc32(byte_view(np.ascontiguousarray(value)))
+
+
+def to_host(variable: Any) -> Array:
+    """The value of a variable or tensor."""
+    return np.asarray(keras.ops.convert_to_numpy(getattr(variable, "value", variable)))

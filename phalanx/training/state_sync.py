@@ -1,0 +1,127 @@
+"""All replicas start alike: the same structure, and the chief's values."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import msgspec
+import numpy as np
+
+from phalanx.cluster.compatibility import first_difference
+from phalanx.engines import buffers
+from phalanx.engines.random_state import draw_own_numbers, random_state
+from phalanx.errors import DisagreementError
+from phalanx.keras_compat.model_state import optimizers
+from phalanx.training.replica import Replica
+
+# An odd constant far from small multiples, so that the seeds of neighbouring ranks share no low bits
+# (2**32 divided by the golden ratio; Knuth, The Art of Computer Programming, 6.4).
+SEED_STRIDE = 0x9E3779B9
+
+
+def synchronise(model: Any, replica: Replica, *, metrics: bool = False, take: bool = True) -> None:
+    """Give every rank the chief's weights, optimizer state and layer state; call on all ranks.
+
+    Random seeds of layers (dropout), and the random state that a backend keeps for the whole process, come from the
+    chief too, and each rank goes on from there with numbers of its own, so that the replicas draw different masks.
+
+    Args:
+        metrics: what the metrics have counted as well, for those who join in the middle of an epoch.
+        take: else this rank keeps its own values, and only takes part.
+
+    Raises:
+        DisagreementError: on every rank, if the models differ in structure; names the first difference.
+    """
+    variables = variables_of(model) + (list(model.metrics_variables) if metrics else [])
+    _compare(_structure(variables), replica)
+    arrays = [np.asarray(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
+    own = random_state()[:1]
+    told = replica.communicator.broadcast([*arrays, *own], root=0)
+    values, chiefs = told[: len(arrays)], told[len(arrays) :]
+    if not take:
+        return
+    seeds = {id(generator.state) for generator in seed_generators(model)}
+    for variable, old, new in zip(variables, arrays, values, strict=True):
+        if id(variable) in seeds:
+            new = shifted_seed(new, replica.rank)
+        if not np.array_equal(old, new):
+            variable.assign(new)
+    draw_own_numbers(chiefs, replica.rank)
+
+
+@contextmanager
+def unchanged(model: Any) -> Iterator[None]:
+    """Whatever is done inside, weights, layer state, optimizer state and what metrics have counted are afterwards what
+    they were before."""
+    variables = [*variables_of(model), *model.metrics_variables]
+    before = [np.array(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
+    yield
+    for variable, value in zip(variables, before, strict=True):
+        if not np.array_equal(keras.ops.convert_to_numpy(variable.value), value):
+            variable.assign(value)
+
+
+def average_optimizers(model: Any, replica: Replica, share: float) -> None:
+    """Give every rank the mean of all ranks' optimizer variables, each counted with its share; call on all ranks.
+
+    Numbers that stand for themselves (step counts, learning rates, the scale of the loss) are the chief's.
+    """
+    variables = [variable for optimizer in optimizers(model) for variable in optimizer.variables]
+    arrays = [np.asarray(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
+    averaged = [v for v in variables if len(v.shape) and keras.backend.is_float_dtype(v.dtype)]
+    chosen = {id(variable) for variable in averaged}
+    communicator = replica.communicator
+    means = communicator.all_reduce([a for v, a in zip(variables, arrays, strict=True) if id(v) in chosen], scale=share)
+    rest = [variable for variable in variables if id(variable) not in chosen]
+    values = communicator.broadcast([a for v, a in zip(variables, arrays, strict=True) if id(v) not in chosen])
+    for variable, value in [*zip(averaged, means, strict=True), *zip(rest, values, strict=True)]:
+        variable.assign(value)
+
+
+def variables_of(model: Any) -> list[Any]:
+    """Weights, layer state and optimizer state of a model, each once."""
+    found = {id(v): v for v in [*model.trainable_variables, *model.non_trainable_variables, *buffers(model)]}
+    for optimizer in optimizers(model):
+        found |= {id(v): v for v in optimizer.variables}
+    return list(found.values())
+
+
+def seed_generators(model: Any) -> list[Any]:
+    """Those of all layers."""
+    return [generator for layer in model._flatten_layers() for generator in layer._seed_generators]
+
+
+def shifted_seed(state: np.ndarray[Any, Any], rank: int) -> np.ndarray[Any, Any]:
+    """The state of a seed generator, for a rank of its own."""
+    shifted = state.copy()
+    modulus = 1 << (8 * state.dtype.itemsize - (state.dtype.kind == "i"))
+    shifted[0] = (int(state[0]) + rank * SEED_STRIDE) % modulus
+    return shifted
+
+
+def _structure(variables: Sequence[Any]) -> list[tuple[str, tuple[int, ...], str]]:
+    return [(v.path, tuple(v.shape), keras.backend.standardize_dtype(v.dtype)) for v in variables]
+
+
+def _compare(structure: list[tuple[str, tuple[int, ...], str]], replica: Replica) -> None:
+    encoded = msgspec.msgpack.encode(structure)
+    digests = replica.communicator.all_gather_bytes(hashlib.sha256(encoded).digest())
+    if len(set(digests)) == 1:
+        return
+    # Rare and slow: everybody learns everything, so that everybody raises the same error.
+    everyone = [msgspec.msgpack.decode(e) for e in replica.communicator.all_gather_bytes(encoded)]
+    other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    chiefs, others = ([_named(variable) for variable in everyone[rank]] for rank in (0, other))
+    raise DisagreementError(
+        f"The model is not the same on all ranks: {first_difference(chiefs, others, 'rank 0', f'rank {other}')} Every "
+        f"rank must build the same model with the same optimizer, in the same order."
+    )
+
+
+def _named(variable: Any) -> str:
+    path, shape, dtype = variable
+    return f"`{path}` {dtype}{list(shape)}"

@@ -1,0 +1,88 @@
+"""What the steps before an update would have merged, until the update comes.
+
+An optimizer that accumulates gradients over several steps (`gradient_accumulation_steps`) needs the other ranks' only
+when it updates. Until then it is given zeros, which change nothing of what it has accumulated, and this rank's own
+gradients are summed here; with the update's they are merged at once. What metrics count waits likewise. So between two
+updates nothing need be sent, and every rank's optimizer still has the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from phalanx.collectives.communicator import Array
+from phalanx.compression.base_compression import State
+from phalanx.compression.reducer import name_of
+
+
+class GradientAccumulator:
+    """Sums of this rank's arrays, by the shapes of those that are merged together. Sums are replaced, never changed."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, list[Array]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._sums)
+
+    def add(self, arrays: Sequence[Array], scales: Sequence[float], *, unit: float = 1.0) -> None:
+        """Add `scale * array / unit` to what is held; with scale 0 an array is not read."""
+        key = _key(arrays)
+        self._sums[key] = [
+            _sum(total, array, scale / unit)
+            for total, array, scale in zip(self._of(key, arrays), arrays, scales, strict=True)
+        ]
+
+    def with_held(self, arrays: Sequence[Array], scales: Sequence[float], *, unit: float = 1.0) -> list[Array]:
+        """`scale * array` plus what is held of them, in units of `unit`."""
+        found = []
+        for total, array, scale in zip(self._of(_key(arrays), arrays), arrays, scales, strict=True):
+            whole = _sum(total if unit == 1.0 else total * total.dtype.type(unit), array, scale)
+            found.append(whole.astype(array.dtype, copy=False))
+        return found
+
+    def forget(self, arrays: Sequence[Array]) -> None:
+        """What was held of such arrays has been merged."""
+        self._sums.pop(_key(arrays), None)
+
+    def only(self) -> list[Array]:
+        """What is held, where all of it is merged together; else nothing."""
+        return list(next(iter(self._sums.values()))) if len(self._sums) == 1 else []
+
+    def clear(self) -> None:
+        """Nobody wants what is held any more."""
+        self._sums = {}
+
+    def state(self) -> dict[str, Array]:
+        """All that is held, by name; it belongs to this rank."""
+        return {f"{key}/{index}": total for key, sums in self._sums.items() for index, total in enumerate(sums)}
+
+    def load(self, state: State) -> None:
+        """Go on from what `state` returned."""
+        found: dict[str, dict[int, Array]] = {}
+        for name, array in state.items():
+            key, _, index = name.rpartition("/")
+            found.setdefault(key, {})[int(index)] = np.asarray(array)
+        self._sums = {key: [array for _, array in sorted(sums.items())] for key, sums in found.items()}
+
+    def _of(self, key: str, arrays: Sequence[Array]) -> list[Array]:
+        return self._sums.get(key) or [np.zeros(array.shape, _wide(array)) for array in arrays]
+
+
+def _sum(total: Array, array: Array, scale: float) -> Array:
+    if scale == 0.0:
+        return total
+    with np.errstate(all="ignore"):
+        array = array.astype(total.dtype, copy=False)
+        whole: Array = total + (array if scale == 1.0 else array * total.dtype.type(scale))
+        return whole
+
+
+def _key(arrays: Sequence[Array]) -> str:
+    return name_of([(array.dtype.name, *array.shape) for array in arrays])
+
+
+def _wide(array: Array) -> np.dtype[np.generic]:
+    """In which sums of the array are kept: 16-bit floats would lose what is added."""
+    return np.dtype(np.float32) if array.dtype.itemsize <= 2 and array.dtype.kind not in "iub" else array.dtype

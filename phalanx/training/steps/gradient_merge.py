@@ -1,0 +1,328 @@
+"""The merge of one training step: one all-reduce over everything that the ranks contribute to it.
+
+With a compression, the gradients that it takes are summed apart from the rest, by a `CompressedReducer`. Not every step is
+merged: see `MergeMode`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from phalanx.compression import CompressedReducer, Compression
+from phalanx.compression.base_compression import State, below
+from phalanx.engines.engine import Exchange, Gather, GradientRows
+from phalanx.engines.step_layout import MergeWeight, StepLayout
+from phalanx.monitoring import timeline
+from phalanx.runtime import progress
+from phalanx.training.replica import Replica
+from phalanx.training.steps.accumulation import GradientAccumulator
+
+Array = np.ndarray[Any, Any]
+
+# While one buffer is still read by the backend's asynchronous update, the next step writes the other.
+BUFFERS = 2
+
+
+class MergeMode(enum.Enum):
+    """What of a step is merged.
+
+    MERGED: all that is there. UPDATE: the same, and what was held of the steps before. GRADIENTS_HELD: all but the
+    gradients, which wait for the optimizer's update (see `GradientAccumulator`). HELD: nothing; what metrics count waits as well, and
+    layer state is this rank's own until then. ALONE: nothing; this rank takes a step of its own.
+    """
+
+    MERGED = "merged"
+    UPDATE = "update"
+    GRADIENTS_HELD = "gradients held"
+    HELD = "held"
+    ALONE = "alone"
+
+
+class MergeBuffers:
+    """The buffers into which steps are merged, used in turn."""
+
+    def __init__(self) -> None:
+        self._rings: dict[StepLayout, list[tuple[list[Array], list[Array]]]] = {}
+
+    def next(self, layout: StepLayout) -> tuple[list[Array], list[Array]]:
+        """Flat buffers, and views of the layout's arrays in them."""
+        ring = self._rings.get(layout)
+        if ring is None:
+            ring = self._rings[layout] = [_buffers(layout) for _ in range(BUFFERS)]
+        ring.append(ring.pop(0))
+        return ring[-1]
+
+
+class _Groups(NamedTuple):
+    """Which arrays of a layout are what, by index."""
+
+    gradients: list[int]
+    compressed: list[int]  # some of the gradients
+    counts: list[int]  # what metrics count
+    rest: list[int]
+
+
+class StepMerge:
+    """Merges the arrays of a step over the ranks (`backends.engine.Merge`).
+
+    Args:
+        compression: of gradients; None: they travel as they are.
+
+    Attributes:
+        unit: what gradients are multiplied by at present: the scale of the loss.
+        holds: whether gradients of some steps may be held; the same for all steps of a model.
+        exchange: see `Merge.exchange`; for steps that are to be taken so.
+    """
+
+    updates = False
+
+    def __init__(self, replica: Replica, compression: Compression | None = None) -> None:
+        self._replica = replica
+        self.repeats = replica.elastic is not None
+        self._reducer = None if compression is None else CompressedReducer(compression)
+        self._gradients = GradientAccumulator()
+        self._counts = GradientAccumulator()
+        self._mode = MergeMode.MERGED
+        self._buffers = MergeBuffers()
+        self._scales: dict[tuple[StepLayout, float, bool], tuple[float, ...]] = {}
+        self._groups: dict[StepLayout, _Groups] = {}
+        self.unit = 1.0
+        self.holds = False
+        self.exchange: Exchange | None = None
+
+    @property
+    def separate(self) -> bool:
+        """See `Merge.separate`."""
+        return self.holds or self._reducer is not None
+
+    @property
+    def gather(self) -> Gather | None:
+        """See `Merge.gather`. Not where gradients are compressed or held, nor where a step may have to be repeated."""
+        return None if self.separate or self.repeats else self._gather
+
+    def _gather(self, rows: Sequence[GradientRows], share: float) -> list[GradientRows]:
+        if self._mode is MergeMode.ALONE:
+            return list(rows)
+        progress.enter("all_reduce")
+        timeline.current.enter("merge")
+        all_gather = self._replica.communicator.all_gather
+        found = []
+        for numbers, gradients, of_any_batch in rows:
+            own = len(numbers) if share else 0  # a stand-in batch counts nowhere
+            weighted = gradients[:own] * gradients.dtype.type(share)
+            numbers_of, weighted_of = all_gather(numbers[:own]), all_gather(weighted)
+            if of_any_batch and (counting := [rank for rank, each in enumerate(numbers_of) if len(each)]):
+                first = numbers_of[counting[0]]
+                if all(np.array_equal(numbers_of[rank], first) for rank in counting):
+                    total = sum((weighted_of[rank] for rank in counting[1:]), start=weighted_of[counting[0]])
+                    found.append(GradientRows(first, total))
+                    continue
+            found.append(GradientRows(np.concatenate(numbers_of), np.concatenate(weighted_of)))
+        return found
+
+    @contextmanager
+    def doing(self, mode: MergeMode) -> Iterator[None]:
+        """While inside, steps are merged in this mode."""
+        former, self._mode = self._mode, mode
+        try:
+            yield
+        finally:
+            self._mode = former
+
+    def __call__(self, layout: StepLayout, arrays: Sequence[Array], share: float) -> list[Array]:
+        flats, views = self._buffers.next(layout)
+        scales = self._scale(layout, share)
+        if self._mode is MergeMode.ALONE:
+            _copy(arrays, views)
+            timeline.current.enter("apply")
+            return flats
+        progress.enter("all_reduce")
+        timeline.current.enter("merge")
+        holds = self._mode in (MergeMode.HELD, MergeMode.GRADIENTS_HELD)
+        if holds or self._reducer or (self._mode is MergeMode.UPDATE and (self._gradients or self._counts)):
+            self._merge_partly(self._groups_of(layout), list(arrays), list(scales), views)
+        else:
+            self._all_reduce(arrays, scales, views)
+        progress.enter("update")
+        timeline.current.enter("apply" if MergeWeight.GRADIENT in layout.weights else "metrics")
+        return flats
+
+    def _all_reduce(self, arrays: Sequence[Array], scales: tuple[float, ...], views: Sequence[Array]) -> None:
+        """The sum over the ranks, and with it the notice that the job is to end."""
+        notice = self._replica.notice
+        if notice is None:
+            self._replica.all_reduce(arrays, scale=scales, out=views)
+        else:
+            arrays, scales, views = notice.merge_with(arrays, scales, views)
+            self._replica.all_reduce(arrays, scale=scales, out=views)
+            notice.take()
+
+    def meet(self) -> None:
+        """Merge nothing, but the notice that the job is to end."""
+        zero = [np.zeros(1, np.float32)]
+        self._all_reduce(zero, (1.0,), [np.empty_like(zero[0])])
+
+    def total(self, own: Array, share: float) -> Array:
+        """See `Merge.total`."""
+        if self._mode is MergeMode.ALONE:
+            return own / np.float32(share)  # as if all others had as much for each of their samples
+        return self._replica.all_reduce([own], scale=1.0 if share else 0.0)[0]
+
+    def merged_held(self, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
+        """The gradients that are held, summed over all ranks and held no more; all ranks must call. Nothing where there
+        are none of just these shapes."""
+        own = self._gradients.only()
+        if not own or [array.shape for array in own] != list(shapes):
+            return []
+        merged = self._replica.all_reduce(own)
+        self._gradients.clear()
+        return merged
+
+    def forget_counts(self) -> None:
+        """Metrics begin anew."""
+        self._counts.clear()
+
+    def state(self) -> dict[str, Array]:
+        """All that the merge remembers between steps, by name; see `CompressedReducer` for what belongs to whom. What is named
+        here is never changed, so that it may be loaded again after a step that failed."""
+        found = {f"held/{name}": array for name, array in self._gradients.state().items()}
+        found |= {f"counts/{name}": array for name, array in self._counts.state().items()}
+        if self._reducer is not None:
+            found |= {f"compression/{name}": array for name, array in self._reducer.state().items()}
+        return found
+
+    def load(self, state: State) -> None:
+        """Go on from what `state` returned."""
+        self._gradients.load(below("held/", state))
+        self._counts.load(below("counts/", state))
+        if self._reducer is not None:
+            self._reducer.load(below("compression/", state))
+
+    def pooled(self) -> dict[str, Array]:
+        """What the merges of all ranks remember of steps that are over, as one; all ranks must call."""
+        if self._reducer is None:
+            return {}
+        pooled = self._reducer.pooled(self._replica.communicator)
+        return {f"compression/{name}": array for name, array in pooled.items()}
+
+    def load_pooled(self, state: State) -> None:
+        """Go on, with the present ranks, from what `pooled` returned."""
+        if self._reducer is not None:
+            self._reducer.load_pooled(below("compression/", state), self._replica.world_size)
+
+    def synchronise(self) -> None:
+        """Give every rank what the chief's merge has in common with all; all ranks must call."""
+        if self._reducer is not None:
+            self._reducer.synchronise(self._replica.communicator)
+
+    def _merge_partly(self, groups: _Groups, arrays: list[Array], scales: list[float], views: Sequence[Array]) -> None:
+        mode, unit = self._mode, self.unit
+        gradients, counts = (_chosen(group, arrays) for group in (groups.gradients, groups.counts))
+        factors, weights = (_chosen(group, scales) for group in (groups.gradients, groups.counts))
+        merged: list[int] = []
+        if mode is not MergeMode.HELD:
+            merged = [*groups.counts, *groups.rest]
+            if mode is not MergeMode.MERGED and self._counts:
+                _put(groups.counts, self._counts.with_held(counts, weights), arrays, scales)
+        if mode in (MergeMode.MERGED, MergeMode.UPDATE):
+            merged = [*(i for i in groups.gradients if i not in groups.compressed), *merged]
+            if mode is MergeMode.UPDATE and self._gradients:
+                _put(groups.gradients, self._gradients.with_held(gradients, factors, unit=unit), arrays, scales)
+            if self._reducer is not None and groups.compressed:
+                self._reducer.all_reduce(
+                    self._replica.communicator,
+                    *(_chosen(groups.compressed, of) for of in (arrays, scales, views)),
+                    unit=unit,
+                )
+        if merged or self._replica.notice is not None:
+            self._all_reduce(_chosen(merged, arrays), tuple(_chosen(merged, scales)), _chosen(merged, views))
+        # From here on nothing can fail: what is remembered may change.
+        if self._reducer is not None:
+            self._reducer.commit()
+        if mode in (MergeMode.HELD, MergeMode.GRADIENTS_HELD):
+            self._gradients.add(gradients, factors, unit=unit)
+            _clear(_chosen(groups.gradients, views))
+        elif mode is MergeMode.UPDATE:
+            self._gradients.forget(gradients)
+        if mode is MergeMode.HELD:
+            self._counts.add(counts, weights)
+            _clear(_chosen(groups.counts, views))
+            _copy(_chosen(groups.rest, arrays), _chosen(groups.rest, views))
+        elif mode is not MergeMode.MERGED:
+            self._counts.forget(counts)
+
+    def _groups_of(self, layout: StepLayout) -> _Groups:
+        groups = self._groups.get(layout)
+        if groups is None:
+            of = [
+                [i for i, weight in enumerate(layout.weights) if weight in kind]
+                for kind in ({MergeWeight.GRADIENT}, {MergeWeight.ONE}, {MergeWeight.SHARE, MergeWeight.FIRST})
+            ]
+            reducer = self._reducer
+            compressed = [
+                i
+                for i in of[0]
+                if reducer is not None and reducer.compression.takes(layout.shapes[i], np.dtype(layout.dtypes[i]))
+            ]
+            groups = self._groups[layout] = _Groups(of[0], compressed, of[1], of[2])
+        return groups
+
+    def _scale(self, layout: StepLayout, share: float) -> tuple[float, ...]:
+        key = (layout, share, self._replica.is_chief)
+        scale = self._scales.get(key)
+        if scale is None:
+            first = 1.0 if self._replica.is_chief else 0.0
+            # A stand-in batch (share 0) counts nowhere, not even in what is summed.
+            of = {
+                MergeWeight.GRADIENT: share,
+                MergeWeight.SHARE: share,
+                MergeWeight.ONE: 1.0 if share else 0.0,
+                MergeWeight.FIRST: first,
+            }
+            scale = self._scales[key] = tuple(of[weight] for weight in layout.weights)
+        return scale
+
+
+class GradientMerge:
+    """Sums gradients over the ranks outside of `fit`, as they are or by a compression."""
+
+    def __init__(self, replica: Replica, compression: Compression | None = None) -> None:
+        self._replica = replica
+        self._merge = None if compression is None else StepMerge(replica, compression)
+
+    def __call__(self, gradients: Sequence[Array]) -> list[Array]:
+        """The sums; all ranks must call with gradients of the same variables, in the same order."""
+        if self._merge is None:
+            return self._replica.all_reduce(gradients)
+        layout = StepLayout.of(gradients, [MergeWeight.GRADIENT] * len(gradients))
+        return [np.array(array) for array in layout.cut(self._merge(layout, gradients, 1.0))]
+
+
+def _chosen(indices: Iterable[int], values: Sequence[Any]) -> list[Any]:
+    return [values[index] for index in indices]
+
+
+def _put(indices: Iterable[int], whole: Iterable[Array], arrays: list[Array], scales: list[float]) -> None:
+    """In the place of some arrays, sums in which their scales are contained."""
+    for index, array in zip(indices, whole, strict=True):
+        arrays[index], scales[index] = array, 1.0
+
+
+def _copy(sources: Iterable[Array], targets: Iterable[Array]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        np.copyto(target, source)
+
+
+def _clear(arrays: Iterable[Array]) -> None:
+    for array in arrays:
+        array.fill(0)
+
+
+def _buffers(layout: StepLayout) -> tuple[list[Array], list[Array]]:
+    flats = layout.allocate()
+    return flats, layout.cut(flats)

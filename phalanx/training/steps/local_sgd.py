@@ -1,0 +1,211 @@
+"""Replicas that take steps of their own and come together every `Period.steps` steps.
+
+Theory
+------
+Since they came together last, replica r has gone from `start_r` to `w_r`. With n_r of the N samples of these steps,
+
+    progress = sum over r of n_r / N (start_r - w_r)        one exchange, which may be compressed
+    anchor   = outer step(anchor, progress)                 the same bits on every rank
+
+and all go on from the anchor: w_r = start_r = anchor. With Stich's local SGD the outer step takes the mean itself; with
+DiLoCo it is SGD with momentum, for which the progress stands in the place of a gradient. A replica without samples in
+these steps does not count, so streams of unequal length need nothing more.
+
+*Overlapped*, an exchange goes on while the replicas take the next steps, and takes effect at the next one: the new
+anchor comes in the place of what the replicas began from, and what each has done since stays its own,
+
+    w_r = anchor - (start_r - w_r)
+
+until it is merged in turn. At the end of an epoch all is merged, without overlap: validation, checkpoints and callbacks
+see one model.
+
+*Members come and go.* What a replica has done since the last exchange is lost with it; an exchange in which it is
+lost is made again by the others. Others come in where all are together, and checkpoints are taken there: right after
+an exchange, or at the beginning of an epoch. In such jobs, and in those that are saved, exchanges are not overlapped.
+
+Layer state (averages of batch normalisation) is averaged with the weights. Optimizers keep their moments to themselves;
+when `fit` ends these are averaged, so that what is saved or trained on then is one model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from keras.optimizers.schedules import LearningRateSchedule
+
+from phalanx.compression import Compression
+from phalanx.compression.base_compression import State, below
+from phalanx.engines.engine import Engine
+from phalanx.monitoring import timeline
+from phalanx.runtime import progress
+from phalanx.training import state_sync
+from phalanx.training.joint_batches import JointBatch
+from phalanx.training.replica import Replica
+from phalanx.training.steps.gradient_merge import MergeMode, StepMerge
+from phalanx.training.steps.stepper import RetryOnMembershipChange, inner_optimizer
+from phalanx.training.steps.weight_exchange import WeightExchange
+from phalanx.training.training_policy import SyncPeriod
+
+
+class LocalSGDStepper:
+    """See the top of this file, and `stepping.Stepper`.
+
+    Attributes:
+        overlaps: whether exchanges may go on during the steps after them.
+    """
+
+    every_step = False
+
+    def __init__(
+        self,
+        model: Any,
+        engine: Engine,
+        merge: StepMerge,
+        replica: Replica,
+        period: SyncPeriod,
+        compression: Compression | None,
+    ) -> None:
+        self._model = model
+        self._engine = engine
+        self._merge = merge
+        self._replica = replica
+        self._period = period
+        self.overlaps = period.overlap
+        self.exchange = WeightExchange(period.outer, compression)
+        self._trained = 0  # samples in this epoch, of this rank
+        self._averaged = 0  # the same, whoever has counted them since
+        self._all_trained = 0  # in this `fit`
+        self._variables: list[Any] = []
+        self._optimizer = inner_optimizer(model.optimizer)
+        # Steps without samples count for schedules only: by this number an optimizer that accumulates gradients tells
+        # when to update, and Adam how many there were in its moments.
+        falls = isinstance(getattr(self._optimizer, "_learning_rate", None), LearningRateSchedule)
+        accumulates = getattr(self._optimizer, "gradient_accumulation_steps", None)
+        self._iterations = self._optimizer._iterations if falls and not accumulates else None
+        self._logs: Mapping[str, Any] | None = None
+
+    @property
+    def together(self) -> bool:
+        """See `Stepper.together`."""
+        return self.exchange.steps == 0
+
+    def begin(self, *, watched: bool, entering: bool = False) -> None:
+        """See `Stepper.begin`. The logs of single batches are this replica's own."""
+        weights, layer_state = self._model.trainable_variables, self._engine.layer_state()
+        self._variables = [*weights, *layer_state]
+        if not entering:
+            self._trained = 0
+        self._logs = None
+        self.exchange.begin(self._engine.read(self._variables), len(weights))
+
+    def train(self, batch: JointBatch, *, last: bool | None) -> None:
+        """See `Stepper.train`."""
+        if batch.size:
+            with self._merge.doing(MergeMode.ALONE):
+                self._engine.train(batch.data, batch.share)
+        elif self._iterations is not None:  # schedules go on, as on the others
+            (made,) = self._engine.read([self._iterations])
+            self._engine.write([(self._iterations, np.asarray(made + 1, made.dtype))])
+        self._trained += batch.size
+        self._averaged += batch.size
+        self._all_trained += batch.size
+        self.exchange.took_step(batch.size)
+
+    def meet(self, steadily: RetryOnMembershipChange) -> Sequence[str]:
+        """See `Stepper.meet`."""
+        if self.exchange.steps < self._period.steps:
+            return ()
+        return self._exchange(steadily, overlap=self.overlaps)
+
+    def finish(self, steadily: RetryOnMembershipChange) -> Sequence[str]:
+        """See `Stepper.finish`."""
+        tasks = self._exchange(steadily, overlap=False) if self.exchange.unmerged else ()
+        steadily(self._merge_moving_averages)
+        self._logs = steadily(self._merge_metrics)
+        self._trained = 0
+        return tasks
+
+    def logs(self) -> Mapping[str, Any]:
+        """See `Stepper.logs`."""
+        return self._engine.logs() if self._logs is None else self._logs
+
+    def end(self, steadily: RetryOnMembershipChange) -> None:
+        """See `Stepper.end`."""
+
+        def average() -> None:
+            if (share := self._share(self._all_trained)) is not None:
+                state_sync.average_optimizers(self._model, self._replica, share)
+
+        steadily(average)
+        self._all_trained = 0
+
+    def welcome(self) -> None:
+        """See `Stepper.welcome`. Each keeps its optimizer's moments, and what its metrics have counted."""
+        elastic = self._replica.elastic
+        fresh = elastic is not None and elastic.fresh
+        state_sync.synchronise(self._model, self._replica, take=fresh)
+        self.exchange.synchronise(self._replica.communicator, take=fresh)
+        if fresh:
+            self._model.reset_metrics()
+            self._trained = self._all_trained = 0
+
+    def pooled(self) -> State:
+        """See `Stepper.pooled`. What all metrics have counted is the chief's from here on, who saves it."""
+        counts = self._replica.gather(self._trained)
+        if any(counts):
+            self._engine.merged_metrics(self._trained / sum(counts), final=True, training=True)
+            self._trained = sum(counts) if self._replica.is_chief else 0
+            if not self._replica.is_chief:
+                self._forget_metrics()
+        pooled = self.exchange.pooled(self._replica.communicator)
+        return {f"exchange/{name}": array for name, array in pooled.items()} | {"trained": np.array(sum(counts))}
+
+    def load_pooled(self, state: State) -> None:
+        """See `Stepper.load_pooled`."""
+        if "trained" not in state:
+            return  # saved by a job that merged every step
+        self.exchange.load_pooled(below("exchange/", state), self._replica.world_size)
+        self._trained = int(state["trained"]) if self._replica.is_chief else 0
+        if not self._replica.is_chief:
+            self._model.reset_metrics()
+
+    def _exchange(self, steadily: RetryOnMembershipChange, *, overlap: bool) -> Sequence[str]:
+        progress.enter("exchange")
+        timeline.current.enter("exchange")
+        own = self._engine.read(self._variables)
+        tasks: list[str] = []
+
+        def run() -> list[Any]:
+            tasks[:] = [member.task for member in self._replica.communicator.membership.members]
+            return self.exchange.run(own, self._replica, overlap=overlap)
+
+        values = steadily(run)
+        self._engine.write(list(zip(self._variables, values, strict=True)))
+        progress.enter("update")
+        timeline.current.leave()
+        return tasks
+
+    def _merge_moving_averages(self) -> None:
+        """Those of the weights, which callbacks may put in their place (SwapEMAWeights)."""
+        own = list(getattr(self._optimizer, "_model_variables_moving_average", ()))
+        share = self._share(self._averaged) if own else None
+        self._averaged = 0
+        if share is not None:
+            means = self._replica.communicator.all_reduce(self._engine.read(own), scale=share)
+            self._engine.write(list(zip(own, means, strict=True)))
+
+    def _merge_metrics(self) -> Mapping[str, Any] | None:
+        share = self._share(self._trained)
+        return None if share is None else self._engine.merged_metrics(share, final=True, training=True)
+
+    def _share(self, samples: int) -> float | None:
+        """This rank's part of what all have trained on; None where nobody has."""
+        everyone = sum(self._replica.gather(samples))
+        return samples / everyone if everyone else None
+
+    def _forget_metrics(self) -> None:
+        self._engine.end()
+        self._model.reset_metrics()
+        self._engine.begin()

@@ -1,0 +1,74 @@
+"""What is done with the mean of what the replicas have done on their own: the outer step.
+
+Values in, values out: `step(anchor, progress, velocity)` returns the new anchor and the new velocity. `progress` is the
+mean over the replicas of *where they began* minus *where they are*: it stands for a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from phalanx.collectives.communicator import Array
+from phalanx.errors import ConfigurationError
+
+Arrays = Sequence[Array]
+
+
+class OuterOptimizer(Protocol):
+    """An optimizer of the weights that all replicas have in common."""
+
+    def step(self, anchor: Arrays, progress: Arrays, velocity: Arrays) -> tuple[list[Array], list[Array]]:
+        """The next anchor and velocity, float32, from those of now; nothing given is changed.
+
+        Args:
+            velocity: what the last call returned; empty at first.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class AverageOuterOptimizer:
+    """The replicas' mean itself (Stich 2019, Local SGD converges fast and communicates little)."""
+
+    def step(self, anchor: Arrays, progress: Arrays, velocity: Arrays) -> tuple[list[Array], list[Array]]:
+        """See `OuterOptimizer.step`."""
+        return [a - p for a, p in zip(anchor, progress, strict=True)], []
+
+
+@dataclass(frozen=True)
+class OuterSGD:
+    """SGD with momentum on the replicas' progress (Douillard et al. 2023, DiLoCo), with Keras's formulas:
+
+        v = momentum v - learning_rate p
+        w = w + momentum v - learning_rate p     (nesterov)
+        w = w + v                                (else)
+
+    Args:
+        learning_rate: DiLoCo's 0.7.
+        momentum: DiLoCo's 0.9.
+        nesterov: whether the momentum looks ahead, as in DiLoCo.
+    """
+
+    learning_rate: float = 0.7
+    momentum: float = 0.9
+    nesterov: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.learning_rate > 0:
+            raise ConfigurationError(f"OuterSGD got learning_rate={self.learning_rate}; it must be greater than 0.")
+        if not 0 <= self.momentum < 1:
+            raise ConfigurationError(f"OuterSGD got momentum={self.momentum}; it must be at least 0 and below 1.")
+
+    def step(self, anchor: Arrays, progress: Arrays, velocity: Arrays) -> tuple[list[Array], list[Array]]:
+        """See `OuterOptimizer.step`."""
+        rate, momentum = np.float32(self.learning_rate), np.float32(self.momentum)
+        velocity = velocity or [np.zeros_like(a) for a in anchor]
+        moved = [momentum * v - rate * p for v, p in zip(velocity, progress, strict=True)]
+        if self.nesterov:
+            ahead = zip(anchor, moved, progress, strict=True)
+            return [a + momentum * v - rate * p for a, v, p in ahead], moved
+        return [a + v for a, v in zip(anchor, moved, strict=True)], moved
