@@ -138,13 +138,13 @@ def can_connect(connected: list[socket.socket], host: str, port: int) -> bool:
 def note_entered(monkeypatch: pytest.MonkeyPatch) -> list[Link]:
     """The links by which two tasks know each other from now on, each once for either of them."""
     entered: list[Link] = []
-    original = rendezvous.RollCall.enter
+    original = rendezvous.PeerRegistry.enter
 
-    def enter(roll_call: rendezvous.RollCall, rank: int, peer: object) -> None:
+    def enter(roll_call: rendezvous.PeerRegistry, rank: int, peer: object) -> None:
         entered.append(peer.link)  # type: ignore[attr-defined]
         original(roll_call, rank, peer)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(rendezvous.RollCall, "enter", enter)
+    monkeypatch.setattr(rendezvous.PeerRegistry, "enter", enter)
     return entered
 
 
