@@ -19,9 +19,9 @@ from phalanx.elastic.membership_messages import (
     LeaveNotice,
     LossReport,
     PastEntry,
-    Pulse,
     ReadyToJoin,
     RegroupRequest,
+    StepTiming,
     pack,
     unpack,
 )
@@ -465,12 +465,12 @@ def test_one_that_is_silent_is_evicted_though_nobody_waits_for_it(candidate, eve
         job.report("a1", "c1")
     silent = "b2" if candidate else "b1"
     if ever_heard:
-        job.say(silent, Pulse())
+        job.say(silent, StepTiming())
     for now in range(1, 40):
         job.now = float(now)
         for name in list(job.keeper.people):
             if name != silent:
-                job.say(name, Pulse())
+                job.say(name, StepTiming())
         job.keeper.tick(job.now)
         assert (silent in job.evicted) == (now > 30.0 + STUCK_GRACE_S)
 
@@ -481,7 +481,7 @@ def test_the_last_one_that_is_silent_ends_the_job():
     job.lose("c1")
     job.report("a1")
     job.now = 1.0
-    job.say("a1", Pulse())
+    job.say("a1", StepTiming())
     for now in range(1, 34):
         job.keeper.tick(float(now))
     assert "all members of the job were lost" in job.keeper.failure
@@ -491,7 +491,7 @@ def test_while_the_launcher_was_stopped_nobody_was_silent():
     job = Job().running()
     job.now = 1.0
     for name in ("a1", "b1", "c1"):
-        job.say(name, Pulse())
+        job.say(name, StepTiming())
     job.keeper.tick(1.0)
     job.keeper.tick(100.0)
     assert job.evicted == []
@@ -548,11 +548,11 @@ def test_one_that_was_taken_for_lost_and_lives_is_told_to_end():
     job = Job().running()
     job.keeper.lose("worker/1", job.now)
     assert job.keeper.is_regrouping
-    job.say("b1", Pulse())
+    job.say("b1", StepTiming())
     (dismissed,) = job.told("b1", Dismissed)
     assert dismissed.cause == "evicted"
     job.lose("b1")  # its connection ends
-    job.say("b1", Pulse())
+    job.say("b1", StepTiming())
     assert len(job.told("b1", Dismissed)) == 1
 
 
