@@ -5,7 +5,7 @@ import pytest
 
 from phalanx.data import shard_input
 from phalanx.errors import ConfigurationError
-from tests.inputs.merging import WORLD_SIZES, assert_same_batches, keras_batches, merged_epoch, ranks_of
+from tests.data.merging import WORLD_SIZES, assert_same_batches, keras_batches, merged_epoch, ranks_of
 
 torch = pytest.importorskip("torch")
 data = torch.utils.data

@@ -7,7 +7,7 @@ import pytest
 from phalanx.arrays.tree import leaves
 from phalanx.data import AutoShardPolicy, shard_input, tf_data_source
 from phalanx.errors import ConfigurationError, UnsupportedError
-from tests.inputs.merging import WORLD_SIZES, assert_same_batches, keras_batches, merged_epoch, ranks_of
+from tests.data.merging import WORLD_SIZES, assert_same_batches, keras_batches, merged_epoch, ranks_of
 
 tf = pytest.importorskip("tensorflow")
 

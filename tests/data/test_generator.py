@@ -9,7 +9,7 @@ from phalanx.data import ShardedInput, shard_input
 from phalanx.data.distributed_dataset import PerRankSource
 from phalanx.data.source import StreamSource
 from phalanx.errors import ConfigurationError
-from tests.inputs.merging import WORLD_SIZES, assert_same_batches, keras_batches, merged_epoch, ranks_of
+from tests.data.merging import WORLD_SIZES, assert_same_batches, keras_batches, merged_epoch, ranks_of
 
 SIZES = [7, 7, 2, 1]
 

@@ -3,7 +3,7 @@ import pytest
 
 from phalanx.data import shard_input
 from phalanx.errors import ConfigurationError
-from tests.inputs.merging import (
+from tests.data.merging import (
     SEED,
     WORLD_SIZES,
     assert_same_batches,
