@@ -22,7 +22,7 @@ from tests.training.scenarios.common import (
     observed,
 )
 from tests.training.scenarios.precision import _policy
-from tests.training.scenarios.registry import Setting, Table
+from tests.training.scenarios.registry import BACKENDS, ONE_BACKEND, Setting, Table
 
 SCENARIOS = Table()
 scenario = SCENARIOS.scenario
@@ -61,7 +61,7 @@ def _wide() -> Any:
 # Compressed gradients.
 
 
-@scenario(tolerance=2e-4)
+@scenario(tolerance=2e-4, quick=ONE_BACKEND)
 def top_k_of_all_is_exact(setting: Setting) -> dict[str, Any]:
     """With every value sent, the way through a codec and the error feedback changes nothing: shares, a last batch that
     is empty on all ranks but one, clipping by the norm of all merged gradients."""
@@ -81,14 +81,14 @@ def _near(compression: str, tolerance: float) -> None:
         found = fitted(compiled(setting, _wide_without_state), epochs=4)
         return {"loss": found["history"]["loss"]} | {"own_bytes": 0 if setting.alone else setting.strategy.bytes_sent}
 
-    SCENARIOS.add(f"near_{compression}", run, tolerance=tolerance, slow=True)
+    SCENARIOS.add(f"near_{compression}", run, tolerance=tolerance)
 
 
 for _name, _tolerance in {"float16": 2e-3, "bfloat16": 1e-2, "int8": 2e-2, "top_k": 0.3, "power_sgd": 0.2}.items():
     _near(_name, _tolerance)
 
 
-@scenario(plain=False)
+@scenario(plain=False, quick=BACKENDS)
 def compressed_alike_on_all_ranks(setting: Setting) -> dict[str, Any]:
     """All ranks have the same bits after training with each compression, and fewer bytes were sent than without."""
     found: dict[str, Any] = {}
@@ -136,7 +136,7 @@ def compressed_with_own_codec(setting: Setting) -> dict[str, Any]:
 # Gradients that the optimizer accumulates.
 
 
-@scenario(tolerance=2e-4)
+@scenario(tolerance=2e-4, quick=BACKENDS)
 def accumulated(setting: Setting) -> dict[str, Any]:
     """6 steps, updates after 4: at the end of each epoch the optimizer holds what has been accumulated."""
     model = compiled(setting, optimizer=keras.optimizers.SGD(0.2, gradient_accumulation_steps=4))
@@ -152,7 +152,7 @@ def accumulated_compressed_and_scaled(setting: Setting) -> dict[str, Any]:
     return fitted(compiled(setting, _wide_without_state, optimizer=optimizer))
 
 
-@scenario(plain=False)
+@scenario(plain=False, quick=BACKENDS)
 def accumulating_meets_once_per_update(setting: Setting) -> dict[str, Any]:
     """8 more steps of an epoch are 8 / k more collectives, in `fit` with updates after k steps. Where replicas share
     the update, a step has two: a barrier after the gradients, and one after the new weights."""
@@ -295,7 +295,8 @@ def _local(name: str, make_strategy: Any, outer: Any, *, overlap: bool = False) 
         assert len(set(setting.gather(payload))) == 1
         return found
 
-    SCENARIOS.add(name, run, tolerance=2e-4, worlds=(REPLICAS,))
+    quick = {"local_sgd_recomputed": BACKENDS, "diloco_overlapped_recomputed": ONE_BACKEND}.get(name, ())
+    SCENARIOS.add(name, run, tolerance=2e-4, worlds=(REPLICAS,), quick=quick)
 
 
 _local("local_sgd_recomputed", lambda overlap: phalanx.LocalSGDStrategy(EVERY, overlap=overlap), None)
@@ -317,7 +318,7 @@ def diloco_compressed(setting: Setting) -> dict[str, Any]:
     return found
 
 
-@scenario(plain=False)
+@scenario(plain=False, quick=ONE_BACKEND)
 def diloco_sends_little(setting: Setting) -> dict[str, Any]:
     """Between exchanges nothing is sent: 8 more steps with exchanges after 4 are 2 more exchanges."""
     used = []
@@ -332,7 +333,7 @@ def diloco_sends_little(setting: Setting) -> dict[str, Any]:
     return {"used": used}
 
 
-@scenario(plain=False)
+@scenario(plain=False, quick=ONE_BACKEND)
 def streams_of_unequal_length(setting: Setting) -> dict[str, Any]:
     """Rank 0 has more batches than the others, whose streams end early: all go through, and agree."""
     found: dict[str, Any] = {}
@@ -354,7 +355,7 @@ def streams_of_unequal_length(setting: Setting) -> dict[str, Any]:
     return found
 
 
-@scenario(tolerance=2e-4)
+@scenario(tolerance=2e-4, quick=ONE_BACKEND)
 def ranks_without_data_do_not_count(setting: Setting) -> dict[str, Any]:
     """Global batches of one sample: the other ranks never have any, and rank 0 trains as if it were alone."""
     found: dict[str, Any] = {}
@@ -403,7 +404,9 @@ def _overflow(compression: str | None) -> None:
             "updates": int(keras.ops.convert_to_numpy(scaled.inner_optimizer.iterations.value)),
         }
 
-    SCENARIOS.add(f"overflow_on_one_rank_{compression}", run, tolerance=5e-2)
+    SCENARIOS.add(
+        f"overflow_on_one_rank_{compression}", run, tolerance=5e-2, quick=ONE_BACKEND if compression == "int8" else ()
+    )
 
 
 for _compression in (None, "int8", "power_sgd"):

@@ -52,12 +52,14 @@ def test_digits_reach_97_percent_on_two_replicas(run: Run, tmp_path: Path, backe
     assert not said_by("worker/1", output), "only the chief prints"
 
 
+@pytest.mark.slow
 def test_digits_run_as_a_plain_program(run: Run, tmp_path: Path) -> None:
     output = run("examples/digits.py", "--epochs", 1, "--verbose", 0, "--out", "elsewhere")
     assert "1 replica(s)" in output
     assert (tmp_path / "elsewhere/digits.png").read_bytes().startswith(PNG)
 
 
+@pytest.mark.slow
 def test_mnist_guide_resumes_after_its_last_checkpoint(run: Run, tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     offline = {
@@ -80,6 +82,7 @@ def test_mnist_guide_resumes_after_its_last_checkpoint(run: Run, tmp_path: Path)
     assert percent(second, "test accuracy") > max(80, percent(first, "test accuracy"))
 
 
+@pytest.mark.slow
 def test_mnist_guide_trains_on_mnist_where_there_is_one(run: Run, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
@@ -94,6 +97,7 @@ runpy.run_path("examples/mnist_guide.py", run_name="__main__")
     assert "data: MNIST" in run(program, "--epochs", 1)
 
 
+@pytest.mark.slow
 @each_backend()
 def test_custom_loops_learn_the_same_on_one_replica_and_on_two(run: Run, backend: str) -> None:
     loop = (f"examples/custom_loop_{backend}.py", "--epochs", 5)
@@ -104,6 +108,7 @@ def test_custom_loops_learn_the_same_on_one_replica_and_on_two(run: Run, backend
     assert not said_by("worker/1", together), "only the chief prints"
 
 
+@pytest.mark.slow
 @each_backend("torch")
 def test_custom_loop_with_an_optimizer_of_pytorch(run: Run, backend: str) -> None:
     loop = ("examples/custom_loop_torch.py", "--epochs", 3)
@@ -112,6 +117,7 @@ def test_custom_loop_with_an_optimizer_of_pytorch(run: Run, backend: str) -> Non
     assert losses(theirs) == pytest.approx(losses(ours), rel=0.01)
 
 
+@pytest.mark.slow
 def test_cifar_speed_prints_a_table_and_draws_a_plot(run: Run, tmp_path: Path) -> None:
     output = run(
         *("examples/cifar_speed.py", "--synthetic", "--samples", 512, "--epochs", 1, "--batch-size", 64),
@@ -132,6 +138,7 @@ def test_digits_with_a_parameter_server_reach_96_percent(run: Run, backend: str)
     assert not said_by("worker/1", output), "only the chief prints"
 
 
+@pytest.mark.slow
 def test_workers_share_the_steps_of_a_line(run: Run) -> None:
     output = run("--ps", 1, "examples/parameter_server_linear.py", "--every", 20, workers=2)
     slope, intercept = re.search(r"steps 1000: y = (\S+) x \+ (\S+)", output).groups()
@@ -143,6 +150,7 @@ def test_workers_share_the_steps_of_a_line(run: Run) -> None:
     assert "steps 1200:" in again, "it goes on from the backup"
 
 
+@pytest.mark.slow
 def test_a_line_that_was_killed_goes_on_from_its_backup(tmp_path: Path) -> None:
     program = [sys.executable, "-m", "phalanx", "run", "--ps", "1", "--workers", "2"]
     program += [str(EXAMPLES / "parameter_server_linear.py"), "--samples", "160", "--every", "20"]
@@ -176,6 +184,7 @@ def test_a_line_that_was_killed_goes_on_from_its_backup(tmp_path: Path) -> None:
     assert float(slope) == pytest.approx(2, abs=0.1)
 
 
+@pytest.mark.slow
 @each_backend(slow_after_the_first=True)
 def test_a_coordinated_loop_learns_the_digits(run: Run, backend: str) -> None:
     output = run("--ps", 1, "--chief", "examples/coordinator_loop.py", workers=2, backend=backend)
@@ -186,6 +195,7 @@ def test_a_coordinated_loop_learns_the_digits(run: Run, backend: str) -> None:
     assert output.count("epoch 1:") == 1, "only the chief comes so far"
 
 
+@pytest.mark.slow
 @each_backend(slow_after_the_first=True)
 def test_rows_of_a_large_table_travel_alone(run: Run, backend: str) -> None:
     small = ("examples/embedding_rows.py", "--samples", 20_000, "--verbose", 0, "--users", 200_000)
@@ -197,6 +207,7 @@ def test_rows_of_a_large_table_travel_alone(run: Run, backend: str) -> None:
     assert not said_by("worker/1", output), "only the chief prints"
 
 
+@pytest.mark.slow
 def test_diloco_sends_a_part_of_what_every_step_sends(run: Run, tmp_path: Path) -> None:
     """Small, to see that it runs; the figures are those of `benchmarks/compression.py`."""
     output = run(
@@ -212,6 +223,7 @@ def test_diloco_sends_a_part_of_what_every_step_sends(run: Run, tmp_path: Path) 
     assert (tmp_path / "runs/char_lm.png").read_bytes().startswith(PNG)
 
 
+@pytest.mark.slow
 @each_backend(slow_after_the_first=True)
 def test_horovod_keras_learns_the_digits(run: Run, tmp_path: Path, backend: str) -> None:
     output = run("examples/horovod_keras.py", workers=2, backend=backend)
@@ -221,6 +233,7 @@ def test_horovod_keras_learns_the_digits(run: Run, tmp_path: Path, backend: str)
     assert not said_by("worker/1", output), "only rank 0 prints"
 
 
+@pytest.mark.slow
 @each_backend("tensorflow")
 def test_horovod_tensorflow_learns_the_digits(run: Run, backend: str) -> None:
     output = run("examples/horovod_tensorflow.py", workers=2, backend=backend)
@@ -228,6 +241,7 @@ def test_horovod_tensorflow_learns_the_digits(run: Run, backend: str) -> None:
     assert not said_by("worker/1", output), "only rank 0 prints"
 
 
+@pytest.mark.slow
 @each_backend("torch")
 @pytest.mark.parametrize("options", [(), ("--use-adasum",), ("--fp16-allreduce",)])
 def test_horovod_torch_learns_the_digits(run: Run, backend: str, options: tuple[str, ...]) -> None:

@@ -57,6 +57,7 @@ def _parameters(item: pytest.Item) -> dict[str, object]:
     return getattr(getattr(item, "callspec", None), "params", {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
 def test_a_page_runs_as_written_on_two_replicas(program: Program, ran: RunPages) -> None:
     backend = backend_of(program)
@@ -84,6 +85,7 @@ def test_every_public_name_is_on_some_page() -> None:
     assert [name for name in names if not re.search(rf"\b{name}\b", text)] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machines", ["one machine", "two machines"])
 def test_two_workers_by_hand_as_written(machines: str, tmp_path: Path) -> None:
     """The commands of each pair of terminals, with ports that are free and with addresses of this host."""

@@ -11,9 +11,9 @@ import pytest
 
 from tests.parameter_server.alike_program import FEATURES, STOPS_AFTER
 from tests.parameter_server.tasks import Tasks
-from tests.support.backends import BACKENDS
+from tests.support.backends import slow_after_the_first
 
-pytestmark = [pytest.mark.parametrize("backend", BACKENDS), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.parametrize("backend", slow_after_the_first()), pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from tests.support.seeds import set_random_seed
 from tests.training.scenarios.common import FEATURES, classifier, features, labels, numbers, regressor
 from tests.training.scenarios.registry import BACKENDS, Setting, Table
 
-SCENARIOS = Table()
+SCENARIOS = Table(quick=BACKENDS)
 scenario = SCENARIOS.scenario
 
 

@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import os
+from typing import Any
+
+import pytest
 
 from phalanx.devices.gpu_count import NO_GPU, ON_DEMAND
 
@@ -15,3 +18,8 @@ ON_GPU = bool(os.environ.get("TEST_ON_GPU"))
 DEVICE_SETTINGS = (
     {**ON_DEMAND, "JAX_DEFAULT_MATMUL_PRECISION": "highest", "NVIDIA_TF32_OVERRIDE": "0"} if ON_GPU else NO_GPU
 )
+
+
+def slow_after_the_first(backends: tuple[str, ...] = BACKENDS) -> list[Any]:
+    """Parameters for tests of code that is the same for all backends: on all but the first they are slow."""
+    return [pytest.param(name, marks=[] if name == FIRST else pytest.mark.slow) for name in backends]

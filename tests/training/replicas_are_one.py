@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.backends import BACKENDS
+from tests.support.backends import BACKENDS, FIRST
 from tests.training.compare import assert_close
 from tests.training.conftest import FindingsOf
 from tests.training.scenarios.registry import Scenario, Table
@@ -24,7 +24,10 @@ def cases(table: Table) -> list[Any]:
         for world_size in WORLDS:
             for scenario in table.values():
                 if _runs(scenario, backend, world_size):
-                    marks = [getattr(pytest.mark, backend), *([pytest.mark.slow] if scenario.slow else [])]
+                    marks = [
+                        getattr(pytest.mark, backend),
+                        *([pytest.mark.slow] if scenario.is_slow(backend, world_size, FIRST) else []),
+                    ]
                     if missing := [module for module in scenario.needs if not importlib.util.find_spec(module)]:
                         marks.append(pytest.mark.skip(reason=f"needs {', '.join(missing)}"))
                     name = f"{backend}-{world_size}-{scenario.name}"

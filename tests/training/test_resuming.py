@@ -15,7 +15,7 @@ import pytest
 
 from phalanx.errors import PreemptedError
 from tests.launcher.conftest import Launcher, wait_until
-from tests.support.backends import BACKENDS, FIRST
+from tests.support.backends import BACKENDS, FIRST, slow_after_the_first
 
 pytestmark = pytest.mark.timeout(900)
 PROGRAM = str(Path(__file__).with_name("resumed_program.py"))
@@ -94,7 +94,7 @@ def undisturbed(launcher: Launcher, backend: str, workers: str = "2", *arguments
     return _references[key]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", slow_after_the_first())
 def test_a_job_that_lost_a_worker_is_started_again_as_a_whole(launcher: Launcher, backend: str) -> None:
     reference = undisturbed(launcher, backend)
     program = Program(launcher, backend)

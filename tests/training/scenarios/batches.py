@@ -11,7 +11,7 @@ from tests.training.scenarios.common import BATCH, FEATURES, compiled, features,
 from tests.training.scenarios.registry import BACKENDS, Setting, scenario
 
 
-@scenario()
+@scenario(quick=BACKENDS)
 def single_batches(setting: Setting) -> dict[str, Any]:
     model = compiled(setting, optimizer=keras.optimizers.Adam(0.05), metrics=["accuracy"])
     x, y = features(7), labels(7)

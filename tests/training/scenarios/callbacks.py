@@ -12,7 +12,7 @@ from keras import callbacks
 
 from tests.support.seeds import set_random_seed
 from tests.training.scenarios.common import compiled, features, fitted, labels, regressor
-from tests.training.scenarios.registry import Setting, scenario
+from tests.training.scenarios.registry import ONE_BACKEND, Setting, scenario
 
 
 class Record(callbacks.Callback):
@@ -46,7 +46,7 @@ def logs_at_every_batch(setting: Setting) -> dict[str, Any]:
     return found | {"seen": record.seen}
 
 
-@scenario()
+@scenario(quick=ONE_BACKEND)
 def early_stopping_restores_the_best(setting: Setting) -> dict[str, Any]:
     stop = callbacks.EarlyStopping(monitor="val_loss", patience=2, restore_best_weights=True)
     model = compiled(setting, optimizer=keras.optimizers.SGD(2.5))
@@ -74,7 +74,7 @@ def learning_rate_set_at_batches(setting: Setting) -> dict[str, Any]:
     return fitted(compiled(setting), callbacks=[Triangle()])
 
 
-@scenario()
+@scenario(quick=ONE_BACKEND)
 def learning_rate_set_at_batches_by_the_chief_alone(setting: Setting) -> dict[str, Any]:
     """What only the chief decides holds for all."""
 
@@ -86,7 +86,7 @@ def learning_rate_set_at_batches_by_the_chief_alone(setting: Setting) -> dict[st
     return fitted(compiled(setting), callbacks=[Halve()])
 
 
-@scenario()
+@scenario(quick=ONE_BACKEND)
 def learning_rate_set_by_the_chief_alone_under_loss_scaling(setting: Setting) -> dict[str, Any]:
     class Halve(callbacks.Callback):
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -132,7 +132,7 @@ def terminate_on_nan(setting: Setting) -> dict[str, Any]:
     return {"steps": [entry[:2] for entry in record.seen]}
 
 
-@scenario()
+@scenario(quick=ONE_BACKEND)
 def one_rank_stops_all(setting: Setting) -> dict[str, Any]:
     """The last rank alone asks for the end, after batch 1 of epoch 1."""
 
@@ -198,7 +198,7 @@ def evaluation_stopped_by_a_callback(setting: Setting) -> dict[str, Any]:
     return {"logs": model.evaluate(features(), labels(), batch_size=8, callbacks=[Stop()], verbose=0, return_dict=True)}
 
 
-@scenario()
+@scenario(quick=ONE_BACKEND)
 def only_the_chief_writes(setting: Setting) -> dict[str, Any]:
     """Each rank names files of its own; the chief's appear, the others' do not."""
     folder = setting.folder
@@ -256,7 +256,7 @@ def tensorboard_of_the_chief(setting: Setting) -> dict[str, Any]:
     return {}
 
 
-@scenario()
+@scenario(quick=ONE_BACKEND)
 def backup_resumes_exactly(setting: Setting) -> dict[str, Any]:
     """Broken off after two of four epochs and begun again in a new model: as if nothing had been."""
 
@@ -292,7 +292,7 @@ def checkpoint_is_loaded_by_all(setting: Setting) -> dict[str, Any]:
     return {"first": first, "second": fitted(loaded)}
 
 
-@scenario(plain=False)
+@scenario(plain=False, quick=ONE_BACKEND)
 def non_chiefs_print_nothing(setting: Setting) -> dict[str, Any]:
     printed = io.StringIO()
     stop = callbacks.EarlyStopping(monitor="loss", patience=0, min_delta=10.0, verbose=1)

@@ -9,14 +9,14 @@ import numpy as np
 
 from tests.support.seeds import set_random_seed
 from tests.training.scenarios.common import FEATURES, compiled, features, fitted, labels
-from tests.training.scenarios.registry import BACKENDS, Setting, scenario
+from tests.training.scenarios.registry import BACKENDS, ONE_BACKEND, Setting, scenario
 
 
 def _on_all(kind: str, text: str) -> dict[str, tuple[str, str]]:
     return dict.fromkeys(BACKENDS, (kind, text))
 
 
-@scenario(error=_on_all("DisagreementError", "second/kernel"))
+@scenario(error=_on_all("DisagreementError", "second/kernel"), quick=ONE_BACKEND)
 def model_of_other_width_on_one_rank(setting: Setting) -> dict[str, Any]:
     width = 5 if setting.rank == setting.world_size - 1 else 4
 
@@ -33,7 +33,7 @@ def model_of_other_width_on_one_rank(setting: Setting) -> dict[str, Any]:
     return fitted(compiled(setting, build))
 
 
-@scenario(needs=("torch",), error=_on_all("DisagreementError", "random_split"))
+@scenario(needs=("torch",), error=_on_all("DisagreementError", "random_split"), quick=ONE_BACKEND)
 def other_subset_of_a_data_loader_on_one_rank(setting: Setting) -> dict[str, Any]:
     import torch
 
@@ -73,7 +73,7 @@ def validation_data_on_one_rank(setting: Setting) -> dict[str, Any]:
     return fitted(compiled(setting), validation_data=None if setting.rank else (features(9), labels(9)))
 
 
-@scenario(error=_on_all("DisagreementError", "different data"))
+@scenario(error=_on_all("DisagreementError", "different data"), quick=ONE_BACKEND)
 def other_length_of_data_on_one_rank(setting: Setting) -> dict[str, Any]:
     samples = 33 + setting.rank
     return fitted(compiled(setting), features(samples), labels(samples))
@@ -96,20 +96,20 @@ def a_stream_that_ends_early_on_one_rank(setting: Setting) -> dict[str, Any]:
     return {"history": compiled(setting).fit(batches, verbose=0).history}
 
 
-@scenario(plain=False)
+@scenario(plain=False, quick=ONE_BACKEND)
 def other_initial_weights_are_the_chiefs(setting: Setting) -> dict[str, Any]:
     set_random_seed(100 + setting.rank)
     model = compiled(setting, optimizer=keras.optimizers.SGD(0.0))
     return fitted(model)
 
 
-@scenario(error=_on_all("DisagreementError", "another order"))
+@scenario(error=_on_all("DisagreementError", "another order"), quick=ONE_BACKEND)
 def data_in_another_order_on_one_rank(setting: Setting) -> dict[str, Any]:
     x, y = features(), labels()
     return fitted(compiled(setting), x[:: -1 if setting.rank else 1].copy(), y[:: -1 if setting.rank else 1].copy())
 
 
-@scenario()
+@scenario(quick=ONE_BACKEND)
 def weights_that_the_chief_alone_sets_are_everybodys(setting: Setting) -> dict[str, Any]:
     model = compiled(setting, metrics=["accuracy"])
     fitted(model)
@@ -123,7 +123,7 @@ def weights_that_the_chief_alone_sets_are_everybodys(setting: Setting) -> dict[s
     return {"evaluate": evaluated, "predict": model.predict(features(), batch_size=10, verbose=0)}
 
 
-@scenario()
+@scenario(quick=ONE_BACKEND)
 def only_the_chief_shows_the_evaluation(setting: Setting) -> dict[str, Any]:
     model = compiled(setting, metrics=["accuracy"])
     shows = 1 if setting.alone or setting.rank == 0 else 0

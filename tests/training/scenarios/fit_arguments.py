@@ -14,7 +14,7 @@ from tests.training.scenarios.common import (
     regressor,
     weights,
 )
-from tests.training.scenarios.registry import Setting, scenario
+from tests.training.scenarios.registry import ONE_BACKEND, Setting, scenario
 
 
 @scenario()
@@ -24,7 +24,7 @@ def validation_data(setting: Setting) -> dict[str, Any]:
     return fitted(model, validation_data=validation, validation_batch_size=5)
 
 
-@scenario()
+@scenario(quick=ONE_BACKEND)
 def validation_split(setting: Setting) -> dict[str, Any]:
     model = compiled(setting, metrics=["accuracy"])
     return fitted(model, validation_split=0.3, epochs=4, validation_freq=[2, 3], sample_weight=weights())
@@ -78,7 +78,7 @@ def evaluate_and_predict_steps(setting: Setting) -> dict[str, Any]:
     }
 
 
-@scenario()
+@scenario(quick=ONE_BACKEND)
 def shuffled_arrays(setting: Setting) -> dict[str, Any]:
     """Keras's backends shuffle each in their own way; the order is that of the backend."""
     return fitted(compiled(setting, metrics=["accuracy"]), shuffle=True, epochs=3)

@@ -21,7 +21,7 @@ from tests.training.scenarios.common import (
     labels,
     weights,
 )
-from tests.training.scenarios.registry import Setting, scenario
+from tests.training.scenarios.registry import BACKENDS, ONE_BACKEND, Setting, scenario
 
 
 def _fit(model: Any, data: Any, **arguments: Any) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def _generate(rounds: int = 1) -> Iterator[Any]:
             yield x[rows], y[rows], weight[rows]
 
 
-@scenario(needs=("tensorflow",))
+@scenario(needs=("tensorflow",), quick=ONE_BACKEND)
 def tf_dataset(setting: Setting) -> dict[str, Any]:
     import tensorflow as tf
 
@@ -75,7 +75,7 @@ class Pages(keras.utils.PyDataset):
         return features()[rows], labels()[rows]
 
 
-@scenario()
+@scenario(quick=ONE_BACKEND)
 def py_dataset(setting: Setting) -> dict[str, Any]:
     model = compiled(setting, metrics=["accuracy"])
     found = _fit(model, Pages(workers=1), class_weight={0: 1.0, 1: 2.0, 2: 0.5})
@@ -175,7 +175,7 @@ def data_loader_shuffled_with_workers(setting: Setting) -> dict[str, Any]:
     return _fitted_twice(setting, classifier, _shuffled_loader(setting, num_workers=1, batch_size=11))
 
 
-@scenario(needs=("torch",))
+@scenario(needs=("torch",), quick=ONE_BACKEND)
 def data_loader(setting: Setting) -> dict[str, Any]:
     import torch
     from torch.utils.data import DataLoader, TensorDataset
@@ -186,7 +186,7 @@ def data_loader(setting: Setting) -> dict[str, Any]:
     return _fit(model, data) | {"evaluate": model.evaluate(data, verbose=0, return_dict=True)}
 
 
-@scenario()
+@scenario(quick=ONE_BACKEND)
 def generator(setting: Setting) -> dict[str, Any]:
     return _fit(compiled(setting, metrics=["accuracy"]), _generate(2), steps_per_epoch=3)
 
@@ -223,7 +223,7 @@ def tensors_of_the_backend(setting: Setting) -> dict[str, Any]:
     return {"history": history.history, "weights": model.get_weights()}
 
 
-@scenario()
+@scenario(quick=BACKENDS, quick_of_three=True)
 def fewer_samples_than_replicas(setting: Setting) -> dict[str, Any]:
     model = compiled(setting, metrics=["accuracy"])
     x, y = features(1), labels(1)

@@ -51,7 +51,7 @@ def activity_regularizer(setting: Setting) -> dict[str, Any]:
     return fitted(model) | observed(model)
 
 
-@scenario(plain=False)
+@scenario(plain=False, quick=BACKENDS)
 def batch_normalisation_trains_and_ranks_agree(setting: Setting) -> dict[str, Any]:
     """Each replica normalises by its own part of the batch, as `tf.distribute` does, so the numbers of one process
     cannot come out; but the ranks' weights and moving statistics are the same, and it learns."""
@@ -110,7 +110,7 @@ def batch_normalisation_in_inference_mode(setting: Setting) -> dict[str, Any]:
     return fitted(compiled(setting, build))
 
 
-@scenario(plain=False)
+@scenario(plain=False, quick=BACKENDS)
 def dropout_differs_between_ranks_on_the_same_start(setting: Setting) -> dict[str, Any]:
     """A batch of equal samples through dropout alone: what each rank sees are its masks."""
 
@@ -129,7 +129,7 @@ def dropout_differs_between_ranks_on_the_same_start(setting: Setting) -> dict[st
     return {"start": start, **found}
 
 
-@scenario(plain=False)
+@scenario(plain=False, quick=BACKENDS)
 def dropout_without_a_seed_differs_between_ranks(setting: Setting) -> dict[str, Any]:
     """On PyTorch Keras draws it from the generator of the whole process."""
     set_random_seed(1)
@@ -141,7 +141,7 @@ def dropout_without_a_seed_differs_between_ranks(setting: Setting) -> dict[str, 
     return {}
 
 
-@scenario(backends=("tensorflow",))
+@scenario(backends=("tensorflow",), quick=BACKENDS)
 def strings(setting: Setting) -> dict[str, Any]:
     words = ops.convert_to_tensor([["ape"], ["bee"], ["cat"]] * 11, "string")
 
@@ -243,7 +243,7 @@ def state_of_a_layer_of_ones_own(setting: Setting) -> dict[str, Any]:
     return fitted(compiled(setting, build))
 
 
-@scenario(plain=False)
+@scenario(plain=False, quick=BACKENDS)
 def predictions_of_random_layers_differ(setting: Setting) -> dict[str, Any]:
     """Sampling, as in a variational autoencoder: each batch and each pass draws anew."""
 
@@ -266,7 +266,7 @@ def predictions_of_random_layers_differ(setting: Setting) -> dict[str, Any]:
     return {"first": first, "second": second}
 
 
-@scenario(backends=("torch",), plain=False)
+@scenario(backends=("torch",), plain=False, quick=BACKENDS)
 def modules_of_pytorch_among_the_layers(setting: Setting) -> dict[str, Any]:
     """The statistics of PyTorch's own batch normalisation are the chief's at first, and then merged."""
     import torch
@@ -352,7 +352,7 @@ def _normalized(*before: Any) -> Any:
     return keras.Sequential([*before, *last])
 
 
-@scenario(backends=("tensorflow",))
+@scenario(backends=("tensorflow",), quick=BACKENDS)
 def batch_normalization_over_all_replicas(setting: Setting) -> dict[str, Any]:
     return fitted(compiled(setting, lambda: _normalized(keras.Input((FEATURES,)), layers.Dense(4))), batch_size=11)
 

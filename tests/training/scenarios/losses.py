@@ -21,10 +21,10 @@ from tests.training.scenarios.common import (
     regressor,
     weights,
 )
-from tests.training.scenarios.registry import Setting, scenario
+from tests.training.scenarios.registry import BACKENDS, Setting, scenario
 
 
-@scenario()
+@scenario(quick=BACKENDS)
 def loss_reduction_sum(setting: Setting) -> dict[str, Any]:
     loss = keras.losses.MeanSquaredError(reduction="sum")
     model = compiled(setting, regressor, loss=loss, optimizer=keras.optimizers.SGD(0.005))
@@ -79,7 +79,7 @@ def _sentences(samples: int = 33) -> Any:
     return tokens
 
 
-@scenario()
+@scenario(quick=BACKENDS)
 def masked_sequences_labelled_by_token(setting: Setting) -> dict[str, Any]:
     """The mean over the tokens that are not masked, over all ranks."""
 

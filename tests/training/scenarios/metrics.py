@@ -19,10 +19,10 @@ from tests.training.scenarios.common import (
     regressor,
     weights,
 )
-from tests.training.scenarios.registry import Setting, scenario
+from tests.training.scenarios.registry import BACKENDS, Setting, scenario
 
 
-@scenario()
+@scenario(quick=BACKENDS)
 def metrics_of_two_classes(setting: Setting) -> dict[str, Any]:
     def build() -> Any:
         return keras.Sequential([keras.Input((FEATURES,)), layers.Dense(1, activation="sigmoid")])

@@ -21,16 +21,16 @@ from tests.training.scenarios.common import (
     regressor,
     weights,
 )
-from tests.training.scenarios.registry import Setting, scenario
+from tests.training.scenarios.registry import BACKENDS, Setting, scenario
 
 
-@scenario()
+@scenario(quick=BACKENDS, quick_of_three=True)
 def sequential_adam(setting: Setting) -> dict[str, Any]:
     model = compiled(setting, optimizer=keras.optimizers.Adam(0.02), metrics=["accuracy"])
     return fitted(model) | observed(model)
 
 
-@scenario()
+@scenario(quick=BACKENDS, quick_of_three=True)
 def functional_sgd_momentum_sample_weight(setting: Setting) -> dict[str, Any]:
     def build() -> Any:
         inputs = keras.Input((FEATURES,))
@@ -59,7 +59,7 @@ class Subclassed(keras.Model):
         return self.out(self.hidden(inputs))
 
 
-@scenario()
+@scenario(quick=BACKENDS, quick_of_three=True)
 def subclassed_adam_class_weight(setting: Setting) -> dict[str, Any]:
     model = compiled(
         setting,
@@ -79,7 +79,7 @@ def more_samples_than_one_batch_of_one(setting: Setting) -> dict[str, Any]:
     return fitted(model, x, y, batch_size=1) | observed(model, x, y)
 
 
-@scenario()
+@scenario(quick=BACKENDS)
 def several_inputs_and_outputs(setting: Setting) -> dict[str, Any]:
     def build() -> Any:
         left, right = keras.Input((FEATURES,), name="left"), keras.Input((2,), name="right")

@@ -9,7 +9,7 @@ import keras
 from keras import optimizers
 
 from tests.training.scenarios.common import compiled, fitted, observed
-from tests.training.scenarios.registry import Setting, add, scenario
+from tests.training.scenarios.registry import BACKENDS, Setting, add, scenario
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "weight_decay": lambda: optimizers.AdamW(0.05, weight_decay=0.1),
@@ -32,6 +32,10 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
+QUICK = ("global_clipnorm", "gradient_accumulation", "loss_scale")
+"""Each takes a path of its own through a step; the others differ in Keras's arithmetic alone."""
+
+
 def _scenario_of(make: Callable[[], Any]) -> Callable[[Setting], dict[str, Any]]:
     def run(setting: Setting) -> dict[str, Any]:
         model = compiled(setting, optimizer=make())
@@ -43,7 +47,7 @@ def _scenario_of(make: Callable[[], Any]) -> Callable[[Setting], dict[str, Any]]
 
 
 for _name, _make in OPTIMIZERS.items():
-    add(f"optimizer_{_name}", _scenario_of(_make))
+    add(f"optimizer_{_name}", _scenario_of(_make), quick=BACKENDS if _name in QUICK else ())
 
 
 @scenario()

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 BACKENDS = ("jax", "tensorflow", "torch")
+ONE_BACKEND = ("torch",)
+"""For `quick`: what lies in code that is the same for all backends runs on the one that compiles nothing."""
 
 
 @dataclass
@@ -64,8 +66,10 @@ class Scenario:
         needs: modules without which it is left out.
         plain: whether plain Keras gives the values to compare with. Else only the ranks are compared with each other.
         error: what every rank of a job must raise instead, by backend: the class's name and a part of the text.
-        slow: left out of CI.
         worlds: the job sizes that it runs with.
+        quick: the backends on which `make test` runs it with two ranks. All else is marked slow: to start a job and
+            compile its models takes seconds.
+        quick_of_three: `make test` runs it with three ranks as well, on one backend.
     """
 
     name: str
@@ -75,16 +79,31 @@ class Scenario:
     needs: tuple[str, ...] = ()
     plain: bool = True
     error: dict[str, tuple[str, str]] | None = None
-    slow: bool = False
     worlds: tuple[int, ...] = (2, 3)
+    quick: tuple[str, ...] = ()
+    quick_of_three: bool = False
 
     @property
     def has_reference(self) -> bool:
         return self.plain and self.error is None
 
+    def is_slow(self, backend: str, world_size: int, first: str) -> bool:
+        """Whether `make test` leaves it out; `first` is the backend that stands for all in jobs of three."""
+        if world_size == 2:
+            return backend not in self.quick
+        return not (self.quick_of_three and backend == first)
+
 
 class Table(dict[str, Scenario]):
-    """Scenarios by name."""
+    """Scenarios by name.
+
+    Args:
+        quick: of each scenario that says nothing of its own.
+    """
+
+    def __init__(self, quick: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self._quick = quick
 
     def scenario(self, **options: Any) -> Callable[[Function], Function]:
         """A decorator that enters a function under its own name; options as `Scenario` has them."""
@@ -97,7 +116,7 @@ class Table(dict[str, Scenario]):
 
     def add(self, name: str, function: Function, **options: Any) -> None:
         assert name not in self, f"two scenarios are called {name}"
-        self[name] = Scenario(name, function, **options)
+        self[name] = Scenario(name, function, **{"quick": self._quick, **options})
 
 
 SCENARIOS = Table()

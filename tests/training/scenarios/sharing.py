@@ -17,7 +17,7 @@ from keras import layers, optimizers
 from phalanx.training.callback_list import ReplicaProgbar
 from phalanx.training.replica_trainer import ReplicaTrainer
 from tests.training.scenarios.common import BATCH, classifier, compiled, features, fitted, labels, observed
-from tests.training.scenarios.registry import Setting, add, scenario
+from tests.training.scenarios.registry import BACKENDS, Setting, add, scenario
 
 
 @contextmanager
@@ -83,6 +83,7 @@ CASES: dict[str, tuple[bool, dict[str, Any], dict[str, Any]]] = {
     "own_callback": (False, {}, {"callbacks": lambda: [_Watching()]}),
 }
 SHARING = ("jax", "torch")
+QUICK = ("adam", "normalisation")
 
 
 def _case(shared: bool, arguments: dict[str, Any], of_fit: dict[str, Any]) -> Callable[[Setting], dict[str, Any]]:
@@ -99,10 +100,11 @@ def _case(shared: bool, arguments: dict[str, Any], of_fit: dict[str, Any]) -> Ca
 
 for _name, (_shared, _arguments, _of_fit) in CASES.items():
     _plain = _name != "normalisation"  # each replica normalises its own part
-    add(f"sharing_{_name}", _case(_shared, _arguments, _of_fit), backends=SHARING, plain=_plain)
+    case = _case(_shared, _arguments, _of_fit)
+    add(f"sharing_{_name}", case, backends=SHARING, plain=_plain, quick=SHARING if _name in QUICK else ())
 
 
-@scenario(backends=SHARING)
+@scenario(backends=SHARING, quick=BACKENDS)
 def sharing_again(setting: Setting) -> dict[str, Any]:
     """Between calls of `fit` and epochs the program changes what it likes, and takes single batches."""
     model = compiled(setting, optimizer=optimizers.Adam(0.05))
@@ -133,7 +135,7 @@ def sharing_layers_frozen_between(setting: Setting) -> dict[str, Any]:
     return {"first": first, "second": second} | _state(model)
 
 
-@scenario(plain=False, backends=SHARING)
+@scenario(plain=False, backends=SHARING, quick=BACKENDS)
 def sharing_only_where_all_ranks_may(setting: Setting) -> dict[str, Any]:
     """A callback of one rank's alone looks between batches."""
     model = compiled(setting, optimizer="adam")
@@ -143,7 +145,7 @@ def sharing_only_where_all_ranks_may(setting: Setting) -> dict[str, Any]:
     return seen
 
 
-@scenario(plain=False, backends=SHARING)
+@scenario(plain=False, backends=SHARING, quick=BACKENDS)
 def sharing_not_without_memory(setting: Setting) -> dict[str, Any]:
     model = compiled(setting, optimizer="adam")
     with _steppers() as found, mock.patch("phalanx.training.steps.sharded_optimizer.shared_block", return_value=None):
@@ -152,7 +154,7 @@ def sharing_not_without_memory(setting: Setting) -> dict[str, Any]:
     return seen
 
 
-@scenario(backends=SHARING)
+@scenario(backends=SHARING, quick=BACKENDS)
 def sharing_shows_what_all_have_counted(setting: Setting) -> dict[str, Any]:
     """What the bar shows of each batch is what all replicas have counted until then."""
     shown: list[dict[str, float]] = []
@@ -174,7 +176,7 @@ def sharing_shows_what_all_have_counted(setting: Setting) -> dict[str, Any]:
     return seen | {"shown": chiefs}
 
 
-@scenario(plain=False, backends=SHARING)
+@scenario(plain=False, backends=SHARING, quick=BACKENDS)
 def sharing_broken_off(setting: Setting) -> dict[str, Any]:
     """An error in the middle of an epoch leaves the weights of the last step, and an optimizer of the epoch before."""
 
@@ -226,7 +228,7 @@ class _Branching(keras.Model):
         return self.last(hidden)
 
 
-@scenario(backends=("torch",))
+@scenario(backends=("torch",), quick=BACKENDS)
 def sharing_ends_where_gradients_are_missing(setting: Setting) -> dict[str, Any]:
     """PyTorch gives none where a loss does not depend on a variable, which is then left alone with its moments."""
     model = compiled(setting, _Branching, optimizer=optimizers.AdamW(0.05, weight_decay=0.1), metrics=["accuracy"])
@@ -239,7 +241,7 @@ def sharing_ends_where_gradients_are_missing(setting: Setting) -> dict[str, Any]
     return seen | _state(model)
 
 
-@scenario(backends=("torch",))
+@scenario(backends=("torch",), quick=BACKENDS)
 def sharing_ends_in_the_middle(setting: Setting) -> dict[str, Any]:
     """The first batches use all that the optimizer knows."""
     model = compiled(setting, _Branching, optimizer=optimizers.Adam(0.05), metrics=["accuracy"])

@@ -20,7 +20,7 @@ from tests.training.scenarios.common import (
     regressor,
     weights,
 )
-from tests.training.scenarios.registry import BACKENDS, Setting, scenario
+from tests.training.scenarios.registry import BACKENDS, ONE_BACKEND, Setting, scenario
 
 
 def _body(cls: type) -> Any:
@@ -142,7 +142,7 @@ def _tested(model: Any, data: Any) -> dict[str, Any]:
 STEPS = {"jax": JaxStep, "tensorflow": TensorFlowStep, "torch": TorchStep}
 
 
-@scenario()
+@scenario(quick=BACKENDS)
 def own_train_step_and_test_step(setting: Setting) -> dict[str, Any]:
     model = compiled(
         setting,
@@ -153,7 +153,7 @@ def own_train_step_and_test_step(setting: Setting) -> dict[str, Any]:
     return fitted(model, sample_weight=weights()) | observed(model)
 
 
-@scenario()
+@scenario(quick=BACKENDS)
 def own_test_step_whose_last_batch_is_small(setting: Setting) -> dict[str, Any]:
     """Keras shows what it logged of the last batch."""
 
@@ -176,7 +176,7 @@ def own_test_step_whose_last_batch_is_small(setting: Setting) -> dict[str, Any]:
     return {f"in batches of {size}": logs for size, logs in found.items()}
 
 
-@scenario()
+@scenario(quick=ONE_BACKEND)
 def own_train_step_that_counts_steps(setting: Setting) -> dict[str, Any]:
     """`loss_tracker.update_state(loss)`, as in the Keras guide: a mean over steps of unequal parts."""
 
@@ -209,7 +209,7 @@ class MeansOfSteps(keras.Model):
         return super().compute_metrics(x, y, y_pred, sample_weight)  # type: ignore[no-any-return]
 
 
-@scenario()
+@scenario(quick=BACKENDS)
 def means_of_steps(setting: Setting) -> dict[str, Any]:
     """Trained, tested and given as a metric function; the ranks' parts of the last batch differ in size."""
 
@@ -293,7 +293,7 @@ def jit_compiled(setting: Setting) -> dict[str, Any]:
     return fitted(model) | observed(model)
 
 
-@scenario(backends=("torch",), slow=True)
+@scenario(backends=("torch",))
 def jit_compiled_by_inductor(setting: Setting) -> dict[str, Any]:
     return fitted(compiled(setting, optimizer="adam", jit_compile=True))
 
@@ -303,7 +303,7 @@ def not_jit_compiled(setting: Setting) -> dict[str, Any]:
     return fitted(compiled(setting, jit_compile=False, metrics=["accuracy"]))
 
 
-@scenario(backends=("jax", "tensorflow"))
+@scenario(backends=("jax", "tensorflow"), quick=BACKENDS)
 def steps_per_execution(setting: Setting) -> dict[str, Any]:
     """Five steps in groups of three; callbacks see two groups."""
     seen: list[int] = []
@@ -317,7 +317,7 @@ def steps_per_execution(setting: Setting) -> dict[str, Any]:
     return found | observed(model) | {"seen": seen}
 
 
-@scenario(error={"torch": ("ValueError", "steps_per_execution")}, backends=("torch",))
+@scenario(error={"torch": ("ValueError", "steps_per_execution")}, backends=("torch",), quick=BACKENDS)
 def steps_per_execution_on_torch(setting: Setting) -> dict[str, Any]:
     return fitted(compiled(setting, steps_per_execution=3))
 
@@ -335,7 +335,7 @@ def untrained_model_is_evaluated(setting: Setting) -> dict[str, Any]:
     return observed(compiled(setting, regressor, loss="mse", metrics=["mae"]), y=numbers())
 
 
-@scenario()
+@scenario(quick=BACKENDS)
 def predict_without_compile(setting: Setting) -> dict[str, Any]:
     with setting.scope():
         model = classifier()
@@ -394,12 +394,12 @@ def _two_optimizers(setting: Setting, cls: type) -> dict[str, Any]:
     return {"loss": history["own_loss"], "weights": model.get_weights()}
 
 
-@scenario(backends=("tensorflow",))
+@scenario(backends=("tensorflow",), quick=BACKENDS)
 def two_optimizers_in_a_model_without_call(setting: Setting) -> dict[str, Any]:
     return _two_optimizers(setting, TwoOptimizers)
 
 
-@scenario(backends=("torch",))
+@scenario(backends=("torch",), quick=BACKENDS)
 def two_optimizers(setting: Setting) -> dict[str, Any]:
     return _two_optimizers(setting, TwoOptimizersCalled)
 
@@ -420,7 +420,7 @@ class OptimizerInside(TwoOptimizersCalled):
             del self.head_optimizer
 
 
-@scenario(backends=("tensorflow", "torch"))
+@scenario(backends=("tensorflow", "torch"), quick=BACKENDS)
 def optimizer_of_a_model_inside(setting: Setting) -> dict[str, Any]:
     return _two_optimizers(setting, OptimizerInside)
 
@@ -433,7 +433,7 @@ class AveragedStep(JaxStep):
         return {**logs, "size": ops.sum(0.5 * trainable[0])}, (trainable, non_trainable, optimizer, metric_values)
 
 
-@scenario(error={"jax": ("UnsupportedError", "moving average")}, backends=("jax",))
+@scenario(error={"jax": ("UnsupportedError", "moving average")}, backends=("jax",), quick=BACKENDS)
 def weights_after_the_update_inside_the_step(setting: Setting) -> dict[str, Any]:
     return fitted(compiled(setting, lambda: _body(AveragedStep)))
 

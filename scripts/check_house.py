@@ -1,0 +1,195 @@
+"""Checks the rules of docs/architecture.md that no linter knows. `make lint` runs it; it needs nothing but Python.
+
+    python scripts/check_house.py
+
+Layers import one way, `keras.src` and the environment have one home each, no two modules or public classes share a
+name, classes and functions stay small, and the text avoids words that mark a translation.
+"""
+
+from __future__ import annotations
+
+import ast
+import collections
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path("phalanx")
+
+LAYERS = (
+    ("errors", "version", "compat"),
+    ("config",),
+    ("arrays", "monitoring"),
+    ("transport",),
+    ("runtime",),
+    ("devices",),
+    ("cluster",),
+    ("collectives",),
+    ("compression",),
+    ("elastic",),
+    ("keras_compat",),
+    ("data",),
+    ("engines",),
+    ("parameter_server",),
+    ("checkpoint",),
+    ("training",),
+    ("launcher",),
+    ("strategies", "callbacks"),
+    ("supervisor", "evaluator", "coordinator"),
+    ("horovod",),
+    ("cli",),
+)
+"""Lowest first. A module imports from its own layer and from lower ones. Lazy imports inside functions count too."""
+
+PUBLIC_FACADES = {"__init__", "__main__", "cluster_resolver", "experimental"}
+"""Modules that only re-export, and may import from anywhere."""
+
+SHARED_MODULE_NAMES = {"callbacks", "compression", "elastic", "exceptions", "functions", "gradients", "mpi_ops"} | {
+    "optimizer",
+    "process_sets",
+    "state",
+}
+"""Horovod's own module paths, which each of its frameworks repeats."""
+
+MAX_METHODS, MAX_ATTRIBUTES, MAX_LINES, MAX_ARGUMENTS = 20, 15, 50, 8
+
+ODD_WORDS = re.compile(
+    r"\b(anew|nobody|whoever|in vain|in the place of|of one's own|of its own accord|thereby|lest|is to be had)\b", re.I
+)
+TEXT = ("phalanx", "docs", "examples", "tests", "benchmarks", "README.md")
+
+EXCEPTIONS: dict[str, str] = {}
+"""What may break a rule, and why."""
+
+
+def main() -> int:
+    trees = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+    problems = [
+        *layer_problems(trees),
+        *home_problems(trees),
+        *duplicate_problems(trees),
+        *size_problems(trees),
+        *word_problems(),
+    ]
+    for problem in problems:
+        print(problem)
+    print(f"{len(problems)} problems" if problems else "The house is in order.")
+    return bool(problems)
+
+
+def layer_of(module: str) -> str:
+    """`training` for `phalanx.training.fit_loop`."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and module of each import, with `from package import module` resolved to the module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                yield node.lineno, f"{node.module}.{alias.name}"
+
+
+def layer_problems(trees: dict[Path, ast.Module]) -> Iterator[str]:
+    rank = {name: number for number, names in enumerate(LAYERS) for name in names}
+    for path, tree in trees.items():
+        own = layer_of(".".join(path.with_suffix("").parts))
+        if own in PUBLIC_FACADES or (path.name == "__init__.py" and path.parent.name == "elastic"):
+            continue
+        if own not in rank:
+            yield f"{path}: {own} is in no layer of scripts/check_house.py"
+            continue
+        for line, module in imports(_without_type_checking(tree)):
+            layer = layer_of(module) if module.startswith("phalanx.") else None
+            if layer in rank and rank[layer] > rank[own]:
+                yield f"{path}:{line}: {own} imports {module}, which is a layer above it"
+
+
+def home_problems(trees: dict[Path, ast.Module]) -> Iterator[str]:
+    for path, tree in trees.items():
+        if path.parts[1] != "keras_compat":
+            for line, module in imports(tree):
+                if module.startswith("keras.src"):
+                    yield f"{path}:{line}: keras.src is imported in keras_compat alone"
+        if path.parts[1] != "config":
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv"):
+                    if isinstance(node.value, ast.Name) and node.value.id == "os":
+                        yield f"{path}:{node.lineno}: the environment is read in config alone"
+
+
+def duplicate_problems(trees: dict[Path, ast.Module]) -> Iterator[str]:
+    modules: dict[str, list[Path]] = collections.defaultdict(list)
+    classes: dict[str, list[Path]] = collections.defaultdict(list)
+    for path, tree in trees.items():
+        if path.name != "__init__.py" and path.stem not in SHARED_MODULE_NAMES:
+            modules[path.stem].append(path)
+        if path.parts[1] != "horovod":
+            for node in tree.body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    classes[node.name].append(path)
+    for kind, found in (("modules", modules), ("classes", classes)):
+        for name, paths in found.items():
+            if len(paths) > 1 and name not in EXCEPTIONS:
+                yield f"{kind} called {name}: {', '.join(map(str, paths))}"
+
+
+def size_problems(trees: dict[Path, ast.Module]) -> Iterator[str]:
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            if f"{path}:{node.name}" in EXCEPTIONS:
+                continue
+            if isinstance(node, ast.ClassDef):
+                methods, attributes = _members(node)
+                if methods > MAX_METHODS or attributes > MAX_ATTRIBUTES:
+                    yield f"{path}:{node.lineno}: {node.name} has {methods} methods and {attributes} attributes"
+            elif (lines := _lines(node)) > MAX_LINES:
+                yield f"{path}:{node.lineno}: {node.name} has {lines} lines"
+
+
+def word_problems() -> Iterator[str]:
+    files = subprocess.run(["git", "ls-files", "--", *TEXT], capture_output=True, text=True, check=True).stdout.split()
+    for name in files:
+        if name.endswith((".py", ".md")) and "results" not in name:
+            for number, line in enumerate(Path(name).read_text().splitlines(), 1):
+                for match in ODD_WORDS.finditer(line):
+                    yield f"{name}:{number}: write something plainer than {match.group()!r}"
+
+
+def _without_type_checking(tree: ast.Module) -> ast.Module:
+    """What runs: imports for annotations alone may point upwards."""
+    kept = [node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))]
+    return ast.Module(body=kept, type_ignores=[])
+
+
+def _members(node: ast.ClassDef) -> tuple[int, int]:
+    """Methods, and attributes: annotated fields, and what methods assign to `self`."""
+    methods = sum(isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) for item in node.body)
+    fields = {
+        item.target.id for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+    }
+    assigned = {
+        item.attr
+        for item in ast.walk(node)
+        if isinstance(item, ast.Attribute) and isinstance(item.ctx, ast.Store) and ast.unparse(item.value) == "self"
+    }
+    return methods, len(fields | assigned)
+
+
+def _lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Without the docstring."""
+    docstring = node.body[0] if ast.get_docstring(node) is not None else None
+    hidden = docstring.end_lineno - docstring.lineno + 1 if docstring is not None and docstring.end_lineno else 0
+    return (node.end_lineno or node.lineno) - node.lineno + 1 - hidden
+
+
+if __name__ == "__main__":
+    sys.exit(main())
