@@ -119,9 +119,8 @@ def home_problems(trees: dict[Path, ast.Module]) -> Iterator[str]:
                     yield f"{path}:{line}: keras.src is imported in keras_compat alone"
         if path.parts[1] != "config":
             for node in ast.walk(tree):
-                if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv"):
-                    if isinstance(node.value, ast.Name) and node.value.id == "os":
-                        yield f"{path}:{node.lineno}: the environment is read in config alone"
+                if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv", "os.putenv"):
+                    yield f"{path}:{node.lineno}: the environment is read in config alone"
 
 
 def duplicate_problems(trees: dict[Path, ast.Module]) -> Iterator[str]:
