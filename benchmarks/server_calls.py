@@ -163,8 +163,8 @@ def _identity(spec: dict[str, list[str]], kind: str, number: int, listen_fd: int
     from phalanx.cluster.spec import ClusterSpec, Task
     from phalanx.config.job_config import JobConfig
 
-    settings = JobConfig(secret=SECRET, rendezvous_timeout_s=BOUND_S, timeout_s=BOUND_S, listen_fd=listen_fd)
-    return TaskIdentity(ClusterSpec(spec), Task(kind, number), JobFacts(), settings)
+    config = JobConfig(secret=SECRET, rendezvous_timeout_s=BOUND_S, timeout_s=BOUND_S, listen_fd=listen_fd)
+    return TaskIdentity(ClusterSpec(spec), Task(kind, number), JobFacts(), config)
 
 
 def _serve(spec: dict[str, list[str]], listener: socket.socket, optimizer: str, core: int) -> None:

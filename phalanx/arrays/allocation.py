@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import math
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
+from phalanx.config.environment import process_environment
 
 ALIGNMENT_BYTES = 64
 """XLA on CPU copies arguments that are aligned to less (a fifth of the time of a small model's step)."""
@@ -27,7 +28,7 @@ LARGEST_BLOCK_BYTES = 32 * 1024**2
 
 def keep_freed() -> None:
     """Raise the thresholds of glibc, unless the user has set its variables (MALLOC_..., GLIBC_TUNABLES)."""
-    if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
+    if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in process_environment()):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
     if mallopt is not None:

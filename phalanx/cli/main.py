@@ -253,11 +253,12 @@ def run(
         phalanx run -np 3 --min-np 2 --max-np 4 train_with_elastic_horovod.py
         phalanx run --workers 2:8 --host-discovery-script ./hosts.sh train.py
     """
+    from phalanx.config.environment import set_variables
+    from phalanx.config.launch_config import LaunchConfig
     from phalanx.launcher import horovodrun_options, run_command
     from phalanx.launcher.host_pool import DiscoveryScript
     from phalanx.launcher.host_slots import HostShare, check_interfaces, choose_hosts
     from phalanx.launcher.program import check_script
-    from phalanx.launcher.worker_environment import discovery_s
     from phalanx.launcher.worker_placement import task_names
 
     if workers is None and hosts is None and hostfile is None and min_np is None and max_np is None:
@@ -288,7 +289,10 @@ def run(
                 "--host-discovery-script says which hosts there are: leave --hosts and --hostfile out, and start the "
                 "--evaluator by itself."
             )
-        script = DiscoveryScript(host_discovery_script, slots_per_host, *discovery_s(os.environ))
+        launch = LaunchConfig.from_environment()
+        script = DiscoveryScript(
+            host_discovery_script, slots_per_host, launch.discovery_interval_s, launch.discovery_timeout_s
+        )
     else:
         beside = chief + ps + evaluator if minimum is None else 0
         shares = choose_hosts(
@@ -310,7 +314,7 @@ def run(
     else:
         check_script(program[0])
         arguments = program
-    os.environ.update(horovodrun_options.variables(**horovodrun))  # workers inherit them, on other hosts too
+    set_variables(horovodrun_options.variables(**horovodrun))  # workers inherit them, on other hosts too
     try:
         code = run_command.run(
             shares,

@@ -25,7 +25,8 @@ from phalanx.cluster.resolvers import ClusterResolver
 from phalanx.cluster.resolvers.auto_resolver import resolve
 from phalanx.cluster.software_versions import SoftwareVersions, installed_software
 from phalanx.cluster.spec import EVALUATOR, ClusterSpec, Task
-from phalanx.config.job_config import SECRET, JobConfig
+from phalanx.config.job_config import JobConfig
+from phalanx.config.variables import SECRET
 from phalanx.errors import ConfigurationError, HandshakeError, PhalanxError, RendezvousError
 from phalanx.transport.address import Address
 from phalanx.transport.dial import RefusedError, retry_delay_s
@@ -80,18 +81,18 @@ class DoctorReport:
 
 
 def run(
-    resolver: ClusterResolver | None = None, *, settings: JobConfig | None = None, wait_s: float = DEFAULT_WAIT_S
+    resolver: ClusterResolver | None = None, *, config: JobConfig | None = None, wait_s: float = DEFAULT_WAIT_S
 ) -> int:
     """Examine, print, and return the exit code: 0 if all is well."""
     console = Console()
     with console.status("asking the other tasks"):
-        report = examine(resolver, settings=settings, wait_s=wait_s)
+        report = examine(resolver, config=config, wait_s=wait_s)
     show(report, console)
     return 0 if report.healthy else RendezvousError.exit_code
 
 
 def examine(
-    resolver: ClusterResolver | None = None, *, settings: JobConfig | None = None, wait_s: float = DEFAULT_WAIT_S
+    resolver: ClusterResolver | None = None, *, config: JobConfig | None = None, wait_s: float = DEFAULT_WAIT_S
 ) -> DoctorReport:
     """Find out what can be known about the cluster from here.
 
@@ -101,7 +102,7 @@ def examine(
 
     Raises: ConfigurationError if the cluster or the environment is described wrongly.
     """
-    settings = settings or JobConfig.from_environment()
+    config = config or JobConfig.from_environment()
     resolver = resolver or resolve()
     spec, task = resolver.cluster_spec(), resolver.task()
     report = DoctorReport(
@@ -109,8 +110,8 @@ def examine(
         cluster_spec=spec,
         task=task,
         software=installed_software(),
-        secret=settings.secret is not None,
-        tls=settings.tls is not None,
+        secret=config.secret is not None,
+        tls=config.tls is not None,
     )
     if not spec or task is None:
         report.remarks.append(
@@ -119,18 +120,18 @@ def examine(
         )
         return report
     spec.check_member(task)
-    facts = JobFacts(keras=report.software.keras, backend=report.software.backend, seed=settings.seed)
-    me = TaskIdentity(spec, task, facts, settings)
+    facts = JobFacts(keras=report.software.keras, backend=report.software.backend, seed=config.seed)
+    me = TaskIdentity(spec, task, facts, config)
     report.host = me.statement.host
     report.rank = me.rank if me.rank >= 0 else None
     report.world_size = len(me.tasks)
-    _check_addresses(report, settings)
+    _check_addresses(report, config)
     _meet_the_others(report, me, wait_s)
     _compare(report)
     return report
 
 
-def _check_addresses(report: DoctorReport, settings: JobConfig) -> None:
+def _check_addresses(report: DoctorReport, config: JobConfig) -> None:
     spec = report.cluster_spec
     report.tasks = [TaskDiagnosis(task, str(spec.address(task))) for task in spec.tasks]
     with ThreadPoolExecutor(thread_name_prefix="phalanx-resolve") as pool:
@@ -147,7 +148,7 @@ def _check_addresses(report: DoctorReport, settings: JobConfig) -> None:
             f"{', '.join(map(str, loopback))} has a loopback address, which only its own host can reach, while other "
             f"tasks have others. Write the name or IP address of its host."
         )
-    if not loopback and not settings.secret:
+    if not loopback and not config.secret:
         report.remarks.append(f"{SECRET} is not set: whoever reaches a port of the job can join or disturb it.")
 
 
@@ -193,7 +194,7 @@ def _listen(report: DoctorReport, me: TaskIdentity, service: LinkBenchmarkServic
         return None
     own.state, own.software = "this task; its port can be opened", report.software
     try:
-        sockets = open_sockets(me.address, secret=me.settings.secret, listen_fd=me.settings.listen_fd)
+        sockets = open_sockets(me.address, secret=me.config.secret, listen_fd=me.config.listen_fd)
     except PortTakenError as error:
         owner = who_is_at(me, me.task)
         if isinstance(owner, TaskDescription) and owner.task == str(me.task):
@@ -206,7 +207,7 @@ def _listen(report: DoctorReport, me: TaskIdentity, service: LinkBenchmarkServic
         own.state = "this task; its port cannot be opened"
         report.problems.append(f"{me.task}: {error}")
         return None
-    listener = Listener(sockets, task=str(me.task), secret=me.settings.secret, job=me.settings.job_id, tls=me.tls)
+    listener = Listener(sockets, task=str(me.task), secret=me.config.secret, job=me.config.job_id, tls=me.tls)
     listener.register(EXAMINE, service)
     listener.start()
     return listener

@@ -12,7 +12,7 @@ from phalanx.cluster.compatibility import TaskDescription
 from phalanx.cluster.membership import Rank
 from phalanx.cluster.peer_dialing import CHIEF_RANK, PROBE_TIMEOUT_S, who_is_at
 from phalanx.cluster.peer_registry import PeerRegistry, TaskIdentity
-from phalanx.config.job_config import RENDEZVOUS_TIMEOUT
+from phalanx.config.variables import RENDEZVOUS_TIMEOUT
 from phalanx.errors import ConfigurationError, PeerLostError, PhalanxError, RendezvousError
 from phalanx.transport.listener import Listener
 
@@ -48,7 +48,7 @@ def watch_for_ended(me: TaskIdentity, roll_call: PeerRegistry) -> None:
     Only a launcher's tasks can tell: it has opened all ports before it started any task, so a port at which nobody
     listens was its task's. (An error of that task ends the job anyway; this finds the one that has ended without.)
     """
-    if me.settings.listen_fd is None:
+    if me.config.listen_fd is None:
         return
     refused_since: dict[Rank, float] = {}
     while not roll_call.wait_until_over(ENDED_POLL_S):

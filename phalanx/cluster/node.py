@@ -23,7 +23,7 @@ class Node:
     Attributes:
         task: the task of this process.
         cluster_spec: the whole cluster; empty if there is none.
-        settings: what the environment said.
+        config: what the environment said.
         membership: the members, with links between them.
         listener: the port; None in a world of one, unless an evaluator asks there. Further purposes can be registered
             on it.
@@ -34,13 +34,13 @@ class Node:
         *,
         task: Task,
         cluster_spec: ClusterSpec,
-        settings: JobConfig,
+        config: JobConfig,
         membership: Membership,
         listener: Listener | None,
     ):
         self.task = task
         self.cluster_spec = cluster_spec
-        self.settings = settings
+        self.config = config
         self.membership = membership
         self.listener = listener
 
@@ -66,7 +66,7 @@ def join(
     task: Task | None = None,
     *,
     facts: JobFacts | None = None,
-    settings: JobConfig | None = None,
+    config: JobConfig | None = None,
     timeout_s: float | None = None,
 ) -> Node:
     """Meet the other tasks of the cluster; returns when all of them are linked to each other.
@@ -82,7 +82,7 @@ def join(
         cluster: where the cluster and this process's task come from.
         task: this process's task, if `cluster` is a spec, or instead of what the resolver says.
         facts: what all tasks must agree on, besides the cluster and the version of Phalanx.
-        settings: from the environment if not given.
+        config: from the environment if not given.
         timeout_s: how long to wait for the others; PHALANX_RENDEZVOUS_TIMEOUT if not given.
 
     Raises:
@@ -92,12 +92,12 @@ def join(
         HandshakeError: a task has another secret, or something else listens at its address.
         UnsupportedError: this process is a parameter server.
     """
-    settings = settings or JobConfig.from_environment()
+    config = config or JobConfig.from_environment()
     spec = cluster if isinstance(cluster, ClusterSpec) else cluster.cluster_spec()
     if task is None and isinstance(cluster, ClusterResolver):
         task = cluster.task()
     if not spec:
-        return _alone(spec, task or Task(WORKER, 0), settings, facts or JobFacts())
+        return _alone(spec, task or Task(WORKER, 0), config, facts or JobFacts())
     if task is None:
         raise ConfigurationError(
             f"the cluster has the tasks {', '.join(map(str, spec.tasks))}, but nothing says which of them "
@@ -110,37 +110,37 @@ def join(
             f"ParameterServerStrategy, or start this process as a worker."
         )
     if task.type == EVALUATOR or len(spec.ranked_tasks) == 1:
-        return _alone(spec, task, settings, facts or JobFacts())
+        return _alone(spec, task, config, facts or JobFacts())
     membership, listener = meet(
         spec,
         task,
         facts or JobFacts(),
-        settings,
-        settings.rendezvous_timeout_s if timeout_s is None else timeout_s,
+        config,
+        config.rendezvous_timeout_s if timeout_s is None else timeout_s,
     )
-    return Node(task=task, cluster_spec=spec, settings=settings, membership=membership, listener=listener)
+    return Node(task=task, cluster_spec=spec, config=config, membership=membership, listener=listener)
 
 
-def _alone(spec: ClusterSpec, task: Task, settings: JobConfig, facts: JobFacts) -> Node:
+def _alone(spec: ClusterSpec, task: Task, config: JobConfig, facts: JobFacts) -> Node:
     member = Member(
         rank=0,
         task=str(task),
-        host=host_identity(settings.host_id),
+        host=host_identity(config.host_id),
         address=str(spec.address(task)) if task in spec else "",
         pid=os.getpid(),
     )
     membership = Membership(generation=FIRST_GENERATION, rank=0, members=(member,))
     listener = None
-    if settings.listen_fd is not None and task.type != EVALUATOR and EVALUATOR in spec.jobs:
-        listener = _answer_the_evaluator(TaskIdentity(spec, task, facts, settings))
-    return Node(task=task, cluster_spec=spec, settings=settings, membership=membership, listener=listener)
+    if config.listen_fd is not None and task.type != EVALUATOR and EVALUATOR in spec.jobs:
+        listener = _answer_the_evaluator(TaskIdentity(spec, task, facts, config))
+    return Node(task=task, cluster_spec=spec, config=config, membership=membership, listener=listener)
 
 
 def _answer_the_evaluator(me: TaskIdentity) -> Listener:
     """A port that only says that the job lives; the launcher has opened it anyway."""
-    settings = me.settings
-    sockets = open_sockets(me.address, secret=settings.secret, listen_fd=settings.listen_fd)
-    listener = Listener(sockets, task=str(me.task), secret=settings.secret, job=settings.job_id, tls=me.tls)
+    config = me.config
+    sockets = open_sockets(me.address, secret=config.secret, listen_fd=config.listen_fd)
+    listener = Listener(sockets, task=str(me.task), secret=config.secret, job=config.job_id, tls=me.tls)
     listener.register(PROBE, Probe(me))
     listener.start()
     return listener

@@ -48,18 +48,18 @@ class TaskIdentity:
         other_ranks: all ranks but this one.
     """
 
-    def __init__(self, spec: ClusterSpec, task: Task, facts: JobFacts, settings: JobConfig):
+    def __init__(self, spec: ClusterSpec, task: Task, facts: JobFacts, config: JobConfig):
         self.spec = spec
         self.task = task
-        self.settings = settings
+        self.config = config
         self.tasks = spec.ranked_tasks
         self.rank: Rank = self.tasks.index(task) if task in self.tasks else -1
         self.other_ranks = tuple(rank for rank in range(len(self.tasks)) if rank != self.rank)
-        self.tls = load_tls(settings.tls)
+        self.tls = load_tls(config.tls)
         self.statement = TaskDescription(
             task=str(task),
             incarnation=secrets.token_hex(8),
-            host=host_identity(settings.host_id),
+            host=host_identity(config.host_id),
             address=str(spec.address(task)) if task in spec else "",
             pid=os.getpid(),
             cluster=cluster_by_task(spec),
@@ -79,7 +79,7 @@ class TaskIdentity:
         hello = Hello(
             purpose=purpose,
             task=self.statement.task,
-            job=self.settings.job_id,
+            job=self.config.job_id,
             incarnation=self.statement.incarnation,
             details=details,
         )
@@ -87,7 +87,7 @@ class TaskIdentity:
             self.spec.address(task),
             hello,
             peer=str(task),
-            secret=self.settings.secret,
+            secret=self.config.secret,
             tls=self.tls,
             deadline=deadline,
         )

@@ -83,13 +83,13 @@ _Message = TypeVar("_Message", _Status, _Start)
 
 
 def meet(
-    spec: ClusterSpec, task: Task, facts: JobFacts, settings: JobConfig, timeout_s: float
+    spec: ClusterSpec, task: Task, facts: JobFacts, config: JobConfig, timeout_s: float
 ) -> tuple[Membership, Listener]:
     """Wait for all ranked tasks of the cluster and link up with them; this task's port stays open.
 
     Raises: as `phalanx.cluster.join`.
     """
-    me = TaskIdentity(spec, task, facts, settings)
+    me = TaskIdentity(spec, task, facts, config)
     roll_call = PeerRegistry(me)
     listener: Listener | None = None
     started_at = time.monotonic()
@@ -131,7 +131,7 @@ def _listen(me: TaskIdentity) -> Listener:
     patience_until = time.monotonic() + PORT_TAKEN_PATIENCE_S
     while True:
         try:
-            sockets = open_sockets(me.address, secret=me.settings.secret, listen_fd=me.settings.listen_fd)
+            sockets = open_sockets(me.address, secret=me.config.secret, listen_fd=me.config.listen_fd)
             break
         except PortTakenError as error:
             owner = who_is_at(me, me.task)
@@ -140,7 +140,7 @@ def _listen(me: TaskIdentity) -> Listener:
             if time.monotonic() >= patience_until:
                 raise PortTakenError(f"{me.task} cannot start: {error} Whoever has it: {owner}.") from error
         time.sleep(0.1)
-    return Listener(sockets, task=str(me.task), secret=me.settings.secret, job=me.settings.job_id, tls=me.tls)
+    return Listener(sockets, task=str(me.task), secret=me.config.secret, job=me.config.job_id, tls=me.tls)
 
 
 def _start_thread(name: str, target: Callable[..., None], *args: object) -> None:

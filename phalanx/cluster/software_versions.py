@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
+from phalanx.config.environment import process_environment
+from phalanx.config.variables import KERAS_BACKEND
 from phalanx.version import __version__
 
-KERAS_BACKEND = "KERAS_BACKEND"
 DEFAULT_KERAS_BACKEND = "tensorflow"
 """What Keras takes if neither the environment nor its configuration file says otherwise."""
 
@@ -41,7 +41,7 @@ class SoftwareVersions(msgspec.Struct, frozen=True, kw_only=True):
 
 def installed_software(environment: Mapping[str, str] | None = None) -> SoftwareVersions:
     """The versions of this interpreter's environment."""
-    backend = keras_backend(os.environ if environment is None else environment)
+    backend = keras_backend(process_environment() if environment is None else environment)
     return SoftwareVersions(
         python=platform.python_version(),
         phalanx=__version__,

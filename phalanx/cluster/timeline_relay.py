@@ -69,7 +69,7 @@ class Place(Protocol):
     def cluster_spec(self) -> ClusterSpec: ...
 
     @property
-    def settings(self) -> JobConfig: ...
+    def config(self) -> JobConfig: ...
 
     @property
     def membership(self) -> Membership: ...
@@ -182,18 +182,18 @@ def begin(place: Place, path: Path, *, anew: bool = False, marks_cycles: bool = 
     global _relay
     if timeline.current.on:
         raise ValueError("The timeline has been started already; stop it first.")
-    membership, settings = place.membership, place.settings
+    membership, config = place.membership, place.config
     me = membership.me
     if membership.members[0].host == me.host:
         if membership.rank == 0:
-            timeline.create(path, settings.job_id, anew=anew)
-        sink: timeline.TimelineSink = timeline.TimelineFileSink(path, settings.job_id)
+            timeline.create(path, config.job_id, anew=anew)
+        sink: timeline.TimelineSink = timeline.TimelineFileSink(path, config.job_id)
         if place.listener is not None and len(membership.hosts) > 1:
-            _relay = TimelineRelay(timeline.TimelineFileSink(path, settings.job_id))
+            _relay = TimelineRelay(timeline.TimelineFileSink(path, config.job_id))
             place.listener.register(TIMELINE, _relay)
         offset = uncertain = 0.0
     else:
-        found = _find_writer(membership.members[0], str(place.task), settings)
+        found = _find_writer(membership.members[0], str(place.task), config)
         if found is None:
             return
         sink, (offset, uncertain) = found
@@ -202,7 +202,7 @@ def begin(place: Place, path: Path, *, anew: bool = False, marks_cycles: bool = 
     recorder = timeline.TimelineFileRecorder(
         sink, number, f"{me.task} (rank {me.rank} on {me.host})", offset_ns=round(offset), marks_cycles=marks_cycles
     )
-    about = {"job": settings.job_id, "world_size": membership.world_size, "generation": membership.generation}
+    about = {"job": config.job_id, "world_size": membership.world_size, "generation": membership.generation}
     clock = {"clock_offset_ms": offset / 1e6, "uncertain_by_ms": uncertain / 1e6}
     recorder.instant(timeline.MEMBERSHIP, "begins", {**about, **clock})
     timeline.start(recorder)
@@ -211,12 +211,12 @@ def begin(place: Place, path: Path, *, anew: bool = False, marks_cycles: bool = 
 def begin_among_servers(me: TaskIdentity, path: Path) -> None:
     """As `begin`, for a worker among parameter servers, which has no links to other workers: those on other hosts than
     the first one are not in the timeline."""
-    settings = me.settings
+    config = me.config
     if timeline.current.on:
         return
     if me.rank == 0:
-        timeline.create(path, settings.job_id)
-    sink = timeline.TimelineFileSink(path, settings.job_id)
+        timeline.create(path, config.job_id)
+    sink = timeline.TimelineFileSink(path, config.job_id)
     timeline.start(timeline.TimelineFileRecorder(sink, me.rank, f"{me.task} (worker {me.rank} on {me.statement.host})"))
 
 
@@ -229,12 +229,10 @@ def end() -> None:
         relay.wait_for_the_others(FAREWELL_S)
 
 
-def _find_writer(
-    chief: Member, task: str, settings: JobConfig
-) -> tuple[RemoteTimelineSink, tuple[float, float]] | None:
+def _find_writer(chief: Member, task: str, config: JobConfig) -> tuple[RemoteTimelineSink, tuple[float, float]] | None:
     """The chief, as soon as it listens for events, and its clock (see `RemoteSink.clock_offset`); None, with a warning,
     if it does not."""
-    hello = Hello(purpose=TIMELINE, task=task, job=settings.job_id)
+    hello = Hello(purpose=TIMELINE, task=task, job=config.job_id)
     until = time.monotonic() + STEP_S
     while True:
         try:
@@ -242,8 +240,8 @@ def _find_writer(
                 Address.parse(chief.address, where=chief.task),
                 hello,
                 peer=chief.task,
-                secret=settings.secret,
-                tls=load_tls(settings.tls),
+                secret=config.secret,
+                tls=load_tls(config.tls),
                 deadline=time.monotonic() + STEP_S,
             )
             sink = RemoteTimelineSink(link)

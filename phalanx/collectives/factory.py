@@ -6,7 +6,6 @@ import logging
 import math
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
@@ -29,6 +28,7 @@ from phalanx.collectives.host.shared_memory import (
 from phalanx.collectives.host.shared_segment import MEMFD, SegmentOffer, SharedSegment
 from phalanx.collectives.host.single_process import SingleProcessAlgorithm
 from phalanx.collectives.options import CommunicationImplementation, CommunicationOptions
+from phalanx.config.job_config import CollectiveConfig
 from phalanx.errors import ConfigurationError, DisagreementError
 from phalanx.transport.throttle import Throttle
 
@@ -55,15 +55,15 @@ class _Setup(msgspec.Struct, frozen=True):
     error: str = ""
 
 
+_WITHOUT_STALL_WARNINGS = CollectiveConfig(stall_warning_s=math.inf)
+
+
 def connect(
     membership: Membership,
     options: CommunicationOptions | None = None,
     *,
     segment_methods: Sequence[str] = segments.METHODS,
-    simulated_mbits: float | None = None,
-    stall_s: float = math.inf,
-    autotune: bool = False,
-    autotune_log: Path | None = None,
+    config: CollectiveConfig = _WITHOUT_STALL_WARNINGS,
 ) -> HostCommunicator:
     """A communicator of all members. Every member must call this.
 
@@ -74,11 +74,7 @@ def connect(
         options: equal on all ranks; None for the defaults.
         segment_methods: how to make shared memory, in order of preference (see `segment.METHODS`). Empty: not
             at all.
-        simulated_mbits: a simulation: no rank sends more than so many millions of bits in a second, and none shares
-            memory. Equal on all ranks.
-        stall_s: after how many seconds of waiting in one collective a warning names the ranks that have not come.
-        autotune: whether the first calls find out which way is fastest (`tuning`). Equal on all ranks.
-        autotune_log: file in which rank 0 writes what came of it.
+        config: from the environment. Except for stalls and the log, equal on all ranks.
 
     Raises:
         ConfigurationError: NCCL was asked for.
@@ -90,6 +86,7 @@ def connect(
             (total,) = communicator.all_reduce([np.ones(3)])
     """
     options = options or CommunicationOptions()
+    simulated_mbits, autotune = config.simulated_mbits, config.autotune
     if options.implementation is CommunicationImplementation.NCCL:
         raise ConfigurationError(
             "CommunicationImplementation.NCCL needs GPUs, and this version of Phalanx merges values on the "
@@ -101,7 +98,7 @@ def connect(
         return HostCommunicator(mesh, SingleProcessAlgorithm(membership.rank), "single", options.timeout_s)
     links = RingAlgorithm(mesh, ranks, options.bytes_per_pack)
     communicator = HostCommunicator(mesh, links, "ring", options.timeout_s)
-    communicator.warn_of_stalls(stall_s)
+    communicator.warn_of_stalls(config.stall_warning_s)
     facts = _agree(communicator, options, simulated_mbits, autotune)
     if not _core_for_each(membership.local_ranks, facts):
         mesh.spin_s = 0.0
@@ -116,7 +113,7 @@ def connect(
     if autotune:
         # Later members of an elastic job tune anew: what the former ones found stays in the file.
         anew = membership.generation <= FIRST_GENERATION
-        journal = AutotuneLog(autotune_log, anew=anew) if membership.rank == 0 else None
+        journal = AutotuneLog(config.autotune_log, anew=anew) if membership.rank == 0 else None
         communicator.adopt(AutotunedAlgorithm(engines, journal), communicator.kind)
     _log.info(
         "rank %d of %d, generation %d: communicator through %s",

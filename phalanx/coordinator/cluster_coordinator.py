@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-from phalanx.config.job_config import SECRET
+from phalanx.config.variables import SECRET
 from phalanx.coordinator import function_effects
 from phalanx.coordinator.coordinated_variables import ChiefVariables
 from phalanx.coordinator.coordinator_messages import MakeObject
@@ -257,7 +257,7 @@ def _check(strategy: Any) -> ParameterServerWorker:
             "`if strategy.cluster_resolver.task_type == 'evaluator': ...`."
         )
     me = worker.client.identity
-    if not me.settings.secret:
+    if not me.config.secret:
         raise ConfigurationError(
             f"A ClusterCoordinator sends code to workers, so nobody else may be able to: set {SECRET} to the same "
             f"random value for all tasks, or start the job with "

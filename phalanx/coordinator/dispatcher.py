@@ -132,12 +132,12 @@ class Dispatcher:
         self._came: set[int] = set()
         self._closing = False
         self._paused = False
-        settings = me.settings
+        config = me.config
         self._listener = Listener(
-            open_sockets(me.address, secret=settings.secret, listen_fd=settings.listen_fd),
+            open_sockets(me.address, secret=config.secret, listen_fd=config.listen_fd),
             task=str(me.task),
-            secret=settings.secret,
-            job=settings.job_id,
+            secret=config.secret,
+            job=config.job_id,
             tls=me.tls,
         )
         self._listener.register(PURPOSE, self)
@@ -244,8 +244,8 @@ class Dispatcher:
             self._changed.wait(POLL_S)
 
     def _give_up_if_late(self) -> None:
-        settings = self._me.settings
-        patience_s = settings.timeout_s if self._came else max(settings.rendezvous_timeout_s, settings.timeout_s)
+        config = self._me.config
+        patience_s = config.timeout_s if self._came else max(config.rendezvous_timeout_s, config.timeout_s)
         if time.monotonic() - self._alone_since < patience_s:
             return
         names = ", ".join(self._names.values())
@@ -311,7 +311,7 @@ class Dispatcher:
             while (message := self._next_message(worker)) is not None:
                 order, buffers = message
                 worker.link.send(
-                    _encode(order), buffers, deadline=time.monotonic() + self._me.settings.timeout_s + PING_S
+                    _encode(order), buffers, deadline=time.monotonic() + self._me.config.timeout_s + PING_S
                 )
                 worker.told_at = time.monotonic()
                 if isinstance(order, StopWorker):
@@ -362,7 +362,7 @@ class Dispatcher:
         worker.outbox.append((CallFunction(number, call.digest, is_new, results), buffers))
 
     def _receive_from(self, worker: _Worker) -> None:
-        patience_s = self._me.settings.timeout_s + PING_S
+        patience_s = self._me.config.timeout_s + PING_S
         try:
             while True:
                 header, buffers = worker.link.receive(deadline=time.monotonic() + patience_s)

@@ -119,10 +119,10 @@ class FunctionServer:
             PeerLostError: it was lost, or stopped, and did not come back; so for a server.
             LinkTimeoutError: a server did not answer.
         """
-        settings = self._me.settings
+        config = self._me.config
         self._worker.in_function = True
         self._draw_own_numbers()
-        deadline = time.monotonic() + settings.rendezvous_timeout_s
+        deadline = time.monotonic() + config.rendezvous_timeout_s
         link: Link | None = None
         try:
             while not self._stopped:
@@ -137,7 +137,7 @@ class FunctionServer:
                         str(self._chief), "scheduled functions; it did not come back within the time set"
                     ) from error
                 self._serve(link)
-                deadline = time.monotonic() + settings.timeout_s
+                deadline = time.monotonic() + config.timeout_s
         except KeyboardInterrupt:
             if not self._stopped:  # else it is our own, to end a function that nobody waits for
                 raise
@@ -158,7 +158,7 @@ class FunctionServer:
         self._references.kept.clear()
         self._functions.clear()
         # It asks every PING_S whether this worker is alive, unless its process is stopped; a large order takes longer.
-        session = _Session(link, self._stop, patience_s=self._me.settings.timeout_s + 2 * PING_S)
+        session = _Session(link, self._stop, patience_s=self._me.config.timeout_s + 2 * PING_S)
         try:
             while (message := session.next()) is not None:
                 answer = self._handle(*message)

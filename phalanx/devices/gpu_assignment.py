@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from phalanx.devices.gpu_count import HOST_GPUS, NO_GPU, ON_DEMAND
+from phalanx.config.variables import HOST_GPUS, VISIBLE_GPUS
+from phalanx.devices.gpu_count import NO_GPU, ON_DEMAND
 from phalanx.errors import ConfigurationError
 
 _TASK = r"(?:/job:\w+)?(?:/replica:\d+)?(?:/task:\d+)?"
@@ -22,16 +23,16 @@ def device_settings(device: str, environ: Mapping[str, str]) -> dict[str, str]:
     kind, index = _parse(device)
     if kind == "cpu":
         return dict(NO_GPU)
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    visible = environ.get(VISIBLE_GPUS)
     if visible is None:
-        return {"CUDA_VISIBLE_DEVICES": str(index)}
+        return {VISIBLE_GPUS: str(index)}
     names = [name for name in visible.split(",") if name.strip()]
     if index >= len(names):
         raise ConfigurationError(
             f"{device!r} is not there: CUDA_VISIBLE_DEVICES={visible} shows {len(names)} GPU(s), "
             "which are counted from 0."
         )
-    return {"CUDA_VISIBLE_DEVICES": names[index]}
+    return {VISIBLE_GPUS: names[index]}
 
 
 def check_devices(devices: Sequence[str], gpus: int | None = None) -> None:
@@ -73,7 +74,7 @@ def gpu_shares(workers: int, gpus: int, environ: Mapping[str, str]) -> list[dict
     """
     if not gpus:
         return [{} for _ in range(workers)]
-    common = {HOST_GPUS: environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))}
+    common = {HOST_GPUS: environ.get(VISIBLE_GPUS) or ",".join(map(str, range(gpus)))}
     if workers > gpus:
         common |= {name: environ.get(name, value) for name, value in ON_DEMAND.items()}
     return [common | device_settings(f"gpu:{rank % gpus}", environ) for rank in range(workers)]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-HOST_GPUS = "PHALANX_HOST_GPUS"
-"""What CUDA_VISIBLE_DEVICES would be without the launcher, which shows each worker its own GPU only."""
-NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+from phalanx.config.variables import VISIBLE_GPUS
+
+NO_GPU = {VISIBLE_GPUS: ""}
 """The environment of a process that computes on CPUs, whatever the host has."""
 ON_DEMAND = {"TF_FORCE_GPU_ALLOW_GROWTH": "true", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 """That of one that takes a GPU's memory as it needs it: TensorFlow and JAX else take nearly all of it at the start."""
@@ -15,7 +15,7 @@ ON_DEMAND = {"TF_FORCE_GPU_ALLOW_GROWTH": "true", "XLA_PYTHON_CLIENT_PREALLOCATE
 
 def count_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> int:
     """NVIDIA GPUs that this process may use."""
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    visible = environment.get(VISIBLE_GPUS)
     if visible is None:
         return sum(1 for path in devices.glob("nvidia[0-9]*"))
     # CUDA stops at the first entry that is no device: "-1" and "" hide all.

@@ -310,24 +310,16 @@ class ElasticCommunicator:
         return self._run(with_barrier, refuse)
 
     def _replace_inner(self) -> None:
-        settings = self._node.settings
-        if settings.timeline is not None and not timeline.current.on and self.generation == 0:
-            timeline_relay.begin(self._node, settings.timeline)
+        config = self._node.config
+        if config.timeline is not None and not timeline.current.on and self.generation == 0:
+            timeline_relay.begin(self._node, config.timeline)
         new = self._connect()
         self._sent = (self.bytes_sent, self.bytes_on_links, self.collectives)
         self._waited_s = self.waited_s
         self._inner = new
 
     def _connect(self) -> HostCommunicator:
-        settings = self._node.settings
-        return connect(
-            self._node.membership,
-            self._options,
-            simulated_mbits=settings.simulated_mbits,
-            stall_s=settings.stall_s,
-            autotune=settings.autotune,
-            autotune_log=settings.autotune_log,
-        )
+        return connect(self._node.membership, self._options, config=self._node.config.collectives)
 
     def _leave(self, error: Exception) -> None:
         """Give the generation up, and let the others know."""

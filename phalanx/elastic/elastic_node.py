@@ -19,6 +19,7 @@ from phalanx.cluster.host_identity import host_identity
 from phalanx.cluster.membership import Member, Membership
 from phalanx.cluster.spec import ClusterSpec, Task
 from phalanx.config.job_config import JobConfig
+from phalanx.config.variables import ELASTIC_COORDINATOR
 from phalanx.elastic.membership_messages import (
     DISAGREEMENT,
     GENERATION,
@@ -91,17 +92,17 @@ class ElasticNode:
         pulse: makes what the process says of itself, twice a second.
     """
 
-    def __init__(self, spec: ClusterSpec, task: Task, facts: JobFacts, settings: JobConfig):
+    def __init__(self, spec: ClusterSpec, task: Task, facts: JobFacts, config: JobConfig):
         self.task = task
         self.cluster_spec = spec
-        self.settings = settings
+        self.config = config
         self.pulse: Callable[[], StepTiming] = StepTiming
         address = spec.address(task)
-        self._tls = load_tls(settings.tls)
+        self._tls = load_tls(config.tls)
         self._statement = TaskDescription(
             task=str(task),
             incarnation=secrets.token_hex(8),
-            host=host_identity(settings.host_id),
+            host=host_identity(config.host_id),
             address=str(address),
             pid=os.getpid(),
             cluster={},  # members come and go: the keeper knows who there is
@@ -124,8 +125,8 @@ class ElasticNode:
         self._linked: tuple[str, ...] = ()  # incarnations of `membership`
         self._unreachable: set[str] = set()
         self._asked: int | None = None
-        sockets = open_sockets(address, secret=settings.secret, listen_fd=settings.listen_fd)
-        self.listener = Listener(sockets, task=str(task), secret=settings.secret, job=settings.job_id, tls=self._tls)
+        sockets = open_sockets(address, secret=config.secret, listen_fd=config.listen_fd)
+        self.listener = Listener(sockets, task=str(task), secret=config.secret, job=config.job_id, tls=self._tls)
         self.listener.register(GENERATION, self)
         self.listener.start()
         try:
@@ -222,8 +223,8 @@ class ElasticNode:
         )
 
     def _find_keeper(self) -> tuple[Link, JoinResponse]:
-        assert self.settings.keeper is not None
-        address = Address.parse(self.settings.keeper, where="PHALANX_KEEPER")
+        assert self.config.elastic_coordinator is not None
+        address = Address.parse(self.config.elastic_coordinator, where=ELASTIC_COORDINATOR)
         started_at = time.monotonic()
         while True:
             try:
@@ -235,7 +236,7 @@ class ElasticNode:
                 raise kind(error.welcome.reason) from error
             except (LinkClosedError, LinkTimeoutError) as error:
                 waited_s = time.monotonic() - started_at
-                if waited_s > self.settings.rendezvous_timeout_s:
+                if waited_s > self.config.rendezvous_timeout_s:
                     raise RendezvousError(f"{self.task} cannot reach the launcher at {address}: {error}") from error
                 time.sleep(retry_delay_s(waited_s))
 
@@ -245,13 +246,13 @@ class ElasticNode:
         hello = Hello(
             purpose=purpose,
             task=self._statement.task,
-            job=self.settings.job_id,
+            job=self.config.job_id,
             incarnation=self._statement.incarnation,
             details=details,
         )
         if deadline is None:
             deadline = time.monotonic() + LINK_UP_S
-        return dial(address, hello, peer=peer, secret=self.settings.secret, tls=self._tls, deadline=deadline)
+        return dial(address, hello, peer=peer, secret=self.config.secret, tls=self._tls, deadline=deadline)
 
     def _listen(self) -> None:
         while True:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import keras
 
 from phalanx.arrays import allocation
+from phalanx.config.environment import process_environment
 from phalanx.devices import memory_growth
 from phalanx.engines.accelerations.vectorized_updater import make_vector_updater
 from phalanx.engines.engine import Engine, MergeProtocol
@@ -39,7 +39,7 @@ def set_memory_growth(enable: bool = True) -> None:
 
     Raises: ConfigurationError if the backend has begun to use its devices.
     """
-    memory_growth.let_grow(_backend()[0], os.environ, enable=enable)
+    memory_growth.let_grow(_backend()[0], process_environment(), enable=enable)
 
 
 def make_engine(model: Any, merge: MergeProtocol) -> Engine:

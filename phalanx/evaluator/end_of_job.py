@@ -115,8 +115,8 @@ class JobSignPoller:
         task: this process's.
     """
 
-    def __init__(self, spec: ClusterSpec, task: Task | None, settings: JobConfig, clock: Callable[[], float]):
-        self._me = TaskIdentity(spec, task, JobFacts(), settings) if spec and task is not None else None
+    def __init__(self, spec: ClusterSpec, task: Task | None, config: JobConfig, clock: Callable[[], float]):
+        self._me = TaskIdentity(spec, task, JobFacts(), config) if spec and task is not None else None
         # The head of the servers has the schedule; the chief of replicas has all links.
         self._tasks = [*[known for known in spec.tasks if known.type == PS][:1], *spec.ranked_tasks[:1]]
         self._clock = clock
@@ -154,11 +154,11 @@ class JobSignPoller:
         return JobSign.ALIVE
 
 
-def patience(settings: JobConfig, idle_s: float) -> EndOfJobPatience:
+def patience(config: JobConfig, idle_s: float) -> EndOfJobPatience:
     """As the environment says."""
     return EndOfJobPatience(
-        start_s=settings.rendezvous_timeout_s,
-        gone_s=GONE_LAUNCHED_S if settings.named else GONE_BY_HAND_S,
-        silent_s=max(settings.timeout_s, settings.rendezvous_timeout_s),
+        start_s=config.rendezvous_timeout_s,
+        gone_s=GONE_LAUNCHED_S if config.has_explicit_job_id else GONE_BY_HAND_S,
+        silent_s=max(config.timeout_s, config.rendezvous_timeout_s),
         idle_s=idle_s,
     )

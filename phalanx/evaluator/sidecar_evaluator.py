@@ -16,7 +16,8 @@ from phalanx.checkpoint.temporary_directory import scratch
 from phalanx.cluster.resolvers.auto_resolver import resolver_of
 from phalanx.cluster.resolvers.base_resolver import ClusterResolver
 from phalanx.cluster.spec import EVALUATOR
-from phalanx.config.job_config import RENDEZVOUS_TIMEOUT, JobConfig
+from phalanx.config.job_config import JobConfig
+from phalanx.config.variables import RENDEZVOUS_TIMEOUT
 from phalanx.errors import ConfigurationError, RendezvousError
 from phalanx.evaluator import best_checkpoint, completion_marker
 from phalanx.evaluator.best_checkpoint import BestCheckpoint
@@ -137,9 +138,9 @@ class SidecarEvaluator:
             ConfigurationError: the checkpoints are of another model; there is no metric `monitor`.
             OSError: the best cannot be written.
         """
-        settings = JobConfig.from_environment()
-        end = JobEndDetector(patience(settings, self._patience_s), time.monotonic(), launched=settings.named)
-        signs = JobSignPoller(self._spec, self._task, settings, time.monotonic)
+        config = JobConfig.from_environment()
+        end = JobEndDetector(patience(config, self._patience_s), time.monotonic(), launched=config.has_explicit_job_id)
+        signs = JobSignPoller(self._spec, self._task, config, time.monotonic)
         over = False
         with scratch() as copies:
             watch = CheckpointWatcher(self._directory, copies, ignored=best_checkpoint.NAME)
@@ -161,16 +162,16 @@ class SidecarEvaluator:
                 if self._writer is not None:
                     self._writer.close()
         if self.evaluations == 0:
-            self._explain(end, signs, settings)
+            self._explain(end, signs, config)
         logger.info("Evaluated %d checkpoints of %s.", self.evaluations, self._directory)
 
-    def _explain(self, end: JobEndDetector, signs: JobSignPoller, settings: JobConfig) -> None:
+    def _explain(self, end: JobEndDetector, signs: JobSignPoller, config: JobConfig) -> None:
         """There was nothing to evaluate: an error if the job never came, else a warning."""
         hint = f" ({signs.trouble})" if signs.trouble else ""
         if end.saw_nothing and not completion_marker.is_announced(self._directory):
             raise RendezvousError(
                 f"Neither the chief of the job nor a checkpoint in {self._directory} came within "
-                f"{settings.rendezvous_timeout_s:g} s ({RENDEZVOUS_TIMEOUT}){hint}. Is the training started, with the "
+                f"{config.rendezvous_timeout_s:g} s ({RENDEZVOUS_TIMEOUT}){hint}. Is the training started, with the "
                 f"same directory on the same file system?"
             )
         logger.warning(

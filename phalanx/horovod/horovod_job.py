@@ -7,6 +7,7 @@ process is alone), but knows nothing of Keras: a plain PyTorch program must not 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import threading
@@ -22,7 +23,7 @@ from phalanx.cluster.spec import RANKED_TYPES
 from phalanx.collectives import CommunicationOptions, connect
 from phalanx.collectives.autotune.autotuned_algorithm import AutotuneLog
 from phalanx.collectives.autotune.trial_search import TrialSearch
-from phalanx.config.job_config import JobConfig
+from phalanx.config.job_config import CollectiveConfig, JobConfig
 from phalanx.elastic.elastic_node import ElasticNode, NotFormedError
 from phalanx.elastic.membership_messages import LossReport
 from phalanx.errors import (
@@ -67,7 +68,7 @@ class HorovodJob:
     def __init__(self, node: Node | ElasticNode, knobs: HorovodEnvironment):
         self._node = node
         self._knobs = knobs
-        self._timeout_s = knobs.end_s or node.settings.timeout_s
+        self._timeout_s = knobs.end_s or node.config.timeout_s
         self.controllers: dict[int, Controller] = {}
         self._memberships: dict[int, Membership] = {}
         self._lost: PhalanxError | None = None  # outside of a collective
@@ -144,10 +145,10 @@ class HorovodJob:
         return self.fresh if hasattr(self, "membership") else node.generation > 1
 
     def _begin(self) -> None:
-        node, settings = self._node, self._node.settings
+        node, config = self._node, self._node.config
         membership = node.membership
-        if settings.timeline is not None and not hasattr(self, "membership") and not timeline.current.on:
-            timeline_relay.begin(node, settings.timeline, marks_cycles=settings.timeline_marks_cycles)
+        if config.timeline is not None and not hasattr(self, "membership") and not timeline.current.on:
+            timeline_relay.begin(node, config.timeline, marks_cycles=config.timeline_marks_cycles)
         self.controllers = {0: self._controller(membership)}
         self.membership = membership
         if isinstance(node, ElasticNode):
@@ -163,7 +164,7 @@ class HorovodJob:
     @property
     def has_secret(self) -> bool:
         """Whether only who knows the job's secret can be a member; alone, nobody else is."""
-        return self._node.settings.secret is not None or self.membership.world_size == 1
+        return self._node.config.secret is not None or self.membership.world_size == 1
 
     def add(self, number: int, ranks: Sequence[Rank]) -> None:
         """Make a process set; all ranks of the job must call, with the same arguments.
@@ -176,7 +177,7 @@ class HorovodJob:
         try:
             self._agree(f"add_process_set.{number}", str(list(ranks)))
             if offer is not None:
-                offer.dial(self._node.settings.rendezvous_timeout_s)
+                offer.dial(self._node.config.rendezvous_timeout_s)
             self._agree(f"link_process_set.{number}", "")
             if offer is not None:
                 self._memberships[number] = membership = offer.complete()
@@ -217,21 +218,24 @@ class HorovodJob:
         controller.wait(controller.submit(request, FusedPart(()), wake=False))
 
     def _controller(self, membership: Membership, track: str = timeline.COLLECTIVES) -> Controller:
-        settings, whole = self._node.settings, track == timeline.COLLECTIVES
+        config, whole = self._node.config.collectives, track == timeline.COLLECTIVES
         communicator = connect(
             membership,
             CommunicationOptions(timeout_seconds=self._timeout_s),
-            autotune=settings.autotune,
-            autotune_log=settings.autotune_log if whole else None,
+            config=CollectiveConfig(
+                stall_warning_s=math.inf,  # the controller watches for stalls itself
+                autotune=config.autotune,
+                autotune_log=config.autotune_log if whole else None,
+            ),
         )
         communicator.on_track(track)
         names = [member.task for member in membership.members]
-        tune = self._tell_of_fusion if settings.autotune and whole else None
+        tune = self._tell_of_fusion if config.autotune and whole else None
         return Controller(communicator, self._knobs, self._timeout_s, names, tune=tune)
 
     def _tell_of_fusion(self, search: TrialSearch[FusionSettings]) -> None:
         if self.membership.rank == 0:
-            AutotuneLog(self._node.settings.autotune_log, anew=False).note(f"chosen: {search.chosen}")
+            AutotuneLog(self._node.config.collectives.autotune_log, anew=False).note(f"chosen: {search.chosen}")
 
 
 _world: HorovodJob | None = None
@@ -264,8 +268,8 @@ def join_world() -> HorovodJob:
             _refuse_strategies()
             exit_codes.install()
             allocation.keep_freed()
-            knobs, settings = HorovodEnvironment.from_environment(), JobConfig.from_environment()
-            node = _node(settings)
+            knobs, config = HorovodEnvironment.from_environment(), JobConfig.from_environment()
+            node = _node(config)
             try:
                 _world = HorovodJob(node, knobs)
             except BaseException as error:
@@ -288,14 +292,14 @@ def leave_world() -> None:
             world.close()
 
 
-def _node(settings: JobConfig) -> Node | ElasticNode:
+def _node(config: JobConfig) -> Node | ElasticNode:
     cluster, facts = resolve(), JobFacts(others={"interface": "horovod"})
     task = cluster.task()
-    if settings.keeper is not None and task is not None and task.type in RANKED_TYPES:
-        node = ElasticNode(cluster.cluster_spec(), task, facts, settings)
+    if config.elastic_coordinator is not None and task is not None and task.type in RANKED_TYPES:
+        node = ElasticNode(cluster.cluster_spec(), task, facts, config)
         node.pulse = Heartbeat()
         return node
-    return join(cluster, facts=facts, settings=settings)
+    return join(cluster, facts=facts, config=config)
 
 
 def _refuse_strategies() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.config.job_config import SECRET
+from phalanx.config.variables import SECRET
 from phalanx.errors import ConfigurationError
 from phalanx.horovod import operations
 from phalanx.horovod.horovod_job import current

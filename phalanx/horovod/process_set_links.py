@@ -66,17 +66,17 @@ class LinkOffer:
         Raises: what `dial` raises.
         """
         deadline = time.monotonic() + timeout_s
-        settings = self._node.settings
+        config = self._node.config
         me = self._members[self._own]
         for position, member in enumerate(self._members[: self._own]):
-            hello = Hello(purpose=self._purpose, task=me.task, job=settings.job_id)
+            hello = Hello(purpose=self._purpose, task=me.task, job=config.job_id)
             address = Address.parse(member.address, where=member.task)
             link, _ = dial(
                 address,
                 hello,
                 peer=member.task,
-                secret=settings.secret,
-                tls=load_tls(settings.tls),
+                secret=config.secret,
+                tls=load_tls(config.tls),
                 deadline=deadline,
             )
             with self._arrived:

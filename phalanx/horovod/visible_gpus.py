@@ -9,11 +9,11 @@ without.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from typing import Any
 
-from phalanx.devices.gpu_count import HOST_GPUS
+from phalanx.config.environment import process_environment, set_variables
+from phalanx.config.variables import HOST_GPUS, VISIBLE_GPUS
 from phalanx.horovod import basics
 
 
@@ -22,8 +22,8 @@ def init_for(framework: str) -> Callable[..., None]:
     choose = {"tensorflow": _choose_for_tensorflow, "torch": _choose_for_torch}.get(framework)
     if choose is None:
         return basics.init
-    if HOST_GPUS in os.environ:
-        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.pop(HOST_GPUS)
+    if (gpus := process_environment().pop(HOST_GPUS, None)) is not None:
+        set_variables({VISIBLE_GPUS: gpus})
 
     @functools.wraps(basics.init)
     def init(comm: Any = None, process_sets: Any = None) -> None:

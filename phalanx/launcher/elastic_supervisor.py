@@ -81,14 +81,14 @@ class ElasticSupervisor:
         from phalanx.elastic.elastic_coordinator import MembershipLimits
         from phalanx.transport.tls import load_tls
 
-        settings = JobConfig.from_environment()
+        config = JobConfig.from_environment()
         secret, job_id = self.identity
         bounds = MembershipLimits(
             minimum=numbers.minimum,
             maximum=numbers.maximum,
             expected=numbers.expected,
-            start_s=self._start_timeout_s or settings.rendezvous_timeout_s,
-            timeout_s=settings.timeout_s,
+            start_s=self._start_timeout_s or config.rendezvous_timeout_s,
+            timeout_s=config.timeout_s,
         )
 
         def note(text: str) -> None:
@@ -106,7 +106,7 @@ class ElasticSupervisor:
             released=lambda task: job.run_soon(lambda: job.release(task)),
             resized=lambda workers: job.run_soon(lambda: job.recall(workers)),
             note=lambda text: job.run_soon(lambda: note(text)),
-            tls=load_tls(settings.tls),
+            tls=load_tls(config.tls),
         )
         # Its connections tell it as well, but not where the network is cut, or the host's power.
         server = self._server

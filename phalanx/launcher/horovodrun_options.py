@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from phalanx.config.job_config import (
+from phalanx.config.variables import (
     AUTOTUNE,
     AUTOTUNE_LOG,
-    DEFAULT_STALL_S,
+    CACHE_CAPACITY,
+    CYCLE_TIME,
+    DEFAULT_STALL_WARNING_S,
+    FUSION_THRESHOLD,
     MARK_CYCLES,
     STALL_CHECK_DISABLE,
     STALL_CHECK_TIME,
@@ -15,11 +18,6 @@ from phalanx.config.job_config import (
     TIMELINE,
 )
 from phalanx.errors import ConfigurationError
-
-# Read by `phalanx.horovod.horovod_environment`, which lies above.
-FUSION_THRESHOLD = "HOROVOD_FUSION_THRESHOLD"
-CYCLE_TIME = "HOROVOD_CYCLE_TIME"
-CACHE_CAPACITY = "HOROVOD_CACHE_CAPACITY"
 
 
 def variables(
@@ -40,7 +38,7 @@ def variables(
     Raises: ConfigurationError where the second limit comes before the first.
     """
     warn_s, end_s = stall_check_warning_time_seconds, stall_check_shutdown_time_seconds
-    warns_s = DEFAULT_STALL_S if warn_s is None and not no_stall_check else warn_s
+    warns_s = DEFAULT_STALL_WARNING_S if warn_s is None and not no_stall_check else warn_s
     if warns_s and end_s and end_s < warns_s:
         raise ConfigurationError(
             f"--stall-check-shutdown-time-seconds {end_s:g} is less than --stall-check-warning-time-seconds "

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from phalanx.config.job_config import DEFAULT_RENDEZVOUS_TIMEOUT_S
+from phalanx.config.variables import DEFAULT_RENDEZVOUS_TIMEOUT_S
 from phalanx.errors import PhalanxError, RendezvousError
 from phalanx.launcher.elastic_supervisor import ElasticSupervisor, SlotState
 from phalanx.launcher.host_blacklist import COOLDOWN_S, HostBlacklist

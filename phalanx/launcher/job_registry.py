@@ -15,9 +15,9 @@ from pathlib import Path
 
 import msgspec
 
+from phalanx.config.environment import process_environment, user_cache_directory
 from phalanx.config.job_config import TLSFiles
-
-FOLDER = "PHALANX_JOBS"
+from phalanx.config.variables import JOBS_DIRECTORY
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,8 @@ class RegisteredJob:
 
 def folder() -> Path:
     """Where the files lie; only this user may read them, as they hold secrets."""
-    given = os.environ.get(FOLDER)
-    if given:
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "phalanx" / "jobs"
+    chosen = process_environment().get(JOBS_DIRECTORY)
+    return Path(chosen) if chosen else user_cache_directory() / "jobs"
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from typing import Protocol
 
 from msgspec.structs import replace as replace_words
 
+from phalanx.config.variables import DEFAULT_EVALUATOR_GRACE_S, DEFAULT_GRACE_S, DEFAULT_PREEMPTION_GRACE_S
 from phalanx.errors import EvictedError, PeerLostError, PreemptedError, RendezvousError
 from phalanx.launcher.host_messages import (
     CheckpointBeforeExit,
@@ -32,7 +33,6 @@ from phalanx.launcher.host_messages import (
 from phalanx.launcher.restart_policy import RestartPolicy
 from phalanx.launcher.root_cause import RootCause, WorkerEnd, find_root_cause
 from phalanx.launcher.selector_waker import SelectorWaker
-from phalanx.launcher.worker_environment import DEFAULT_EVALUATOR_GRACE_S, DEFAULT_GRACE_S, DEFAULT_PREEMPTION_GRACE_S
 from phalanx.monitoring.console import LineAssembler, without_escapes
 from phalanx.runtime.exit_codes import CONSEQUENCES
 

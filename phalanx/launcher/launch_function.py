@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import numbers
-import os
 import selectors
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from phalanx.config.launch_config import LaunchConfig
 from phalanx.errors import ConfigurationError, PeerLostError, PhalanxError
 from phalanx.launcher.host_messages import StepTimingReported
 from phalanx.launcher.host_slots import MAX_WORKERS, HostShare
 from phalanx.launcher.hosts.local_host import OutputStreams
 from phalanx.launcher.job_supervisor import JobOutcome, JobSupervisor
 from phalanx.launcher.root_cause import WorkerEnd
-from phalanx.launcher.worker_environment import grace_s
 from phalanx.launcher.worker_placement import WorkerRecipe, patience, place, task_names
 from phalanx.monitoring import failure_report
 from phalanx.monitoring.console import Console
@@ -93,7 +92,9 @@ def launch(
             OutputStreams(merged=True),
             screen.message,
         )
-        job = JobSupervisor(placements, selector, _Narrator(screen), merged=True, grace_s=grace_s(os.environ))
+        job = JobSupervisor(
+            placements, selector, _Narrator(screen), merged=True, grace_s=LaunchConfig.from_environment().grace_s
+        )
         job.start()
         outcome = job.run()
     if not outcome.verdict.success:

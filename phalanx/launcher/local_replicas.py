@@ -23,7 +23,9 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from phalanx.cluster.resolvers import TFConfigClusterResolver
-from phalanx.config.job_config import JOB_ID, LISTEN_FD
+from phalanx.config.environment import process_environment, set_variables
+from phalanx.config.launch_config import LaunchConfig
+from phalanx.config.variables import JOB_ID, LISTEN_FD, TF_CONFIG
 from phalanx.devices.gpu_assignment import device_settings
 from phalanx.errors import ConfigurationError, PeerLostError, PhalanxError
 from phalanx.launcher.host_messages import HostOrder, StepTimingReported
@@ -31,7 +33,7 @@ from phalanx.launcher.hosts.local_host import LocalHost, listen
 from phalanx.launcher.job_supervisor import JobOutcome, JobSupervisor, WorkerPlacement
 from phalanx.launcher.program import Program, parse_command, starting_folder
 from phalanx.launcher.root_cause import WorkerEnd
-from phalanx.launcher.worker_environment import grace_s, job_settings, thread_settings
+from phalanx.launcher.worker_environment import job_settings, thread_settings
 from phalanx.launcher.worker_placement import LOOPBACK, SECRET_BYTES, task_names
 from phalanx.monitoring import failure_report
 from phalanx.monitoring.console import Console
@@ -105,10 +107,10 @@ def start_local_replicas(count: int, devices: Sequence[str] | None = None) -> Lo
 
 def _join() -> LocalReplicas | None:
     """The replicas that this process was started as one of, if it was."""
-    count = os.environ.get(REPLICAS)
+    count = process_environment().get(REPLICAS)
     if count is None:
         return None
-    return LocalReplicas(int(count), int(json.loads(os.environ["TF_CONFIG"])["task"]["index"]))
+    return LocalReplicas(int(count), int(json.loads(process_environment()[TF_CONFIG])["task"]["index"]))
 
 
 def _start(count: int, devices: Sequence[str] | None) -> LocalReplicas:
@@ -129,7 +131,7 @@ def _start(count: int, devices: Sequence[str] | None) -> LocalReplicas:
         )
         return {
             **own,
-            **(device_settings(devices[rank], os.environ) if devices else {}),
+            **(device_settings(devices[rank], process_environment()) if devices else {}),
             REPLICAS: str(count),
         }
 
@@ -142,10 +144,9 @@ def _start(count: int, devices: Sequence[str] | None) -> LocalReplicas:
     ]
     watch = _Watch(placements, selector, tasks)
     watch.start()
-    for name, value in thread_settings(shares[0].threads).items():
-        os.environ.setdefault(name, value)
-    os.environ.update(settings(0))
-    os.environ[LISTEN_FD] = str(listener.detach())  # open as long as the process, like an inherited one
+    set_variables(thread_settings(shares[0].threads), overwrite=False)
+    # The descriptor stays open as long as the process, like an inherited one.
+    set_variables({**settings(0), LISTEN_FD: str(listener.detach())})
     core_affinity.bind(shares[0].cores)
     _limit_running_libraries(shares[0].threads)
     return LocalReplicas(count, 0, watch)
@@ -153,7 +154,7 @@ def _start(count: int, devices: Sequence[str] | None) -> LocalReplicas:
 
 def _own_program() -> Program:
     """The program that this process runs. Raises: ConfigurationError if it cannot be run again."""
-    if TFConfigClusterResolver().cluster_spec() or os.environ.get(JOB_ID):
+    if TFConfigClusterResolver().cluster_spec() or process_environment().get(JOB_ID):
         raise ConfigurationError(
             "This process is already a task of a job (TF_CONFIG is set), and cannot start local replicas of "
             "its own. Use MultiWorkerMirroredStrategy here, or start the program plainly: python train.py."
@@ -188,7 +189,7 @@ class _Watch:
     def __init__(self, placements: Sequence[WorkerPlacement], selector: selectors.BaseSelector, tasks: Sequence[str]):
         self._selector = selector
         self._screen = Console(tasks, sys.stderr, sys.stderr)
-        self._grace_s = grace_s(os.environ)
+        self._grace_s = LaunchConfig.from_environment().grace_s
         self._job = JobSupervisor(placements, selector, self, grace_s=self._grace_s)
         self._thread = threading.Thread(target=self._run, name="phalanx-replicas", daemon=True)
         self._outcome: JobOutcome | None = None

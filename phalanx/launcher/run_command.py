@@ -17,7 +17,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from phalanx.config.job_config import JobConfig, signal_of
+from phalanx.config.environment import allows_colour
+from phalanx.config.job_config import JobConfig
+from phalanx.config.launch_config import LaunchConfig
+from phalanx.config.parsing import parse_signal
 from phalanx.errors import ConfigurationError, PreemptedError, RendezvousError
 from phalanx.launcher.elastic_supervisor import ElasticSupervisor, WorkerNumbers
 from phalanx.launcher.host_blacklist import COOLDOWN_S
@@ -29,7 +32,6 @@ from phalanx.launcher.job_registry import registered
 from phalanx.launcher.job_supervisor import EVALUATORS, JobOutcome, JobSupervisor, WorkerPlacement
 from phalanx.launcher.restart_policy import SHORT_S, RestartPolicy
 from phalanx.launcher.root_cause import WorkerEnd
-from phalanx.launcher.worker_environment import evaluator_grace_s, grace_s, preemption_grace_s
 from phalanx.launcher.worker_placement import WorkerRecipe, patience, place
 from phalanx.monitoring import failure_report
 from phalanx.monitoring.console import Console, prefixes, width
@@ -100,10 +102,11 @@ def run(
         max_restarts: how often the whole job is started again when it has died.
         preemption_signal: name of a signal that, like SIGTERM, means to save and end.
     """
-    graces = grace_s(os.environ), evaluator_grace_s(os.environ), preemption_grace_s(os.environ)
+    launch = LaunchConfig.from_environment()
+    graces = launch.grace_s, launch.evaluator_grace_s, launch.preemption_grace_s
     ending: tuple[signal.Signals, ...] = _ENDING_SIGNALS
-    if preemption_signal is not None and signal_of(preemption_signal) not in ending:
-        ending = (*ending, signal_of(preemption_signal))
+    if preemption_signal is not None and parse_signal(preemption_signal) not in ending:
+        ending = (*ending, parse_signal(preemption_signal))
     start_timeout_s = patience(start_timeout_s)
     adopt_orphans()
     _make_room(len(tasks))
@@ -116,7 +119,7 @@ def run(
             sys.stdout,
             sys.stdout if merged else sys.stderr,
             columns=shutil.get_terminal_size().columns if terminal else None,
-            colour=terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb",
+            colour=terminal and allows_colour(),
             logs=logs,
         )
 

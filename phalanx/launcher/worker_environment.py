@@ -3,44 +3,26 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 
-from phalanx.config.job_config import (
+from phalanx.config.variables import (
+    ELASTIC_COORDINATOR,
+    HOST_GPUS,
     HOST_ID,
     JOB_ID,
-    KEEPER,
+    KERAS_BACKEND,
     PREEMPTION_SIGNAL,
     RENDEZVOUS_TIMEOUT,
     RETURN_TIMEOUT,
     SECRET,
     SNAPSHOTS,
+    TF_CONFIG,
     TLS_FILES,
 )
-from phalanx.devices.gpu_count import HOST_GPUS
-from phalanx.errors import ConfigurationError
 
-_OF_A_TASK = (HOST_GPUS, KEEPER, SNAPSHOTS)
+_OF_A_TASK = (HOST_GPUS, ELASTIC_COORDINATOR, SNAPSHOTS)
 """What another job has told a task of its own, which starts this one."""
-
-CHILD = "PHALANX_CHILD"
-PROGRESS_FILE = "PHALANX_PROGRESS_FILE"
-GRACE = "PHALANX_GRACE"
-EVALUATOR_GRACE = "PHALANX_EVALUATOR_GRACE"
-# One evaluation of the last checkpoint; as long as anything else in a job may take (PHALANX_TIMEOUT).
-DEFAULT_EVALUATOR_GRACE_S = 600.0
-PREEMPTION_GRACE = "PHALANX_PREEMPTION_GRACE"
-# What the cloud providers' spot machines and Kubernetes give before they switch off.
-DEFAULT_PREEMPTION_GRACE_S = 30.0
-DISCOVERY_SECONDS = "PHALANX_DISCOVERY_SECONDS"
-# Between two questions to a host discovery script. Horovod asks every second; hosts take longer to come up than two.
-DEFAULT_DISCOVERY_S = 2.0
-DISCOVERY_TIMEOUT = "PHALANX_DISCOVERY_TIMEOUT"
-# Such a script asks a scheduler or a cloud, which may be slow; one that is slower than this hangs.
-DEFAULT_DISCOVERY_TIMEOUT_S = 30.0
-# Survivors of a failed worker notice at once, and need a moment to raise and print their own PeerLostError.
-DEFAULT_GRACE_S = 4.0
 
 # Variables of the launcher's environment that go along to other hosts. What describes the launcher's own
 # host, such as CUDA_VISIBLE_DEVICES, is left out on purpose.
@@ -85,23 +67,23 @@ def job_settings(
     backend: str | None = None,
     start_timeout_s: float | None = None,
     return_timeout_s: float | None = None,
-    keeper: str | None = None,
+    elastic_coordinator: str | None = None,
     preemption_signal: str | None = None,
 ) -> dict[str, str]:
     """What makes a process task number `rank` of this job. It replaces what the user's environment says."""
     settings = {
-        "TF_CONFIG": tf_config(tasks, addresses, rank),
+        TF_CONFIG: tf_config(tasks, addresses, rank),
         SECRET: secret,
         JOB_ID: job_id,
     }
     if backend is not None:
-        settings["KERAS_BACKEND"] = backend
+        settings[KERAS_BACKEND] = backend
     if start_timeout_s is not None:
         settings[RENDEZVOUS_TIMEOUT] = f"{start_timeout_s:g}"
     if return_timeout_s is not None:
         settings[RETURN_TIMEOUT] = f"{return_timeout_s:g}"
-    if keeper is not None:
-        settings[KEEPER] = keeper
+    if elastic_coordinator is not None:
+        settings[ELASTIC_COORDINATOR] = elastic_coordinator
     if preemption_signal is not None:
         settings[PREEMPTION_SIGNAL] = preemption_signal
     return settings
@@ -122,45 +104,6 @@ def worker_environment(
     # The program may go to another folder before it joins the job.
     files = {name: environment[name] for name in TLS_FILES if environment.get(name)}
     return environment | {name: os.path.abspath(os.path.join(folder or "", path)) for name, path in files.items()}
-
-
-def grace_s(environ: Mapping[str, str]) -> float:
-    """Seconds that the survivors of a failed worker get to end by themselves (PHALANX_GRACE)."""
-    return _seconds(environ, GRACE, DEFAULT_GRACE_S)
-
-
-def evaluator_grace_s(environ: Mapping[str, str]) -> float:
-    """Seconds that the evaluator gets after the training has ended (PHALANX_EVALUATOR_GRACE)."""
-    return _seconds(environ, EVALUATOR_GRACE, DEFAULT_EVALUATOR_GRACE_S)
-
-
-def preemption_grace_s(environ: Mapping[str, str]) -> float:
-    """Seconds that a job that was told to end gets for its checkpoint (PHALANX_PREEMPTION_GRACE)."""
-    return _seconds(environ, PREEMPTION_GRACE, DEFAULT_PREEMPTION_GRACE_S)
-
-
-def discovery_s(environ: Mapping[str, str]) -> tuple[float, float]:
-    """Seconds between two questions to a host discovery script (PHALANX_DISCOVERY_SECONDS), and that it may take
-    (PHALANX_DISCOVERY_TIMEOUT)."""
-    return (
-        _seconds(environ, DISCOVERY_SECONDS, DEFAULT_DISCOVERY_S),
-        _seconds(environ, DISCOVERY_TIMEOUT, DEFAULT_DISCOVERY_TIMEOUT_S),
-    )
-
-
-def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
-    text = environ.get(name)
-    if not text:
-        return default
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise ConfigurationError(
-            f"{name}={text!r} is no time. Write a number of seconds, for example {name}={default:g}."
-        )
-    return seconds
 
 
 def forwarded(base: Mapping[str, str]) -> dict[str, str]:

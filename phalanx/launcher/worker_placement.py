@@ -115,7 +115,7 @@ class WorkerRecipe:
                 backend=self.backend,
                 start_timeout_s=self.start_timeout_s,
                 return_timeout_s=RETURN_TIMEOUT_S if self.returns else None,
-                keeper=self.keeper,
+                elastic_coordinator=self.keeper,
                 preemption_signal=self.preemption_signal,
             ),
         )

@@ -106,12 +106,12 @@ class ParameterServerClient:
         self.whereabouts: Callable[[int], Sequence[Asked]] | None = None
         self.bytes_sent = self.bytes_received = 0
         self.tasks = tuple(task for task in me.spec.tasks if task.type == PS)
-        deadline = time.monotonic() + me.settings.rendezvous_timeout_s
+        deadline = time.monotonic() + me.config.rendezvous_timeout_s
         self._links: list[Link] = []
         self._unanswered: list[Asked | None] = [None] * len(self.tasks)
         self._leaders = list(range(len(self.tasks)))  # of each group, by number of the server
         self._alone = [False] * len(self.tasks)  # whether the group's copy cannot take over
-        self._probe_s = me.settings.timeout_s / 4
+        self._probe_s = me.config.timeout_s / 4
         self._probed_at = 0.0
         self._left_out = False  # whether the servers go on without this process
         self._hosts = [""] * len(self.tasks)
@@ -132,7 +132,7 @@ class ParameterServerClient:
     @property
     def timeout_s(self) -> float:
         """After which servers leave a worker out that makes no progress."""
-        return self._me.settings.timeout_s
+        return self._me.config.timeout_s
 
     @property
     def is_copied(self) -> bool:
@@ -266,16 +266,16 @@ class ParameterServerClient:
         header, arrays = _encode(question), [np.ascontiguousarray(buffer) for buffer in buffers]
         self.bytes_sent += len(header) + sum(array.nbytes for array in arrays)
         # Where a copy can take over, before other servers leave this worker out for what this one keeps it from.
-        patience_s = self._me.settings.timeout_s / (2 if self._copied else 1)
+        patience_s = self._me.config.timeout_s / (2 if self._copied else 1)
         self._links[server].send(header, arrays, deadline=time.monotonic() + patience_s)
 
     def _receive(self, server: int, look: Callable[[float], None] | None = None) -> tuple[Answer, list[memoryview]]:
         """The next message of a server. `look` is told from time to time for how long it was waited for."""
         # More than the time after which the servers themselves give up on somebody, and say whom.
-        settings = self._me.settings
-        patience_s = max(settings.timeout_s, settings.rendezvous_timeout_s) if self.starting else settings.timeout_s
+        config = self._me.config
+        patience_s = max(config.timeout_s, config.rendezvous_timeout_s) if self.starting else config.timeout_s
         asked = time.monotonic()
-        deadline = asked + settings.timeout_s + patience_s
+        deadline = asked + config.timeout_s + patience_s
         while True:
             until = min(deadline, time.monotonic() + LOOK_S) if look else deadline
             try:

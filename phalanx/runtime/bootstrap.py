@@ -7,8 +7,8 @@ Run as a file with the program's own command line behind it, so that `ps` shows 
     python .../phalanx/runtime/bootstrap.py --function
 
 The user's program sees what it would see under plain `python`: the same `sys.argv`, `sys.path[0]`, `__main__`
-and tracebacks. What else the worker is told stands in PHALANX_CHILD (`WorkerBootstrap`), which is taken out of the
-environment at once, so that processes started by the program know nothing of it.
+and tracebacks. PHALANX_WORKER_BOOTSTRAP (`WorkerBootstrap`) holds everything else that the worker needs; it is removed from
+the environment at once, so that processes started by the program do not inherit it.
 """
 # ruff: noqa: E402
 
@@ -36,8 +36,10 @@ import threading
 from dataclasses import dataclass
 from types import ModuleType, TracebackType
 
+from phalanx.config.environment import process_environment
+from phalanx.config.launch_config import LaunchConfig
+from phalanx.config.variables import WORKER_BOOTSTRAP
 from phalanx.errors import PreemptedError
-from phalanx.launcher.worker_environment import CHILD, grace_s
 from phalanx.runtime import core_affinity, exit_codes, lazy_imports, orphan_guard, progress
 
 FUNCTION = "--function"
@@ -81,7 +83,7 @@ class WorkerBootstrap:
 
 
 def main() -> None:
-    order = WorkerBootstrap.decode(os.environ.pop(CHILD))
+    order = WorkerBootstrap.decode(process_environment().pop(WORKER_BOOTSTRAP))
     orphan_guard.hold(order.lifeline, order.parent, die_with_parent=order.die_with_parent)
     core_affinity.bind(order.cores)  # before anything can start threads
     for fd in (order.stacks, order.error):
@@ -104,7 +106,7 @@ def main() -> None:
         if code == 0:
             last_words.leave_none()
         else:
-            _end_within(grace_s(os.environ), code)
+            _end_within(LaunchConfig.from_environment().grace_s, code)
         sys.exit(code)
     try:
         run_program(arguments)
@@ -227,7 +229,7 @@ class _ErrorRecorder:
             self._show(kind, error, traceback)
         finally:
             if isinstance(error, Exception) and not isinstance(error, PreemptedError):
-                _end_within(grace_s(os.environ), exit_codes.of_error(error))
+                _end_within(LaunchConfig.from_environment().grace_s, exit_codes.of_error(error))
 
 
 def _show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:

@@ -15,7 +15,8 @@ import struct
 import time
 from dataclasses import dataclass
 
-from phalanx.launcher.worker_environment import PROGRESS_FILE
+from phalanx.config.environment import process_environment
+from phalanx.config.variables import PROGRESS_FILE
 
 MAGIC = b"phalanx progress"
 RECORD_BYTES = 4096
@@ -170,7 +171,7 @@ def parse_heeds(content: bytes) -> bool:
 def _the_reporter() -> _Reporter:
     global _reporter
     if _reporter is None:
-        _reporter = _Reporter(os.environ.get(PROGRESS_FILE))
+        _reporter = _Reporter(process_environment().get(PROGRESS_FILE))
     return _reporter
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import sys
 import threading
@@ -15,11 +14,13 @@ from phalanx.cluster.compatibility import JobFacts
 from phalanx.cluster.peer_registry import TaskIdentity
 from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver
 from phalanx.cluster.spec import PS, RANKED_TYPES, ClusterSpec, Task
-from phalanx.config.job_config import JOB_ID, JobConfig
+from phalanx.config.environment import process_environment
+from phalanx.config.job_config import JobConfig
+from phalanx.config.variables import JOB_ID, LOCAL_REPLICAS
 from phalanx.devices.gpu_assignment import same_device
 from phalanx.errors import ConfigurationError, PhalanxError
 from phalanx.keras_compat import hook
-from phalanx.launcher.local_replicas import JOIN_S, REPLICAS, start_local_replicas
+from phalanx.launcher.local_replicas import JOIN_S, start_local_replicas
 from phalanx.parameter_server.client import ParameterServerClient
 from phalanx.parameter_server.server.parameter_server import ParameterServer
 from phalanx.parameter_server.server_messages import UpdateRules
@@ -63,7 +64,7 @@ class CentralStorageStrategy(Strategy):
                 f"parameter_device is {parameter_device!r}; the variables lie with the first replica, on "
                 f"{self._devices[0]}. Leave it out, or name that device first in compute_devices."
             )
-        if JOB_ID not in os.environ or REPLICAS in os.environ:
+        if JOB_ID not in process_environment() or LOCAL_REPLICAS in process_environment():
             start_local_replicas(len(self._devices), self._devices)
         resolver = TFConfigClusterResolver()  # as MirroredStrategy
         spec = resolver.cluster_spec()
@@ -108,18 +109,18 @@ def _worker_of(job: CurrentJob) -> CentralStorageWorker:
 
 
 def _join(job: CurrentJob) -> CentralStorageWorker:
-    settings = replace(JobConfig.from_environment(), listen_fd=None)
+    config = replace(JobConfig.from_environment(), listen_fd=None)
     rank, world_size = job.replica.rank, job.replica.world_size
     listening = socket.create_server((LOOPBACK, 0)) if rank == 0 else None
     port = job.replica.from_chief(listening.getsockname()[1] if listening else None)
     replicas = {kind: tasks for kind, tasks in job.resolver.cluster_spec().as_dict().items() if kind in RANKED_TYPES}
     spec = ClusterSpec({**replicas, PS: [f"{LOOPBACK}:{port}"]})
     if listening is not None:
-        storage = _Storage(TaskIdentity(spec, Task(PS, 0), JobFacts(), settings), listening)
+        storage = _Storage(TaskIdentity(spec, Task(PS, 0), JobFacts(), config), listening)
         storage.start()
         job.before_leaving(storage.close)
     worker = CentralStorageWorker(
-        client=ParameterServerClient(TaskIdentity(spec, spec.ranked_tasks[rank], JobFacts(), settings)),
+        client=ParameterServerClient(TaskIdentity(spec, spec.ranked_tasks[rank], JobFacts(), config)),
         number=rank,
         workers=world_size,
         # As replicas do it: all take part in every step, and values that are not finite are everybody's.
@@ -128,12 +129,12 @@ def _join(job: CurrentJob) -> CentralStorageWorker:
             at_least=0,
             staleness=-1,
             refuse_nan=False,
-            timeout_s=settings.timeout_s,
+            timeout_s=config.timeout_s,
             all_needed=True,
         ),
         partitioner=None,
         compression=None,
-        seed=f"{settings.seed} {settings.job_id}",
+        seed=f"{config.seed} {config.job_id}",
         replica=job.replica,
     )
     job.before_leaving(lambda: _leave(worker))

@@ -115,32 +115,23 @@ def leave_job() -> None:
 def _join(resolver: ClusterResolver, options: CommunicationOptions) -> CurrentJob:
     exit_codes.install()
     prepare()
-    settings = JobConfig.from_environment()
-    timeout_s = options.timeout_seconds or settings.stall_end_s or settings.timeout_s
+    config = JobConfig.from_environment()
+    timeout_s = options.timeout_seconds or config.collectives.stall_shutdown_s or config.timeout_s
     with_timeout = replace(options, timeout_seconds=timeout_s)
     facts = JobFacts(
         keras=keras.__version__,
         backend=keras.backend.backend(),
-        seed=settings.seed,
+        seed=config.seed,
         others={"floatx": keras.config.floatx()},
     )
     task = resolver.task()
-    if settings.keeper is not None and task is not None and task.type in RANKED_TYPES:
-        return _join_elastic(
-            ElasticNode(resolver.cluster_spec(), task, facts, settings), resolver, options, with_timeout
-        )
-    node = join(resolver, facts=facts, settings=settings)
+    if config.elastic_coordinator is not None and task is not None and task.type in RANKED_TYPES:
+        return _join_elastic(ElasticNode(resolver.cluster_spec(), task, facts, config), resolver, options, with_timeout)
+    node = join(resolver, facts=facts, config=config)
     try:
-        if settings.timeline is not None and node.task.type != EVALUATOR:
-            timeline_relay.begin(node, settings.timeline)
-        communicator = connect(
-            node.membership,
-            with_timeout,
-            simulated_mbits=settings.simulated_mbits,
-            stall_s=settings.stall_s,
-            autotune=settings.autotune,
-            autotune_log=settings.autotune_log,
-        )
+        if config.timeline is not None and node.task.type != EVALUATOR:
+            timeline_relay.begin(node, config.timeline)
+        communicator = connect(node.membership, with_timeout, config=config.collectives)
         set_random_state(communicator.broadcast_bytes(random_state()))
     except BaseException:
         timeline_relay.end()

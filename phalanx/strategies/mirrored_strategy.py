@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver
 from phalanx.collectives.cross_device_ops import CrossDeviceOps, cross_device_ops_of
 from phalanx.compression import Compression
 from phalanx.compression import resolve as resolve_compression
-from phalanx.config.job_config import JOB_ID
+from phalanx.config.environment import process_environment
+from phalanx.config.variables import JOB_ID, LOCAL_REPLICAS
 from phalanx.devices.gpu_assignment import check_devices
 from phalanx.devices.gpu_count import count_gpus
 from phalanx.errors import ConfigurationError
-from phalanx.launcher.local_replicas import REPLICAS, start_local_replicas
+from phalanx.launcher.local_replicas import start_local_replicas
 from phalanx.strategies.current_job import join_job
 from phalanx.strategies.strategy import Strategy
 from phalanx.training.training_policy import TrainingPolicy
@@ -44,7 +44,7 @@ class MirroredStrategy(Strategy):
         policy = TrainingPolicy(resolve_compression(compression))
         ops = cross_device_ops_of(cross_device_ops)
         self._devices = local_devices(devices, "MirroredStrategy")
-        if JOB_ID not in os.environ or REPLICAS in os.environ:
+        if JOB_ID not in process_environment() or LOCAL_REPLICAS in process_environment():
             start_local_replicas(len(self._devices), self._devices)
         resolver = TFConfigClusterResolver()  # what a scheduler started beside it is no part of it
         workers = len(resolver.cluster_spec().ranked_tasks)
@@ -64,12 +64,12 @@ class MirroredStrategy(Strategy):
 def local_devices(devices: int | Sequence[str] | None, strategy: str) -> list[str]:
     """One device for each replica, from what a strategy was given; raises ConfigurationError."""
     if devices is None:
-        gpus = count_gpus(os.environ)
+        gpus = count_gpus(process_environment())
         return [f"gpu:{index}" for index in range(gpus)] or ["cpu:0"]
     if isinstance(devices, bool) or (isinstance(devices, int) and devices < 1):
         raise ConfigurationError(f"{strategy} needs at least one device; got {devices!r}.")
     if isinstance(devices, int):
-        kind = "gpu" if count_gpus(os.environ) >= devices else "cpu"
+        kind = "gpu" if count_gpus(process_environment()) >= devices else "cpu"
         return [f"{kind}:{index}" for index in range(devices)]
     if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
         raise ConfigurationError(
@@ -77,5 +77,5 @@ def local_devices(devices: int | Sequence[str] | None, strategy: str) -> list[st
             f"['cpu:0', 'cpu:1']."
         )
     # A replica that was started for one of them sees no other.
-    check_devices(devices, count_gpus(os.environ) if JOB_ID not in os.environ else None)
+    check_devices(devices, count_gpus(process_environment()) if JOB_ID not in process_environment() else None)
     return list(devices)

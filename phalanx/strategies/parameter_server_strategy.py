@@ -21,6 +21,7 @@ from phalanx.cluster.resolvers.simple import SimpleClusterResolver
 from phalanx.cluster.spec import EVALUATOR, PS, ClusterSpec
 from phalanx.compression import BFloat16, Compression, Float16
 from phalanx.compression import resolve as resolve_compression
+from phalanx.config.environment import set_variables
 from phalanx.config.job_config import JobConfig
 from phalanx.data import DistributedDataset, InputContext
 from phalanx.devices.gpu_count import NO_GPU
@@ -95,7 +96,7 @@ class ParameterServerStrategy(Strategy):
         resolver = resolver_of(cluster_resolver)
         me = _identify(resolver)
         if me.task.type == PS:
-            os.environ.update(NO_GPU)  # gradients come by the host's memory, and a GPU's belongs to the workers
+            set_variables(NO_GPU)  # gradients come by the host's memory, and a GPU's belongs to the workers
             serve(me, snapshot_dir, snapshot_seconds, replication)
             sys.exit(0)
         _check_replication(me, replication)
@@ -113,7 +114,7 @@ class ParameterServerStrategy(Strategy):
                 variable_partitioner,
                 cast,
                 embedding_rows if embedding_rows == "auto" else bool(embedding_rows),
-                me.settings.return_timeout_s or return_s,
+                me.config.return_timeout_s or return_s,
                 copied=replication > 1,
             )
 
@@ -301,11 +302,11 @@ def _join(
             partitioner=partitioner,
             compression=compression,
             embedding_rows=embedding_rows,
-            seed=f"{me.settings.seed} {me.settings.job_id}",
+            seed=f"{me.config.seed} {me.config.job_id}",
         )
         _member = (me.spec, worker)
-        if me.settings.timeline is not None and me.rank >= 0:
-            timeline_relay.begin_among_servers(me, me.settings.timeline)
+        if me.config.timeline is not None and me.rank >= 0:
+            timeline_relay.begin_among_servers(me, me.config.timeline)
         exit_codes.at_exit(lambda: worker.client.close(exit_codes.failure()))
         _share_random_state(worker)
         return worker
@@ -381,5 +382,5 @@ def _rules(
         at_least=0 if replicas_to_aggregate in (None, workers) else replicas_to_aggregate or 0,
         staleness=-1 if staleness is None else staleness,
         refuse_nan=refuse_nan,
-        timeout_s=me.settings.timeout_s,
+        timeout_s=me.config.timeout_s,
     )

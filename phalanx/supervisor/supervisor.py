@@ -20,7 +20,8 @@ import keras
 
 from phalanx.checkpoint.checkpoint_directory import DEFAULT_BASENAME, CheckpointDirectory, StoredCheckpoint
 from phalanx.cluster.resolvers.auto_resolver import resolve
-from phalanx.config.job_config import RENDEZVOUS_TIMEOUT, JobConfig
+from phalanx.config.job_config import JobConfig
+from phalanx.config.variables import RENDEZVOUS_TIMEOUT
 from phalanx.errors import ConfigurationError, PeerLostError, RendezvousError
 from phalanx.evaluator.completion_marker import announce_beginning, announce_end
 from phalanx.keras_compat import hook

@@ -24,7 +24,7 @@ from typing import Protocol
 
 import msgspec
 
-from phalanx.config.job_config import LISTEN_FD, SECRET
+from phalanx.config.variables import LISTEN_FD, SECRET
 from phalanx.errors import ConfigurationError, FrameError, HandshakeError, LinkClosedError, LinkTimeoutError
 from phalanx.transport.address import Address
 from phalanx.transport.frames import FrameReader

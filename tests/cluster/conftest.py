@@ -89,16 +89,16 @@ class Meeting:
         name: str = "",
         facts: JobFacts | None = None,
         timeout_s: float = BOUND_S,
-        **settings: Any,
+        **config: Any,
     ) -> None:
         """Let a task join; its result will be under `name`, or the task's name."""
         name = name or str(task)
-        settings = {"secret": SECRET, **settings}
+        config = {"secret": SECRET, **config}
 
         def body() -> None:
             try:
                 self.results[name] = join(
-                    spec, task, facts=facts or JobFacts(seed=1), settings=JobConfig(**settings), timeout_s=timeout_s
+                    spec, task, facts=facts or JobFacts(seed=1), config=JobConfig(**config), timeout_s=timeout_s
                 )
             except BaseException as error:
                 self.results[name] = error

@@ -33,7 +33,7 @@ def examine_all(specs: list[ClusterSpec], wait_s: float = 20.0) -> list[DoctorRe
 
     def body(index: int) -> None:
         task = Task("worker", index)
-        reports[index] = examine(resolver(specs[index], task), settings=SETTINGS, wait_s=wait_s)
+        reports[index] = examine(resolver(specs[index], task), config=SETTINGS, wait_s=wait_s)
 
     threads = [threading.Thread(target=body, args=(index,), daemon=True) for index in range(len(specs))]
     for thread in threads:
@@ -117,7 +117,7 @@ def test_a_port_that_another_program_has_is_a_problem(ports: Ports) -> None:
 
 def test_an_evaluator_is_examined_without_a_port(ports: Ports) -> None:
     spec = ClusterSpec({"worker": [ports.new()], "evaluator": [ports.new()]})
-    report = examine(resolver(spec, Task("evaluator", 0)), settings=SETTINGS, wait_s=0.1)
+    report = examine(resolver(spec, Task("evaluator", 0)), config=SETTINGS, wait_s=0.1)
     assert report.rank is None
     assert "worker/0" in report.problems[0]
 
@@ -128,7 +128,7 @@ def test_an_evaluator_measures_its_lines_before_the_others_go(ports: Ports) -> N
     reports: dict[str, DoctorReport] = {}
 
     def body(task: Task) -> None:
-        reports[str(task)] = examine(resolver(spec, task), settings=SETTINGS, wait_s=20.0)
+        reports[str(task)] = examine(resolver(spec, task), config=SETTINGS, wait_s=20.0)
 
     threads = [threading.Thread(target=body, args=(task,), daemon=True) for task in tasks]
     for thread in threads:
@@ -157,12 +157,12 @@ def test_without_a_cluster_it_says_that_the_program_would_be_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("TF_CONFIG", raising=False)
-    assert doctor.run(SimpleClusterResolver(ClusterSpec({})), settings=JobConfig()) == 0
+    assert doctor.run(SimpleClusterResolver(ClusterSpec({})), config=JobConfig()) == 0
     assert "trains alone" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_exit_code_tells_that_there_are_problems(ports: Ports, capsys: pytest.CaptureFixture[str]) -> None:
-    code = doctor.run(resolver(ports.workers(2), Task("worker", 0)), settings=SETTINGS, wait_s=0.1)
+    code = doctor.run(resolver(ports.workers(2), Task("worker", 0)), config=SETTINGS, wait_s=0.1)
     assert code == 66
     assert "cannot be reached" in " ".join(capsys.readouterr().out.split())
 

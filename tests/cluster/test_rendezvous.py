@@ -168,7 +168,7 @@ def test_a_link_that_breaks_before_the_start_is_made_again(
 
 def test_a_single_worker_needs_no_port(ports: Ports) -> None:
     spec = ports.workers(1)
-    with join(spec, Task("worker", 0), settings=JobConfig()) as node:
+    with join(spec, Task("worker", 0), config=JobConfig()) as node:
         assert (node.membership.rank, node.membership.world_size, node.listener) == (0, 1, None)
         assert node.membership.me.task == "worker/0"
 
@@ -176,19 +176,19 @@ def test_a_single_worker_needs_no_port(ports: Ports) -> None:
 @pytest.mark.parametrize("inside", [True, False])
 def test_an_evaluator_waits_for_nobody(inside: bool, ports: Ports) -> None:
     cluster = {"worker": [ports.new(), ports.new()]} | ({"evaluator": [ports.new()]} if inside else {})
-    with join(ClusterSpec(cluster), Task("evaluator", 0), settings=JobConfig()) as node:
+    with join(ClusterSpec(cluster), Task("evaluator", 0), config=JobConfig()) as node:
         assert (node.membership.world_size, node.membership.me.task) == (1, "evaluator/0")
 
 
 def test_a_parameter_server_is_told_what_it_needs(ports: Ports) -> None:
     spec = ClusterSpec({"worker": [ports.new()], "ps": [ports.new()]})
     with pytest.raises(UnsupportedError, match="ParameterServerStrategy"):
-        join(spec, Task("ps", 0), settings=JobConfig())
+        join(spec, Task("ps", 0), config=JobConfig())
 
 
 def test_a_cluster_without_a_task_is_refused(ports: Ports) -> None:
     with pytest.raises(ConfigurationError, match="nothing says which of them"):
-        join(ports.workers(2), settings=JobConfig())
+        join(ports.workers(2), config=JobConfig())
 
 
 def test_the_environment_is_what_join_looks_at(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,9 +341,9 @@ def test_a_second_process_on_the_same_host_gets_the_error_and_the_job_goes_on(po
         meeting.start(spec, task)
     nodes = meeting.nodes()
     with pytest.raises(ConfigurationError, match=r"worker/1 runs already: worker/1 \(pid \d+ on .*same task"):
-        join(spec, Task("worker", 1), facts=JobFacts(seed=1), settings=JobConfig(secret=SECRET))
+        join(spec, Task("worker", 1), facts=JobFacts(seed=1), config=JobConfig(secret=SECRET))
     with pytest.raises(ConfigurationError, match="worker/0 runs already"):
-        join(spec, Task("worker", 0), facts=JobFacts(seed=1), settings=JobConfig(secret=SECRET))
+        join(spec, Task("worker", 0), facts=JobFacts(seed=1), config=JobConfig(secret=SECRET))
     exchange(nodes)
 
 
@@ -447,7 +447,7 @@ def test_a_taken_port_is_named(ports: Ports, monkeypatch: pytest.MonkeyPatch) ->
         taken = f"127.0.0.1:{other.getsockname()[1]}"
         spec = ClusterSpec({"worker": [taken, ports.new()]})
         with pytest.raises(ConfigurationError, match=r"worker/0 cannot start: port .* taken by another process"):
-            join(spec, Task("worker", 0), settings=JobConfig(secret=SECRET))
+            join(spec, Task("worker", 0), config=JobConfig(secret=SECRET))
 
 
 def test_nothing_is_left_after_a_failure(ports: Ports, meeting: Meeting) -> None:

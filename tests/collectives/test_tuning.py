@@ -11,6 +11,7 @@ import pytest
 from phalanx.cluster.membership import Membership
 from phalanx.collectives import CommunicationOptions, connect
 from phalanx.collectives.autotune.autotuned_algorithm import LEAST_BYTES, AutotunedAlgorithm
+from phalanx.config.job_config import CollectiveConfig
 from phalanx.errors import DisagreementError
 from tests.support.processes import run_ranks, values
 
@@ -22,7 +23,9 @@ CALLS = 90
 def test_ranks_choose_alike_and_sums_stay_right(hosts: tuple[str, ...], tmp_path: Path) -> None:
     def body(membership: Membership) -> Any:
         with connect(
-            membership, CommunicationOptions(timeout_seconds=20.0), autotune=True, autotune_log=tmp_path / "log"
+            membership,
+            CommunicationOptions(timeout_seconds=20.0),
+            config=CollectiveConfig(autotune=True, autotune_log=tmp_path / "log"),
         ) as communicator:
             for call in range(CALLS):
                 arrays = [np.full(size, membership.rank + call, np.float32) for size in (100_000, 7, 3000)]
@@ -47,7 +50,9 @@ def test_ranks_choose_alike_and_sums_stay_right(hosts: tuple[str, ...], tmp_path
 
 def test_small_calls_are_not_tuned() -> None:
     def body(membership: Membership) -> Any:
-        with connect(membership, CommunicationOptions(timeout_seconds=20.0), autotune=True) as communicator:
+        with connect(
+            membership, CommunicationOptions(timeout_seconds=20.0), config=CollectiveConfig(autotune=True)
+        ) as communicator:
             for _ in range(5):
                 communicator.all_reduce([np.ones(LEAST_BYTES // 8 - 1)])
             return len(communicator._engine._searches)  # type: ignore[attr-defined]
@@ -57,7 +62,11 @@ def test_small_calls_are_not_tuned() -> None:
 
 def test_ranks_of_which_one_tunes_disagree() -> None:
     def body(membership: Membership) -> None:
-        connect(membership, CommunicationOptions(timeout_seconds=20.0), autotune=membership.rank == 1)
+        connect(
+            membership,
+            CommunicationOptions(timeout_seconds=20.0),
+            config=CollectiveConfig(autotune=membership.rank == 1),
+        )
 
     for outcome in run_ranks(body, 2):
         assert isinstance(outcome.error, DisagreementError)

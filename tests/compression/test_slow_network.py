@@ -9,7 +9,7 @@ import pytest
 
 from phalanx.cluster.membership import Membership
 from phalanx.collectives import connect
-from phalanx.config.job_config import JobConfig
+from phalanx.config.job_config import CollectiveConfig, JobConfig
 from phalanx.errors import ConfigurationError, DisagreementError
 from phalanx.transport.throttle import BURST_S, Throttle, first_bytes
 from tests.support.processes import run_threads
@@ -53,7 +53,7 @@ def test_a_slow_network_takes_its_time_and_shares_no_memory() -> None:
     """1 MB at 80 Mbit/s cannot take less than the 0.1 s that its bytes need, less a burst."""
 
     def body(membership: Membership) -> tuple[str, float, int]:
-        with connect(membership, simulated_mbits=80.0) as communicator:
+        with connect(membership, config=CollectiveConfig(simulated_mbits=80.0)) as communicator:
             communicator.barrier()
             before, start = communicator.bytes_on_links, time.monotonic()
             (total,) = communicator.all_reduce([np.ones(250_000, np.float32)])
@@ -68,15 +68,15 @@ def test_a_slow_network_takes_its_time_and_shares_no_memory() -> None:
 
 def test_ranks_that_simulate_different_networks_disagree() -> None:
     def body(membership: Membership) -> None:
-        connect(membership, simulated_mbits=10.0 if membership.rank else None)
+        connect(membership, config=CollectiveConfig(simulated_mbits=10.0 if membership.rank else None))
 
     with pytest.raises(DisagreementError, match="simulated_mbits"):
         run_threads(body, 2)
 
 
 def test_the_setting_is_read() -> None:
-    assert JobConfig.from_environment({"PHALANX_SIMULATED_MBITS": "100"}).simulated_mbits == 100.0
-    assert JobConfig.from_environment({}).simulated_mbits is None
+    assert JobConfig.from_environment({"PHALANX_SIMULATED_MBITS": "100"}).collectives.simulated_mbits == 100.0
+    assert JobConfig.from_environment({}).collectives.simulated_mbits is None
 
 
 @pytest.mark.parametrize("text", ["fast", "0", "-1", "inf", "nan"])

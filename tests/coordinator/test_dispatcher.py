@@ -34,9 +34,9 @@ def identities() -> tuple[TaskIdentity, TaskIdentity]:
     with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
         chief, server = (f"127.0.0.1:{free.getsockname()[1]}" for free in (first, second))
     spec = ClusterSpec({"ps": [server], "chief": [chief], "worker": ["127.0.0.1:2"]})
-    settings = JobConfig(secret=b"0123456789abcdef", rendezvous_timeout_s=2.0, timeout_s=2.0)
-    return TaskIdentity(spec, Task("chief", 0), JobFacts(), settings), TaskIdentity(
-        spec, Task("worker", 0), JobFacts(), settings
+    config = JobConfig(secret=b"0123456789abcdef", rendezvous_timeout_s=2.0, timeout_s=2.0)
+    return TaskIdentity(spec, Task("chief", 0), JobFacts(), config), TaskIdentity(
+        spec, Task("worker", 0), JobFacts(), config
     )
 
 
@@ -93,8 +93,8 @@ def test_a_server_that_a_worker_has_lost_is_asked_whether_it_is_there(
 ) -> None:
     chief, worker = identities
     server = chief.spec.address(Task("ps", 0))
-    listener = Listener([socket.create_server((server.host, server.port))], task="ps/0", secret=chief.settings.secret)
-    listener.register(PROBE, Probe(TaskIdentity(chief.spec, Task("ps", 0), JobFacts(), chief.settings)))
+    listener = Listener([socket.create_server((server.host, server.port))], task="ps/0", secret=chief.config.secret)
+    listener.register(PROBE, Probe(TaskIdentity(chief.spec, Task("ps", 0), JobFacts(), chief.config)))
     with contextlib.closing(listener):
         if answers:
             listener.start()

@@ -20,7 +20,7 @@ import pytest
 from phalanx.cluster.compatibility import JobFacts
 from phalanx.cluster.spec import ClusterSpec, Task
 from phalanx.collectives.options import CommunicationImplementation, CommunicationOptions
-from phalanx.config.job_config import JobConfig, TLSFiles
+from phalanx.config.job_config import CollectiveConfig, JobConfig, TLSFiles
 from phalanx.elastic.coordinator_server import CoordinatorServer
 from phalanx.elastic.elastic_communicator import ElasticCommunicator
 from phalanx.elastic.elastic_coordinator import MembershipLimits
@@ -121,15 +121,15 @@ class Members:
         self.processes[int(task.partition("/")[2])].kill()
 
     def _child(self, number: int, body: Body, pipe: Connection) -> None:
-        settings = JobConfig(
+        config = JobConfig(
             secret=SECRET,
             job_id="job",
-            keeper=self.keeper_address,
+            elastic_coordinator=self.keeper_address,
             listen_fd=self._sockets[number].fileno(),
-            simulated_mbits=self._simulated_mbits,
+            collectives=CollectiveConfig(simulated_mbits=self._simulated_mbits),
             tls=self._tls,
         )
-        with ElasticNode(self._spec, Task("worker", number), JobFacts(), settings) as node:
+        with ElasticNode(self._spec, Task("worker", number), JobFacts(), config) as node:
             communicator = ElasticCommunicator(node, self._options)
             assert communicator.take_part(0) is None
             pipe.send(body(communicator, number))
@@ -378,8 +378,8 @@ def test_a_large_result_is_kept_for_one_that_comes_later():
         result = os.urandom(3 * 2**20)
 
         def node(number: int, sock: socket.socket) -> ElasticNode:
-            settings = JobConfig(secret=SECRET, job_id="job", keeper=keeper, listen_fd=os.dup(sock.fileno()))
-            return ElasticNode(spec, Task("worker", number), JobFacts(), settings)
+            config = JobConfig(secret=SECRET, job_id="job", elastic_coordinator=keeper, listen_fd=os.dup(sock.fileno()))
+            return ElasticNode(spec, Task("worker", number), JobFacts(), config)
 
         try:
             with node(0, first) as chief:

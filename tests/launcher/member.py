@@ -92,11 +92,11 @@ class Member:
 def main(folder: Path) -> None:
     if (folder / f"bad-{os.environ.get('REMOTE_HOST', 'here')}").exists():
         os._exit(1)
-    config = json.loads(os.environ["TF_CONFIG"])
-    index = config["task"]["index"]
-    settings = JobConfig.from_environment()
-    with ElasticNode(ClusterSpec(config["cluster"]), Task("worker", index), JobFacts(), settings) as node:
-        communicator = ElasticCommunicator(node, CommunicationOptions(timeout_seconds=settings.timeout_s))
+    tf_config = json.loads(os.environ["TF_CONFIG"])
+    index = tf_config["task"]["index"]
+    config = JobConfig.from_environment()
+    with ElasticNode(ClusterSpec(tf_config["cluster"]), Task("worker", index), JobFacts(), config) as node:
+        communicator = ElasticCommunicator(node, CommunicationOptions(timeout_seconds=config.timeout_s))
         node.pulse = Heartbeat(lambda: communicator.waited_s)
         replica = Replica(communicator)
         try:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.config.launch_config import LaunchConfig
 from phalanx.errors import ConfigurationError
 from phalanx.launcher import worker_environment
 from phalanx.launcher.worker_placement import task_names
@@ -69,17 +70,17 @@ def test_other_hosts_get_the_settings_but_not_what_describes_this_host() -> None
 
 
 def test_the_grace_time_is_the_users_to_choose() -> None:
-    assert worker_environment.grace_s({}) == worker_environment.DEFAULT_GRACE_S
-    assert worker_environment.grace_s({"PHALANX_GRACE": "0.5"}) == 0.5
+    assert LaunchConfig.from_environment({}) == LaunchConfig()
+    assert LaunchConfig.from_environment({"PHALANX_GRACE": "0.5"}).grace_s == 0.5
     for bad in ("soon", "-1", "inf"):
-        with pytest.raises(ConfigurationError, match=f"PHALANX_GRACE='{bad}' is no time"):
-            worker_environment.grace_s({"PHALANX_GRACE": bad})
+        with pytest.raises(ConfigurationError, match=f"PHALANX_GRACE='{bad}' is not a number of seconds"):
+            LaunchConfig.from_environment({"PHALANX_GRACE": bad})
 
 
 def test_what_an_outer_job_has_told_its_own_task_is_not_told_to_those_that_this_one_starts() -> None:
-    base = {"PHALANX_KEEPER": "a:1", "PHALANX_SNAPSHOTS": "/dev/fd/7", "PHALANX_TIMEOUT": "5"}
+    base = {"PHALANX_ELASTIC_COORDINATOR": "a:1", "PHALANX_SNAPSHOTS": "/dev/fd/7", "PHALANX_TIMEOUT": "5"}
     found = worker_environment.worker_environment(base, settings(), 1)
-    assert "PHALANX_KEEPER" not in found
+    assert "PHALANX_ELASTIC_COORDINATOR" not in found
     assert "PHALANX_SNAPSHOTS" not in found
     assert found["PHALANX_TIMEOUT"] == "5"
 

@@ -30,20 +30,24 @@ def test_the_workers_read_what_the_options_say(tmp_path: Path) -> None:
         stall_check_warning_time_seconds=5.0,
         stall_check_shutdown_time_seconds=20.0,
     )
-    settings, knobs = JobConfig.from_environment(found), HorovodEnvironment.from_environment(found)
-    assert settings.timeline == tmp_path / "t.json"
-    assert settings.timeline_marks_cycles
-    assert settings.autotune
-    assert settings.autotune_log == Path("log").absolute()
-    assert (settings.stall_s, settings.stall_end_s) == (knobs.stall_s, knobs.end_s) == (5.0, 20.0)
+    config, knobs = JobConfig.from_environment(found), HorovodEnvironment.from_environment(found)
+    assert config.timeline == tmp_path / "t.json"
+    assert config.timeline_marks_cycles
+    assert config.collectives.autotune
+    assert config.collectives.autotune_log == Path("log").absolute()
+    assert (
+        (config.collectives.stall_warning_s, config.collectives.stall_shutdown_s)
+        == (knobs.stall_s, knobs.end_s)
+        == (5.0, 20.0)
+    )
     assert (knobs.fusion_bytes, knobs.cycle_s, knobs.cache_capacity) == (32 * 2**20, 2.5e-3, 7)
 
 
 def test_stall_checks_and_tuning_can_be_switched_off() -> None:
     found = variables(no_stall_check=True, autotune=False)
-    settings = JobConfig.from_environment(found)
-    assert settings.stall_s == math.inf
-    assert not settings.autotune
+    config = JobConfig.from_environment(found)
+    assert config.collectives.stall_warning_s == math.inf
+    assert not config.collectives.autotune
 
 
 def test_an_end_before_the_warning_is_refused() -> None:
@@ -56,7 +60,7 @@ def test_an_end_before_the_warning_is_refused() -> None:
 
 @pytest.mark.parametrize(("text", "on"), [("", False), ("0", False), ("False", False), ("no", False), ("1", True)])
 def test_switches_of_horovod(text: str, on: bool) -> None:
-    assert JobConfig.from_environment({"HOROVOD_AUTOTUNE": text}).autotune is on
+    assert JobConfig.from_environment({"HOROVOD_AUTOTUNE": text}).collectives.autotune is on
 
 
 def test_the_variables_of_horovod_mean_the_same() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.config.variables import JOBS_DIRECTORY
 from phalanx.errors import ConfigurationError
 from phalanx.launcher import job_registry
 from phalanx.launcher.job_registry import registered, running
@@ -17,7 +18,7 @@ from phalanx.launcher.job_status import scale, status
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(job_registry.FOLDER, str(tmp_path))
+    monkeypatch.setenv(JOBS_DIRECTORY, str(tmp_path))
     return tmp_path
 
 
@@ -63,7 +64,7 @@ def test_who_has_no_home_has_no_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     def none() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.delenv(job_registry.FOLDER)
+    monkeypatch.delenv(JOBS_DIRECTORY)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", none)
     with registered("job", "127.0.0.1:1", "secret", ["train.py"]):

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from phalanx.config.variables import HOST_GPUS
 from phalanx.devices.gpu_assignment import check_devices, device_settings, gpu_shares
-from phalanx.devices.gpu_count import HOST_GPUS
 from phalanx.errors import ConfigurationError, PhalanxError
 from tests.launcher.conftest import Launcher, wait_until
 

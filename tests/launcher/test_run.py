@@ -99,7 +99,7 @@ def test_the_program_sees_what_it_would_see_under_plain_python(launcher: Launche
         assert "def function" in inspect.getsource(function)
         assert __main__.__file__ == __file__ and __name__ == "__main__" and __spec__ is None
         assert not any(name.startswith("_ROOT") or name == "WorkerBootstrap" for name in globals())
-        names = sorted(name for name in os.environ if name in ("PHALANX_CHILD",))
+        names = sorted(name for name in os.environ if name in ("PHALANX_WORKER_BOOTSTRAP",))
         print(json.dumps([sys.argv, __file__, sys.path[0], names]))
         """
     )

@@ -43,10 +43,10 @@ def started(*, copied: bool = False, timeout_s: float = BOUND_S) -> Iterator[Clu
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(SERVERS)]
     addresses = [f"127.0.0.1:{sock.getsockname()[1]}" for sock in sockets]
     spec = ClusterSpec({"ps": addresses, "worker": ["127.0.0.1:1", "127.0.0.1:2"]})
-    settings = JobConfig(secret=b"0123456789abcdef", rendezvous_timeout_s=BOUND_S, timeout_s=timeout_s)
+    config = JobConfig(secret=b"0123456789abcdef", rendezvous_timeout_s=BOUND_S, timeout_s=timeout_s)
     with ExitStack() as stack:
         servers = [
-            ParameterServer(TaskIdentity(spec, Task("ps", index), JobFacts(), settings), copied=copied)
+            ParameterServer(TaskIdentity(spec, Task("ps", index), JobFacts(), config), copied=copied)
             for index in range(SERVERS)
         ]
         for server, sock in zip(servers, sockets, strict=True):
@@ -56,7 +56,7 @@ def started(*, copied: bool = False, timeout_s: float = BOUND_S) -> Iterator[Clu
             stack.callback(server.stop)
         clients = [
             ParameterServerClient(
-                TaskIdentity(spec, Task("worker", n), JobFacts(), settings), return_s=BOUND_S, copied=copied
+                TaskIdentity(spec, Task("worker", n), JobFacts(), config), return_s=BOUND_S, copied=copied
             )
             for n in range(2)
         ]

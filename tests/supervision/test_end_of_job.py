@@ -80,7 +80,7 @@ def test_what_a_file_says_counts_only_where_nobody_answers() -> None:
 
 
 def test_jobs_of_the_launcher_end_sooner() -> None:
-    assert patience(JobConfig(named=True), 10).gone_s < patience(JobConfig(), 10).gone_s
+    assert patience(JobConfig(has_explicit_job_id=True), 10).gone_s < patience(JobConfig(), 10).gone_s
 
 
 # Ports.

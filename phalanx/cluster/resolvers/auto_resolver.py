@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,8 +11,10 @@ from phalanx.cluster.resolvers.kubernetes import KubernetesClusterResolver, star
 from phalanx.cluster.resolvers.mpi import MPIClusterResolver, started_by_mpi
 from phalanx.cluster.resolvers.simple import SimpleClusterResolver
 from phalanx.cluster.resolvers.slurm import SlurmClusterResolver
-from phalanx.cluster.resolvers.tf_config import TF_CONFIG, TFConfigClusterResolver
+from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver
 from phalanx.cluster.spec import ClusterSpec
+from phalanx.config.environment import process_environment
+from phalanx.config.variables import TF_CONFIG
 from phalanx.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -65,11 +66,11 @@ def resolve(environ: _Environ | None = None) -> ClusterResolver:
     them sets. If there is none of these, a resolver with an empty cluster: the process is alone.
 
     Args:
-        environ: the environment to look at, `os.environ` if not given.
+        environ: the environment to look at, the process's environment if not given.
 
     Raises: ConfigurationError where torchrun or horovodrun has started several processes, each of which would be alone.
     """
-    environ = os.environ if environ is None else environ
+    environ = process_environment() if environ is None else environ
     for fits, make in _CHOICES:
         if fits(environ):
             resolver = make(environ)
@@ -86,11 +87,11 @@ _OTHER_LAUNCHERS = (
 )
 
 
-def _refuse_other_launchers(environ: _Environ) -> None:
+def _refuse_other_launchers(variables: _Environ) -> None:
     for launcher, *names in _OTHER_LAUNCHERS:
-        size = environ.get(names[0], "")
-        if all(name in environ for name in names) and size.isdecimal() and size not in ("0", "1"):
-            found = ", ".join(f"{name}={environ[name]}" for name in names)
+        size = variables.get(names[0], "")
+        if all(name in variables for name in names) and size.isdecimal() and size not in ("0", "1"):
+            found = ", ".join(f"{name}={variables[name]}" for name in names)
             raise ConfigurationError(
                 f"This process was started by {launcher} ({found}), whose processes do not find each other here: each "
                 f"would train alone. Start the program with `phalanx run --workers {size} ...` instead, or describe "

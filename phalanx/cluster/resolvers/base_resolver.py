@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import abc
-import os
 from collections.abc import Mapping
 
 from phalanx.cluster.spec import ClusterSpec, Task, is_index
+from phalanx.config.environment import process_environment
+from phalanx.config.variables import DEFAULT_PORT_BASE, PORT_BASE
 from phalanx.devices.gpu_count import count_gpus
 from phalanx.errors import ConfigurationError
 
 DEFAULT_RPC_LAYER = "phalanx"
 """What `rpc_layer` answers where nothing says otherwise. Only programs that print it depend on it."""
-
-DEFAULT_PORT_BASE = 8888
-"""Port of the first task on each host, where the environment gives none; the next task there has the next
-port. The same as in TensorFlow's SlurmClusterResolver."""
-PORT_BASE = "PHALANX_PORT_BASE"
-"""Environment variable that replaces DEFAULT_PORT_BASE, for two jobs that share a host."""
 
 
 class ClusterResolver(abc.ABC):
@@ -112,7 +107,7 @@ class ClusterResolver(abc.ABC):
         del task_type, task_id, config_proto
         if self._num_accelerators is not None:
             return dict(self._num_accelerators)
-        count = count_gpus(os.environ)
+        count = count_gpus(process_environment())
         return {"GPU": count} if count else {}
 
 

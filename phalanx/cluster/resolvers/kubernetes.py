@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 from collections.abc import Mapping
 
 from phalanx.cluster.resolvers.base_resolver import ClusterResolver, port_base, whole_number
 from phalanx.cluster.spec import WORKER, ClusterSpec
+from phalanx.config.environment import process_environment
+from phalanx.config.variables import NUM_WORKERS, SERVICE
 from phalanx.errors import ConfigurationError
 
-NUM_WORKERS = "PHALANX_NUM_WORKERS"
 """Number of pods: the Job's `completions`, the StatefulSet's `replicas`. Kubernetes does not tell its
 pods."""
-SERVICE = "PHALANX_SERVICE"
-"""Name of the headless service through which the pods find each other (`subdomain`, `serviceName`)."""
 
 _READER = "KubernetesClusterResolver"
 
@@ -49,7 +47,7 @@ class KubernetesClusterResolver(ClusterResolver):
         self._service = service
         self._port = port
         self._rpc_layer = rpc_layer
-        self._environ = os.environ if environ is None else environ
+        self._variables = process_environment() if environ is None else environ
         self._hostname = hostname
 
     def cluster_spec(self) -> ClusterSpec:
@@ -60,10 +58,10 @@ class KubernetesClusterResolver(ClusterResolver):
                 f"this pod has index {index}, but the job has {count} workers. Set {NUM_WORKERS} to the "
                 f"Job's `completions` or the StatefulSet's `replicas`."
             )
-        port = port_base(self._environ, self._port)
+        port = port_base(self._variables, self._port)
         if count == 1:
             return ClusterSpec({WORKER: [f"127.0.0.1:{port}"]})
-        service = self._service or self._environ.get(SERVICE)
+        service = self._service or self._variables.get(SERVICE)
         if not service:
             raise ConfigurationError(
                 f"{_READER} does not know under which names the {count} pods find each other. Make a "
@@ -91,8 +89,8 @@ class KubernetesClusterResolver(ClusterResolver):
     def _count(self) -> int:
         if self._num_workers is not None:
             count = self._num_workers
-        elif self._environ.get(NUM_WORKERS):
-            count = whole_number(self._environ, NUM_WORKERS, reader=_READER)
+        elif self._variables.get(NUM_WORKERS):
+            count = whole_number(self._variables, NUM_WORKERS, reader=_READER)
         else:
             raise ConfigurationError(
                 f"{_READER} does not know how many pods the job has: Kubernetes tells them only their index. "
@@ -104,8 +102,8 @@ class KubernetesClusterResolver(ClusterResolver):
         return count
 
     def _index(self) -> int:
-        if "JOB_COMPLETION_INDEX" in self._environ:
-            return whole_number(self._environ, "JOB_COMPLETION_INDEX", reader=_READER)
+        if "JOB_COMPLETION_INDEX" in self._variables:
+            return whole_number(self._variables, "JOB_COMPLETION_INDEX", reader=_READER)
         return int(self._ordinal_match()[2])
 
     def _base_name(self) -> str:

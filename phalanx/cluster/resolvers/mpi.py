@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.cluster.resolvers.base_resolver import PORT_BASE, ClusterResolver, port_base, whole_number
+from phalanx.cluster.resolvers.base_resolver import ClusterResolver, port_base, whole_number
 from phalanx.cluster.resolvers.host_list import HostTasks, expand_counts, expand_host_list, parse_hosts, worker_cluster
 from phalanx.cluster.spec import WORKER, ClusterSpec
+from phalanx.config.environment import process_environment
+from phalanx.config.variables import HOSTS, PORT_BASE
 from phalanx.errors import ConfigurationError
-
-HOSTS = "PHALANX_HOSTS"
-"""Hosts of the job with their numbers of processes, `a:2,b:2`, where the launcher does not tell."""
 
 _READER = "MPIClusterResolver"
 
@@ -75,12 +73,12 @@ class MPIClusterResolver(ClusterResolver):
         self._given_hosts = hosts
         self._port_base = port_base
         self._rpc_layer = rpc_layer
-        self._environ = os.environ if environ is None else environ
+        self._variables = process_environment() if environ is None else environ
 
     def cluster_spec(self) -> ClusterSpec:
         hosts = self._hosts()
         self._check_own_place(hosts)
-        return worker_cluster(hosts, port_base(self._environ, self._port_base))
+        return worker_cluster(hosts, port_base(self._variables, self._port_base))
 
     @property
     def task_type(self) -> str | None:
@@ -100,7 +98,7 @@ class MPIClusterResolver(ClusterResolver):
 
     def _launcher(self) -> _Launcher:
         for launcher in _LAUNCHERS:
-            if launcher.rank in self._environ and launcher.size in self._environ:
+            if launcher.rank in self._variables and launcher.size in self._variables:
                 return launcher
         raise ConfigurationError(
             f"{_READER} found none of {', '.join(one.rank for one in _LAUNCHERS)} together with its size: "
@@ -109,10 +107,10 @@ class MPIClusterResolver(ClusterResolver):
         )
 
     def _number(self, name: str) -> int:
-        return whole_number(self._environ, name, reader=_READER)
+        return whole_number(self._variables, name, reader=_READER)
 
     def _optional(self, name: str | None) -> int | None:
-        return self._number(name) if name and name in self._environ else None
+        return self._number(name) if name and name in self._variables else None
 
     def _hosts(self) -> HostTasks:
         """Hosts in rank order with their numbers of processes."""
@@ -120,8 +118,8 @@ class MPIClusterResolver(ClusterResolver):
         size = self._number(launcher.size)
         if not 0 <= self._number(launcher.rank) < size:
             raise ConfigurationError(
-                f"{launcher.rank}={self._environ[launcher.rank]} is not below "
-                f"{launcher.size}={self._environ[launcher.size]}."
+                f"{launcher.rank}={self._variables[launcher.rank]} is not below "
+                f"{launcher.size}={self._variables[launcher.size]}."
             )
         if self._optional(launcher.local_size) == size:
             return [("127.0.0.1", size)]  # perhaps on one host of several that a scheduler has given
@@ -146,18 +144,18 @@ class MPIClusterResolver(ClusterResolver):
 
     def _listed_hosts(self) -> tuple[str, HostTasks] | None:
         """Where a list of hosts stands, and what it says; None if there is none."""
-        environ = self._environ
+        variables = self._variables
         if self._given_hosts:
             return "hosts", parse_hosts(self._given_hosts, where="hosts")
-        if environ.get(HOSTS):
-            return HOSTS, parse_hosts(environ[HOSTS], where=HOSTS)
-        if environ.get("SLURM_JOB_NODELIST") and environ.get("SLURM_TASKS_PER_NODE"):
-            names = expand_host_list(environ["SLURM_JOB_NODELIST"])
-            counts = expand_counts(environ["SLURM_TASKS_PER_NODE"])
+        if variables.get(HOSTS):
+            return HOSTS, parse_hosts(variables[HOSTS], where=HOSTS)
+        if variables.get("SLURM_JOB_NODELIST") and variables.get("SLURM_TASKS_PER_NODE"):
+            names = expand_host_list(variables["SLURM_JOB_NODELIST"])
+            counts = expand_counts(variables["SLURM_TASKS_PER_NODE"])
             if len(names) == len(counts):
                 return "SLURM_JOB_NODELIST", list(zip(names, counts, strict=True))
-        if environ.get("PBS_NODEFILE"):
-            path = Path(environ["PBS_NODEFILE"])
+        if variables.get("PBS_NODEFILE"):
+            path = Path(variables["PBS_NODEFILE"])
             try:
                 lines = path.read_text().split()
             except OSError as error:

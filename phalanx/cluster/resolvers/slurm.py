@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 
 from phalanx.cluster.resolvers.base_resolver import ClusterResolver, port_base, whole_number
 from phalanx.cluster.resolvers.host_list import HostTasks, cyclic, expand_counts, expand_host_list, worker_cluster
 from phalanx.cluster.spec import ClusterSpec, Task
+from phalanx.config.environment import process_environment
 from phalanx.errors import ConfigurationError
 
 _READER = "SlurmClusterResolver"
@@ -49,11 +49,11 @@ class SlurmClusterResolver(ClusterResolver):
         self._port_base = port_base
         self._tasks_per_node = tasks_per_node
         self._rpc_layer = rpc_layer
-        self._environ = os.environ if environ is None else environ
+        self._variables = process_environment() if environ is None else environ
 
     def cluster_spec(self) -> ClusterSpec:
         hosts = self._hosts()
-        by_process = worker_cluster(self._numbered(hosts), port_base(self._environ, self._port_base))
+        by_process = worker_cluster(self._numbered(hosts), port_base(self._variables, self._port_base))
         addresses = [str(address) for address in by_process.job_tasks("worker")]
         self._check_own_place(hosts, addresses)
         cluster: dict[str, list[str]] = {}
@@ -84,7 +84,7 @@ class SlurmClusterResolver(ClusterResolver):
 
     def _own_task(self) -> Task:
         tasks = self._tasks(sum(count for _, count in self._hosts()))
-        process = whole_number(self._environ, "SLURM_PROCID", reader=_READER)
+        process = whole_number(self._variables, "SLURM_PROCID", reader=_READER)
         if process >= len(tasks):
             raise ConfigurationError(
                 f"SLURM_PROCID={process}, but the job step has only {len(tasks)} processes according to its "
@@ -117,7 +117,7 @@ class SlurmClusterResolver(ClusterResolver):
         return list(zip(names, counts, strict=True))
 
     def _numbered(self, hosts: HostTasks) -> HostTasks:
-        distribution = self._environ.get("SLURM_DISTRIBUTION", "block").split(":")[0].split(",")[0]
+        distribution = self._variables.get("SLURM_DISTRIBUTION", "block").split(":")[0].split(",")[0]
         if distribution in ("", "block", "*"):
             return hosts
         if distribution == "cyclic":
@@ -129,10 +129,10 @@ class SlurmClusterResolver(ClusterResolver):
 
     def _check_own_place(self, hosts: HostTasks, addresses: list[str]) -> None:
         """Compare the host that Slurm says this process is on with the derived one."""
-        if "SLURM_NODEID" not in self._environ:
+        if "SLURM_NODEID" not in self._variables:
             return
-        node = whole_number(self._environ, "SLURM_NODEID", reader=_READER)
-        process = whole_number(self._environ, "SLURM_PROCID", reader=_READER)
+        node = whole_number(self._variables, "SLURM_NODEID", reader=_READER)
+        process = whole_number(self._variables, "SLURM_PROCID", reader=_READER)
         if node >= len(hosts) or process >= len(addresses):
             raise ConfigurationError(
                 f"SLURM_NODEID={node} and SLURM_PROCID={process} do not fit {len(hosts)} hosts with "
@@ -148,8 +148,8 @@ class SlurmClusterResolver(ClusterResolver):
     def _variable(self, name: str) -> str:
         """The step's variable, or the job's, where the step's is not set."""
         for full in (f"SLURM_STEP_{name}", f"SLURM_{name}", f"SLURM_JOB_{name}"):
-            if self._environ.get(full):
-                return self._environ[full]
+            if self._variables.get(full):
+                return self._variables[full]
         raise ConfigurationError(
             f"{_READER} needs SLURM_STEP_{name}, which is not set: this process was not started by `srun`. "
             f"Start it as `srun python train.py`, or describe the cluster in TF_CONFIG."

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from typing import Any
 
 from phalanx.cluster.resolvers.base_resolver import ClusterResolver
 from phalanx.cluster.spec import ClusterSpec, Task, check_task_type, is_index
+from phalanx.config.environment import process_environment
+from phalanx.config.variables import TF_CONFIG
 from phalanx.errors import ConfigurationError
-
-TF_CONFIG = "TF_CONFIG"
 
 EXAMPLE = '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type": "worker", "index": 0}}'
 
@@ -39,11 +38,11 @@ class TFConfigClusterResolver(ClusterResolver):
         self._task_type = task_type
         self._task_id = task_id
         self._rpc_layer = rpc_layer
-        self._environment = environment or ""
-        self._environ = os.environ if environ is None else environ
+        self._variablesment = environment or ""
+        self._variables = process_environment() if environ is None else environ
 
     def _config(self) -> dict[str, Any]:
-        return load_tf_config(self._environ.get(TF_CONFIG, ""))
+        return load_tf_config(self._variables.get(TF_CONFIG, ""))
 
     def cluster_spec(self) -> ClusterSpec:
         config = self._config()
@@ -94,7 +93,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
     @property
     def environment(self) -> str:
-        return self._environment
+        return self._variablesment
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
         """As in the base class; `session_master` of TF_CONFIG comes first, as in TensorFlow."""

@@ -22,7 +22,8 @@ from typing import BinaryIO
 
 from msgspec.structs import replace
 
-from phalanx.config.job_config import LISTEN_FD, SNAPSHOTS
+from phalanx.config.environment import process_environment
+from phalanx.config.variables import LISTEN_FD, PROGRESS_FILE, SNAPSHOTS, WORKER_BOOTSTRAP
 from phalanx.devices.gpu_assignment import gpu_shares
 from phalanx.devices.gpu_count import NO_GPU, count_gpus
 from phalanx.launcher.host_messages import (
@@ -35,7 +36,7 @@ from phalanx.launcher.host_messages import (
     Started,
     StepTimingReported,
 )
-from phalanx.launcher.worker_environment import CHILD, PROGRESS_FILE, worker_environment
+from phalanx.launcher.worker_environment import worker_environment
 from phalanx.runtime import bootstrap, crash_report, progress
 from phalanx.runtime.core_affinity import CoreShare, available_cores, host_shares
 from phalanx.runtime.orphan_guard import OrphanGuard, await_end, reap_orphans
@@ -155,12 +156,13 @@ class LocalHost:
         self._hear_of_ends()
         orders = [replace(order, slot=i) if order.slot is None else order for i, order in enumerate(orders)]
         self._not_training |= {order.slot for order in orders if order.slot is not None and not order.trains}
+        base = process_environment()
         shares, devices = self._divide()
         events: list[Event] = []
         for order in orders:
             assert order.slot is not None
             listener, share, device = self._listeners[order.slot], shares[order.slot], devices[order.slot]
-            environment = worker_environment(os.environ, {**device, **order.environment}, share.threads, order.folder)
+            environment = worker_environment(base, {**device, **order.environment}, share.threads, order.folder)
             files = (_unnamed_file(), _unnamed_file()) if order.keeps else ()
             if files:
                 environment[SNAPSHOTS] = ":".join(f"/dev/fd/{file.fileno()}" for file in files)
@@ -185,9 +187,10 @@ class LocalHost:
 
     def _divide(self) -> tuple[Sequence[CoreShare], Sequence[Mapping[str, str]]]:
         """Cores and GPUs for each slot; those without a replica may use all cores, with one thread, and no GPU."""
+        base = process_environment()
         replicas = len(self._listeners) - len(self._not_training)
         shares = iter(host_shares(replicas) if self._shares is None else self._shares)
-        devices = iter(gpu_shares(replicas, count_gpus(os.environ), os.environ))
+        devices = iter(gpu_shares(replicas, count_gpus(base), base))
         other = CoreShare(tuple(available_cores()), 1)
         trains = [slot not in self._not_training for slot in range(len(self._listeners))]
         return (
@@ -222,7 +225,7 @@ class LocalHost:
             passed += [function.fileno(), result.fileno()]
         environment = {
             **place.environment,
-            CHILD: child_order.encode(),
+            WORKER_BOOTSTRAP: child_order.encode(),
             LISTEN_FD: str(listener.fileno()),
             PROGRESS_FILE: f"/dev/fd/{record.fileno()}",
         }

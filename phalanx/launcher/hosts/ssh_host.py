@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
+from phalanx.config.environment import process_environment
+from phalanx.config.variables import DEFAULT_SSH, REMOTE_PYTHON, SSH
 from phalanx.errors import ConfigurationError, RendezvousError
 from phalanx.launcher.host_messages import (
     Answer,
@@ -37,10 +39,6 @@ from phalanx.launcher.hosts.remote_agent import LineReader
 from phalanx.launcher.worker_environment import forwarded
 from phalanx.runtime.orphan_guard import await_end
 
-SSH = "PHALANX_SSH"
-REMOTE_PYTHON = "PHALANX_REMOTE_PYTHON"
-# No question may wait for an answer that nobody gives; a dead host is noticed after three missed replies.
-DEFAULT_SSH = "ssh -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=5 -o ServerAliveCountMax=3 -T"
 READ_BYTES = 65536
 # A pipe holds far less than this many reads.
 LAST_READS = 100
@@ -70,7 +68,7 @@ class SSHHost:
         environ: Mapping[str, str] | None = None,
     ):
         self._selector = selector
-        self._environ = os.environ if environ is None else environ
+        self._environ = process_environment() if environ is None else environ
         self.share = share
         self.name = share.name
         self._process: subprocess.Popen[bytes] | None = None

@@ -61,9 +61,9 @@ class ParameterServer:
             RendezvousError: the chief did not come in time.
             PeerLostError: the chief was lost and did not come back.
         """
-        me, settings = self._me, self._me.settings
-        sockets = sockets or open_sockets(me.address, secret=settings.secret, listen_fd=settings.listen_fd)
-        listener = Listener(sockets, task=str(me.task), secret=settings.secret, job=settings.job_id, tls=me.tls)
+        me, config = self._me, self._me.config
+        sockets = sockets or open_sockets(me.address, secret=config.secret, listen_fd=config.listen_fd)
+        listener = Listener(sockets, task=str(me.task), secret=config.secret, job=config.job_id, tls=me.tls)
         listener.register(PROBE, Probe(me))
         for group in self._groups:
             listener.register(f"{PURPOSE}/{group.number}", group)
@@ -116,4 +116,4 @@ def snapshots_of(me: TaskIdentity, folder: Path | None) -> Snapshots | None:
     """Where this server keeps its snapshots: in a folder, in the launcher's files, or nowhere."""
     if folder is not None:
         return Snapshots.of_task(folder, str(me.task))
-    return None if me.settings.snapshots is None else Snapshots(me.settings.snapshots)
+    return None if me.config.snapshots is None else Snapshots(me.config.snapshots)

@@ -147,7 +147,7 @@ class RequestHandler:
                     place, lengths = lanes.write_values(arrays)
                     if lengths:
                         answer, arrays = msgspec.structs.replace(answer, lengths=lengths, place=place), ()
-                _answer(link, answer, arrays, max(SEND_S, self._me.settings.timeout_s))
+                _answer(link, answer, arrays, max(SEND_S, self._me.config.timeout_s))
         except (LinkClosedError, LinkTimeoutError) as error:
             if not is_closing():
                 logger.warning("%s: %s", self._me.task, error)
@@ -183,7 +183,7 @@ class RequestHandler:
         self, worker: Worker, incarnation: str, question: Question, buffers: Sequence[memoryview], copy: Copies
     ) -> tuple[Answer, Sequence[Array]]:
         store, schedule = self._store, self._schedule
-        timeout_s = self._me.settings.timeout_s
+        timeout_s = self._me.config.timeout_s
         if not isinstance(question, Rejoin | Declare | SetRate | BeginSession | SendFromChief | ReceiveFromChief):
             schedule.wait_until_rebuilt(worker, timeout_s)
         match question:
@@ -226,7 +226,7 @@ class RequestHandler:
                 self._recovery.declare(question, buffers)
             case Attach(fit, variables):
                 # Between two fits the chief may be long about something; at the first it must be there in time.
-                start_s = self._me.settings.rendezvous_timeout_s
+                start_s = self._me.config.rendezvous_timeout_s
                 attached = store.attach(worker, fit, variables, max(start_s, timeout_s) if fit else start_s)
                 self._recovery.meet(worker)
                 if attached is None:

@@ -109,10 +109,10 @@ class ShardGroup:
         servers = [task for task in me.spec.tasks if task.type == me.task.type]
         is_head = number == 0
         # Without the chief no leader knows that it leads still.
-        chief_return_s = me.settings.return_timeout_s or RETURN_S
+        chief_return_s = me.config.return_timeout_s or RETURN_S
         self._schedule = StepSchedule(
             self._names,
-            start_s=me.settings.rendezvous_timeout_s,
+            start_s=me.config.rendezvous_timeout_s,
             relink_s=RELINK_S if other is not None else 0.0,
             chief_relink_s=chief_return_s if other is not None else 0.0,
             clock=clock,
@@ -196,10 +196,10 @@ class ShardGroup:
             RendezvousError: the chief did not come in time.
             PeerLostError: the chief was lost and did not come back, or ended with an error.
         """
-        settings = self._me.settings
+        config = self._me.config
         with self._changed:
-            now, first_contact_until = time.monotonic(), self._started + settings.rendezvous_timeout_s
-            return_s = settings.return_timeout_s or RETURN_S
+            now, first_contact_until = time.monotonic(), self._started + config.rendezvous_timeout_s
+            return_s = config.return_timeout_s or RETURN_S
             if self._over:
                 return True
             if self._settled and not self._leading:
@@ -215,13 +215,13 @@ class ShardGroup:
                     logger.warning(
                         "%s waits, for up to %g s, for %s.",
                         self._me.task,
-                        settings.rendezvous_timeout_s,
+                        config.rendezvous_timeout_s,
                         ", ".join(absent),
                     )
             if CHIEF not in came and now > first_contact_until:
                 raise RendezvousError(
                     f"{self._names[CHIEF]} did not come to {self._me.task} within "
-                    f"{settings.rendezvous_timeout_s:g} s. Is it started, with the same cluster?"
+                    f"{config.rendezvous_timeout_s:g} s. Is it started, with the same cluster?"
                 )
             since = self._lost.get(CHIEF)
             if since is not None and now - since > return_s and not self._links:
@@ -424,7 +424,7 @@ class ShardGroup:
         """Where there is a copy, it may lead by now: the one to which the chief is linked is right."""
         if self._other is None:
             return
-        return_s = self._me.settings.return_timeout_s or RETURN_S
+        return_s = self._me.config.return_timeout_s or RETURN_S
         with self._changed:
             settled = self._changed.wait_for(
                 lambda: not self._leading or CHIEF in self._links or CHIEF in self._gone, return_s

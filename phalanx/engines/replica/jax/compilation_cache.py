@@ -22,6 +22,8 @@ import jax
 from jax._src import compilation_cache
 from jax._src.lru_cache import LRUCache
 
+from phalanx.config.environment import process_environment, user_cache_directory
+
 logger = logging.getLogger(__name__)
 
 UNUSED_FOR_S = 30 * 24 * 3600.0
@@ -48,7 +50,7 @@ class _Cache(LRUCache):  # type: ignore[misc]
 def install() -> None:
     """Turn the cache on, unless the user has decided about it or no file can be written."""
     config: Any = jax.config
-    decided = "JAX_COMPILATION_CACHE_DIR" in os.environ or config.jax_compilation_cache_dir
+    decided = "JAX_COMPILATION_CACHE_DIR" in process_environment() or config.jax_compilation_cache_dir
     if decided or not config.jax_enable_compilation_cache:
         return
     folder = _folder()
@@ -66,8 +68,7 @@ def install() -> None:
 
 
 def _folder() -> Path:
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return home / "phalanx" / "jax" / _processor()
+    return user_cache_directory() / "jax" / _processor()
 
 
 def _processor() -> str:

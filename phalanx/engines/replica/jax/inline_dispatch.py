@@ -13,6 +13,8 @@ from typing import Any
 
 import jax
 
+from phalanx.config.environment import process_environment
+
 
 def compute_inline_on_one_core() -> None:
     """Without effect once JAX has computed anything, and on other devices than CPUs."""
@@ -23,6 +25,6 @@ def compute_inline_on_one_core() -> None:
 
 def _cores() -> int:
     """How many JAX computes with, as it sizes its own pool."""
-    if (threads := os.environ.get("PJRT_NPROC", "")).isdigit():
+    if (threads := process_environment().get("PJRT_NPROC", "")).isdigit():
         return int(threads)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from phalanx.config.job_config import JobConfig
+from phalanx.config.variables import VARIABLES
 from phalanx.errors import ConfigurationError
 
 
 def test_an_empty_environment_gives_the_defaults() -> None:
-    settings = JobConfig.from_environment({})
-    assert settings == JobConfig()
-    assert settings.rendezvous_timeout_s == 300
-    assert settings.timeout_s == 600
+    config = JobConfig.from_environment({})
+    assert config == JobConfig()
+    assert config.rendezvous_timeout_s == 300
+    assert config.timeout_s == 600
 
 
 def test_every_variable_is_read(tmp_path: Path) -> None:
@@ -22,7 +24,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
     for name in ("CERT", "KEY", "CA"):
         (tmp_path / name).touch()
         files[f"PHALANX_TLS_{name}"] = str(tmp_path / name)
-    settings = JobConfig.from_environment(
+    config = JobConfig.from_environment(
         {
             "PHALANX_SECRET": "0123456789abcdef",
             "PHALANX_JOB_ID": "job",
@@ -34,11 +36,11 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
             **files,
         }
     )
-    assert (settings.secret, settings.job_id, settings.host_id) == (b"0123456789abcdef", "job", "host")
-    assert (settings.rendezvous_timeout_s, settings.timeout_s) == (1.5, 2)
-    assert (settings.listen_fd, settings.seed) == (5, 0)
-    assert settings.tls is not None
-    assert settings.tls.authority == tmp_path / "CA"
+    assert (config.secret, config.job_id, config.host_id) == (b"0123456789abcdef", "job", "host")
+    assert (config.rendezvous_timeout_s, config.timeout_s) == (1.5, 2)
+    assert (config.listen_fd, config.seed) == (5, 0)
+    assert config.tls is not None
+    assert config.tls.authority == tmp_path / "CA"
 
 
 STEP = {"SLURM_STEP_NODELIST": "a,b", "SLURM_PROCID": "1"}
@@ -61,8 +63,8 @@ OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
     ],
 )
 def test_a_scheduler_that_starts_all_tasks_names_the_job(environment: dict[str, str], job_id: str) -> None:
-    settings = JobConfig.from_environment(environment)
-    assert (settings.job_id, settings.named) == (job_id, "PHALANX_JOB_ID" in environment)
+    config = JobConfig.from_environment(environment)
+    assert (config.job_id, config.has_explicit_job_id) == (job_id, "PHALANX_JOB_ID" in environment)
 
 
 def test_the_secret_is_not_printed() -> None:
@@ -74,11 +76,11 @@ def test_the_secret_is_not_printed() -> None:
     [
         ({"PHALANX_SECRET": ""}, "PHALANX_SECRET has 0 characters.*token_hex"),
         ({"PHALANX_SECRET": "short"}, "PHALANX_SECRET has 5 characters"),
-        ({"PHALANX_TIMEOUT": "ten"}, "PHALANX_TIMEOUT='ten' is no time. Write a number of seconds"),
+        ({"PHALANX_TIMEOUT": "ten"}, "PHALANX_TIMEOUT='ten' is not a number of seconds greater than 0. Write"),
         ({"PHALANX_TIMEOUT": "0"}, "PHALANX_TIMEOUT='0'"),
         ({"PHALANX_TIMEOUT": "nan"}, "PHALANX_TIMEOUT='nan'"),
         ({"PHALANX_RENDEZVOUS_TIMEOUT": "inf"}, "PHALANX_RENDEZVOUS_TIMEOUT='inf'"),
-        ({"PHALANX_SEED": "-1"}, "PHALANX_SEED='-1' is no whole number"),
+        ({"PHALANX_SEED": "-1"}, "PHALANX_SEED='-1' is not a whole number"),
         ({"PHALANX_LISTEN_FD": "x"}, "PHALANX_LISTEN_FD='x'"),
         (
             {"PHALANX_TLS_KEY": "key.pem"},
@@ -93,3 +95,9 @@ def test_the_secret_is_not_printed() -> None:
 def test_a_bad_value_is_named(environment: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         JobConfig.from_environment(environment)
+
+
+def test_the_docs_list_every_default_of_the_table() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "cluster.md").read_text()
+    for name, default in re.findall(r"^\| `(PHALANX_[A-Z_]+)` \| ([\d.]+) \|", page, re.MULTILINE):
+        assert VARIABLES[name].default == default, name

@@ -1,0 +1,38 @@
+"""The one place that touches this process's environment.
+
+Functions that read variables take a mapping, so that tests need no real environment; their default is
+`process_environment()`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+
+
+def process_environment() -> MutableMapping[str, str]:
+    """The live environment of this process: child processes inherit what is written to it."""
+    return os.environ
+
+
+def set_variables(variables: Mapping[str, str], *, overwrite: bool = True) -> None:
+    """Set variables for this process and its children.
+
+    Args:
+        variables: values by name.
+        overwrite: whether they replace values that the user has set.
+    """
+    for name, value in variables.items():
+        if overwrite or name not in os.environ:
+            os.environ[name] = value
+
+
+def user_cache_directory() -> Path:
+    """Where Phalanx keeps files of this user between jobs; may not exist yet."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "phalanx"
+
+
+def allows_colour() -> bool:
+    """Whether the user's terminal shows colours (https://no-color.org)."""
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -1,0 +1,161 @@
+"""The environment variables that Phalanx reads and sets, with their defaults and meanings.
+
+Each constant is a name. `VARIABLES` is the table of all of them, from which the documentation is checked. Variables of
+one scheduler (`SLURM_...`, `OMPI_...`) are named by its resolver only.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+DEFAULT_RENDEZVOUS_TIMEOUT_S = 300.0
+"""5 minutes. Schedulers start the tasks of one job minutes apart, and the user is still there to see it fail."""
+DEFAULT_TIMEOUT_S = 600.0
+"""10 minutes. The slowest legitimate delay between two steps is the compilation of a large model or a checkpoint to a
+slow file system. A dead process is noticed at once and does not wait for this."""
+DEFAULT_RETURN_TIMEOUT_S = 60.0
+"""Time for a scheduler to restart a killed task."""
+DEFAULT_STALL_WARNING_S = 60.0
+"""Compiling a large model takes a minute too, but then the warning is informative."""
+DEFAULT_GRACE_S = 4.0
+"""Survivors of a failed worker notice at once, and need a moment to raise and print their own PeerLostError."""
+DEFAULT_EVALUATOR_GRACE_S = 600.0
+"""One evaluation of the last checkpoint: as long as anything else in a job may take (PHALANX_TIMEOUT)."""
+DEFAULT_PREEMPTION_GRACE_S = 30.0
+"""What Kubernetes and the spot machines of cloud providers grant before they switch off."""
+DEFAULT_DISCOVERY_INTERVAL_S = 2.0
+"""Horovod runs its script every second, but hosts take longer than two to come up."""
+DEFAULT_DISCOVERY_TIMEOUT_S = 30.0
+"""A discovery script queries a scheduler or a cloud, which may be slow. A slower script hangs."""
+DEFAULT_PORT_BASE = 8888
+"""As in TensorFlow's SlurmClusterResolver."""
+DEFAULT_FUSION_BYTES = 64 * 2**20
+"""Half of Horovod 0.28's: large enough that the start of a collective is negligible."""
+DEFAULT_CYCLE_MS = 1.0
+DEFAULT_CACHE_CAPACITY = 1024
+DEFAULT_SSH = "ssh -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=5 -o ServerAliveCountMax=3 -T"
+"""Never prompts, and notices a dead host after three missed replies."""
+
+
+class Variable(NamedTuple):
+    """One row of the table; `default` is what an unset or empty variable means, as text."""
+
+    name: str
+    meaning: str
+    default: str
+
+
+VARIABLES: dict[str, Variable] = {}
+
+
+def _variable(name: str, meaning: str, default: object = "none") -> str:
+    text = f"{default:g}" if isinstance(default, float) else str(default)
+    VARIABLES[name] = Variable(name, meaning, text)
+    return name
+
+
+# The job and its tasks.
+SECRET = _variable("PHALANX_SECRET", "shared by all tasks of a job, at least 16 characters; new for each `phalanx run`")
+JOB_ID = _variable(
+    "PHALANX_JOB_ID",
+    "names the job: tasks of different jobs reject each other even if they share a secret",
+    "the scheduler's job number, if the cluster comes from a scheduler",
+)
+RENDEZVOUS_TIMEOUT = _variable(
+    "PHALANX_RENDEZVOUS_TIMEOUT", "seconds to wait for the other tasks at startup", DEFAULT_RENDEZVOUS_TIMEOUT_S
+)
+TIMEOUT = _variable(
+    "PHALANX_TIMEOUT", "seconds a collective waits for a rank that is connected but does not arrive", DEFAULT_TIMEOUT_S
+)
+RETURN_TIMEOUT = _variable(
+    "PHALANX_RETURN_TIMEOUT",
+    "seconds the tasks of a parameter server job wait for a killed task to restart",
+    DEFAULT_RETURN_TIMEOUT_S,
+)
+TLS_CERT = _variable("PHALANX_TLS_CERT", "PEM file: the certificate of this task and its intermediates")
+TLS_KEY = _variable("PHALANX_TLS_KEY", "PEM file: the key of this task's certificate")
+TLS_CA = _variable("PHALANX_TLS_CA", "PEM file: the authority that signed the certificates of all tasks")
+TLS_FILES = (TLS_CERT, TLS_KEY, TLS_CA)
+SEED = _variable("PHALANX_SEED", "the job's seed, if the program sets none")
+PREEMPTION_SIGNAL = _variable(
+    "PHALANX_PREEMPTION_SIGNAL", "a signal that, like SIGTERM, makes `fit` save a checkpoint and exit"
+)
+SIMULATED_MBITS = _variable(
+    "PHALANX_SIMULATED_MBITS",
+    "for experiments: a task sends at most this many megabits per second in collectives, and tasks of one host do "
+    "not share memory; the same for all tasks",
+)
+
+# The cluster, where a scheduler does not describe all of it.
+TF_CONFIG = _variable("TF_CONFIG", "the cluster and this task as JSON, in TensorFlow's format")
+PORT_BASE = _variable("PHALANX_PORT_BASE", "first port on each host, if the scheduler assigns none", DEFAULT_PORT_BASE)
+HOSTS = _variable("PHALANX_HOSTS", "the hosts of an MPI job, as `a:2,b:2`")
+NUM_WORKERS = _variable("PHALANX_NUM_WORKERS", "Kubernetes: number of workers")
+SERVICE = _variable("PHALANX_SERVICE", "Kubernetes: name of the headless service of the pods")
+HOST_ID = _variable("PHALANX_HOST_ID", "for tests: replaces this host's identity, so that one host looks like several")
+
+# Set by the launcher for its workers.
+LISTEN_FD = _variable("PHALANX_LISTEN_FD", "descriptor of the listening socket that the launcher opened for this task")
+ELASTIC_COORDINATOR = _variable("PHALANX_ELASTIC_COORDINATOR", "`host:port` of the launcher of an elastic job")
+SNAPSHOTS = _variable("PHALANX_SNAPSHOTS", "two files for a parameter server's snapshots, separated by a colon")
+WORKER_BOOTSTRAP = _variable("PHALANX_WORKER_BOOTSTRAP", "what a worker of this launcher needs before the program runs")
+PROGRESS_FILE = _variable("PHALANX_PROGRESS_FILE", "memory shared with the launcher for progress reports")
+LOCAL_REPLICAS = _variable("PHALANX_LOCAL_REPLICAS", "number of local replicas of MirroredStrategy")
+HOST_GPUS = _variable("PHALANX_HOST_GPUS", "CUDA_VISIBLE_DEVICES before the launcher restricted each worker to one GPU")
+
+# Read by the launcher.
+GRACE = _variable("PHALANX_GRACE", "seconds the survivors of a failed worker have to exit", DEFAULT_GRACE_S)
+EVALUATOR_GRACE = _variable(
+    "PHALANX_EVALUATOR_GRACE", "seconds an evaluator has after the training", DEFAULT_EVALUATOR_GRACE_S
+)
+PREEMPTION_GRACE = _variable(
+    "PHALANX_PREEMPTION_GRACE", "seconds a job told to stop has for its checkpoint", DEFAULT_PREEMPTION_GRACE_S
+)
+DISCOVERY_INTERVAL = _variable(
+    "PHALANX_DISCOVERY_SECONDS", "seconds between two runs of a host discovery script", DEFAULT_DISCOVERY_INTERVAL_S
+)
+DISCOVERY_TIMEOUT = _variable(
+    "PHALANX_DISCOVERY_TIMEOUT", "seconds one run of a host discovery script may take", DEFAULT_DISCOVERY_TIMEOUT_S
+)
+JOBS_DIRECTORY = _variable(
+    "PHALANX_JOBS", "where `phalanx status` and `phalanx scale` look for elastic jobs", "~/.cache/phalanx/jobs"
+)
+SSH = _variable("PHALANX_SSH", "the ssh command with its options", DEFAULT_SSH)
+REMOTE_PYTHON = _variable("PHALANX_REMOTE_PYTHON", "the Python interpreter on other hosts", "this one's path")
+
+# Horovod's own names.
+TIMELINE = _variable("PHALANX_TIMELINE", "file on the host of rank 0 for the timeline of all ranks")
+HOROVOD_TIMELINE = _variable(
+    "HOROVOD_TIMELINE", "same as PHALANX_TIMELINE; DYNAMIC (the program starts the timeline) has no effect"
+)
+MARK_CYCLES = _variable("HOROVOD_TIMELINE_MARK_CYCLES", "1: the timeline shows negotiation rounds too", 0)
+STALL_CHECK_TIME = _variable(
+    "HOROVOD_STALL_CHECK_TIME_SECONDS", "seconds until a warning names the missing ranks", DEFAULT_STALL_WARNING_S
+)
+STALL_SHUTDOWN_TIME = _variable(
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+    "seconds until the job ends; 0: as PHALANX_TIMEOUT (in Horovod: never)",
+    0,
+)
+STALL_CHECK_DISABLE = _variable(
+    "HOROVOD_STALL_CHECK_DISABLE", "1: disable the warning; the job still ends after the second limit", 0
+)
+AUTOTUNE = _variable(
+    "HOROVOD_AUTOTUNE", "1: find the fastest collectives during the first steps; the same for all tasks", 0
+)
+AUTOTUNE_LOG = _variable("HOROVOD_AUTOTUNE_LOG", "file in which rank 0 logs the trials and the choice")
+FUSION_THRESHOLD = _variable(
+    "HOROVOD_FUSION_THRESHOLD",
+    "bytes up to which tensors that are ready together are reduced as one; 0: no fusion",
+    DEFAULT_FUSION_BYTES,
+)
+CYCLE_TIME = _variable(
+    "HOROVOD_CYCLE_TIME", "milliseconds between two negotiation rounds while ranks wait", DEFAULT_CYCLE_MS
+)
+CACHE_CAPACITY = _variable(
+    "HOROVOD_CACHE_CAPACITY", "how many named operations are cached for cheap repetition", DEFAULT_CACHE_CAPACITY
+)
+
+# Of Keras, CUDA and the backends.
+KERAS_BACKEND = _variable("KERAS_BACKEND", "the backend of Keras", "keras.json, else tensorflow")
+VISIBLE_GPUS = _variable("CUDA_VISIBLE_DEVICES", "the GPUs that this process may use", "all")
