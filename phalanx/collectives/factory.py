@@ -11,7 +11,8 @@ import msgspec
 
 from phalanx.cluster.membership import Membership, Rank
 from phalanx.cluster.rendezvous import FIRST_GENERATION
-from phalanx.collectives.autotune.autotuned_algorithm import AutotunedAlgorithm, AutotuneLog, TunableAlgorithm
+from phalanx.collectives.autotune.autotune_log import AutotuneLog
+from phalanx.collectives.autotune.autotuned_algorithm import AutotunedAlgorithm, TunableAlgorithm
 from phalanx.collectives.communicator import Communicator
 from phalanx.collectives.host import shared_segment as segments
 from phalanx.collectives.host.hierarchical import HierarchicalAlgorithm
@@ -102,19 +103,19 @@ def connect(
     facts = _agree(communicator, options, simulated_mbits, autotune)
     if not _core_for_each(membership.local_ranks, facts):
         mesh.spin_s = 0.0
-    engines: dict[str, TunableAlgorithm] = {"ring": links}
+    algorithms: dict[str, TunableAlgorithm] = {"ring": links}
     may_share = options.implementation is CommunicationImplementation.AUTO and simulated_mbits is None
     if may_share and len(membership.hosts) < len(ranks):
-        engine = _engine(communicator, options, facts, segment_methods, links, autotune=autotune)
+        algorithm = _algorithm(communicator, options, facts, segment_methods, links, autotune=autotune)
         kind = SHARED_MEMORY if len(membership.hosts) == 1 else "hierarchical"
-        if engine is not links:
-            communicator.adopt(engine, kind)
-            engines = {kind: engine, **engines}
+        if algorithm is not links:
+            communicator.adopt(algorithm, kind)
+            algorithms = {kind: algorithm, **algorithms}
     if autotune:
-        # Later members of an elastic job tune anew: what the former ones found stays in the file.
-        anew = membership.generation <= FIRST_GENERATION
-        journal = AutotuneLog(config.autotune_log, anew=anew) if membership.rank == 0 else None
-        communicator.adopt(AutotunedAlgorithm(engines, journal), communicator.kind)
+        # Each generation of an elastic job tunes again; the file keeps the results of earlier ones.
+        append = membership.generation > FIRST_GENERATION
+        log = AutotuneLog(config.autotune_log, append=append) if membership.rank == 0 else None
+        communicator.adopt(AutotunedAlgorithm(algorithms, log), communicator.kind)
     _log.info(
         "rank %d of %d, generation %d: communicator through %s",
         membership.rank,
@@ -145,7 +146,7 @@ def _agree(
     return facts
 
 
-def _engine(
+def _algorithm(
     communicator: HostCommunicator,
     options: CommunicationOptions,
     facts: Sequence[_Facts],
@@ -154,7 +155,7 @@ def _engine(
     *,
     autotune: bool,
 ) -> TunableAlgorithm:
-    """The engine for ranks of which some share a host; `links` if memory cannot be shared anywhere."""
+    """The algorithm for ranks of which some share a host; `links` if memory cannot be shared anywhere."""
     membership, mesh = communicator.membership, links.mesh
     local_ranks = membership.local_ranks
     slot_bytes = max(MIN_SLOT_BYTES, min(SLOT_BYTES, options.bytes_per_pack or SLOT_BYTES))

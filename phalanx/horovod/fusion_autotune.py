@@ -1,17 +1,17 @@
 """Finds the fusion threshold and the cycle time in the first rounds of negotiation.
 
-A sample is the time of some rounds in which something was done, over the bytes that were: computation in between
-included, since what is fused decides how much of it communication overlaps with. All ranks count the same rounds, and
-exchange their samples before they draw conclusions, so they change at the same round.
+A sample is the time of several rounds that ran operations, per MiB of their arrays. It includes the computation in
+between, because fusion decides how much of it overlaps with communication. All ranks count the same rounds and exchange
+their samples before they decide, so they change at the same round.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
-from phalanx.collectives.autotune.trial_search import TrialSearch
+from phalanx.collectives.autotune.trial_search import MergeCosts, TrialSearch
 
 ROUNDS_BEFORE = 50
 """Before the first sample: compilation, and the first trials of the collectives themselves."""
@@ -40,15 +40,15 @@ class FusionAutotuner:
 
     Args:
         default: what to begin with, and to stay with if nothing is better.
-        merge: exchanges samples: the largest of each over all ranks.
-        tell: called with the choice, once.
+        merge_costs: exchanges a round's costs: the maximum over the ranks of each.
+        report: called once, with the finished search.
     """
 
     def __init__(
         self,
         default: FusionSettings,
-        merge: Callable[[Sequence[float]], Sequence[float]],
-        tell: Callable[[TrialSearch[FusionSettings]], None],
+        merge_costs: MergeCosts,
+        report: Callable[[TrialSearch[FusionSettings]], None],
         *,
         clock: Callable[[], float] = time.perf_counter,
     ):
@@ -61,8 +61,8 @@ class FusionAutotuner:
             repeats=3,
             final_repeats=6,
         )
-        self._merge = merge
-        self._tell = tell
+        self._merge_costs = merge_costs
+        self._report = report
         self._clock = clock
         self._rounds = -ROUNDS_BEFORE
         self._bytes = 0
@@ -71,7 +71,7 @@ class FusionAutotuner:
     @property
     def over(self) -> bool:
         """Whether the choice is made."""
-        return self._search.chosen is not None
+        return self._search.choice is not None
 
     @property
     def present(self) -> FusionSettings:
@@ -88,10 +88,8 @@ class FusionAutotuner:
         if self._rounds < ROUNDS_IN_SAMPLE:
             return
         now = self._clock()
-        self._search.measured((now - self._began) / max(1, self._bytes))
+        self._search.record((now - self._began) / max(1, self._bytes) * 2**20, self._merge_costs)
         self._rounds = self._bytes = 0
-        if self._search.round_is_over:
-            self._search.advance(self._merge(self._search.costs))
-            if self.over:
-                self._tell(self._search)
+        if self.over:
+            self._report(self._search)
         self._began = self._clock()

@@ -21,7 +21,7 @@ from phalanx.cluster.membership import Membership, Rank
 from phalanx.cluster.resolvers.auto_resolver import resolve
 from phalanx.cluster.spec import RANKED_TYPES
 from phalanx.collectives import CommunicationOptions, connect
-from phalanx.collectives.autotune.autotuned_algorithm import AutotuneLog
+from phalanx.collectives.autotune.autotune_log import AutotuneLog
 from phalanx.collectives.autotune.trial_search import TrialSearch
 from phalanx.config.job_config import CollectiveConfig, JobConfig
 from phalanx.elastic.elastic_node import ElasticNode, NotFormedError
@@ -235,7 +235,7 @@ class HorovodJob:
 
     def _tell_of_fusion(self, search: TrialSearch[FusionSettings]) -> None:
         if self.membership.rank == 0:
-            AutotuneLog(self._node.config.collectives.autotune_log, anew=False).note(f"chosen: {search.chosen}")
+            AutotuneLog(self._node.config.collectives.autotune_log, append=True).report("fusion, per MiB", search)
 
 
 _world: HorovodJob | None = None

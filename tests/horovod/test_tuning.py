@@ -30,7 +30,7 @@ def run(cost: Callable[[FusionSettings], float]) -> tuple[TrialSearch[FusionSett
 
 def test_a_better_threshold_and_cycle_are_found_and_told_once() -> None:
     search, present, rounds = run(lambda fusion: (0.5 if fusion.threshold == 4 * 2**20 else 1.0) + fusion.cycle_s * 100)
-    assert present == search.chosen == FusionSettings(4 * 2**20, 0.2e-3)
+    assert present == search.choice == FusionSettings(4 * 2**20, 0.2e-3)
     assert rounds > ROUNDS_BEFORE
 
 

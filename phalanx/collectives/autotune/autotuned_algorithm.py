@@ -1,49 +1,45 @@
-"""All-reduces whose first calls find out how they are fastest: by which algorithm, in chunks and packs of what size.
+"""All-reduces that measure, in their first calls, which algorithm, chunk size and pack size are fastest.
 
-Sizes differ by orders of magnitude, and so do their best ways: each power of two of bytes has a search of its own
-(`search`). Trials are the calls of the program itself, so nothing is computed in vain, and what is measured is what
-counts.
+Message sizes differ by orders of magnitude, and so do their best plans: each power of two of bytes has a search of its
+own (see `trial_search`). The trials are the program's own calls, so no work is wasted and the real load is measured.
 
-All ranks see the same calls, so they try the same plans. What a call costs on a rank is the time until it has its
-result, which for those who came early is mostly waiting; the least of the ranks' times is that of who came last, and is
-what the way of merging costs. The ranks exchange these times, within the next call, before they draw conclusions.
+All ranks see the same calls, so they try the same plans. A rank measures the time until it has its result, which for
+early ranks is mostly waiting. The minimum over the ranks is the time of the rank that came last: the cost of the
+algorithm itself. The ranks exchange these minima at the end of each round, within the call that ends it.
 
-With different algorithms sums are formed in different orders: always the same on all ranks, but a second run of the job
-may choose another one and round differently.
+Different algorithms add in different orders. All ranks still get the same bits, but another run of the job may choose
+another algorithm and round differently.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from phalanx.collectives.autotune.autotune_log import AutotuneLog
 from phalanx.collectives.autotune.trial_search import TrialSearch
 from phalanx.collectives.communicator import Array, ReduceOp
 from phalanx.collectives.fusion_layout import group_by_dtype
 from phalanx.collectives.host.algorithm import CollectiveAlgorithm, Reduction, Views
 from phalanx.collectives.operation import CollectiveCall
 
-_log = logging.getLogger(__name__)
-
 LEAST_BYTES = 64 * 1024
-"""Smaller vectors are exchanged at once whatever the plan is."""
+"""Smaller messages are exchanged in one piece, whatever the plan."""
 LARGEST_CLASS = 30
-"""Vectors from 1 GiB on are one class."""
+"""Messages from 1 GiB on share one search."""
 
 
-class Plan(NamedTuple):
-    """How to merge vectors of about one size.
+class AllReducePlan(NamedTuple):
+    """How to all-reduce messages of about one size.
 
     Attributes:
-        algorithm: the name of an engine.
-        chunk_bytes: what is merged and passed on at a time.
-        pack_bytes: into buffers of what size small arrays are packed; 0 where there are none.
+        algorithm: the algorithm's name.
+        chunk_bytes: bytes that are merged and passed on at a time.
+        pack_bytes: size of the buffers into which small arrays are packed; 0 for algorithms without packing.
     """
 
     algorithm: str
@@ -51,182 +47,141 @@ class Plan(NamedTuple):
     pack_bytes: int = 0
 
     def __str__(self) -> str:
-        packs = f", packs of {_size(self.pack_bytes)}" if self.pack_bytes else ""
-        return f"{self.algorithm}, chunks of {_size(self.chunk_bytes)}{packs}"
+        packs = f", packs of {_readable_size(self.pack_bytes)}" if self.pack_bytes else ""
+        return f"{self.algorithm}, chunks of {_readable_size(self.chunk_bytes)}{packs}"
 
 
 class TunableAlgorithm(CollectiveAlgorithm, Protocol):
-    """An engine whose sizes can be chosen."""
+    """An algorithm whose chunk and pack sizes can be chosen."""
 
     chunk_choices: Sequence[int]
     pack_choices: Sequence[int]
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """The present bytes of chunks and packs."""
+        """The current chunk and pack sizes in bytes."""
         ...
 
-    def tune(self, chunk_bytes: int, pack_bytes: int) -> None:
-        """Go on with other sizes, at the same call on all ranks."""
+    def set_sizes(self, chunk_bytes: int, pack_bytes: int) -> None:
+        """Use other sizes from the next call on; every rank does so at the same call."""
         ...
-
-
-class AutotuneLog:
-    """Says what was tried and chosen: in the log, and in a file, if there is one.
-
-    Args:
-        path: None for none.
-        anew: whether the file is begun anew.
-    """
-
-    def __init__(self, path: Path | None, *, anew: bool = True):
-        self._path = path
-        if anew:
-            self._write("what\tplan\tms\n", "w")
-
-    def chosen(self, what: str, search: TrialSearch[Plan]) -> None:
-        """A search is over."""
-        rows = [f"{what}\t{tried.plan}\t{tried.cost * 1e3:.3f}\n" for tried in search.tried]
-        self._write("".join([*rows, f"{what}\tchosen: {search.chosen}\t\n"]), "a")
-        _log.info("autotune: %s goes by %s", what, search.chosen)
-
-    def note(self, text: str) -> None:
-        """Anything else that was decided."""
-        self._write(f"{text}\n", "a")
-        _log.info("autotune: %s", text)
-
-    def _write(self, text: str, mode: str) -> None:
-        if self._path is None:
-            return
-        try:
-            with open(self._path, mode) as file:
-                file.write(text)
-        except OSError as error:
-            _log.warning("the autotuner's log %s cannot be written: %s", self._path, error)
-            self._path = None
 
 
 class AutotunedAlgorithm:
-    """Reduces with whichever of several engines is fastest, and does all else with the default one.
+    """Runs all-reduces on the fastest of several algorithms, and every other collective on the default one.
 
     Args:
-        engines: of the same ranks, by name, the default one first.
-        journal: on the rank that shall say what was chosen.
+        algorithms: algorithms among the same ranks, by name; the first one is the default.
+        log: reports the choices; None on ranks that do not report.
+        clock: returns the time in seconds.
     """
 
     def __init__(
         self,
-        engines: Mapping[str, TunableAlgorithm],
-        journal: AutotuneLog | None = None,
+        algorithms: Mapping[str, TunableAlgorithm],
+        log: AutotuneLog | None = None,
         *,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        self._engines = dict(engines)
-        name, self._default = next(iter(self._engines.items()))
-        self._sizes = {name: engine.sizes for name, engine in self._engines.items()}
-        self._plan = self._default_plan = Plan(name, *self._default.sizes)
-        self._engine: TunableAlgorithm = self._default
-        self._journal = journal
+        self._algorithms = dict(algorithms)
+        self._default_plans = [AllReducePlan(name, *each.sizes) for name, each in algorithms.items()]
+        self._plan = self._default_plans[0]
+        self._default = self._last_used = self._algorithms[self._plan.algorithm]
+        self._log = log
         self._clock = clock
-        self._searches: dict[int, TrialSearch[Plan]] = {}
+        self._searches: dict[int, TrialSearch[AllReducePlan]] = {}
         self.ranks = self._default.ranks
 
     @property
-    def algorithm(self) -> str:
-        """See `CollectiveAlgorithm`."""
-        return self._engine.algorithm
+    def name(self) -> str:
+        """See `CollectiveAlgorithm.name`."""
+        return self._last_used.name
 
     def all_reduce(self, call: CollectiveCall, reduction: Reduction) -> None:
-        """See `Engine.all_reduce`."""
+        """See `CollectiveAlgorithm.all_reduce`."""
         size = sum(layout.wire_bytes for layout in reduction.layouts)
         if size < LEAST_BYTES:
-            self._engine = self._default
-            self._default.all_reduce(call, reduction)
+            self._use_default().all_reduce(call, reduction)
             return
-        search = self._search(size)
-        if search.chosen is not None:
-            self._use(search.chosen).all_reduce(call, reduction)
+        search = self._search_for(size)
+        if search.choice is not None:
+            self._use(search.choice).all_reduce(call, reduction)
             return
-        if search.round_is_over:
-            search.advance(self._merged(call, search.costs))
-            if search.chosen is not None and self._journal is not None:
-                self._journal.chosen(f"all-reduce of {_size(1 << _class_of(size))}", search)
-        engine = self._use(search.plan)
+        algorithm = self._use(search.plan)
         started = self._clock()
-        engine.all_reduce(call, reduction)
-        if search.chosen is None:
-            search.measured(self._clock() - started)
+        algorithm.all_reduce(call, reduction)
+        search.record(self._clock() - started, lambda costs: self._minimum_over_ranks(call, costs))
+        if search.choice is not None and self._log is not None:
+            self._log.report(f"all-reduce of {_readable_size(1 << _size_class(size))}", search)
 
     def broadcast(self, call: CollectiveCall, buffers: Views, root: int) -> None:
-        """See `Engine.broadcast`."""
-        self._engine = self._default
-        self._default.broadcast(call, buffers, root)
+        """See `CollectiveAlgorithm.broadcast`."""
+        self._use_default().broadcast(call, buffers, root)
 
     def all_gather(self, call: CollectiveCall, payload: Views, incoming: Sequence[Views]) -> None:
-        """See `Engine.all_gather`."""
-        self._engine = self._default
-        self._default.all_gather(call, payload, incoming)
+        """See `CollectiveAlgorithm.all_gather`."""
+        self._use_default().all_gather(call, payload, incoming)
 
     def all_to_all(
         self, call: CollectiveCall, outgoing: Sequence[Views], incoming: Sequence[Views], sizes: Sequence[Sequence[int]]
     ) -> None:
-        """See `Engine.all_to_all`."""
-        self._engine = self._default
-        self._default.all_to_all(call, outgoing, incoming, sizes)
+        """See `CollectiveAlgorithm.all_to_all`."""
+        self._use_default().all_to_all(call, outgoing, incoming, sizes)
 
     def fail(self) -> None:
-        """See `Engine.fail`."""
-        for engine in self._engines.values():
-            engine.fail()
+        """See `CollectiveAlgorithm.fail`."""
+        for algorithm in self._algorithms.values():
+            algorithm.fail()
 
     def close(self) -> None:
-        """See `Engine.close`."""
-        for engine in self._engines.values():
-            engine.close()
+        """See `CollectiveAlgorithm.close`."""
+        for algorithm in self._algorithms.values():
+            algorithm.close()
 
-    def _use(self, plan: Plan) -> TunableAlgorithm:
-        self._engine = self._engines[plan.algorithm]
+    def _use_default(self) -> TunableAlgorithm:
+        self._last_used = self._default
+        return self._default
+
+    def _use(self, plan: AllReducePlan) -> TunableAlgorithm:
+        self._last_used = self._algorithms[plan.algorithm]
         if plan != self._plan:
-            self._engine.tune(plan.chunk_bytes, plan.pack_bytes)
+            self._last_used.set_sizes(plan.chunk_bytes, plan.pack_bytes)
             self._plan = plan
-        return self._engine
+        return self._last_used
 
-    def _search(self, size: int) -> TrialSearch[Plan]:
-        number = _class_of(size)
+    def _search_for(self, size: int) -> TrialSearch[AllReducePlan]:
+        number = _size_class(size)
         search = self._searches.get(number)
         if search is None:
             search = self._searches[number] = TrialSearch(
-                self._default_plan, [self._algorithms, lambda plan: self._chunks(plan, size), self._packs]
+                self._default_plans[0],
+                [lambda plan: self._default_plans, lambda plan: self._chunk_plans(plan, size), self._pack_plans],
             )
         return search
 
-    def _algorithms(self, best: Plan) -> list[Plan]:
-        return [Plan(name, *sizes) for name, sizes in self._sizes.items()]
-
-    def _chunks(self, best: Plan, size: int) -> list[Plan]:
-        choices = self._engines[best.algorithm].chunk_choices
+    def _chunk_plans(self, best: AllReducePlan, size: int) -> list[AllReducePlan]:
+        choices = self._algorithms[best.algorithm].chunk_choices
         return [best._replace(chunk_bytes=chunk) for chunk in choices if chunk < 2 * size]
 
-    def _packs(self, best: Plan) -> list[Plan]:
-        choices = self._engines[best.algorithm].pack_choices
+    def _pack_plans(self, best: AllReducePlan) -> list[AllReducePlan]:
+        choices = self._algorithms[best.algorithm].pack_choices
         return [best._replace(pack_bytes=pack) for pack in choices if pack >= best.chunk_bytes]
 
-    def _merged(self, call: CollectiveCall, costs: Sequence[float]) -> list[float]:
-        """The least of the ranks' times for each trial."""
+    def _minimum_over_ranks(self, call: CollectiveCall, costs: Sequence[float]) -> list[float]:
         own: Array = np.array(costs)
         merged = np.empty_like(own)
         layouts = group_by_dtype([own.dtype], [own.size])
-        self._use(self._default_plan).all_reduce(call, Reduction(layouts, [own], [merged], [1.0], ReduceOp.MIN, 1))
+        reduction = Reduction(layouts, [own], [merged], [1.0], ReduceOp.MIN, 1)
+        self._use(self._default_plans[0]).all_reduce(call, reduction)
         return [float(cost) for cost in merged]
 
 
-def _class_of(size: int) -> int:
+def _size_class(size: int) -> int:
     """The exponent of the nearest power of two."""
     return min(LARGEST_CLASS, round(math.log2(size)))
 
 
-def _size(nbytes: int) -> str:
-    """For people."""
+def _readable_size(nbytes: int) -> str:
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes >= factor:
             return f"{nbytes / factor:g} {unit}"

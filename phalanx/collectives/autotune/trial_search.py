@@ -1,15 +1,14 @@
-"""Finding the best of a few ways by trying them, in spite of noise. Pure: costs come in, trials go out.
+"""Searches for the cheapest of a few plans by trying them in a noisy environment. Pure: costs come in, plans go out.
 
 Theory
 ------
-The search begins with the default and refines it, one dimension after the other. A *round* tries some plans in turn,
-several times, forwards and backwards, so that what drifts meanwhile drifts for all of them; the first time does not
-count. Its best one, by the median, is where the next round begins. The last round compares what was found with the
-default once more, and the default stays unless the other is better by more than both a margin and what the costs
-scatter. So what is chosen is not worse than the default by more than noise, however the rounds before went.
+The search starts from the default plan and refines it one dimension at a time. A *round* tries several plans in turn,
+several times, forwards and backwards, so that a drift affects all of them alike; the first pass does not count. The
+plan with the lowest median starts the next round. The last round compares the best plan with the default again, and the
+default stays unless the other plan is better by more than a margin and more than the costs scatter. So the choice is
+never worse than the default by more than noise, whatever happened in earlier rounds.
 
-Where several ranks search together, each brings its costs to `advance` only after they have been merged: then all take
-the same decisions.
+When several ranks search together, they merge their costs at the end of each round, so all of them decide alike.
 """
 
 from __future__ import annotations
@@ -21,37 +20,45 @@ from typing import Generic, NamedTuple, TypeVar
 
 P = TypeVar("P")
 
+MergeCosts = Callable[[Sequence[float]], Sequence[float]]
+"""Exchanges a round's costs between the ranks; returns the same costs on every rank."""
+
 REPEATS = 5
-"""Measurements of each plan in a round: a median of five bears two that something got in the way of."""
+"""Measurements of each plan in a round: the median of five tolerates two disturbed ones."""
 FINAL_REPEATS = 10
-"""In the last round, which decides."""
+"""Measurements in the last round, which decides."""
 MARGIN = 0.03
-"""What a plan has to be better by: less is not worth to differ from what is tested most."""
+"""Relative gain below which the default, the best tested plan, stays."""
 SIGMAS = 3.0
-"""How many standard errors it has to be better by."""
+"""Gain, in standard errors, below which the default stays."""
 _MAD_TO_SIGMA = 1.4826
-"""From the median absolute deviation to the standard deviation of a normal distribution."""
+"""Ratio of a normal distribution's standard deviation to its median absolute deviation."""
 _MEDIAN_ERROR = 1.2533
-"""The standard error of a median over that of a mean, of a normal distribution."""
+"""Ratio of the standard errors of the median and the mean of a normal distribution."""
 
 
 class TrialResult(NamedTuple, Generic[P]):
-    """A plan, and the median of its costs in one round."""
+    """A plan and the median of its costs in one round."""
 
     plan: P
     cost: float
 
 
 class TrialSearch(Generic[P]):
-    """A search for the plan of least cost.
+    """A search for the plan with the lowest cost.
+
+    Use `plan`, measure what it costs, `record` the cost, and repeat until `choice` is set.
 
     Attributes:
-        tried: all that has been compared so far, in order.
-        chosen: the plan to stay with; None while the search goes on.
+        results: every comparison so far, in order.
+        choice: the plan to keep; None while the search runs.
 
     Args:
-        default: the plan to stay with if none is better.
-        refinements: each takes the best plan so far, and gives the plans to compare with it.
+        default: the plan to keep if no other is better.
+        refinements: functions that take the best plan so far and return the plans to compare with it, one function for
+            each round.
+        repeats: measurements of each plan in a round.
+        final_repeats: measurements of each plan in the last round.
     """
 
     def __init__(
@@ -62,66 +69,54 @@ class TrialSearch(Generic[P]):
         repeats: int = REPEATS,
         final_repeats: int = FINAL_REPEATS,
     ):
-        self.tried: list[TrialResult[P]] = []
-        self.chosen: P | None = None
+        self.results: list[TrialResult[P]] = []
+        self.choice: P | None = None
         self._default = self._best = default
         self._refinements = list(refinements)
         self._repeats = repeats
         self._final_repeats = final_repeats
-        self._final = False
-        self._next_round()
+        self._is_final = False
+        self._begin_next_round()
 
     @property
     def plan(self) -> P:
-        """What to use now."""
-        if self.chosen is not None:
-            return self.chosen
-        return self._plans[self._order[len(self._costs)]] if not self.round_is_over else self._best
+        """The plan to use now."""
+        return self._plans[self._order[len(self._costs)]] if self.choice is None else self.choice
 
-    @property
-    def round_is_over(self) -> bool:
-        """Whether `advance` is due."""
-        return self.chosen is None and len(self._costs) == len(self._order)
-
-    @property
-    def costs(self) -> list[float]:
-        """Those of the present round, in the order of measurement: equally many on all ranks."""
-        return self._costs
-
-    def measured(self, cost: float) -> None:
-        """What `plan` has cost this time."""
+    def record(self, cost: float, merge_costs: MergeCosts) -> None:
+        """Add a measurement of `plan`. The last one of a round ends it: every rank then calls `merge_costs`."""
         self._costs.append(cost)
+        if len(self._costs) == len(self._order):
+            self._end_round(merge_costs(self._costs))
 
-    def advance(self, costs: Sequence[float]) -> None:
-        """Draw the conclusions of a round, and begin the next one, or choose."""
-        first = len(self._plans)  # the first pass does not count
+    def _end_round(self, costs: Sequence[float]) -> None:
+        first = len(self._plans)  # The first pass does not count.
         by_plan: list[list[float]] = [[] for _ in self._plans]
         for number, cost in zip(self._order[first:], costs[first:], strict=True):
             by_plan[number].append(cost)
         medians = [statistics.median(each) for each in by_plan]
-        self.tried += map(TrialResult, self._plans, medians)
-        if self._final:
+        self.results += map(TrialResult, self._plans, medians)
+        if self._is_final:
             default, other = by_plan
-            self.chosen = self._plans[1] if is_better(other, default) else self._default
+            self.choice = self._plans[1] if is_better(other, default) else self._default
             return
         self._best = self._plans[medians.index(min(medians))]
-        self._next_round()
+        self._begin_next_round()
 
-    def _next_round(self) -> None:
+    def _begin_next_round(self) -> None:
         while self._refinements:
             plans = [self._best, *(plan for plan in self._refinements.pop(0)(self._best) if plan != self._best)]
             if len(plans) > 1:
-                self._begin(plans, self._repeats)
+                self._begin_round(plans, self._repeats)
                 return
         if self._best == self._default:
-            self._begin([], 0)
-            self.chosen = self._default
+            self.choice = self._default
             return
-        self._final = True
-        self._begin([self._default, self._best], self._final_repeats)
+        self._is_final = True
+        self._begin_round([self._default, self._best], self._final_repeats)
 
-    def _begin(self, plans: Sequence[P], repeats: int) -> None:
-        self._plans = list(plans)
+    def _begin_round(self, plans: Sequence[P], repeats: int) -> None:
+        self._plans = plans
         self._costs: list[float] = []
         forwards = list(range(len(plans)))
         passes = [forwards if number % 2 == 0 else forwards[::-1] for number in range(1 + repeats)]
@@ -129,7 +124,7 @@ class TrialSearch(Generic[P]):
 
 
 def is_better(costs: Sequence[float], than: Sequence[float]) -> bool:
-    """Whether these costs are lower by more than the margin and their scatter."""
+    """Whether the median of `costs` is lower than that of `than` by more than the margin and the scatter of both."""
     gain = statistics.median(than) - statistics.median(costs)
     error = math.hypot(_error_of_median(costs), _error_of_median(than))
     return gain > max(MARGIN * statistics.median(than), SIGMAS * error)

@@ -47,7 +47,7 @@ class CollectiveAlgorithm(Protocol):
     ranks: tuple[Rank, ...]
 
     @property
-    def algorithm(self) -> str:
+    def name(self) -> str:
         """How the last collective has moved its values, for people."""
         ...
 

@@ -33,7 +33,7 @@ class HierarchicalAlgorithm:
         whole: an engine of all ranks, for what has nothing to merge on the way.
     """
 
-    algorithm = "hierarchical"
+    name = "hierarchical"
     chunk_choices = RingAlgorithm.chunk_choices
     pack_choices = RingAlgorithm.pack_choices
 
@@ -49,13 +49,13 @@ class HierarchicalAlgorithm:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """See `Tunable.sizes`: of the leaders' ring, whose sizes those of all rings are at the beginning."""
+        """See `TunableAlgorithm.sizes`: of the leaders' ring, whose sizes those of all rings are at the beginning."""
         return self._whole.sizes
 
-    def tune(self, chunk_bytes: int, pack_bytes: int) -> None:
-        """See `Tunable.tune`: between hosts; within a host it is as it was."""
+    def set_sizes(self, chunk_bytes: int, pack_bytes: int) -> None:
+        """See `TunableAlgorithm.set_sizes`: between hosts; within a host it is as it was."""
         if self._leaders is not None:
-            self._leaders.tune(chunk_bytes, pack_bytes)
+            self._leaders.set_sizes(chunk_bytes, pack_bytes)
 
     def all_reduce(self, call: CollectiveCall, reduction: Reduction) -> None:
         partial = list(reduction.outputs)

@@ -45,10 +45,10 @@ class HostCommunicator:
         kind: how values move: `single`, `shared memory`, `ring` or `hierarchical`.
     """
 
-    def __init__(self, mesh: Mesh, engine: CollectiveAlgorithm, kind: str, timeout_s: float):
+    def __init__(self, mesh: Mesh, algorithm: CollectiveAlgorithm, kind: str, timeout_s: float):
         self.kind = kind
         self._mesh = mesh
-        self._engine = engine
+        self._algorithm = algorithm
         self._timeout_s = timeout_s
         self._turn = threading.Lock()  # Held while a collective runs: one at a time.
         self._number = 0
@@ -120,7 +120,7 @@ class HostCommunicator:
                 holds is then undefined.
         """
         operation, reduction, results = self._prepare(arrays, op, scale, out)
-        self._run(operation, lambda call: self._engine.all_reduce(call, reduction))
+        self._run(operation, lambda call: self._algorithm.all_reduce(call, reduction))
         return results
 
     def all_reduce_async(
@@ -135,7 +135,7 @@ class HostCommunicator:
         operation, reduction, results = self._prepare(arrays, op, scale, out)
 
         def body() -> list[Array]:
-            self._run_now(operation, lambda call: self._engine.all_reduce(call, reduction))
+            self._run_now(operation, lambda call: self._algorithm.all_reduce(call, reduction))
             return results
 
         return self._submit(str(operation.description), body)
@@ -184,7 +184,7 @@ class HostCommunicator:
         sizes = [[size] * self.world_size] * self.world_size
 
         def body(call: CollectiveCall) -> None:
-            self._engine.all_to_all(
+            self._algorithm.all_to_all(
                 call, [[byte_view(row)] for row in parts(source)], [[byte_view(row)] for row in parts(rows)], sizes
             )
 
@@ -217,7 +217,7 @@ class HostCommunicator:
             for source, target in zip(arrays, results, strict=True):
                 np.copyto(target, source)
         buffers = [byte_view(array) for array in results]
-        self._run(operation, lambda call: self._engine.broadcast(call, buffers, root))
+        self._run(operation, lambda call: self._algorithm.broadcast(call, buffers, root))
         return results
 
     def broadcast_bytes(self, payload: bytes, root: int = 0) -> bytes:
@@ -229,9 +229,9 @@ class HostCommunicator:
 
         def body(call: CollectiveCall) -> bytes:
             length = np.array([len(payload)], np.int64)
-            self._engine.broadcast(call, [byte_view(length)], root)
+            self._algorithm.broadcast(call, [byte_view(length)], root)
             content = bytearray(payload) if self.rank == root else bytearray(int(length[0]))
-            self._engine.broadcast(call, [memoryview(content)], root)
+            self._algorithm.broadcast(call, [memoryview(content)], root)
             return bytes(content)
 
         return self._run(operation, body, len(payload))
@@ -252,7 +252,7 @@ class HostCommunicator:
             rows = array.shape[0] if array.ndim else 1
             counts = self._exchange_sizes(call, [rows])
             results = [np.empty((count, *array.shape[1:]), array.dtype) for (count,) in counts]
-            self._engine.all_gather(call, [byte_view(array)], [[byte_view(result)] for result in results])
+            self._algorithm.all_gather(call, [byte_view(array)], [[byte_view(result)] for result in results])
             return results if array.ndim else [result.reshape(()) for result in results]
 
         return self._run(operation, body, array.nbytes)
@@ -264,7 +264,7 @@ class HostCommunicator:
         def body(call: CollectiveCall) -> list[bytes]:
             lengths = self._exchange_sizes(call, [len(payload)])
             contents = [bytearray(length) for (length,) in lengths]
-            self._engine.all_gather(
+            self._algorithm.all_gather(
                 call, [memoryview(payload).cast("B")], [[memoryview(content)] for content in contents]
             )
             return [bytes(content) for content in contents]
@@ -296,7 +296,7 @@ class HostCommunicator:
             row_bytes = int(np.prod(first.shape[1:], dtype=np.int64)) * first.itemsize
             sizes = [[count * row_bytes for count in row] for row in counts]
             results = [np.empty((row[self.rank], *first.shape[1:]), first.dtype) for row in counts]
-            self._engine.all_to_all(
+            self._algorithm.all_to_all(
                 call,
                 [[byte_view(array)] for array in arrays],
                 [[byte_view(result)] for result in results],
@@ -311,7 +311,7 @@ class HostCommunicator:
         operation = self._operation(("barrier", what), lambda: CollectiveDescription("barrier", what))
         nothing: list[list[memoryview]] = [[]] * self.world_size
         self._mesh.bytes_shared += nbytes
-        self._run(operation, lambda call: self._engine.all_gather(call, [], nothing), nbytes)
+        self._run(operation, lambda call: self._algorithm.all_gather(call, [], nothing), nbytes)
 
     # --------------------------------------------------------------- life time
 
@@ -358,12 +358,12 @@ class HostCommunicator:
             return
         if self._failure is None:
             self._mesh.leave()
-        self._engine.close()
+        self._algorithm.close()
         self._operations.clear()
 
-    def adopt(self, engine: CollectiveAlgorithm, kind: str) -> None:
+    def adopt(self, algorithm: CollectiveAlgorithm, kind: str) -> None:
         """Go on with another engine, to which all ranks change at the same point. Used while connecting."""
-        self._engine, self.kind = engine, kind
+        self._algorithm, self.kind = algorithm, kind
 
     # ------------------------------------------------------------------ inside
 
@@ -405,7 +405,7 @@ class HostCommunicator:
             args = {
                 "bytes": nbytes or operation.nbytes,
                 "sent": self.bytes_sent - sent,
-                "algorithm": self._engine.algorithm,
+                "algorithm": self._algorithm.name,
                 "arrays": len(operation.description.arrays),
                 "detail": operation.description.detail,
                 "number": call.number,
@@ -429,7 +429,7 @@ class HostCommunicator:
     def _fail(self, error: BaseException) -> None:
         """A collective failed here: no rank may take it for done."""
         self._failure = error
-        self._engine.fail()
+        self._algorithm.fail()
         self._mesh.abort(error)
         _log.debug("rank %d: %s", self.rank, error)
 
@@ -486,7 +486,7 @@ class HostCommunicator:
         """Every rank's `own` (as many numbers on each), in rank order."""
         table = np.empty((self.world_size, len(own)), np.int64)
         mine = np.array(own, np.int64)
-        self._engine.all_gather(call, [byte_view(mine)], [[byte_view(row)] for row in table])
+        self._algorithm.all_gather(call, [byte_view(mine)], [[byte_view(row)] for row in table])
         return [[int(number) for number in row] for row in table]
 
     def _check_root(self, root: int) -> None:

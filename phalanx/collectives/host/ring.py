@@ -61,7 +61,7 @@ class RingAlgorithm:
     def __init__(self, mesh: Mesh, ranks: Sequence[Rank], bytes_per_pack: int = 0):
         self.ranks = tuple(ranks)
         self.mesh = mesh
-        self.algorithm = "direct"
+        self.name = "direct"
         self._position = self.ranks.index(mesh.rank)
         self._size = len(self.ranks)
         self._others = [rank for rank in self.ranks if rank != mesh.rank]
@@ -72,21 +72,21 @@ class RingAlgorithm:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """See `Tunable.sizes`."""
+        """See `TunableAlgorithm.sizes`."""
         return self._chunk_bytes, self._pack_bytes
 
-    def tune(self, chunk_bytes: int, pack_bytes: int) -> None:
-        """See `Tunable.tune`."""
+    def set_sizes(self, chunk_bytes: int, pack_bytes: int) -> None:
+        """See `TunableAlgorithm.set_sizes`."""
         self._chunk_bytes, self._pack_bytes = chunk_bytes, pack_bytes
 
     # -------------------------------------------------------------- all-reduce
 
     def all_reduce(self, call: CollectiveCall, reduction: Reduction) -> None:
         if sum(layout.wire_bytes for layout in reduction.layouts) <= DIRECT_BYTES:
-            self.algorithm = "direct"
+            self.name = "direct"
             self._reduce_directly(reduction)
             return
-        self.algorithm = "ring"
+        self.name = "ring"
         for layout in reduction.layouts:
             if len(layout.indices) == 1:
                 self._reduce_array(layout, reduction)
@@ -186,7 +186,7 @@ class RingAlgorithm:
     def broadcast(self, call: CollectiveCall, buffers: Views, root: int) -> None:
         self._meet()
         mesh, size = self.mesh, total_bytes(buffers)
-        self.algorithm = "direct" if size <= DIRECT_BYTES else "chain"
+        self.name = "direct" if size <= DIRECT_BYTES else "chain"
         if size <= DIRECT_BYTES:
             if self._position == root:
                 for rank in self._others:
@@ -206,7 +206,7 @@ class RingAlgorithm:
         mesh.run()
 
     def all_gather(self, call: CollectiveCall, payload: Views, incoming: Sequence[Views]) -> None:
-        self.algorithm = "direct"
+        self.name = "direct"
         for rank, views in zip(self.ranks, incoming, strict=True):
             if rank != self.mesh.rank:
                 self.mesh.expect(rank, views)
@@ -218,7 +218,7 @@ class RingAlgorithm:
     def all_to_all(
         self, call: CollectiveCall, outgoing: Sequence[Views], incoming: Sequence[Views], sizes: Sequence[Sequence[int]]
     ) -> None:
-        self.algorithm = "direct"
+        self.name = "direct"
         for rank, views in zip(self.ranks, incoming, strict=True):
             if rank != self.mesh.rank:
                 self.mesh.expect(rank, views)

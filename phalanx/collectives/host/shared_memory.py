@@ -129,7 +129,7 @@ class SharedMemoryAlgorithm:
             coming.
     """
 
-    algorithm = "shared memory"
+    name = "shared memory"
     pack_choices: Sequence[int] = ()
 
     def __init__(
@@ -174,11 +174,11 @@ class SharedMemoryAlgorithm:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """See `Tunable.sizes`."""
+        """See `TunableAlgorithm.sizes`."""
         return self._chunk_bytes, 0
 
-    def tune(self, chunk_bytes: int, pack_bytes: int) -> None:
-        """See `Tunable.tune`."""
+    def set_sizes(self, chunk_bytes: int, pack_bytes: int) -> None:
+        """See `TunableAlgorithm.set_sizes`."""
         self._chunk_bytes = chunk_bytes
         self._chunks = self._chunks_by_size.setdefault(chunk_bytes, weakref.WeakKeyDictionary())
 

@@ -13,7 +13,7 @@ from phalanx.collectives.reduction import load
 class SingleProcessAlgorithm:
     """A group of one."""
 
-    algorithm = "copy"
+    name = "copy"
 
     def __init__(self, rank: Rank):
         self.ranks: tuple[Rank, ...] = (rank,)

@@ -33,10 +33,10 @@ def test_ranks_choose_alike_and_sums_stay_right(hosts: tuple[str, ...], tmp_path
                 expected = sum(rank + call for rank in range(len(hosts)))
                 assert all((array == expected).all() for array in merged)
             communicator.barrier()
-            engine = communicator._engine
-            assert isinstance(engine, AutotunedAlgorithm)
-            (search,) = engine._searches.values()
-            return search.chosen, [tuple(tried) for tried in search.tried]
+            algorithm = communicator._algorithm
+            assert isinstance(algorithm, AutotunedAlgorithm)
+            (search,) = algorithm._searches.values()
+            return search.choice, [tuple(tried) for tried in search.results]
 
     found = values(run_ranks(body, hosts=hosts))
     assert found[0][0] is not None
@@ -55,7 +55,7 @@ def test_small_calls_are_not_tuned() -> None:
         ) as communicator:
             for _ in range(5):
                 communicator.all_reduce([np.ones(LEAST_BYTES // 8 - 1)])
-            return len(communicator._engine._searches)  # type: ignore[attr-defined]
+            return len(communicator._algorithm._searches)  # type: ignore[attr-defined]
 
     assert values(run_ranks(body, 2)) == [0, 0]
 

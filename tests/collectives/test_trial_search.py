@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
-from phalanx.collectives.autotune.trial_search import MARGIN, TrialSearch, is_better
+from phalanx.collectives.autotune.trial_search import MARGIN, MergeCosts, TrialSearch, is_better
 
 Plan = tuple[str, int]
 DEFAULT: Plan = ("shared", 512)
@@ -18,16 +19,12 @@ REFINEMENTS: list[Callable[[Plan], list[Plan]]] = [
 STEPS_BOUND = 200
 
 
-def run(
-    cost: Callable[[Plan], float], merge: Callable[[list[float]], list[float]] = lambda own: own
-) -> TrialSearch[Plan]:
+def run(cost: Callable[[Plan], float], merge: MergeCosts = lambda own: own) -> TrialSearch[Plan]:
     search: TrialSearch[Plan] = TrialSearch(DEFAULT, REFINEMENTS)
     for _ in range(STEPS_BOUND):
-        if search.round_is_over:
-            search.advance(merge(search.costs))
-        if search.chosen is not None:
+        if search.choice is not None:
             return search
-        search.measured(cost(search.plan))
+        search.record(cost(search.plan), merge)
     raise AssertionError("the search does not end")
 
 
@@ -47,7 +44,7 @@ def noisy(true: Callable[[Plan], float], seed: int, noise: float) -> Callable[[P
 def test_a_clearly_better_plan_is_found_in_spite_of_noise(seed: int) -> None:
     true = {("shared", 512): 1.0, ("ring", 256): 0.6, ("ring", 128): 0.4}
     search = run(noisy(lambda plan: true.get(plan, 1.5), seed, noise=0.1))
-    assert search.chosen == ("ring", 128)
+    assert search.choice == ("ring", 128)
 
 
 def test_what_is_chosen_is_never_worse_than_the_default_by_more_than_noise() -> None:
@@ -57,40 +54,49 @@ def test_what_is_chosen_is_never_worse_than_the_default_by_more_than_noise() -> 
             (name, size): generator.uniform(0.8, 1.6) for name in ("shared", "ring") for size in (128, 256, 512, 1024)
         }
         search = run(noisy(true.__getitem__, seed, noise=0.1))
-        assert search.chosen is not None
-        assert true[search.chosen] <= true[DEFAULT] * 1.05, seed
+        assert search.choice is not None
+        assert true[search.choice] <= true[DEFAULT] * 1.05, seed
 
 
 def test_where_all_are_alike_the_default_stays() -> None:
-    assert sum(run(noisy(lambda plan: 1.0, seed, noise=0.1)).chosen != DEFAULT for seed in range(100)) <= 2
-    assert run(lambda plan: 1.0).chosen == DEFAULT
-    assert run(lambda plan: 1.0 if plan == DEFAULT else 1.0 - MARGIN / 2).chosen == DEFAULT
+    assert sum(run(noisy(lambda plan: 1.0, seed, noise=0.1)).choice != DEFAULT for seed in range(100)) <= 2
+    assert run(lambda plan: 1.0).choice == DEFAULT
+    assert run(lambda plan: 1.0 if plan == DEFAULT else 1.0 - MARGIN / 2).choice == DEFAULT
 
 
 def test_ranks_that_merge_their_costs_take_the_same_decisions() -> None:
     costs = [noisy(lambda plan: plan[1] / 512, seed, noise=0.5) for seed in range(3)]
     searches = [TrialSearch(DEFAULT, REFINEMENTS) for _ in costs]
+    brought: list[Sequence[float]] = []
+    merged: list[float] = []
+
+    def bring(costs: Sequence[float]) -> Sequence[float]:
+        brought.append(costs)
+        return costs
+
     for _ in range(STEPS_BOUND):
-        if searches[0].round_is_over:
-            merged = [min(each) for each in zip(*(search.costs for search in searches), strict=True)]
-            for search in searches:
-                search.advance(merged)
-        assert len({(search.plan, search.chosen) for search in searches}) == 1
-        for search, cost in zip(searches, costs, strict=True):
-            if search.chosen is None:
-                search.measured(cost(search.plan))
-    assert searches[0].chosen is not None
+        assert len({(search.plan, search.choice) for search in searches}) == 1
+        if searches[0].choice is not None:
+            return
+        brought.clear()
+        own = [cost(search.plan) for search, cost in zip(searches, costs, strict=True)]
+        for search, one in zip(copy.deepcopy(searches), own, strict=True):
+            search.record(one, bring)
+        merged[:] = [min(each) for each in zip(*brought, strict=True)]
+        for search, one in zip(searches, own, strict=True):
+            search.record(one, lambda _: merged)
+    raise AssertionError("the search does not end")
 
 
 def test_all_that_was_compared_is_told() -> None:
     search = run(lambda plan: plan[1] / 512)
-    assert search.chosen == ("ring", 128)
-    assert [tried.plan for tried in search.tried[-2:]] == [DEFAULT, ("ring", 128)]
-    assert [tried.cost for tried in search.tried[-2:]] == [1.0, 0.25]
+    assert search.choice == ("ring", 128)
+    assert [tried.plan for tried in search.results[-2:]] == [DEFAULT, ("ring", 128)]
+    assert [tried.cost for tried in search.results[-2:]] == [1.0, 0.25]
 
 
 def test_without_a_choice_there_is_no_search() -> None:
-    assert TrialSearch(DEFAULT, [lambda best: [best]]).chosen == DEFAULT
+    assert TrialSearch(DEFAULT, [lambda best: [best]]).choice == DEFAULT
 
 
 def test_better_means_by_more_than_margin_and_scatter() -> None:
