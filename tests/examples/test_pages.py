@@ -134,8 +134,8 @@ def end(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-def test_every_example_is_named_in_the_readme() -> None:
-    readme = (ROOT / "README.md").read_text()
+def test_the_readme_of_the_examples_names_them_all() -> None:
+    readme = (EXAMPLES / "README.md").read_text()
     for path in EXAMPLES.iterdir():
-        if path.suffix in (".py", ".md"):
-            assert path.name in readme, f"README.md does not name examples/{path.name}"
+        if path.suffix in (".py", ".md") and path.name != "README.md":
+            assert path.name in readme, f"examples/README.md does not name {path.name}"

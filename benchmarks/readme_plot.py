@@ -1,0 +1,74 @@
+"""The plot in the README, from the results of a run: `python -m benchmarks.readme_plot benchmarks/results/DATE.json`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections import defaultdict
+from pathlib import Path
+
+from benchmarks.report import COLOURS
+from benchmarks.tools import TOOLS, Kind
+
+PANELS = {"mlp64": "MLP, global batch 64", "mlp512": "MLP, global batch 512"}
+SHOWN = {
+    "phalanx-jax": "Phalanx on JAX",
+    "phalanx-tensorflow": "Phalanx on TensorFlow",
+    "phalanx-torch": "Phalanx on PyTorch",
+    "ddp": "PyTorch DDP",
+    "keras-ddp": "Keras in DDP",
+    "tf-distribute-20": "tf.distribute, 20 steps per call",
+    "tf-distribute": "tf.distribute",
+    "keras-dataparallel": "keras.distribution, JAX",
+}
+PATH = Path("docs/images/speed.png")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", type=Path)
+    draw(json.loads(parser.parse_args().results.read_text())["measurements"], PATH)
+
+
+def medians(measurements: list[dict[str, object]]) -> dict[tuple[str, str], list[float]]:
+    """By tool and work: each round's median, in milliseconds per step."""
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for one in measurements:
+        if one.get("ms_per_step"):
+            found[str(one["tool"]), str(one["work"])].append(statistics.median(one["ms_per_step"]))  # type: ignore[call-overload]
+    return found
+
+
+def draw(measurements: list[dict[str, object]], path: Path) -> None:
+    """Draw one panel of bars for each work, the fastest tool first."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    found = medians(measurements)
+    figure, axes = pyplot.subplots(1, len(PANELS), figsize=(10, 3), layout="constrained")
+    for axis, (work, title) in zip(axes, PANELS.items(), strict=True):
+        bars = sorted((statistics.median(found[tool, work]), tool) for tool in SHOWN if found.get((tool, work)))
+        longest = max(ms for ms, _ in bars)
+        axis.barh([SHOWN[tool] for _, tool in bars], [ms for ms, _ in bars], color=[_colour(tool) for _, tool in bars])
+        for index, (ms, _) in enumerate(bars):
+            axis.text(ms + 0.01 * longest, index, f"{ms:.2f}", va="center", fontsize=8)
+        axis.set_xlim(0, 1.12 * longest)
+        axis.invert_yaxis()
+        axis.set_title(title, loc="left", fontsize=10, fontweight="bold")
+        axis.set_xlabel("ms per step", fontsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(labelsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _colour(tool: str) -> str:
+    return COLOURS[TOOLS[tool].kind if tool in TOOLS else Kind.PEER]
+
+
+if __name__ == "__main__":
+    main()
