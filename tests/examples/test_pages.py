@@ -18,7 +18,7 @@ import phalanx
 from tests.examples.conftest import EXAMPLES, JOB_BOUND_S, environment
 from tests.examples.pages import Program, pages, programs, shell_blocks
 from tests.support.backends import BACKENDS, FIRST
-from tests.support.commands import ROOT, finish
+from tests.support.commands import finish
 
 pytestmark = pytest.mark.timeout(700)
 
