@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.tools import ALL_REDUCE, CORES, RESULT_FILE, TOOLS, Kind, Share, Tool
 from benchmarks.work import WORKS
-from phalanx.devices.gpu_count import NO_GPU, ON_DEMAND
+from phalanx.devices.gpu_count import HIDE_GPUS, ON_DEMAND_ALLOCATION
 
 ROOT = Path(__file__).resolve().parent.parent
 ON_GPU = bool(os.environ.get("BENCH_ON_GPU"))
@@ -131,7 +131,7 @@ def _environment(tool: Tool, result: Path) -> dict[str, str]:
     environment |= {
         "PATH": f"{Path(interpreter()).parent}{os.pathsep}{environment.get('PATH', '')}",
         "PYTHONPATH": str(ROOT),
-        **(ON_DEMAND if ON_GPU else {**NO_GPU, "JAX_PLATFORMS": "cpu"}),
+        **(ON_DEMAND_ALLOCATION if ON_GPU else {**HIDE_GPUS, "JAX_PLATFORMS": "cpu"}),
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "BENCH_RESULT": str(result),
         "BENCH_PORTS": ",".join(map(str, free_ports(tool.ranks))),

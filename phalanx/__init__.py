@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from phalanx.compat.unsupported_names import absent
+from phalanx.compat.unsupported_names import missing_attribute
 from phalanx.version import __version__
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ _MODULES = {*__all__} - {*_MODULE_OF, "__version__"}
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF and name not in _MODULES:
-        raise absent(__name__, name)
+        raise missing_attribute(__name__, name)
     # Lest a wrong argument of the first strategy end the process as an error of the program's own.
     importlib.import_module("phalanx.runtime.exit_codes").install()
     if name in _MODULES:

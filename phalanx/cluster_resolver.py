@@ -12,7 +12,7 @@ from phalanx.cluster.resolvers import (
     SlurmClusterResolver,
     TFConfigClusterResolver,
 )
-from phalanx.compat.unsupported_names import absent
+from phalanx.compat.unsupported_names import missing_attribute
 
 __all__ = [
     "ClusterResolver",
@@ -25,4 +25,4 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    raise absent(__name__, name)
+    raise missing_attribute(__name__, name)

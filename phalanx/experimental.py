@@ -8,7 +8,7 @@ from phalanx import coordinator
 from phalanx.cluster.resolvers.base_resolver import ClusterResolver
 from phalanx.collectives import CollectiveCommunication, CommunicationImplementation, CommunicationOptions
 from phalanx.collectives.options import CollectiveHints
-from phalanx.compat.unsupported_names import absent
+from phalanx.compat.unsupported_names import missing_attribute
 from phalanx.parameter_server import partitioners as partitioners
 from phalanx.strategies import CentralStorageStrategy, ParameterServerStrategy, ValueContext
 from phalanx.strategies import MultiWorkerMirroredStrategy as _MultiWorkerMirroredStrategy
@@ -44,4 +44,4 @@ class MultiWorkerMirroredStrategy(_MultiWorkerMirroredStrategy):
 
 
 def __getattr__(name: str) -> Any:
-    raise absent(__name__, name)
+    raise missing_attribute(__name__, name)

@@ -6,16 +6,13 @@ import os
 import platform
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-import phalanx
-
 PROGRAM = """
-import resource, runpy, sys
+import resource
 
-keep = runpy.run_path(sys.argv[1])["keep_freed"]
+from phalanx.arrays.allocation import keep_freed_memory
 
 
 def faults():
@@ -27,7 +24,7 @@ def faults():
 
 
 before = faults()
-keep()
+keep_freed_memory()
 faults()
 print(before, faults())
 """
@@ -36,10 +33,9 @@ print(before, faults())
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the thresholds are glibc's")
 @pytest.mark.parametrize("own", [{}, {"MALLOC_TRIM_THRESHOLD_": "131072"}], ids=["default", "the user's own"])
 def test_freed_blocks_are_taken_again_without_page_faults(own: dict[str, str]) -> None:
-    module = Path(phalanx.__file__).parent / "memory.py"
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(module)],
+        [sys.executable, "-c", PROGRAM],
         env={**clean, **own},
         capture_output=True,
         text=True,

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from phalanx.transport.serialization import decode, encode, is_plain
+from phalanx.transport.serialization import decode, encode, is_serializable
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from phalanx.transport.serialization import decode, encode, is_plain
 def test_arrays_keep_their_type_and_values(dtype: Any) -> None:
     values = np.array([[0, 1], [2, 10]])
     array = values.astype("<m8[s]" if np.dtype(dtype).kind == "m" else dtype)
-    assert is_plain({"a": [array]})
+    assert is_serializable({"a": [array]})
     back = decode(encode({"a": [array]}))["a"][0]
     assert (back.dtype, back.shape) == (array.dtype, array.shape)
     np.testing.assert_array_equal(back, array)
@@ -33,7 +33,7 @@ def test_empty_ones_too() -> None:
 
 def test_numbers_and_containers() -> None:
     value = {"a": (1, [2.5, None, True], "s", b"b"), "b": np.float32(0.5), "c": 2**64 - 1, "d": -(2**63)}
-    assert is_plain(value)
+    assert is_serializable(value)
     assert decode(encode(value)) == value | {"b": 0.5}
 
 
@@ -43,5 +43,5 @@ NOT_PLAIN += [object(), {1: 2}, {1}, np.array([object()]), np.zeros(2, [("a", "f
 
 @pytest.mark.parametrize("value", NOT_PLAIN, ids=range(len(NOT_PLAIN)))
 def test_what_would_not_come_back_is_refused(value: Any) -> None:
-    assert not is_plain(value)
-    assert not is_plain([value])
+    assert not is_serializable(value)
+    assert not is_serializable([value])

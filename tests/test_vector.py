@@ -19,9 +19,9 @@ def _shapes(smallest: int) -> st.SearchStrategy[list[tuple[int, ...]]]:
 def test_all_parts_make_up_the_vector(shapes: list[tuple[int, ...]], ranks: int) -> None:
     vector = FlatBuffer(shapes, ranks)
     arrays = [np.arange(np.prod(shape), dtype=np.float32).reshape(shape) + 100 * n for n, shape in enumerate(shapes)]
-    whole = np.concatenate([vector.part_of(arrays, rank) for rank in range(ranks)])
+    whole = np.concatenate([vector.pack_part(arrays, rank) for rank in range(ranks)])
     assert whole.shape == (vector.size,)
-    for array, view in zip(arrays, vector.cut(whole), strict=True):
+    for array, view in zip(arrays, vector.unpack(whole), strict=True):
         np.testing.assert_array_equal(view, array)
     assert np.count_nonzero(whole) == sum(np.count_nonzero(array) for array in arrays)
 
@@ -30,8 +30,8 @@ def test_all_parts_make_up_the_vector(shapes: list[tuple[int, ...]], ranks: int)
 def test_arrays_and_parts_begin_where_xla_need_not_copy_them(shapes: list[tuple[int, ...]], ranks: int) -> None:
     vector = FlatBuffer(shapes, ranks)
     flat = np.zeros(vector.size, np.float32)
-    starts = [view.__array_interface__["data"][0] - flat.__array_interface__["data"][0] for view in vector.cut(flat)]
+    starts = [view.__array_interface__["data"][0] - flat.__array_interface__["data"][0] for view in vector.unpack(flat)]
     assert all(start % (UNIT * flat.itemsize) == 0 for start in starts)
-    assert vector.part % UNIT == 0
+    assert vector.part_size % UNIT == 0
     for (before, after), shape in zip(pairwise(starts), shapes, strict=False):
         assert after - before >= np.prod(shape) * flat.itemsize

@@ -26,7 +26,7 @@ KEPT_BYTES = 512 * 1024**2
 LARGEST_BLOCK_BYTES = 32 * 1024**2
 
 
-def keep_freed() -> None:
+def keep_freed_memory() -> None:
     """Raise the thresholds of glibc, unless the user has set its variables (MALLOC_..., GLIBC_TUNABLES)."""
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in process_environment()):
         return
@@ -36,7 +36,7 @@ def keep_freed() -> None:
         mallopt(_MMAP_THRESHOLD, LARGEST_BLOCK_BYTES)
 
 
-def aligned(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+def empty_aligned(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     """A new array, not initialised, at an address from which backends can compute without copying it. The dtype must be
     of plain numbers."""
     size = math.prod(shape) * dtype.itemsize
@@ -45,12 +45,12 @@ def aligned(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     return block[start : start + size].view(dtype).reshape(shape)
 
 
-def copies(arrays: Sequence[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
+def copy_arrays(arrays: Sequence[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
     return [array.copy() for array in arrays]
 
 
-def aligned_zeros(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+def zeros_aligned(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     """As `aligned`, and zero."""
-    block = aligned(shape, dtype)
+    block = empty_aligned(shape, dtype)
     block.fill(0)
     return block

@@ -28,19 +28,19 @@ class FlatBuffer:
         sizes = [math.prod(shape) for shape in shapes]
         stops = list(accumulate(_rounded(size) for size in sizes))
         self._places = [(start, start + size) for start, size in zip([0, *stops], sizes, strict=False)]
-        self.part = _rounded(-(-max(stops, default=0) // parts))
-        self.size = self.part * parts
+        self.part_size = _rounded(-(-max(stops, default=0) // parts))
+        self.size = self.part_size * parts
 
-    def cut(self, vector: Array) -> list[Array]:
+    def unpack(self, vector: Array) -> list[Array]:
         """The arrays in it, as views."""
         return [
             vector[start:stop].reshape(shape) for (start, stop), shape in zip(self._places, self.shapes, strict=True)
         ]
 
-    def part_of(self, arrays: Sequence[Array], number: int = 0) -> Array:
+    def pack_part(self, arrays: Sequence[Array], number: int = 0) -> Array:
         """A new array of a part of the vector of these, which are of one dtype."""
-        first, last = number * self.part, (number + 1) * self.part
-        part = np.zeros(self.part, arrays[0].dtype if arrays else None)
+        first, last = number * self.part_size, (number + 1) * self.part_size
+        part = np.zeros(self.part_size, arrays[0].dtype if arrays else None)
         for array, (start, stop) in zip(arrays, self._places, strict=True):
             low, high = max(start, first), min(stop, last)
             if low < high:

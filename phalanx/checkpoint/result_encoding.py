@@ -7,11 +7,11 @@ from typing import Any
 import keras
 from keras.src import tree
 
-from phalanx.transport.serialization import decode, encode, is_plain
+from phalanx.transport.serialization import decode, encode, is_serializable
 
 
 def encode_history(history: Any) -> bytes:
-    params = {name: value for name, value in (history.params or {}).items() if is_plain(value)}
+    params = {name: value for name, value in (history.params or {}).items() if is_serializable(value)}
     return encode([list(history.epoch), history.history, params])
 
 

@@ -18,7 +18,7 @@ MESH = "mesh"
 """Purpose of the links between members."""
 PROBE = "probe"
 """Purpose of a connection that only asks who is there."""
-VERDICT = "verdict"
+FAILURE = "verdict"
 """Purpose of a connection that says that the job cannot begin, and why."""
 
 DISAGREEMENT = "disagreement"
@@ -31,22 +31,22 @@ LEAVING = "leaving"
 """Refusal: the same process was in the job before, which this task has not left yet. It passes."""
 
 
-def serve_rendezvous(listener: Listener, me: TaskIdentity, roll_call: PeerRegistry) -> None:
+def serve_rendezvous(listener: Listener, me: TaskIdentity, registry: PeerRegistry) -> None:
     """Register all that a task serves during the rendezvous; after it, they answer that the job runs."""
-    listener.register(MESH, _Mesh(me, roll_call))
-    listener.register(PROBE, Probe(me))
-    listener.register(VERDICT, _Verdict(roll_call))
+    listener.register(MESH, _MeshService(me, registry))
+    listener.register(PROBE, ProbeService(me))
+    listener.register(FAILURE, _FailureService(registry))
 
 
-class _Mesh:
+class _MeshService:
     """Links with tasks of higher rank."""
 
-    def __init__(self, me: TaskIdentity, roll_call: PeerRegistry):
+    def __init__(self, me: TaskIdentity, registry: PeerRegistry):
         self._me = me
-        self._roll_call = roll_call
+        self._registry = registry
 
     def admit(self, hello: Hello) -> Welcome:
-        verdict = self._roll_call.verdict
+        verdict = self._registry.failure
         if isinstance(verdict, DisagreementError):
             return Welcome(refusal=DISAGREEMENT, reason=str(verdict))
         try:
@@ -57,13 +57,13 @@ class _Mesh:
                 reason=f"{hello.task} and {self._me.task} run different versions of Phalanx ({error}). "
                 f"Install the same one everywhere.",
             )
-        joined = self._roll_call.joined
+        joined = self._registry.joined
         rank = self._me.rank_of(newcomer.task)
         if rank is not None:
-            self._roll_call.saw(rank)
-        if disagreement := describe_disagreement(self._me.statement, newcomer):
+            self._registry.mark_seen(rank)
+        if disagreement := describe_disagreement(self._me.description, newcomer):
             if not joined:
-                self._roll_call.end_with(DisagreementError(disagreement))
+                self._registry.fail(DisagreementError(disagreement))
             return Welcome(refusal=DISAGREEMENT, reason=disagreement)
         if rank is None or rank <= self._me.rank:
             return Welcome(
@@ -71,7 +71,7 @@ class _Mesh:
                 reason=f"{newcomer.task} dialled {self._me.task}, which has to dial it: two processes have "
                 f"exchanged their addresses, or one of them has the wrong task.",
             )
-        present = self._roll_call.last_peers.get(rank)
+        present = self._registry.last_peers.get(rank)
         if joined and present is not None and _is_same_process(present, newcomer):
             return Welcome(refusal=LEAVING, reason=f"{self._me.task} has not left the job of before yet")
         if joined:
@@ -79,17 +79,17 @@ class _Mesh:
         if present is not None and _is_other_process(present, newcomer):
             return Welcome(
                 refusal=DUPLICATE,
-                reason=f"{newcomer.task} is here already: {present.statement.whereabouts}. This process, pid "
+                reason=f"{newcomer.task} is here already: {present.description.whereabouts}. This process, pid "
                 f"{newcomer.pid} on {newcomer.host}, has the same task. Give it another task.index in "
                 f"TF_CONFIG, or end the other one.",
             )
-        return Welcome(details=msgspec.msgpack.encode(self._me.statement))
+        return Welcome(details=msgspec.msgpack.encode(self._me.description))
 
     def adopt(self, hello: Hello, link: Link) -> None:
         newcomer = msgspec.msgpack.decode(hello.details, type=TaskDescription)
         rank = self._me.rank_of(newcomer.task)
         assert rank is not None, "checked when it was admitted"
-        self._roll_call.enter(rank, Peer(newcomer, link))
+        self._registry.add(rank, Peer(newcomer, link))
 
 
 def link_name(incarnation: str, number: int) -> str:
@@ -97,7 +97,7 @@ def link_name(incarnation: str, number: int) -> str:
     return f"{incarnation}#{number}"
 
 
-def process_of(link: str) -> str:
+def incarnation_of(link: str) -> str:
     """The incarnation of the process whose link this is."""
     return link.partition("#")[0]
 
@@ -116,22 +116,22 @@ def admit_worker(
         newcomer = msgspec.msgpack.decode(hello.details, type=TaskDescription)
     except msgspec.MsgspecError as error:
         return Welcome(refusal=DISAGREEMENT, reason=f"{hello.task} and {me.task} run different versions ({error}).")
-    if disagreement := describe_disagreement(me.statement, newcomer):
+    if disagreement := describe_disagreement(me.description, newcomer):
         return Welcome(refusal=DISAGREEMENT, reason=disagreement)
     rank = me.rank_of(newcomer.task)
     if rank is None or rank not in ranks:
         return Welcome(refusal=DISAGREEMENT, reason=f"{newcomer.task} is no worker of this cluster.")
     name, present = link_of(rank) or ("", None)
-    if present is not None and process_of(name) != newcomer.incarnation and not present.peer_closed():
+    if present is not None and incarnation_of(name) != newcomer.incarnation and not present.peer_closed():
         return Welcome(
             refusal=DUPLICATE,
             reason=f"{newcomer.task} is here already. This process, pid {newcomer.pid} on {newcomer.host}, has the "
             f"same task: give it another task.index in TF_CONFIG, or end the other one.",
         )
-    return Welcome(details=msgspec.msgpack.encode(me.statement))
+    return Welcome(details=msgspec.msgpack.encode(me.description))
 
 
-class Probe:
+class ProbeService:
     """Says who is here, before, during and after the rendezvous."""
 
     def __init__(self, me: TaskIdentity):
@@ -139,23 +139,23 @@ class Probe:
 
     def admit(self, hello: Hello) -> Welcome:
         del hello
-        return Welcome(details=msgspec.msgpack.encode(self._me.statement))
+        return Welcome(details=msgspec.msgpack.encode(self._me.description))
 
     def adopt(self, hello: Hello, link: Link) -> None:
         del hello
         link.close()
 
 
-class _Verdict:
+class _FailureService:
     """Hears from another task why the job cannot begin."""
 
-    def __init__(self, roll_call: PeerRegistry):
-        self._roll_call = roll_call
+    def __init__(self, registry: PeerRegistry):
+        self._registry = registry
 
     def admit(self, hello: Hello) -> Welcome:
-        if self._roll_call.joined:
+        if self._registry.joined:
             return Welcome(refusal=RUNNING, reason="the job runs already")
-        self._roll_call.end_with(DisagreementError(hello.details.decode(errors="replace")))
+        self._registry.fail(DisagreementError(hello.details.decode(errors="replace")))
         return Welcome()
 
     def adopt(self, hello: Hello, link: Link) -> None:
@@ -164,12 +164,12 @@ class _Verdict:
 
 
 def _is_same_process(present: Peer, newcomer: TaskDescription) -> bool:
-    before = present.statement
+    before = present.description
     return (before.pid, before.host) == (newcomer.pid, newcomer.host) and present.link.peer_closed()
 
 
 def _is_other_process(present: Peer, newcomer: TaskDescription) -> bool:
-    return present.statement.incarnation != newcomer.incarnation and not present.link.peer_closed()
+    return present.description.incarnation != newcomer.incarnation and not present.link.peer_closed()
 
 
 def _describe_running(rank: Rank, present: Peer | None, newcomer: TaskDescription) -> str:
@@ -180,6 +180,6 @@ def _describe_running(rank: Rank, present: Peer | None, newcomer: TaskDescriptio
             f"place. Start the whole job again."
         )
     return (
-        f"the job has begun, with {present.statement.whereabouts} as rank {rank}. {process} has the same "
+        f"the job has begun, with {present.description.whereabouts} as rank {rank}. {process} has the same "
         f"task: give it another task.index in TF_CONFIG, or end it."
     )

@@ -1,4 +1,4 @@
-"""What the tasks of a job must agree on, compared at their first contact. Pure functions over statements."""
+"""What the tasks of a job must agree on, compared at their first contact. Pure functions over descriptions."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class TaskDescription(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.task} (pid {self.pid} on {self.host})"
 
 
-def first_difference(variables: Sequence[object], others: Sequence[object], one: str, other: str) -> str | None:
+def describe_difference(variables: Sequence[object], others: Sequence[object], one: str, other: str) -> str | None:
     """Where two lists of variables part, in words; None if they are the same. `one` and `other` have them."""
     for index, (left, right) in enumerate(zip(variables, others, strict=False)):
         if left != right:
@@ -93,10 +93,10 @@ def describe_disagreement(one: TaskDescription, other: TaskDescription) -> str |
     )
 
 
-def _order(statement: TaskDescription) -> tuple[int, int, str]:
-    task_type, _, index = statement.task.partition("/")
+def _order(description: TaskDescription) -> tuple[int, int, str]:
+    task_type, _, index = description.task.partition("/")
     position = TASK_TYPES.index(task_type) if task_type in TASK_TYPES else len(TASK_TYPES)
-    return position, int(index) if index.isdigit() else 0, statement.incarnation
+    return position, int(index) if index.isdigit() else 0, description.incarnation
 
 
 def _differences(a: TaskDescription, b: TaskDescription) -> Iterator[str]:

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from phalanx.cluster.compatibility import JobFacts, TaskDescription, describe_disagreement
 from phalanx.cluster.link_benchmark import EXAMINE, LinkBenchmarkAnswer, LinkBenchmarkService, LinkMeasurement, measure
-from phalanx.cluster.peer_dialing import who_is_at
+from phalanx.cluster.peer_dialing import identify_task
 from phalanx.cluster.peer_registry import TaskIdentity
 from phalanx.cluster.resolvers import ClusterResolver
 from phalanx.cluster.resolvers.auto_resolver import resolve
@@ -31,7 +31,7 @@ from phalanx.errors import ConfigurationError, HandshakeError, PhalanxError, Ren
 from phalanx.transport.address import Address
 from phalanx.transport.dial import RefusedError, retry_delay_s
 from phalanx.transport.link import Link
-from phalanx.transport.listener import Listener, PortTakenError, open_sockets
+from phalanx.transport.listener import Listener, PortTakenError, open_listening_sockets
 
 DEFAULT_WAIT_S = 10.0
 """How long to try to reach each task: enough to start the command in a few terminals one after the other."""
@@ -122,7 +122,7 @@ def examine(
     spec.check_member(task)
     facts = JobFacts(keras=report.software.keras, backend=report.software.backend, seed=config.seed)
     me = TaskIdentity(spec, task, facts, config)
-    report.host = me.statement.host
+    report.host = me.description.host
     report.rank = me.rank if me.rank >= 0 else None
     report.world_size = len(me.tasks)
     _check_addresses(report, config)
@@ -161,7 +161,7 @@ def _resolve(address: Address) -> tuple[str, ...] | str:
 
 
 def _meet_the_others(report: DoctorReport, me: TaskIdentity, wait_s: float) -> None:
-    service = LinkBenchmarkService(LinkBenchmarkAnswer(me.statement, report.software), len(report.tasks))
+    service = LinkBenchmarkService(LinkBenchmarkAnswer(me.description, report.software), len(report.tasks))
     listener = _listen(report, me, service)
     try:
         # An evaluator listens nowhere.
@@ -194,9 +194,9 @@ def _listen(report: DoctorReport, me: TaskIdentity, service: LinkBenchmarkServic
         return None
     own.state, own.software = "this task; its port can be opened", report.software
     try:
-        sockets = open_sockets(me.address, secret=me.config.secret, listen_fd=me.config.listen_fd)
+        sockets = open_listening_sockets(me.address, secret=me.config.secret, listen_fd=me.config.listen_fd)
     except PortTakenError as error:
-        owner = who_is_at(me, me.task)
+        owner = identify_task(me, me.task)
         if isinstance(owner, TaskDescription) and owner.task == str(me.task):
             own.state = f"this task; it runs already (pid {owner.pid} on {owner.host})"
         else:
@@ -223,10 +223,10 @@ def _reach(report: DoctorReport, me: TaskIdentity, entry: TaskDiagnosis, deadlin
             link, welcome = me.dial(entry.task, EXAMINE, deadline=now + ATTEMPT_TIMEOUT_S)
             answer = msgspec.msgpack.decode(welcome.details, type=LinkBenchmarkAnswer)
         except RefusedError as error:
-            found = who_is_at(me, entry.task)
+            found = identify_task(me, entry.task)
             if isinstance(found, TaskDescription):
                 entry.state = f"trains (pid {found.pid} on {found.host})"
-                _check_statement(report, me, entry, found)
+                _check_description(report, me, entry, found)
                 return None
             failure = telling = str(error)
         except HandshakeError as error:
@@ -234,9 +234,9 @@ def _reach(report: DoctorReport, me: TaskIdentity, entry: TaskDiagnosis, deadlin
         except (PhalanxError, msgspec.MsgspecError) as error:
             failure = telling or str(error)
         else:
-            entry.state = f"answers (pid {answer.statement.pid} on {answer.statement.host})"
+            entry.state = f"answers (pid {answer.description.pid} on {answer.description.host})"
             entry.software = answer.software
-            _check_statement(report, me, entry, answer.statement)
+            _check_description(report, me, entry, answer.description)
             return link
         if now + retry_delay_s(now - started_at) >= deadline:
             entry.state = "cannot be reached"
@@ -245,18 +245,20 @@ def _reach(report: DoctorReport, me: TaskIdentity, entry: TaskDiagnosis, deadlin
         time.sleep(retry_delay_s(now - started_at))
 
 
-def _check_statement(report: DoctorReport, me: TaskIdentity, entry: TaskDiagnosis, statement: TaskDescription) -> None:
-    if statement.task != str(entry.task):
+def _check_description(
+    report: DoctorReport, me: TaskIdentity, entry: TaskDiagnosis, description: TaskDescription
+) -> None:
+    if description.task != str(entry.task):
         report.problems.append(
-            f"at the address of {entry.task}, {entry.address}, {statement.whereabouts} answers: the tasks have "
+            f"at the address of {entry.task}, {entry.address}, {description.whereabouts} answers: the tasks have "
             f"different clusters, or two hosts have exchanged their addresses."
         )
     # A program sets more than the doctor can know of: its seed, and what else it compares.
-    mine = me.statement.facts
+    mine = me.description.facts
     comparable = msgspec.structs.replace(
-        statement.facts, seed=mine.seed, others=mine.others, backend_policy=mine.backend_policy
+        description.facts, seed=mine.seed, others=mine.others, backend_policy=mine.backend_policy
     )
-    if disagreement := describe_disagreement(me.statement, msgspec.structs.replace(statement, facts=comparable)):
+    if disagreement := describe_disagreement(me.description, msgspec.structs.replace(description, facts=comparable)):
         report.problems.append(disagreement)
 
 

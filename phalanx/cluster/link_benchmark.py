@@ -34,7 +34,7 @@ PATIENCE_S = 60.0
 class LinkBenchmarkAnswer(msgspec.Struct, frozen=True):
     """What a task says when it is examined; details of the Welcome."""
 
-    statement: TaskDescription
+    description: TaskDescription
     software: SoftwareVersions
 
 

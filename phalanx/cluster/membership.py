@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from phalanx.errors import PeerLostError
-from phalanx.transport.link import Link, settle
+from phalanx.transport.link import Link, wait_until_delivered
 
 Rank = int
 
-LOOK_THERE = "Look at the end of that task's output for the cause."
-CLOSED = f"its connection closed, so the process or its host died. {LOOK_THERE}"
+SEE_TASK_OUTPUT = "Look at the end of that task's output for the cause."
+CONNECTION_CLOSED = f"its connection closed, so the process or its host died. {SEE_TASK_OUTPUT}"
 """What is known of a lost task where nothing else is."""
 
 
@@ -36,17 +36,17 @@ class Member:
 
 
 @dataclass(slots=True)
-class GenerationPolicy:
+class GenerationState:
     """What becomes of a generation whose members come and go.
 
     Attributes:
-        over_at: by `time.monotonic`, when a collective that still waits gives up, as the generation has ended. Set by
+        abort_at: by `time.monotonic`, when a collective that still waits gives up, as the generation has ended. Set by
             another thread.
-        unheard: ranks that this one waited for in vain, or to which its connection broke.
+        unresponsive: ranks that this one waited for in vain, or to which its connection broke.
     """
 
-    over_at: float = math.inf
-    unheard: set[Rank] = field(default_factory=set)
+    abort_at: float = math.inf
+    unresponsive: set[Rank] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,14 @@ class Membership:
         rank: the rank of this process.
         members: all members, in rank order.
         links: an open link to every other rank. Owned by the membership: `close()` closes them.
-        course: what becomes of it.
+        state: what becomes of it.
     """
 
     generation: int
     rank: Rank
     members: tuple[Member, ...]
     links: Mapping[Rank, Link] = field(default_factory=dict)
-    course: GenerationPolicy = field(default_factory=GenerationPolicy, compare=False)
+    state: GenerationState = field(default_factory=GenerationState, compare=False)
 
     @property
     def world_size(self) -> int:
@@ -102,19 +102,19 @@ class Membership:
         member = self.members[rank]
         return PeerLostError(
             f"{self.me.task} (rank {self.rank}) lost {member.task} (rank {rank}, pid {member.pid} on "
-            f"{member.host}, {member.address}) during {during}: {why or CLOSED}",
+            f"{member.host}, {member.address}) during {during}: {why or CONNECTION_CLOSED}",
             rank=rank,
             task=member.task,
             host=member.host,
         )
 
-    def close(self, *, well: bool = False) -> None:
+    def close(self, *, flush: bool = False) -> None:
         """Close the links.
 
         Args:
-            well: only when what was sent over them has arrived.
+            flush: wait until what was sent over them has arrived.
         """
-        if well:
-            settle(self.links.values())
+        if flush:
+            wait_until_delivered(self.links.values())
         for link in self.links.values():
             link.close()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from phalanx.cluster.admission import PROBE
 from phalanx.cluster.compatibility import TaskDescription
 from phalanx.cluster.membership import Rank
-from phalanx.cluster.peer_dialing import CHIEF_RANK, PROBE_TIMEOUT_S, who_is_at
+from phalanx.cluster.peer_dialing import CHIEF_RANK, PROBE_TIMEOUT_S, identify_task
 from phalanx.cluster.peer_registry import PeerRegistry, TaskIdentity
 from phalanx.config.variables import RENDEZVOUS_TIMEOUT
 from phalanx.errors import ConfigurationError, PeerLostError, PhalanxError, RendezvousError
@@ -25,13 +25,13 @@ ENDED_AFTER_S = 4.0
 """For so long nobody has listened at the port of a task that has ended: a program may start itself again."""
 
 
-def notice_missing(me: TaskIdentity, roll_call: PeerRegistry, listener: Listener, timeout_s: float) -> None:
+def log_missing_tasks(me: TaskIdentity, registry: PeerRegistry, listener: Listener, timeout_s: float) -> None:
     """After a while, log once who is missing. The body of a thread."""
-    if roll_call.wait_until_over(NOTICE_AFTER_S):
+    if registry.wait_until_over(NOTICE_AFTER_S):
         return
-    investigate(me, roll_call)
-    lines = list_missing(me, roll_call)
-    if not lines or roll_call.wait_until_over(0):
+    find_causes(me, registry)
+    lines = describe_missing(me, registry)
+    if not lines or registry.wait_until_over(0):
         return
     logger.warning(
         "%s waits, for up to %.0f s, for:\n%s%s",
@@ -42,7 +42,7 @@ def notice_missing(me: TaskIdentity, roll_call: PeerRegistry, listener: Listener
     )
 
 
-def watch_for_ended(me: TaskIdentity, roll_call: PeerRegistry) -> None:
+def watch_for_exited_tasks(me: TaskIdentity, registry: PeerRegistry) -> None:
     """End the rendezvous if a task that is missing has ended. The body of a thread.
 
     Only a launcher's tasks can tell: it has opened all ports before it started any task, so a port at which nobody
@@ -51,14 +51,14 @@ def watch_for_ended(me: TaskIdentity, roll_call: PeerRegistry) -> None:
     if me.config.listen_fd is None:
         return
     refused_since: dict[Rank, float] = {}
-    while not roll_call.wait_until_over(ENDED_POLL_S):
+    while not registry.wait_until_over(ENDED_POLL_S):
         now = time.monotonic()
         for rank in me.other_ranks:
-            if rank in roll_call.peers or not _is_refused(me, rank):
+            if rank in registry.peers or not _is_refused(me, rank):
                 refused_since.pop(rank, None)
             elif now - refused_since.setdefault(rank, now) >= ENDED_AFTER_S:
                 task = me.tasks[rank]
-                roll_call.end_with(
+                registry.fail(
                     PeerLostError(
                         f"{task} (rank {rank}) has ended before the job began, and {me.task} waited for it: nobody "
                         f"listens at its port any more, {me.spec.address(task)}. Every task must make the strategy.",
@@ -78,11 +78,11 @@ def _is_refused(me: TaskIdentity, rank: Rank) -> bool:
     return False
 
 
-def time_is_up(me: TaskIdentity, roll_call: PeerRegistry, listener: Listener, timeout_s: float) -> RendezvousError:
+def timeout_error(me: TaskIdentity, registry: PeerRegistry, listener: Listener, timeout_s: float) -> RendezvousError:
     """The error of a task that has waited long enough, with all that is known about those that are
     missing."""
-    investigate(me, roll_call)
-    lines = "\n".join(f"  {line}" for line in list_missing(me, roll_call))
+    find_causes(me, registry)
+    lines = "\n".join(f"  {line}" for line in describe_missing(me, registry))
     return RendezvousError(
         f"{me.task} (rank {me.rank}, at {me.address}) has waited {timeout_s:g} s for the "
         f"{len(me.other_ranks)} other tasks of the job, and does not train without them. "
@@ -92,34 +92,36 @@ def time_is_up(me: TaskIdentity, roll_call: PeerRegistry, listener: Listener, ti
     )
 
 
-def investigate(me: TaskIdentity, roll_call: PeerRegistry) -> None:
+def find_causes(me: TaskIdentity, registry: PeerRegistry) -> None:
     """Find out why tasks of higher rank have not called, and whether this task's address is another
     process's."""
-    absent = [rank for rank in me.other_ranks if rank not in roll_call.peers]
+    absent = [rank for rank in me.other_ranks if rank not in registry.peers]
 
     def look(rank: Rank) -> None:
-        found = who_is_at(me, me.tasks[rank])
+        found = identify_task(me, me.tasks[rank])
         if rank == me.rank:
-            if isinstance(found, TaskDescription) and found.incarnation != me.statement.incarnation:
-                roll_call.end_with(ConfigurationError(describe_owner(me, found)))
+            if isinstance(found, TaskDescription) and found.incarnation != me.description.incarnation:
+                registry.fail(ConfigurationError(describe_owner(me, found)))
         elif isinstance(found, str):
-            roll_call.note(rank, found)
+            registry.set_cause(rank, found)
         elif found.task == str(me.tasks[rank]):
-            roll_call.note(rank, f"pid {found.pid} on {found.host} runs, but has not reached {me.task} at {me.address}")
+            registry.set_cause(
+                rank, f"pid {found.pid} on {found.host} runs, but has not reached {me.task} at {me.address}"
+            )
         else:
-            roll_call.note(rank, f"{found.whereabouts} listens there instead")
+            registry.set_cause(rank, f"{found.whereabouts} listens there instead")
 
     # Of lower ranks the threads that dial them know best.
     ranks = [rank for rank in absent if rank > me.rank]
-    in_threads(look, [*ranks, me.rank], until=time.monotonic() + PROBE_TIMEOUT_S + 0.5)
+    run_in_threads(look, [*ranks, me.rank], until=time.monotonic() + PROBE_TIMEOUT_S + 0.5)
 
 
 def describe_owner(me: TaskIdentity, owner: TaskDescription) -> str:
     """The error for a process whose own address is answered by another one of the job."""
-    if owner.task == me.statement.task:
+    if owner.task == me.description.task:
         return (
             f"{me.task} runs already: {owner.whereabouts} answers at its address, {me.address}. Two "
-            f"processes have the same task: give this one (pid {me.statement.pid} on {me.statement.host}) "
+            f"processes have the same task: give this one (pid {me.description.pid} on {me.description.host}) "
             f"another task.index in TF_CONFIG, or end the other one."
         )
     return (
@@ -129,10 +131,10 @@ def describe_owner(me: TaskIdentity, owner: TaskDescription) -> str:
     )
 
 
-def list_missing(me: TaskIdentity, roll_call: PeerRegistry) -> list[str]:
+def describe_missing(me: TaskIdentity, registry: PeerRegistry) -> list[str]:
     """One line for each missing task, with its address and the reason; or what those that are here wait
     for."""
-    missing = roll_call.missing()
+    missing = registry.missing()
     if missing:
         return [
             f"{task} at {me.spec.address(task)}: {missing[str(task)] or 'has not called yet'}"
@@ -142,15 +144,15 @@ def list_missing(me: TaskIdentity, roll_call: PeerRegistry) -> list[str]:
     if me.rank != CHIEF_RANK:
         return [f"{me.tasks[CHIEF_RANK]}, which is here, but waits for others to reach each other"]
     lines = []
-    for peer in roll_call.peers.values():
-        name = peer.statement.whereabouts
+    for peer in registry.peers.values():
+        name = peer.description.whereabouts
         if peer.missing is None:
             lines.append(f"{name}: is linked, but says nothing; it may be stopped")
         lines += [f"{name} to reach {task}: {why or 'not called'}" for task, why in (peer.missing or {}).items()]
     return lines
 
 
-def in_threads(function: Callable[[Rank], None], ranks: Iterable[Rank], *, until: float) -> None:
+def run_in_threads(function: Callable[[Rank], None], ranks: Iterable[Rank], *, until: float) -> None:
     """Call the function for each rank at once; returns when all are done, or at `until` (monotonic)."""
     threads = [
         threading.Thread(target=function, args=(rank,), name=f"phalanx-ask-{rank}", daemon=True) for rank in ranks

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 
-from phalanx.cluster.admission import PROBE, Probe
+from phalanx.cluster.admission import PROBE, ProbeService
 from phalanx.cluster.compatibility import JobFacts
 from phalanx.cluster.host_identity import host_identity
 from phalanx.cluster.membership import Member, Membership
 from phalanx.cluster.peer_registry import TaskIdentity
-from phalanx.cluster.rendezvous import FIRST_GENERATION, meet
+from phalanx.cluster.rendezvous import FIRST_GENERATION, gather_members
 from phalanx.cluster.resolvers import ClusterResolver
 from phalanx.cluster.spec import EVALUATOR, PS, WORKER, ClusterSpec, Task
 from phalanx.config.job_config import JobConfig
 from phalanx.errors import ConfigurationError, UnsupportedError
-from phalanx.transport.listener import Listener, open_sockets
+from phalanx.transport.listener import Listener, open_listening_sockets
 
 
 class Node:
@@ -50,13 +50,13 @@ class Node:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def close(self, *, well: bool = True) -> None:
+    def close(self, *, flush: bool = True) -> None:
         """Leave the job: close the links and free the port. Safe to call twice.
 
         Args:
-            well: this process has finished: what it has sent is to arrive.
+            flush: this process has finished, so wait until what it sent has arrived.
         """
-        self.membership.close(well=well)
+        self.membership.close(flush=flush)
         if self.listener is not None:
             self.listener.close()
 
@@ -97,7 +97,7 @@ def join(
     if task is None and isinstance(cluster, ClusterResolver):
         task = cluster.task()
     if not spec:
-        return _alone(spec, task or Task(WORKER, 0), config, facts or JobFacts())
+        return _single_process_node(spec, task or Task(WORKER, 0), config, facts or JobFacts())
     if task is None:
         raise ConfigurationError(
             f"the cluster has the tasks {', '.join(map(str, spec.tasks))}, but nothing says which of them "
@@ -110,8 +110,8 @@ def join(
             f"ParameterServerStrategy, or start this process as a worker."
         )
     if task.type == EVALUATOR or len(spec.ranked_tasks) == 1:
-        return _alone(spec, task, config, facts or JobFacts())
-    membership, listener = meet(
+        return _single_process_node(spec, task, config, facts or JobFacts())
+    membership, listener = gather_members(
         spec,
         task,
         facts or JobFacts(),
@@ -121,7 +121,7 @@ def join(
     return Node(task=task, cluster_spec=spec, config=config, membership=membership, listener=listener)
 
 
-def _alone(spec: ClusterSpec, task: Task, config: JobConfig, facts: JobFacts) -> Node:
+def _single_process_node(spec: ClusterSpec, task: Task, config: JobConfig, facts: JobFacts) -> Node:
     member = Member(
         rank=0,
         task=str(task),
@@ -132,15 +132,15 @@ def _alone(spec: ClusterSpec, task: Task, config: JobConfig, facts: JobFacts) ->
     membership = Membership(generation=FIRST_GENERATION, rank=0, members=(member,))
     listener = None
     if config.listen_fd is not None and task.type != EVALUATOR and EVALUATOR in spec.jobs:
-        listener = _answer_the_evaluator(TaskIdentity(spec, task, facts, config))
+        listener = _open_probe_port(TaskIdentity(spec, task, facts, config))
     return Node(task=task, cluster_spec=spec, config=config, membership=membership, listener=listener)
 
 
-def _answer_the_evaluator(me: TaskIdentity) -> Listener:
+def _open_probe_port(me: TaskIdentity) -> Listener:
     """A port that only says that the job lives; the launcher has opened it anyway."""
     config = me.config
-    sockets = open_sockets(me.address, secret=config.secret, listen_fd=config.listen_fd)
+    sockets = open_listening_sockets(me.address, secret=config.secret, listen_fd=config.listen_fd)
     listener = Listener(sockets, task=str(me.task), secret=config.secret, job=config.job_id, tls=me.tls)
-    listener.register(PROBE, Probe(me))
+    listener.register(PROBE, ProbeService(me))
     listener.start()
     return listener

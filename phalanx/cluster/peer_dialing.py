@@ -35,10 +35,10 @@ PROBE_TIMEOUT_S = 1.0
 """To find out who is at an address, for a message: a person waits for it."""
 
 
-def keep_linked(me: TaskIdentity, roll_call: PeerRegistry, rank: Rank) -> None:
+def keep_linked(me: TaskIdentity, registry: PeerRegistry, rank: Rank) -> None:
     """Keep a link to a task of lower rank until the rendezvous is over. The body of a thread."""
-    details = msgspec.msgpack.encode(me.statement)
-    while roll_call.wait_until_absent(rank):
+    details = msgspec.msgpack.encode(me.description)
+    while registry.wait_until_absent(rank):
         absent_since = time.monotonic()
         failing_since: float | None = None
         failure: PhalanxError
@@ -47,23 +47,23 @@ def keep_linked(me: TaskIdentity, roll_call: PeerRegistry, rank: Rank) -> None:
             started_at = time.monotonic()
             try:
                 link, welcome = me.dial(me.tasks[rank], MESH, details, deadline=started_at + ATTEMPT_TIMEOUT_S)
-                roll_call.enter(rank, Peer(_statement(link, welcome), link))
+                registry.add(rank, Peer(_decode_description(link, welcome), link))
                 break
             except (LinkClosedError, LinkTimeoutError) as error:
                 failing_since, failure = None, error
             except HandshakeError as error:
                 failing_since, failure, answer = failing_since or started_at, error, error
                 if isinstance(error, RefusedError):
-                    roll_call.saw(rank)
-                if verdict := final_verdict(error, rank, time.monotonic() - failing_since):
-                    roll_call.end_with(verdict)
+                    registry.mark_seen(rank)
+                if verdict := permanent_error(error, rank, time.monotonic() - failing_since):
+                    registry.fail(verdict)
             ended = answer is not None and isinstance(failure, LinkClosedError)
-            roll_call.note(rank, f"nothing listens there any more; before: {answer}" if ended else str(failure))
-            if roll_call.wait_until_over(retry_delay_s(time.monotonic() - absent_since)):
+            registry.set_cause(rank, f"nothing listens there any more; before: {answer}" if ended else str(failure))
+            if registry.wait_until_over(retry_delay_s(time.monotonic() - absent_since)):
                 return
 
 
-def _statement(link: Link, welcome: Welcome) -> TaskDescription:
+def _decode_description(link: Link, welcome: Welcome) -> TaskDescription:
     try:
         return msgspec.msgpack.decode(welcome.details, type=TaskDescription)
     except msgspec.MsgspecError as error:
@@ -71,7 +71,7 @@ def _statement(link: Link, welcome: Welcome) -> TaskDescription:
         raise HandshakeError(f"{link.peer} runs another version of Phalanx ({error})") from error
 
 
-def final_verdict(error: HandshakeError, rank: Rank, failing_s: float) -> PhalanxError | None:
+def permanent_error(error: HandshakeError, rank: Rank, failing_s: float) -> PhalanxError | None:
     """The error with which the rendezvous ends, or None if it is worth trying again.
 
     Args:
@@ -91,11 +91,11 @@ def final_verdict(error: HandshakeError, rank: Rank, failing_s: float) -> Phalan
     return error if failing_s >= HANDSHAKE_FAILURES_S else None
 
 
-def who_is_at(me: TaskIdentity, task: Task, timeout_s: float = PROBE_TIMEOUT_S) -> TaskDescription | str:
+def identify_task(me: TaskIdentity, task: Task, timeout_s: float = PROBE_TIMEOUT_S) -> TaskDescription | str:
     """Who listens at a task's address: what it says of itself, or why nobody says anything."""
     try:
         link, welcome = me.dial(task, PROBE, deadline=time.monotonic() + timeout_s)
         link.close()
-        return _statement(link, welcome)
+        return _decode_description(link, welcome)
     except PhalanxError as error:
         return str(error)

@@ -34,7 +34,7 @@ class Peer:
         missing: at the chief, the tasks that it told us to have no link to, with reasons; None before it did.
     """
 
-    statement: TaskDescription
+    description: TaskDescription
     link: Link
     missing: dict[str, str] | None = None
 
@@ -56,7 +56,7 @@ class TaskIdentity:
         self.rank: Rank = self.tasks.index(task) if task in self.tasks else -1
         self.other_ranks = tuple(rank for rank in range(len(self.tasks)) if rank != self.rank)
         self.tls = load_tls(config.tls)
-        self.statement = TaskDescription(
+        self.description = TaskDescription(
             task=str(task),
             incarnation=secrets.token_hex(8),
             host=host_identity(config.host_id),
@@ -78,9 +78,9 @@ class TaskIdentity:
         """Connect to another task for a purpose; raises as `phalanx.transport.dial.dial`."""
         hello = Hello(
             purpose=purpose,
-            task=self.statement.task,
+            task=self.description.task,
             job=self.config.job_id,
-            incarnation=self.statement.incarnation,
+            incarnation=self.description.incarnation,
             details=details,
         )
         return dial(
@@ -104,19 +104,19 @@ class PeerRegistry:
         self._departed: dict[Rank, Peer] = {}  # the last one with a broken link
         self._causes: dict[Rank, str] = {}
         self._seen: set[Rank] = set()
-        self._verdict: PhalanxError | None = None
+        self._failure: PhalanxError | None = None
         self._joined = False
         self._over = False
         # Readable when something has happened, for a thread that waits for links too.
-        self.news, self._teller = socket.socketpair()
-        self.news.setblocking(False)
-        self._teller.setblocking(False)
+        self.wakeup, self._wakeup_sender = socket.socketpair()
+        self.wakeup.setblocking(False)
+        self._wakeup_sender.setblocking(False)
 
     def close(self) -> None:
-        self.news.close()
-        self._teller.close()
+        self.wakeup.close()
+        self._wakeup_sender.close()
 
-    def enter(self, rank: Rank, peer: Peer) -> None:
+    def add(self, rank: Rank, peer: Peer) -> None:
         """A link to another task has been made; it replaces a former one."""
         with self._changed:
             former = self._peers.get(rank)
@@ -129,9 +129,9 @@ class PeerRegistry:
             peer.link.close()
         elif former is not None:
             former.link.close()
-        self._tell()
+        self._wake()
 
-    def leave(self, rank: Rank, peer: Peer, cause: str) -> None:
+    def remove(self, rank: Rank, peer: Peer, cause: str) -> None:
         """A link is broken; it may be made again, and may have been by now."""
         with self._changed:
             if self._peers.get(rank) is not peer:
@@ -143,12 +143,12 @@ class PeerRegistry:
         logger.debug("%s lost %s before the start: %s", self._me.task, self._me.tasks[rank], cause)
         peer.link.close()
 
-    def note(self, rank: Rank, cause: str) -> None:
+    def set_cause(self, rank: Rank, cause: str) -> None:
         """Why there is no link to a task yet."""
         with self._changed:
             self._causes[rank] = cause
 
-    def saw(self, rank: Rank) -> None:
+    def mark_seen(self, rank: Rank) -> None:
         """A task has been spoken to, whatever came of it."""
         with self._changed:
             self._seen.add(rank)
@@ -157,12 +157,12 @@ class PeerRegistry:
         with self._changed:
             return rank in self._seen or rank in self._peers or rank in self._departed
 
-    def end_with(self, verdict: PhalanxError) -> None:
+    def fail(self, error: PhalanxError) -> None:
         """Let the rendezvous end with this error, unless it is over or has another."""
         with self._changed:
-            if self._verdict is None and not self._over:
-                self._verdict = verdict
-        self._tell()
+            if self._failure is None and not self._over:
+                self._failure = error
+        self._wake()
 
     def finish(self, *, joined: bool) -> None:
         """Nothing that comes later counts."""
@@ -172,9 +172,9 @@ class PeerRegistry:
             self._changed.notify_all()
 
     @property
-    def verdict(self) -> PhalanxError | None:
+    def failure(self) -> PhalanxError | None:
         with self._changed:
-            return self._verdict
+            return self._failure
 
     @property
     def joined(self) -> bool:
@@ -213,6 +213,6 @@ class PeerRegistry:
         with self._changed:
             return self._changed.wait_for(lambda: self._over, timeout=timeout_s)
 
-    def _tell(self) -> None:
+    def _wake(self) -> None:
         with contextlib.suppress(OSError):  # Full, so it is readable anyway; or closed, as all is over.
-            self._teller.send(b"\0")
+            self._wakeup_sender.send(b"\0")

@@ -33,11 +33,17 @@ from typing import TypeVar
 
 import msgspec
 
-from phalanx.cluster.admission import VERDICT, serve_rendezvous
+from phalanx.cluster.admission import FAILURE, serve_rendezvous
 from phalanx.cluster.compatibility import JobFacts, TaskDescription
 from phalanx.cluster.membership import Member, Membership, Rank
-from phalanx.cluster.missing_tasks import describe_owner, in_threads, notice_missing, time_is_up, watch_for_ended
-from phalanx.cluster.peer_dialing import ATTEMPT_TIMEOUT_S, CHIEF_RANK, keep_linked, who_is_at
+from phalanx.cluster.missing_tasks import (
+    describe_owner,
+    log_missing_tasks,
+    run_in_threads,
+    timeout_error,
+    watch_for_exited_tasks,
+)
+from phalanx.cluster.peer_dialing import ATTEMPT_TIMEOUT_S, CHIEF_RANK, identify_task, keep_linked
 from phalanx.cluster.peer_registry import PeerRegistry, TaskIdentity
 from phalanx.cluster.spec import ClusterSpec, Task
 from phalanx.config.job_config import JobConfig
@@ -51,13 +57,13 @@ from phalanx.errors import (
 )
 from phalanx.transport.dial import RefusedError
 from phalanx.transport.link import Link
-from phalanx.transport.listener import Listener, PortTakenError, open_sockets
+from phalanx.transport.listener import Listener, PortTakenError, open_listening_sockets
 
 logger = logging.getLogger(__name__)
 
 FIRST_GENERATION = 1
 
-SPREAD_VERDICT_S = 2.0
+FAILURE_BROADCAST_S = 2.0
 """How long a verdict is offered to tasks that do not answer, because they are just starting."""
 PORT_TAKEN_PATIENCE_S = 5.0
 """How long we try again to open our port while somebody has it who does not answer: a process about to
@@ -82,7 +88,7 @@ class _Start(msgspec.Struct, frozen=True, tag="start"):
 _Message = TypeVar("_Message", _Status, _Start)
 
 
-def meet(
+def gather_members(
     spec: ClusterSpec, task: Task, facts: JobFacts, config: JobConfig, timeout_s: float
 ) -> tuple[Membership, Listener]:
     """Wait for all ranked tasks of the cluster and link up with them; this task's port stays open.
@@ -90,31 +96,31 @@ def meet(
     Raises: as `phalanx.cluster.join`.
     """
     me = TaskIdentity(spec, task, facts, config)
-    roll_call = PeerRegistry(me)
+    registry = PeerRegistry(me)
     listener: Listener | None = None
     started_at = time.monotonic()
     try:
         listener = _listen(me)
-        serve_rendezvous(listener, me, roll_call)
+        serve_rendezvous(listener, me, registry)
         listener.start()
         for rank in range(me.rank):
-            _start_thread(f"dial-{me.tasks[rank]}", keep_linked, me, roll_call, rank)
-        _start_thread("notice", notice_missing, me, roll_call, listener, timeout_s)
-        _start_thread("ended", watch_for_ended, me, roll_call)
-        membership = _gather(me, roll_call, started_at + timeout_s)
+            _start_thread(f"dial-{me.tasks[rank]}", keep_linked, me, registry, rank)
+        _start_thread("notice", log_missing_tasks, me, registry, listener, timeout_s)
+        _start_thread("ended", watch_for_exited_tasks, me, registry)
+        membership = _gather(me, registry, started_at + timeout_s)
         if membership is None:
-            raise time_is_up(me, roll_call, listener, timeout_s)
+            raise timeout_error(me, registry, listener, timeout_s)
     except BaseException as error:
-        roll_call.finish(joined=False)
+        registry.finish(joined=False)
         if isinstance(error, DisagreementError):
-            _spread(me, roll_call, error)
+            _broadcast_failure(me, registry, error)
         if listener is not None:
             listener.close()
-        for peer in roll_call.peers.values():
+        for peer in registry.peers.values():
             peer.link.close()
         raise
     finally:
-        roll_call.close()
+        registry.close()
     logger.info(
         "%s is rank %d of %d in generation %d, on %d host(s), after %.1f s",
         task,
@@ -131,10 +137,10 @@ def _listen(me: TaskIdentity) -> Listener:
     patience_until = time.monotonic() + PORT_TAKEN_PATIENCE_S
     while True:
         try:
-            sockets = open_sockets(me.address, secret=me.config.secret, listen_fd=me.config.listen_fd)
+            sockets = open_listening_sockets(me.address, secret=me.config.secret, listen_fd=me.config.listen_fd)
             break
         except PortTakenError as error:
-            owner = who_is_at(me, me.task)
+            owner = identify_task(me, me.task)
             if isinstance(owner, TaskDescription):
                 raise ConfigurationError(describe_owner(me, owner)) from error
             if time.monotonic() >= patience_until:
@@ -148,16 +154,16 @@ def _start_thread(name: str, target: Callable[..., None], *args: object) -> None
     threading.Thread(target=target, args=args, name=f"phalanx-{name}", daemon=True).start()
 
 
-def _gather(me: TaskIdentity, roll_call: PeerRegistry, deadline: float) -> Membership | None:
+def _gather(me: TaskIdentity, registry: PeerRegistry, deadline: float) -> Membership | None:
     """React to what happens until the job begins; None if the time is up before."""
-    progress = _ChiefsPart(me, roll_call) if me.rank == CHIEF_RANK else _MembersPart(me, roll_call)
+    progress = _ChiefProtocol(me, registry) if me.rank == CHIEF_RANK else _MemberProtocol(me, registry)
     while True:
-        if verdict := roll_call.verdict:
+        if verdict := registry.failure:
             raise verdict
         if start := progress.advance():
-            roll_call.finish(joined=True)
+            registry.finish(joined=True)
             # One that was lost since the chief counted it has a closed link: the first collective names it.
-            peers = roll_call.last_peers
+            peers = registry.last_peers
             return Membership(
                 generation=start.generation,
                 rank=me.rank,
@@ -166,51 +172,51 @@ def _gather(me: TaskIdentity, roll_call: PeerRegistry, deadline: float) -> Membe
             )
         if time.monotonic() >= deadline:
             return None
-        _wait(roll_call, progress.events(), min(deadline - time.monotonic(), POLL_S))
+        _wait(registry, progress.events(), min(deadline - time.monotonic(), POLL_S))
 
 
-def _wait(roll_call: PeerRegistry, events: dict[Rank, int], timeout_s: float) -> None:
+def _wait(registry: PeerRegistry, events: dict[Rank, int], timeout_s: float) -> None:
     """Until a link or the roll call has news."""
     poller = select.poll()
-    poller.register(roll_call.news, select.POLLIN)
-    for rank, peer in roll_call.peers.items():
+    poller.register(registry.wakeup, select.POLLIN)
+    for rank, peer in registry.peers.items():
         with contextlib.suppress(ValueError, OSError):  # Closed a moment ago.
             poller.register(peer.link, events.get(rank, 0) | _PEER_CLOSED)
     poller.poll(1000 * max(0.0, timeout_s))
     with contextlib.suppress(BlockingIOError):
-        roll_call.news.recv(4096)
+        registry.wakeup.recv(4096)
 
 
 _PEER_CLOSED = getattr(select, "POLLRDHUP", 0)
 
 
-class _ChiefsPart:
+class _ChiefProtocol:
     """The chief hears from all when they are ready, and says when to start."""
 
-    def __init__(self, me: TaskIdentity, roll_call: PeerRegistry):
+    def __init__(self, me: TaskIdentity, registry: PeerRegistry):
         self._me = me
-        self._roll_call = roll_call
+        self._registry = registry
 
     def events(self) -> dict[Rank, int]:
         return dict.fromkeys(self._me.other_ranks, select.POLLIN)
 
     def advance(self) -> _Start | None:
-        for rank, peer in self._roll_call.peers.items():
+        for rank, peer in self._registry.peers.items():
             try:
                 while (status := _receive(peer.link, _Status)) is not None:
                     peer.missing = status.missing
             except (LinkClosedError, FrameError) as error:
-                self._roll_call.leave(rank, peer, f"was here before, but {error}")
-        peers = self._roll_call.peers
+                self._registry.remove(rank, peer, f"was here before, but {error}")
+        peers = self._registry.peers
         if len(peers) < len(self._me.other_ranks) or any(peer.missing != {} for peer in peers.values()):
             return None
-        statements = {
-            self._me.rank: self._me.statement,
-            **{rank: peer.statement for rank, peer in peers.items()},
+        descriptions = {
+            self._me.rank: self._me.description,
+            **{rank: peer.description for rank, peer in peers.items()},
         }
         members = [
             Member(rank=rank, task=one.task, host=one.host, address=one.address, pid=one.pid)
-            for rank, one in sorted(statements.items())
+            for rank, one in sorted(descriptions.items())
         ]
         start = _Start(FIRST_GENERATION, members)
         for peer in peers.values():
@@ -220,40 +226,40 @@ class _ChiefsPart:
         return start
 
 
-class _MembersPart:
+class _MemberProtocol:
     """Any other task tells the chief what it misses, and starts when the chief says so."""
 
-    def __init__(self, me: TaskIdentity, roll_call: PeerRegistry):
+    def __init__(self, me: TaskIdentity, registry: PeerRegistry):
         self._me = me
-        self._roll_call = roll_call
-        self._told: tuple[Link, dict[str, str]] | None = None
+        self._registry = registry
+        self._last_status: tuple[Link, dict[str, str]] | None = None
 
     def events(self) -> dict[Rank, int]:
         return {CHIEF_RANK: select.POLLIN}
 
     def advance(self) -> _Start | None:
-        chief = self._roll_call.peers.get(CHIEF_RANK)
+        chief = self._registry.peers.get(CHIEF_RANK)
         if chief is not None:
             try:
                 # Before anything else: when the job has begun, a closed link is no reason to wait again.
                 if start := _receive(chief.link, _Start):
                     return start
                 self._drop_broken_links()
-                missing = self._roll_call.missing()
-                if self._told != (chief.link, missing):
+                missing = self._registry.missing()
+                if self._last_status != (chief.link, missing):
                     _send(chief.link, _Status(missing))
-                    self._told = (chief.link, missing)
+                    self._last_status = (chief.link, missing)
                 return None
             except (LinkClosedError, LinkTimeoutError, FrameError) as error:
-                self._roll_call.leave(CHIEF_RANK, chief, f"was here before, but {error}")
+                self._registry.remove(CHIEF_RANK, chief, f"was here before, but {error}")
         self._drop_broken_links()
         return None
 
     def _drop_broken_links(self) -> None:
         """Links to others than the chief are not read, only watched."""
-        for rank, peer in self._roll_call.peers.items():
+        for rank, peer in self._registry.peers.items():
             if rank != CHIEF_RANK and peer.link.peer_closed():
-                self._roll_call.leave(rank, peer, "was here before, but its process ended or its connection broke")
+                self._registry.remove(rank, peer, "was here before, but its process ended or its connection broke")
 
 
 def _send(link: Link, message: _Status | _Start) -> None:
@@ -273,21 +279,21 @@ def _receive(link: Link, kind: type[_Message]) -> _Message | None:
         raise FrameError(f"{link.peer} sent something else than a {kind.__name__}: {error}") from error
 
 
-def _spread(me: TaskIdentity, roll_call: PeerRegistry, verdict: DisagreementError) -> None:
+def _broadcast_failure(me: TaskIdentity, registry: PeerRegistry, verdict: DisagreementError) -> None:
     """Tell all others why the job cannot begin; those that were not here yet are given a moment to start."""
-    until = time.monotonic() + SPREAD_VERDICT_S
+    until = time.monotonic() + FAILURE_BROADCAST_S
 
     def tell(rank: Rank) -> None:
         while time.monotonic() < until:
             try:
-                link, _ = me.dial(me.tasks[rank], VERDICT, str(verdict).encode(), deadline=until)
+                link, _ = me.dial(me.tasks[rank], FAILURE, str(verdict).encode(), deadline=until)
                 link.close()
                 return
             except RefusedError:
                 return
             except PhalanxError:
-                if roll_call.has_seen(rank):
+                if registry.has_seen(rank):
                     return  # It has heard it before, and ended.
                 time.sleep(0.05)
 
-    in_threads(tell, me.other_ranks, until=until)
+    run_in_threads(tell, me.other_ranks, until=until)

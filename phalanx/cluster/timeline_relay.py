@@ -59,7 +59,7 @@ _Message = _Ping | _Events
 _LOST = (LinkClosedError, LinkTimeoutError, FrameError, HandshakeError, msgspec.MsgspecError)
 
 
-class Place(Protocol):
+class TimelineNode(Protocol):
     """What is needed of a `Node` or `ElasticNode`."""
 
     @property
@@ -168,7 +168,7 @@ _EVENTS = msgspec.msgpack.encode(_Events())
 _relay: TimelineRelay | None = None
 
 
-def begin(place: Place, path: Path, *, anew: bool = False, marks_cycles: bool = False) -> None:
+def start_recording(node: TimelineNode, path: Path, *, anew: bool = False, marks_cycles: bool = False) -> None:
     """Record this process into the job's timeline, until `end`.
 
     Args:
@@ -182,22 +182,22 @@ def begin(place: Place, path: Path, *, anew: bool = False, marks_cycles: bool = 
     global _relay
     if timeline.current.on:
         raise ValueError("The timeline has been started already; stop it first.")
-    membership, config = place.membership, place.config
+    membership, config = node.membership, node.config
     me = membership.me
     if membership.members[0].host == me.host:
         if membership.rank == 0:
             timeline.create(path, config.job_id, anew=anew)
         sink: timeline.TimelineSink = timeline.TimelineFileSink(path, config.job_id)
-        if place.listener is not None and len(membership.hosts) > 1:
+        if node.listener is not None and len(membership.hosts) > 1:
             _relay = TimelineRelay(timeline.TimelineFileSink(path, config.job_id))
-            place.listener.register(TIMELINE, _relay)
+            node.listener.register(TIMELINE, _relay)
         offset = uncertain = 0.0
     else:
-        found = _find_writer(membership.members[0], str(place.task), config)
+        found = _find_writer(membership.members[0], str(node.task), config)
         if found is None:
             return
         sink, (offset, uncertain) = found
-    tasks = [str(task) for task in place.cluster_spec.ranked_tasks]
+    tasks = [str(task) for task in node.cluster_spec.ranked_tasks]
     number = tasks.index(me.task) if me.task in tasks else me.rank  # the same for a task that comes back
     recorder = timeline.TimelineFileRecorder(
         sink, number, f"{me.task} (rank {me.rank} on {me.host})", offset_ns=round(offset), marks_cycles=marks_cycles
@@ -208,7 +208,7 @@ def begin(place: Place, path: Path, *, anew: bool = False, marks_cycles: bool = 
     timeline.start(recorder)
 
 
-def begin_among_servers(me: TaskIdentity, path: Path) -> None:
+def start_worker_recording(me: TaskIdentity, path: Path) -> None:
     """As `begin`, for a worker among parameter servers, which has no links to other workers: those on other hosts than
     the first one are not in the timeline."""
     config = me.config
@@ -217,10 +217,12 @@ def begin_among_servers(me: TaskIdentity, path: Path) -> None:
     if me.rank == 0:
         timeline.create(path, config.job_id)
     sink = timeline.TimelineFileSink(path, config.job_id)
-    timeline.start(timeline.TimelineFileRecorder(sink, me.rank, f"{me.task} (worker {me.rank} on {me.statement.host})"))
+    timeline.start(
+        timeline.TimelineFileRecorder(sink, me.rank, f"{me.task} (worker {me.rank} on {me.description.host})")
+    )
 
 
-def end() -> None:
+def stop_recording() -> None:
     """Record no more; rank 0's host waits a moment for what others have to write. Safe to call twice."""
     global _relay
     timeline.stop()

@@ -31,7 +31,7 @@ _INSTEAD = {
 }
 
 
-def absent(module: str, name: str) -> AttributeError:
+def missing_attribute(module: str, name: str) -> AttributeError:
     """The error that says that a module has no such attribute, and what to do without where that is known."""
     instead = _INSTEAD.get(module, {}).get(name)
     return AttributeError(f"module {module!r} has no attribute {name!r}{f': {instead}' if instead else ''}")

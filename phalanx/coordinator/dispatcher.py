@@ -17,9 +17,9 @@ from typing import Any
 
 import msgspec
 
-from phalanx.cluster.admission import PROBE, Probe, admit_worker, link_name
+from phalanx.cluster.admission import PROBE, ProbeService, admit_worker, link_name
 from phalanx.cluster.compatibility import TaskDescription
-from phalanx.cluster.peer_dialing import who_is_at
+from phalanx.cluster.peer_dialing import identify_task
 from phalanx.cluster.peer_registry import TaskIdentity
 from phalanx.coordinator.coordinator_messages import (
     FUNCTIONS_KEPT,
@@ -43,7 +43,7 @@ from phalanx.launcher.launch_function import WorkerTraceback
 from phalanx.runtime import function_call as calls
 from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
-from phalanx.transport.listener import Listener, open_sockets
+from phalanx.transport.listener import Listener, open_listening_sockets
 
 logger = logging.getLogger(__name__)
 
@@ -134,14 +134,14 @@ class Dispatcher:
         self._paused = False
         config = me.config
         self._listener = Listener(
-            open_sockets(me.address, secret=config.secret, listen_fd=config.listen_fd),
+            open_listening_sockets(me.address, secret=config.secret, listen_fd=config.listen_fd),
             task=str(me.task),
             secret=config.secret,
             job=config.job_id,
             tls=me.tls,
         )
         self._listener.register(PURPOSE, self)
-        self._listener.register(PROBE, Probe(me))
+        self._listener.register(PROBE, ProbeService(me))
 
     def start(self) -> None:
         """Let workers come."""
@@ -398,7 +398,7 @@ class Dispatcher:
         if name == str(self._me.task):
             return True
         task = next((task for task in self._me.spec.tasks if str(task) == name), None)
-        return task is not None and isinstance(who_is_at(self._me, task, PROBE_S), TaskDescription)
+        return task is not None and isinstance(identify_task(self._me, task, PROBE_S), TaskDescription)
 
     def _lose(self, worker: _Worker, why: str) -> None:
         worker.link.close()

@@ -59,7 +59,7 @@ def _gathered(array: Any, rows: Array) -> Array:
     if size < ALIGNED_FROM_BYTES or array.dtype.kind not in "biuf" or isinstance(array, _Converted):
         gathered: Array = array.take(rows, axis=0)
         return gathered
-    block = allocation.aligned((len(rows), *array.shape[1:]), array.dtype)
+    block = allocation.empty_aligned((len(rows), *array.shape[1:]), array.dtype)
     # "clip" does not change any number; "raise" would gather into another buffer first.
     array.take(rows, axis=0, out=block, mode="clip")
     return block

@@ -6,14 +6,14 @@ import re
 from collections.abc import Mapping, Sequence
 
 from phalanx.config.variables import HOST_GPUS, VISIBLE_GPUS
-from phalanx.devices.gpu_count import NO_GPU, ON_DEMAND
+from phalanx.devices.gpu_count import HIDE_GPUS, ON_DEMAND_ALLOCATION
 from phalanx.errors import ConfigurationError
 
 _TASK = r"(?:/job:\w+)?(?:/replica:\d+)?(?:/task:\d+)?"
 _DEVICE = re.compile(_TASK + r"(?:/?(?:physical_)?device:|/)?(cpu|gpu|cuda)(?::(\d+))?", re.IGNORECASE)
 
 
-def device_settings(device: str, environ: Mapping[str, str]) -> dict[str, str]:
+def device_variables(device: str, environ: Mapping[str, str]) -> dict[str, str]:
     """The environment in which a process sees only this device.
 
     Args:
@@ -22,7 +22,7 @@ def device_settings(device: str, environ: Mapping[str, str]) -> dict[str, str]:
     """
     kind, index = _parse(device)
     if kind == "cpu":
-        return dict(NO_GPU)
+        return dict(HIDE_GPUS)
     visible = environ.get(VISIBLE_GPUS)
     if visible is None:
         return {VISIBLE_GPUS: str(index)}
@@ -63,7 +63,7 @@ def _parse(device: str) -> tuple[str, int]:
     return "cpu" if match[1].lower() == "cpu" else "gpu", int(match[2] or 0)
 
 
-def gpu_shares(workers: int, gpus: int, environ: Mapping[str, str]) -> list[dict[str, str]]:
+def worker_gpu_variables(workers: int, gpus: int, environ: Mapping[str, str]) -> list[dict[str, str]]:
     """The environment that gives each local worker one GPU: its own, or where there are fewer, one in turn.
 
     Workers that share a GPU take its memory as they need it, unless `environ` says how.
@@ -76,5 +76,5 @@ def gpu_shares(workers: int, gpus: int, environ: Mapping[str, str]) -> list[dict
         return [{} for _ in range(workers)]
     common = {HOST_GPUS: environ.get(VISIBLE_GPUS) or ",".join(map(str, range(gpus)))}
     if workers > gpus:
-        common |= {name: environ.get(name, value) for name, value in ON_DEMAND.items()}
-    return [common | device_settings(f"gpu:{rank % gpus}", environ) for rank in range(workers)]
+        common |= {name: environ.get(name, value) for name, value in ON_DEMAND_ALLOCATION.items()}
+    return [common | device_variables(f"gpu:{rank % gpus}", environ) for rank in range(workers)]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from phalanx.config.variables import VISIBLE_GPUS
 
-NO_GPU = {VISIBLE_GPUS: ""}
+HIDE_GPUS = {VISIBLE_GPUS: ""}
 """The environment of a process that computes on CPUs, whatever the host has."""
-ON_DEMAND = {"TF_FORCE_GPU_ALLOW_GROWTH": "true", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+ON_DEMAND_ALLOCATION = {"TF_FORCE_GPU_ALLOW_GROWTH": "true", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 """That of one that takes a GPU's memory as it needs it: TensorFlow and JAX else take nearly all of it at the start."""
 
 

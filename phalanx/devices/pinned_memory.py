@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 
-def fetched(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def copy_to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The same values on the host; tensors that live there are returned as they are."""
     far = [tensor.detach() for tensor in tensors if tensor.is_cuda]
     if not far:
@@ -25,7 +25,7 @@ def fetched(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [next(on_host) if tensor.is_cuda else tensor.cpu() for tensor in tensors]
 
 
-def sent(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+def copy_to_device(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """The same values, of tensors on the host, on a device; the tensors themselves where that is the host."""
     if device.type != "cuda" or not tensors:
         return [tensor.to(device) for tensor in tensors]

@@ -30,7 +30,7 @@ from phalanx.errors import ConfigurationError, MembershipChangedError, PeerLostE
 from phalanx.strategies import current_job as jobs
 from phalanx.training import state_sync as model_states
 from phalanx.training.replica import EntryOverError, Replica
-from phalanx.transport.serialization import decode, encode, is_plain
+from phalanx.transport.serialization import decode, encode, is_serializable
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ class State:
 
     def _check(self) -> None:
         for name in self._names:
-            if not is_plain(getattr(self, name)):
+            if not is_serializable(getattr(self, name)):
                 raise ConfigurationError(
                     f"The state's {name!r} is a {type(getattr(self, name)).__name__}, which cannot be given to other "
                     f"members. Use numbers, strings, NumPy arrays, or lists and dictionaries of them; models and "
@@ -168,7 +168,7 @@ def run(function: Callable[..., T]) -> Callable[..., T]:
                 if replica.is_candidate:
                     replica.take_part()
                 result = _until_done(replica, elastic, state, lambda: function(state, *args, **kwargs))
-                entry.result = encode(result) if is_plain(result) else encode(None)
+                entry.result = encode(result) if is_serializable(result) else encode(None)
                 return result
         except EntryOverError as over:
             logger.warning(

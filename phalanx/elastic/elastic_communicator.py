@@ -312,7 +312,7 @@ class ElasticCommunicator:
     def _replace_inner(self) -> None:
         config = self._node.config
         if config.timeline is not None and not timeline.current.on and self.generation == 0:
-            timeline_relay.begin(self._node, config.timeline)
+            timeline_relay.start_recording(self._node, config.timeline)
         new = self._connect()
         self._sent = (self.bytes_sent, self.bytes_on_links, self.collectives)
         self._waited_s = self.waited_s

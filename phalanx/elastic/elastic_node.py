@@ -55,8 +55,8 @@ from phalanx.errors import (
 from phalanx.transport.address import Address
 from phalanx.transport.dial import RefusedError, dial, retry_delay_s
 from phalanx.transport.handshake import Hello, Welcome
-from phalanx.transport.link import Link, settle
-from phalanx.transport.listener import Listener, open_sockets
+from phalanx.transport.link import Link, wait_until_delivered
+from phalanx.transport.listener import Listener, open_listening_sockets
 from phalanx.transport.tls import load_tls
 from phalanx.version import __version__
 
@@ -125,7 +125,7 @@ class ElasticNode:
         self._linked: tuple[str, ...] = ()  # incarnations of `membership`
         self._unreachable: set[str] = set()
         self._asked: int | None = None
-        sockets = open_sockets(address, secret=config.secret, listen_fd=config.listen_fd)
+        sockets = open_listening_sockets(address, secret=config.secret, listen_fd=config.listen_fd)
         self.listener = Listener(sockets, task=str(task), secret=config.secret, job=config.job_id, tls=self._tls)
         self.listener.register(GENERATION, self)
         self.listener.start()
@@ -160,10 +160,10 @@ class ElasticNode:
 
     def missing(self) -> list[str]:
         """The incarnations of members that could not be reached since this was last asked."""
-        course = self.membership.course
-        found = self._unreachable | {self._linked[rank] for rank in course.unheard}
+        state = self.membership.state
+        found = self._unreachable | {self._linked[rank] for rank in state.unresponsive}
         self._unreachable = set()
-        course.unheard.clear()
+        state.unresponsive.clear()
         return sorted(found)
 
     def ask_about(self, entry: int) -> EntryBegan | PastEntry:
@@ -276,7 +276,7 @@ class ElasticNode:
         with self._changed:
             self._over = generation
             if self.membership.generation == generation:
-                self.membership.course.over_at = time.monotonic() + OVER_GRACE_S
+                self.membership.state.abort_at = time.monotonic() + OVER_GRACE_S
             self._changed.notify_all()
 
     def _beat(self) -> None:
@@ -329,7 +329,7 @@ class ElasticNode:
         )
         with self._changed:
             if self._over >= order.generation:
-                membership.course.over_at = time.monotonic()
+                membership.state.abort_at = time.monotonic()
             self.membership = membership
         self._linked = tuple(place.incarnation for place in order.members)
 
@@ -362,21 +362,21 @@ class ElasticNode:
 
     # The end.
 
-    def close(self, *, well: bool = True) -> None:
+    def close(self, *, flush: bool = True) -> None:
         """Leave the job; safe to call twice.
 
         Args:
-            well: this process has finished. Else it is lost to the others.
+            flush: this process has finished. Else it is lost to the others.
         """
         if self._closed.is_set():
             return
         self._closed.set()
         with contextlib.suppress(LinkClosedError, LinkTimeoutError):
-            if well:
+            if flush:
                 self.tell(LeaveNotice())
             self._keeper.finish()
-        if well:
-            settle([*self._links.values(), self._keeper])
+        if flush:
+            wait_until_delivered([*self._links.values(), self._keeper])
         self._keeper.close()
         self.listener.close()
         for link in (*self._links.values(), *self._arrived.values()):

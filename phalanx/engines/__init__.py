@@ -24,7 +24,7 @@ def prepare() -> None:
     Raises: UnsupportedError if Keras runs on a backend that Phalanx does not know.
     """
     name, _ = _backend()
-    allocation.keep_freed()
+    allocation.keep_freed_memory()
     if name == "jax":
         from phalanx.engines.replica.jax import compilation_cache, inline_dispatch
 
@@ -39,7 +39,7 @@ def set_memory_growth(enable: bool = True) -> None:
 
     Raises: ConfigurationError if the backend has begun to use its devices.
     """
-    memory_growth.let_grow(_backend()[0], process_environment(), enable=enable)
+    memory_growth.set_on_demand_allocation(_backend()[0], process_environment(), enable=enable)
 
 
 def make_engine(model: Any, merge: MergeProtocol) -> Engine:

@@ -134,6 +134,6 @@ def bundles(layout: StepLayout, small: int = SMALL) -> list[list[int]]:
 
 
 def _aligned(size: int, dtype: np.dtype[Any]) -> Array:
-    flat = allocation.aligned((size,), dtype)
+    flat = allocation.empty_aligned((size,), dtype)
     flat.fill(0)
     return flat

@@ -5,7 +5,7 @@ written, may be read only when they have been left alone for a while, and may be
 where they are by anything that locks them: HDF5 refuses to *write* a file that somebody else has open, and the training
 would fail for its evaluator. What is evaluated is a copy, made while the file stayed as it was.
 
-              seen, or written again            whole, and left alone for SETTLE_S
+              seen, or written again            whole, and left alone for DELIVERY_TIMEOUT_S
     absent  ------------------------> pending -------------------------------------> taken
                                          |      still not whole GIVE_UP_S after the last write
                                          +---------------------------------------------------> given up, with a warning
@@ -33,7 +33,7 @@ from phalanx.checkpoint.checkpoint_directory import SUFFIX, DamagedCheckpointErr
 logger = logging.getLogger(__name__)
 
 KERAS_SUFFIX = ".keras"
-SETTLE_S = 1.0
+DELIVERY_TIMEOUT_S = 1.0
 """How long Keras's file must have been left alone: longer than a write stops within a file, on a disk that is busy."""
 GIVE_UP_S = 30.0
 """How long after its last change a file that is not whole may still become so: a network file system shows the size of
@@ -165,7 +165,7 @@ class CheckpointWatcher:
         try:
             ours = checkpoint_directory.is_sealed(path)  # and then it is never written again in place
             alone_s = self._clock() - file.since
-            if not ours and alone_s < SETTLE_S:
+            if not ours and alone_s < DELIVERY_TIMEOUT_S:
                 return None
             copy = self._copy(path, file.identity)
             if copy is None:  # it is being written

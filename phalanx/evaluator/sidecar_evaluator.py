@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 from phalanx.checkpoint.temporary_directory import scratch
-from phalanx.cluster.resolvers.auto_resolver import resolver_of
+from phalanx.cluster.resolvers.auto_resolver import as_resolver
 from phalanx.cluster.resolvers.base_resolver import ClusterResolver
 from phalanx.cluster.spec import EVALUATOR
 from phalanx.config.job_config import JobConfig
@@ -115,7 +115,7 @@ class SidecarEvaluator:
         self._batch_size = batch_size
         self._verbose = verbose
         self._patience_s = patience_s
-        resolver = resolver_of(cluster_resolver)
+        resolver = as_resolver(cluster_resolver)
         self._spec, self._task = resolver.cluster_spec(), resolver.task()
         if self._spec and self._task is not None and self._task.type != EVALUATOR:
             raise ConfigurationError(

@@ -82,7 +82,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
 def stop_timeline() -> None:
     """Record no more, and write what has been recorded. Raises ValueError before `init`."""
     current()
-    timeline_relay.end()
+    timeline_relay.stop_recording()
 
 
 def rank() -> int:

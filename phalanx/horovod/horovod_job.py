@@ -148,17 +148,17 @@ class HorovodJob:
         node, config = self._node, self._node.config
         membership = node.membership
         if config.timeline is not None and not hasattr(self, "membership") and not timeline.current.on:
-            timeline_relay.begin(node, config.timeline, marks_cycles=config.timeline_marks_cycles)
+            timeline_relay.start_recording(node, config.timeline, marks_cycles=config.timeline_marks_cycles)
         self.controllers = {0: self._controller(membership)}
         self.membership = membership
         if isinstance(node, ElasticNode):
             self.fresh = node.places[membership.rank].fresh
 
-    def _end(self, *, because: Exception | None = None, well: bool = False) -> None:
+    def _end(self, *, because: Exception | None = None, flush: bool = False) -> None:
         for controller in self.controllers.values():
             controller.close(because=because)
         for membership in self._memberships.values():
-            membership.close(well=well)
+            membership.close(flush=flush)
         self.controllers, self._memberships, self._lost = {}, {}, None
 
     @property
@@ -201,16 +201,16 @@ class HorovodJob:
 
         Raises: as `cluster.tracing.begin`.
         """
-        timeline_relay.begin(self._node, path.absolute(), anew=True, marks_cycles=marks_cycles)
+        timeline_relay.start_recording(self._node, path.absolute(), anew=True, marks_cycles=marks_cycles)
 
     def close(self) -> None:
         """Leave the job; safe to call twice. A fork of this process was never in it."""
         if os.getpid() != self._pid:
             return
-        well = not exit_codes.has_failed()
-        timeline_relay.end()
-        self._end(well=well)
-        self._node.close(well=well)
+        flush = not exit_codes.has_failed()
+        timeline_relay.stop_recording()
+        self._end(flush=flush)
+        self._node.close(flush=flush)
 
     def _agree(self, name: str, detail: str) -> None:
         request = Request(name, OperationKind.BARRIER.value, detail=detail)
@@ -267,15 +267,15 @@ def join_world() -> HorovodJob:
         if _world is None:
             _refuse_strategies()
             exit_codes.install()
-            allocation.keep_freed()
+            allocation.keep_freed_memory()
             knobs, config = HorovodEnvironment.from_environment(), JobConfig.from_environment()
             node = _node(config)
             try:
                 _world = HorovodJob(node, knobs)
             except BaseException as error:
-                timeline_relay.end()
+                timeline_relay.stop_recording()
                 if isinstance(node, ElasticNode):
-                    node.close(well=isinstance(error, SystemExit))
+                    node.close(flush=isinstance(error, SystemExit))
                 else:
                     node.close()
                 raise

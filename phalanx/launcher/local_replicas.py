@@ -26,7 +26,7 @@ from phalanx.cluster.resolvers import TFConfigClusterResolver
 from phalanx.config.environment import process_environment, set_variables
 from phalanx.config.launch_config import LaunchConfig
 from phalanx.config.variables import JOB_ID, LISTEN_FD, TF_CONFIG
-from phalanx.devices.gpu_assignment import device_settings
+from phalanx.devices.gpu_assignment import device_variables
 from phalanx.errors import ConfigurationError, PeerLostError, PhalanxError
 from phalanx.launcher.host_messages import HostOrder, StepTimingReported
 from phalanx.launcher.hosts.local_host import LocalHost, listen
@@ -131,7 +131,7 @@ def _start(count: int, devices: Sequence[str] | None) -> LocalReplicas:
         )
         return {
             **own,
-            **(device_settings(devices[rank], process_environment()) if devices else {}),
+            **(device_variables(devices[rank], process_environment()) if devices else {}),
             REPLICAS: str(count),
         }
 

@@ -15,7 +15,7 @@ from phalanx import errors
 from phalanx.arrays import allocation
 from phalanx.cluster.admission import DISAGREEMENT, PROBE
 from phalanx.cluster.compatibility import TaskDescription
-from phalanx.cluster.membership import LOOK_THERE
+from phalanx.cluster.membership import SEE_TASK_OUTPUT
 from phalanx.cluster.peer_dialing import ATTEMPT_TIMEOUT_S, HANDSHAKE_FAILURES_S
 from phalanx.cluster.peer_registry import TaskIdentity
 from phalanx.cluster.spec import PS, Task
@@ -162,7 +162,7 @@ class ParameterServerClient:
         if kinds not in own:
             if len(own) >= ROOMS:
                 own.clear()
-            own[kinds] = [allocation.aligned_zeros(shape, dtype) for shape, dtype in kinds]
+            own[kinds] = [allocation.zeros_aligned(shape, dtype) for shape, dtype in kinds]
         return own[kinds]
 
     def send(self, server: int, question: Question, buffers: Sequence[Array] = ()) -> None:
@@ -301,7 +301,7 @@ class ParameterServerClient:
         so are overwritten by those that come after the next ones."""
         need = place_bytes([nbytes_of(kind) for kind in kinds])
         lanes = self._lanes.get(server)
-        if self._hosts[server] != self._me.statement.host or (lanes is not None and lanes.place_bytes >= need):
+        if self._hosts[server] != self._me.description.host or (lanes is not None and lanes.place_bytes >= need):
             return
 
         def accepts(offer: SegmentOffer) -> bool:
@@ -317,7 +317,7 @@ class ParameterServerClient:
         """Wait until a server is back, tell it where this worker is, and repeat what it has not answered; so for others
         that hang."""
         task = self.tasks[self._leaders[server]]
-        why = f"{cause} {LOOK_THERE}"
+        why = f"{cause} {SEE_TASK_OUTPUT}"
         if not self.return_s:
             raise lost(str(task), "training", why) from cause
         other = ", or for its copy" if self._copied else ""
@@ -475,7 +475,7 @@ def connect_one(
     started_at = time.monotonic()
     failing_since: float | None = None
     noticed = deadline - started_at < NOTICE_AFTER_S
-    details = msgspec.msgpack.encode(me.statement)
+    details = msgspec.msgpack.encode(me.description)
     while True:
         failure: PhalanxError | None = None
         for task, purpose in places(time.monotonic() - started_at):

@@ -51,5 +51,5 @@ class ShardPacking:
         """The shards in the arrays of the groups, which may be flat, as views; in the order of the shards."""
         parts: list[Array] = []
         for (shape, _), vector, array in zip(self.kinds, self._vectors, arrays, strict=True):
-            parts += [array.reshape(shape)] if vector is None else vector.cut(array)
+            parts += [array.reshape(shape)] if vector is None else vector.unpack(array)
         return [parts[place] for place in self._in_order]

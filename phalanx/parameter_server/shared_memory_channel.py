@@ -133,7 +133,7 @@ class SharedMemoryChannel:
     def copies(self, arrays: list[Array]) -> list[Array]:
         """Copies of values where `write_values` would write them next, if they are for it."""
         laid = self._written(TO_WORKER + 1 - self._turn, arrays)
-        return allocation.copies(arrays) if laid is None else laid.arrays
+        return allocation.copy_arrays(arrays) if laid is None else laid.arrays
 
     def write_values(self, arrays: Sequence[Array]) -> tuple[int, tuple[int, ...]]:
         """Copy values into the place whose turn it is; returns it, and their lengths in bytes: none if they are not

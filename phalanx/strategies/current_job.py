@@ -61,9 +61,9 @@ class CurrentJob:
         """Leave the job; safe to call twice."""
         while self._before_leaving:
             self._before_leaving.pop()()
-        timeline_relay.end()
+        timeline_relay.stop_recording()
         self.replica.communicator.close()
-        self._node.close(well=not exit_codes.has_failed())
+        self._node.close(flush=not exit_codes.has_failed())
 
 
 _job: CurrentJob | None = None
@@ -130,11 +130,11 @@ def _join(resolver: ClusterResolver, options: CommunicationOptions) -> CurrentJo
     node = join(resolver, facts=facts, config=config)
     try:
         if config.timeline is not None and node.task.type != EVALUATOR:
-            timeline_relay.begin(node, config.timeline)
+            timeline_relay.start_recording(node, config.timeline)
         communicator = connect(node.membership, with_timeout, config=config.collectives)
         set_random_state(communicator.broadcast_bytes(random_state()))
     except BaseException:
-        timeline_relay.end()
+        timeline_relay.stop_recording()
         node.close()
         raise
     job = CurrentJob(node, communicator, resolver, options)
@@ -155,6 +155,6 @@ def _join_elastic(
         job = CurrentJob(node, communicator, resolver, options)
         set_random_state(job.replica.recorded(lambda: communicator.broadcast_bytes(random_state())))
     except BaseException:
-        node.close(well=False)
+        node.close(flush=False)
         raise
     return job

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.cluster.resolvers.auto_resolver import resolver_of
+from phalanx.cluster.resolvers.auto_resolver import as_resolver
 from phalanx.cluster.resolvers.base_resolver import ClusterResolver
 from phalanx.collectives.options import CommunicationImplementation, CommunicationOptions
 from phalanx.compression import Compression
@@ -45,7 +45,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             if communication_options is not None:
                 raise ConfigurationError("Pass communication_options or communication, not both.")
             communication_options = CommunicationOptions(implementation=communication)
-        resolver = resolver_of(cluster_resolver)
+        resolver = as_resolver(cluster_resolver)
         policy = TrainingPolicy(resolve_compression(compression))
         self._job = join_job(resolver, communication_options)
         super().__init__(self._job.replica, resolver, policy)

@@ -15,7 +15,7 @@ import numpy as np
 from phalanx.cluster import timeline_relay
 from phalanx.cluster.compatibility import MIXED_BACKENDS, JobFacts
 from phalanx.cluster.peer_registry import TaskIdentity
-from phalanx.cluster.resolvers.auto_resolver import resolver_of
+from phalanx.cluster.resolvers.auto_resolver import as_resolver
 from phalanx.cluster.resolvers.base_resolver import ClusterResolver
 from phalanx.cluster.resolvers.simple import SimpleClusterResolver
 from phalanx.cluster.spec import EVALUATOR, PS, ClusterSpec
@@ -24,7 +24,7 @@ from phalanx.compression import resolve as resolve_compression
 from phalanx.config.environment import set_variables
 from phalanx.config.job_config import JobConfig
 from phalanx.data import DistributedDataset, InputContext
-from phalanx.devices.gpu_count import NO_GPU
+from phalanx.devices.gpu_count import HIDE_GPUS
 from phalanx.engines import prepare
 from phalanx.errors import CollectiveTimeoutError, ConfigurationError, UnsupportedError
 from phalanx.keras_compat import hook
@@ -93,10 +93,10 @@ class ParameterServerStrategy(Strategy):
         snapshot_seconds: float = SNAPSHOT_S,
         embedding_rows: bool | str = "auto",
     ):
-        resolver = resolver_of(cluster_resolver)
+        resolver = as_resolver(cluster_resolver)
         me = _identify(resolver)
         if me.task.type == PS:
-            set_variables(NO_GPU)  # gradients come by the host's memory, and a GPU's belongs to the workers
+            set_variables(HIDE_GPUS)  # gradients come by the host's memory, and a GPU's belongs to the workers
             serve(me, snapshot_dir, snapshot_seconds, replication)
             sys.exit(0)
         _check_replication(me, replication)
@@ -306,7 +306,7 @@ def _join(
         )
         _member = (me.spec, worker)
         if me.config.timeline is not None and me.rank >= 0:
-            timeline_relay.begin_among_servers(me, me.config.timeline)
+            timeline_relay.start_worker_recording(me, me.config.timeline)
         exit_codes.at_exit(lambda: worker.client.close(exit_codes.failure()))
         _share_random_state(worker)
         return worker

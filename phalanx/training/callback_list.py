@@ -12,7 +12,7 @@ import keras
 from keras.src.callbacks import CallbackList
 from keras.src.callbacks.progbar_logger import ProgbarLogger
 
-from phalanx.transport.serialization import decode, encode, is_plain
+from phalanx.transport.serialization import decode, encode, is_serializable
 
 
 class ChiefCallback(keras.callbacks.Callback):  # type: ignore[misc]
@@ -300,7 +300,9 @@ _NOT_REMEMBERED = ("params", "_params", "model", "_model", "progbar", "verbose")
 
 def remembered(callback: Any) -> bytes:
     """What a callback knows from the training so far: its attributes that are plain values or arrays."""
-    known = {name: value for name, value in vars(callback).items() if name not in _NOT_REMEMBERED and is_plain(value)}
+    known = {
+        name: value for name, value in vars(callback).items() if name not in _NOT_REMEMBERED and is_serializable(value)
+    }
     return encode(known)
 
 

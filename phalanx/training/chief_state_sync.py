@@ -15,7 +15,7 @@ import keras
 import msgspec
 import numpy as np
 
-from phalanx.cluster.compatibility import first_difference
+from phalanx.cluster.compatibility import describe_difference
 from phalanx.engines import buffers
 from phalanx.engines.random_state import draw_own_numbers, random_state
 from phalanx.errors import CollectiveTimeoutError, DisagreementError
@@ -71,7 +71,7 @@ def take_all(worker: ParameterServerWorker, model: Any, fit: int, changing: Sequ
         chiefs, chiefs_values = _unpacked(told)
         values = [to_host(variable) for variable in variables]
         own = [_described(variable, value) for variable, value in zip(variables, values, strict=True)]
-        if difference := first_difference([*map(str, chiefs)], [*map(str, own)], "the chief", "this task"):
+        if difference := describe_difference([*map(str, chiefs)], [*map(str, own)], "the chief", "this task"):
             raise DisagreementError(
                 f"The model is not the same on all tasks, in what is not trained: {difference} Every task must build "
                 f"the same model, in the same order."

@@ -34,7 +34,7 @@ from phalanx.training.fit_arguments import FitArguments
 from phalanx.training.joint_batches import JointBatch, JointBatches, compare_inputs, compare_samples
 from phalanx.training.replica import own_seed
 from phalanx.training.steps.stepper import EveryStep
-from phalanx.transport.serialization import decode, encode, is_plain
+from phalanx.transport.serialization import decode, encode, is_serializable
 
 if TYPE_CHECKING:
     from phalanx.training.replica_trainer import ReplicaTrainer
@@ -701,4 +701,4 @@ def _compile_beside(work: Sequence[Callable[[], None]]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    return value if is_plain(value) else np.array(keras.ops.convert_to_numpy(value))
+    return value if is_serializable(value) else np.array(keras.ops.convert_to_numpy(value))

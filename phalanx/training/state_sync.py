@@ -11,7 +11,7 @@ import keras
 import msgspec
 import numpy as np
 
-from phalanx.cluster.compatibility import first_difference
+from phalanx.cluster.compatibility import describe_difference
 from phalanx.engines import buffers
 from phalanx.engines.random_state import draw_own_numbers, random_state
 from phalanx.errors import DisagreementError
@@ -117,7 +117,7 @@ def _compare(structure: list[tuple[str, tuple[int, ...], str]], replica: Replica
     other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
     chiefs, others = ([_named(variable) for variable in everyone[rank]] for rank in (0, other))
     raise DisagreementError(
-        f"The model is not the same on all ranks: {first_difference(chiefs, others, 'rank 0', f'rank {other}')} Every "
+        f"The model is not the same on all ranks: {describe_difference(chiefs, others, 'rank 0', f'rank {other}')} Every "
         f"rank must build the same model with the same optimizer, in the same order."
     )
 

@@ -146,14 +146,14 @@ def _shake_hands(link: Link, secret: bytes | None, deadline: float) -> None:
     handshake = Handshake(Role.DIALER, secret)
     try:
         while True:
-            if data := handshake.outgoing():
+            if data := handshake.data_to_send():
                 link.send_bytes([memoryview(data)], deadline=deadline)
             if handshake.done:
                 return
-            buffer = memoryview(bytearray(handshake.wanted()))
+            buffer = memoryview(bytearray(handshake.bytes_needed()))
             count = link.try_receive_into(buffer)
             if count:
-                handshake.received(bytes(buffer[:count]))
+                handshake.receive_data(bytes(buffer[:count]))
             elif not link.wait_readable(deadline=deadline):
                 raise LinkTimeoutError(
                     f"{link.peer} has not answered yet: its process is still starting, busy or stopped, or another "

@@ -96,8 +96,8 @@ def encode_frame(header: bytes, buffers: Sequence[Buffer] = ()) -> list[memoryvi
 class FrameReader:
     """Puts one stream of bytes together into frames, without a copy.
 
-    The owner of the bytes writes into `wanted()` and says how many came with `filled(n)`, until that
-    returns a frame; then it starts over. `wanted()` never reaches beyond the end of the frame, so bytes
+    The owner of the bytes writes into `get_buffer()` and says how many came with `buffer_updated(n)`, until that
+    returns a frame; then it starts over. `get_buffer()` never reaches beyond the end of the frame, so bytes
     that follow a frame stay where they are, for whoever reads them next.
 
     After a FrameError the position in the stream is lost and the reader must not be used again.
@@ -120,12 +120,12 @@ class FrameReader:
         """True between two frames: no byte of a frame has come yet."""
         return self._header_length < 0 and self._position == 0
 
-    def wanted(self) -> memoryview:
+    def get_buffer(self) -> memoryview:
         """Where the next bytes belong; never empty."""
         return self._target[self._position :]
 
-    def filled(self, count: int) -> Frame | None:
-        """Take note that `count` bytes were written to `wanted()`.
+    def buffer_updated(self, count: int) -> Frame | None:
+        """Take note that `count` bytes were written to `get_buffer()`.
 
         Returns: the frame if these bytes completed it, else None.
         Raises: FrameError if this is no frame, or one over the limits.

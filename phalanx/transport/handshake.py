@@ -83,8 +83,8 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True):
 class Handshake:
     """One end's part in the handshake.
 
-    The owner of the connection sends what `outgoing()` returns, reads at most `wanted()` bytes and passes
-    them to `received()`, until `done`.
+    The owner of the connection sends what `data_to_send()` returns, reads at most `bytes_needed()` bytes and passes
+    them to `receive_data()`, until `done`.
 
     Args:
         role: which end this is.
@@ -100,12 +100,12 @@ class Handshake:
         self._outgoing = self._opening() if role is Role.DIALER else b""
         self.done = False
 
-    def outgoing(self) -> bytes:
+    def data_to_send(self) -> bytes:
         """What is to be sent now; each byte is returned once."""
         data, self._outgoing = self._outgoing, b""
         return data
 
-    def wanted(self) -> int:
+    def bytes_needed(self) -> int:
         """How many bytes are missing from the message at hand; 0 when the handshake is done."""
         if self.done:
             return 0
@@ -117,18 +117,18 @@ class Handshake:
         secret."""
         return bool(self._peer_nonce) and not self.done
 
-    def received(self, data: bytes) -> None:
-        """Take in bytes of the other end, at most `wanted()`.
+    def receive_data(self, data: bytes) -> None:
+        """Take in bytes of the other end, at most `bytes_needed()`.
 
         Raises:
             WrongSecretError: it does not know the secret.
             HandshakeError: it does not speak our protocol, or another version of it.
         """
-        assert len(data) <= self.wanted()
+        assert len(data) <= self.bytes_needed()
         self._incoming += data
         if not self._peer_nonce:
             check_opening(self._incoming)
-        if self.wanted():
+        if self.bytes_needed():
             return
         message, self._incoming = self._incoming, b""
         if not self._peer_nonce:

@@ -50,7 +50,7 @@ are up to 120 s apart."""
 ALIVE_CHECK_INTERVAL_S = 5.0
 """How often a waiting call looks at the health of its connection."""
 
-SETTLE_S = 30.0
+DELIVERY_TIMEOUT_S = 30.0
 """How long who leaves waits for the others' hosts to have what it has sent: some packets may be lost several times."""
 
 _MAX_PIECES = os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 1024
@@ -132,10 +132,10 @@ class Link:
         """
         reader = self._reader
         while True:
-            count = self.try_receive_into(reader.wanted())
+            count = self.try_receive_into(reader.get_buffer())
             if count:
                 try:
-                    frame = reader.filled(count)
+                    frame = reader.buffer_updated(count)
                 except FrameError as error:
                     self.close()
                     raise FrameError(f"from {self.peer}: {error}") from error
@@ -240,7 +240,7 @@ class Link:
             return True
         return bool(poller.poll(0))
 
-    def unacknowledged(self) -> int:
+    def unacknowledged_bytes(self) -> int:
         """How many bytes that were sent the peer's host does not have yet; 0 if the connection is broken. Only Linux
         TCP can tell; elsewhere this is 0."""
         if not self._is_known_to_kernel:
@@ -303,14 +303,14 @@ class Link:
         return LinkClosedError(f"the connection to {self.peer} is broken ({error}).")
 
 
-def settle(links: Collection[Link], at_most_s: float = SETTLE_S) -> None:
+def wait_until_delivered(links: Collection[Link], at_most_s: float = DELIVERY_TIMEOUT_S) -> None:
     """Return when the peers' hosts have all that was sent over these links, or the time is up.
 
     What is still on its way when a process closes its end is lost if the peer sends something meanwhile: the kernel
     answers that with a reset (RFC 1122, 4.2.2.13), and sends nothing again that the network has lost.
     """
     until, wait_s = time.monotonic() + at_most_s, 1e-4
-    while any(link.unacknowledged() for link in links) and time.monotonic() < until:
+    while any(link.unacknowledged_bytes() for link in links) and time.monotonic() < until:
         time.sleep(wait_s)
         wait_s = min(2 * wait_s, 0.02)
 

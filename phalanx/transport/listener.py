@@ -70,7 +70,7 @@ class Listener:
     """Owns the listening sockets and the thread that accepts from them.
 
     Args:
-        sockets: listening sockets, see `open_sockets`; the listener owns them from here on.
+        sockets: listening sockets, see `open_listening_sockets`; the listener owns them from here on.
         task: whose port it is, for messages.
         secret: what peers must know.
         job: what job they must belong to.
@@ -353,20 +353,20 @@ class _Arrival:
         """
         while True:
             # Some 40 bytes into an empty buffer: there is room, so this need not wait.
-            data = self._handshake.outgoing()
+            data = self._handshake.data_to_send()
             if data and self.link.try_send([memoryview(data)]) != len(data):
                 raise HandshakeError("it does not read")
             if self._handshake.done:
-                target = self._reader.wanted()
+                target = self._reader.get_buffer()
             else:
-                target = memoryview(bytearray(self._handshake.wanted()))
+                target = memoryview(bytearray(self._handshake.bytes_needed()))
             count = self.link.try_receive_into(target)
             if not count:
                 return None
             self.untouched = False
             if not self._handshake.done:
-                self._handshake.received(bytes(target[:count]))
-            elif frame := self._reader.filled(count):
+                self._handshake.receive_data(bytes(target[:count]))
+            elif frame := self._reader.buffer_updated(count):
                 return msgspec.msgpack.decode(frame.header, type=Hello)
 
 
@@ -429,7 +429,9 @@ def _describe_break(error: LinkClosedError, *, tls: bool) -> str:
 # ------------------------------------------------------------------ opening the port
 
 
-def open_sockets(address: Address, *, secret: bytes | None, listen_fd: int | None = None) -> list[socket.socket]:
+def open_listening_sockets(
+    address: Address, *, secret: bytes | None, listen_fd: int | None = None
+) -> list[socket.socket]:
     """Listening sockets for a task's address, on its port.
 
     A task whose address is loopback listens there only. Any other task listens on all interfaces, since its

@@ -12,12 +12,12 @@ INTEGERS = (-(2**63), 2**64 - 1)
 """The least and the greatest that MessagePack has."""
 
 
-def is_plain(value: Any) -> bool:
+def is_serializable(value: Any) -> bool:
     """Whether `encode` takes it."""
     if isinstance(value, (list, tuple)):
-        return all(map(is_plain, value))
+        return all(map(is_serializable, value))
     if isinstance(value, dict):
-        return all(isinstance(key, str) and is_plain(item) for key, item in value.items())
+        return all(isinstance(key, str) and is_serializable(item) for key, item in value.items())
     if isinstance(value, np.ndarray):
         return not value.dtype.hasobject and value.dtype.names is None and value.dtype.subdtype is None
     if isinstance(value, np.generic):

@@ -17,7 +17,7 @@ from tests.chaos.faults import FILLER
 from tests.chaos.job import MARK, Job
 
 TOLERANCE = 1e-3
-SETTLE_S = 15.0
+DELIVERY_TIMEOUT_S = 15.0
 """For the kernel to take away what the job had, on a busy machine."""
 SHARED = Path("/dev/shm")
 
@@ -133,7 +133,7 @@ def _is_of_another_job(pid: int | None) -> bool:
 
 def _settled(left: Callable[[], Any]) -> Any:
     """What is still left after a while."""
-    until = time.monotonic() + SETTLE_S
+    until = time.monotonic() + DELIVERY_TIMEOUT_S
     while (found := left()) and time.monotonic() < until:
         time.sleep(0.1)
     return found

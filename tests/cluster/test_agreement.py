@@ -11,7 +11,7 @@ from phalanx.cluster.compatibility import TaskDescription, cluster_by_task, desc
 SPEC = ClusterSpec({"worker": ["a:1", "b:1"]})
 
 
-def statement(task: str = "worker/0", **changes: object) -> TaskDescription:
+def description(task: str = "worker/0", **changes: object) -> TaskDescription:
     base = TaskDescription(
         task=task,
         incarnation=task,
@@ -27,7 +27,7 @@ def statement(task: str = "worker/0", **changes: object) -> TaskDescription:
 
 
 def test_equal_tasks_agree() -> None:
-    assert describe_disagreement(statement(), statement("worker/1", host="other", pid=2)) is None
+    assert describe_disagreement(description(), description("worker/1", host="other", pid=2)) is None
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_equal_tasks_agree() -> None:
     ],
 )
 def test_each_difference_names_both_sides_and_values(changes: dict[str, object], message: str) -> None:
-    one, other = statement(), statement("worker/1", **changes)
+    one, other = description(), description("worker/1", **changes)
     text = describe_disagreement(one, other)
     assert text is not None
     assert message in text
@@ -60,14 +60,14 @@ def test_each_difference_names_both_sides_and_values(changes: dict[str, object],
 
 
 def test_all_differences_are_told_at_once() -> None:
-    text = describe_disagreement(statement(), statement("worker/1", seed=2, keras="3.12"))
+    text = describe_disagreement(description(), description("worker/1", seed=2, keras="3.12"))
     assert text is not None
     assert text.count("\n  - ") == 2
 
 
 def test_backends_may_differ_when_the_policy_says_so() -> None:
-    one = statement(backend_policy="mixed")
-    assert describe_disagreement(one, statement("worker/1", backend_policy="mixed", backend="torch")) is None
+    one = description(backend_policy="mixed")
+    assert describe_disagreement(one, description("worker/1", backend_policy="mixed", backend="torch")) is None
 
 
 def test_an_evaluator_in_only_one_of_the_clusters_is_no_difference() -> None:

@@ -27,7 +27,7 @@ from phalanx.cluster import (
 )
 from phalanx.cluster.admission import DUPLICATE, LEAVING, MESH, RUNNING
 from phalanx.cluster.host_identity import host_identity
-from phalanx.cluster.peer_dialing import final_verdict
+from phalanx.cluster.peer_dialing import permanent_error
 from phalanx.cluster.peer_registry import TaskIdentity
 from phalanx.config.job_config import JobConfig
 from phalanx.errors import (
@@ -135,30 +135,30 @@ def can_connect(connected: list[socket.socket], host: str, port: int) -> bool:
     return True
 
 
-def note_entered(monkeypatch: pytest.MonkeyPatch) -> list[Link]:
+def record_added_links(monkeypatch: pytest.MonkeyPatch) -> list[Link]:
     """The links by which two tasks know each other from now on, each once for either of them."""
-    entered: list[Link] = []
-    original = rendezvous.PeerRegistry.enter
+    added: list[Link] = []
+    original = rendezvous.PeerRegistry.add
 
-    def enter(roll_call: rendezvous.PeerRegistry, rank: int, peer: object) -> None:
-        entered.append(peer.link)  # type: ignore[attr-defined]
-        original(roll_call, rank, peer)  # type: ignore[arg-type]
+    def add(registry: rendezvous.PeerRegistry, rank: int, peer: object) -> None:
+        added.append(peer.link)  # type: ignore[attr-defined]
+        original(registry, rank, peer)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(rendezvous.PeerRegistry, "enter", enter)
-    return entered
+    monkeypatch.setattr(rendezvous.PeerRegistry, "add", add)
+    return added
 
 
 def test_a_link_that_breaks_before_the_start_is_made_again(
     ports: Ports, meeting: Meeting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entered = note_entered(monkeypatch)
+    added = record_added_links(monkeypatch)
     spec = ports.workers(3)
     meeting.start(spec, Task("worker", 0))
     meeting.start(spec, Task("worker", 1))
-    wait_until(lambda: len(entered) == 2)
+    wait_until(lambda: len(added) == 2)
     with contextlib.suppress(OSError):
-        entered[0]._sock.shutdown(socket.SHUT_RDWR)
-    wait_until(lambda: len(entered) >= 4)
+        added[0]._sock.shutdown(socket.SHUT_RDWR)
+    wait_until(lambda: len(added) >= 4)
     meeting.start(spec, Task("worker", 2))
     exchange(meeting.nodes())
 
@@ -351,19 +351,19 @@ def test_a_second_process_elsewhere_is_refused_by_the_chief_and_the_job_goes_on(
     ports: Ports, meeting: Meeting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On another host it can open the port; here it gets another one, unknown to the rest."""
-    original = rendezvous.open_sockets
+    original = rendezvous.open_listening_sockets
 
-    def open_sockets(*args: object, **options: object) -> list[socket.socket]:
+    def open_listening_sockets(*args: object, **options: object) -> list[socket.socket]:
         if threading.current_thread().name == "test-second":
             return [_listen(socket.AF_INET, ("127.0.0.1", 0))]
         return original(*args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(rendezvous, "open_sockets", open_sockets)
-    entered = note_entered(monkeypatch)
+    monkeypatch.setattr(rendezvous, "open_listening_sockets", open_listening_sockets)
+    added = record_added_links(monkeypatch)
     spec = ports.workers(3)
     meeting.start(spec, Task("worker", 0))
     meeting.start(spec, Task("worker", 1))
-    wait_until(lambda: len(entered) == 2)
+    wait_until(lambda: len(added) == 2)
     meeting.start(spec, Task("worker", 1), name="second")
     wait_until(lambda: "second" in meeting.results)
     assert isinstance(meeting.results["second"], ConfigurationError)
@@ -378,14 +378,14 @@ def test_a_second_chief_elsewhere_finds_the_first_at_its_address(
     ports: Ports, meeting: Meeting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(missing_tasks, "NOTICE_AFTER_S", 0.2)
-    original = rendezvous.open_sockets
+    original = rendezvous.open_listening_sockets
 
-    def open_sockets(*args: object, **options: object) -> list[socket.socket]:
+    def open_listening_sockets(*args: object, **options: object) -> list[socket.socket]:
         if threading.current_thread().name == "test-second":
             return [_listen(socket.AF_INET, ("127.0.0.1", 0))]
         return original(*args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(rendezvous, "open_sockets", open_sockets)
+    monkeypatch.setattr(rendezvous, "open_listening_sockets", open_listening_sockets)
     spec = ports.workers(2)
     meeting.start(spec, Task("worker", 0))
     wait_until(lambda: can_connect([], *endpoint(spec, 0)))
@@ -410,9 +410,9 @@ def test_who_comes_when_the_job_has_begun_is_told_so(ports: Ports, meeting: Meet
     newcomer = TaskIdentity(spec, Task("worker", 1), JobFacts(seed=1), JobConfig(secret=SECRET))
 
     def dial(pid: int = 1) -> Welcome:
-        statement = msgspec.structs.replace(newcomer.statement, pid=pid)
+        description = msgspec.structs.replace(newcomer.description, pid=pid)
         with pytest.raises(RefusedError) as caught:
-            newcomer.dial(Task("worker", 0), MESH, msgspec.msgpack.encode(statement), deadline=time.monotonic() + 10)
+            newcomer.dial(Task("worker", 0), MESH, msgspec.msgpack.encode(description), deadline=time.monotonic() + 10)
         return caught.value.welcome
 
     assert dial().refusal == RUNNING
@@ -437,7 +437,7 @@ def test_who_comes_when_the_job_has_begun_is_told_so(ports: Ports, meeting: Meet
 )
 def test_only_refusals_that_will_not_pass_are_final(refusal: str, rank: int, kind: type) -> None:
     error = RefusedError("refused", Welcome(refusal=refusal, reason="because"))
-    assert type(final_verdict(error, rank, failing_s=1000)) is kind
+    assert type(permanent_error(error, rank, failing_s=1000)) is kind
 
 
 def test_a_taken_port_is_named(ports: Ports, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from phalanx.cluster.admission import PROBE, Probe
+from phalanx.cluster.admission import PROBE, ProbeService
 from phalanx.cluster.compatibility import JobFacts
 from phalanx.cluster.peer_registry import TaskIdentity
 from phalanx.cluster.spec import ClusterSpec, Task
@@ -94,7 +94,7 @@ def test_a_server_that_a_worker_has_lost_is_asked_whether_it_is_there(
     chief, worker = identities
     server = chief.spec.address(Task("ps", 0))
     listener = Listener([socket.create_server((server.host, server.port))], task="ps/0", secret=chief.config.secret)
-    listener.register(PROBE, Probe(TaskIdentity(chief.spec, Task("ps", 0), JobFacts(), chief.config)))
+    listener.register(PROBE, ProbeService(TaskIdentity(chief.spec, Task("ps", 0), JobFacts(), chief.config)))
     with contextlib.closing(listener):
         if answers:
             listener.start()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from phalanx.config.variables import HOST_GPUS
-from phalanx.devices.gpu_assignment import check_devices, device_settings, gpu_shares
+from phalanx.devices.gpu_assignment import check_devices, device_variables, worker_gpu_variables
 from phalanx.errors import ConfigurationError, PhalanxError
 from tests.launcher.conftest import Launcher, wait_until
 
@@ -342,18 +342,18 @@ def test_a_child_of_multiprocessing_starts_no_replicas(launcher: Launcher) -> No
 
 @pytest.mark.parametrize("name", ["gpu:1", "/gpu:1", "GPU:1", "/device:GPU:1", "cuda:1", " gpu:1 "])
 def test_a_gpu_is_the_only_one_that_its_replica_sees(name: str) -> None:
-    assert device_settings(name, {}) == {"CUDA_VISIBLE_DEVICES": "1"}
-    assert device_settings(name, {"CUDA_VISIBLE_DEVICES": "4,6"}) == {"CUDA_VISIBLE_DEVICES": "6"}
+    assert device_variables(name, {}) == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert device_variables(name, {"CUDA_VISIBLE_DEVICES": "4,6"}) == {"CUDA_VISIBLE_DEVICES": "6"}
 
 
 def test_on_a_cpu_no_gpu_is_seen() -> None:
-    assert device_settings("cpu:1", {"CUDA_VISIBLE_DEVICES": "4,6"}) == {"CUDA_VISIBLE_DEVICES": ""}
+    assert device_variables("cpu:1", {"CUDA_VISIBLE_DEVICES": "4,6"}) == {"CUDA_VISIBLE_DEVICES": ""}
 
 
 @pytest.mark.parametrize("name", ["tpu:0", "gpu:x", "", "gpu:2"])
 def test_a_device_that_is_none_or_not_there_is_an_error(name: str) -> None:
     with pytest.raises(ConfigurationError, match=r"is not a device|is not there"):
-        device_settings(name, {"CUDA_VISIBLE_DEVICES": "4,6"})
+        device_variables(name, {"CUDA_VISIBLE_DEVICES": "4,6"})
 
 
 @pytest.mark.parametrize(
@@ -376,11 +376,11 @@ def test_devices_are_named_as_tensorflow_names_them() -> None:
 
 
 def test_each_worker_gets_a_gpu_of_its_own_where_there_are_enough() -> None:
-    assert gpu_shares(2, 4, {}) == [
+    assert worker_gpu_variables(2, 4, {}) == [
         {"CUDA_VISIBLE_DEVICES": "0", HOST_GPUS: "0,1,2,3"},
         {"CUDA_VISIBLE_DEVICES": "1", HOST_GPUS: "0,1,2,3"},
     ]
-    assert gpu_shares(2, 2, {"CUDA_VISIBLE_DEVICES": "4,6"}) == [
+    assert worker_gpu_variables(2, 2, {"CUDA_VISIBLE_DEVICES": "4,6"}) == [
         {"CUDA_VISIBLE_DEVICES": "4", HOST_GPUS: "4,6"},
         {"CUDA_VISIBLE_DEVICES": "6", HOST_GPUS: "4,6"},
     ]
@@ -388,11 +388,11 @@ def test_each_worker_gets_a_gpu_of_its_own_where_there_are_enough() -> None:
 
 def test_workers_take_gpus_in_turn_where_there_are_fewer_and_their_memory_as_they_need_it() -> None:
     growing = {"TF_FORCE_GPU_ALLOW_GROWTH": "true", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    shares = gpu_shares(3, 2, {"CUDA_VISIBLE_DEVICES": "4,6"})
+    shares = worker_gpu_variables(3, 2, {"CUDA_VISIBLE_DEVICES": "4,6"})
     assert shares == [{"CUDA_VISIBLE_DEVICES": gpu, HOST_GPUS: "4,6", **growing} for gpu in ("4", "6", "4")]
-    (own, _) = gpu_shares(2, 1, {"XLA_PYTHON_CLIENT_PREALLOCATE": "true"})
+    (own, _) = worker_gpu_variables(2, 1, {"XLA_PYTHON_CLIENT_PREALLOCATE": "true"})
     assert own == {**growing, "CUDA_VISIBLE_DEVICES": "0", HOST_GPUS: "0", "XLA_PYTHON_CLIENT_PREALLOCATE": "true"}
 
 
 def test_nothing_is_set_where_there_is_no_gpu() -> None:
-    assert gpu_shares(2, 0, {}) == [{}, {}]
+    assert worker_gpu_variables(2, 0, {}) == [{}, {}]

@@ -122,7 +122,7 @@ def test_of_two_servers_that_lead_the_one_that_was_called_upon_later_is_right() 
         me = was_stopped._me
 
         def asks(group: ShardGroup, term: int) -> str:
-            newcomer = ArrivingWorker(me.statement, fresh=False, term=term)
+            newcomer = ArrivingWorker(me.description, fresh=False, term=term)
             return group.admit_leader(Hello(purpose="", task="", details=msgspec.msgpack.encode(newcomer))).refusal
 
         called.lead()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from phalanx.cluster.admission import PROBE, Probe
+from phalanx.cluster.admission import PROBE, ProbeService
 from phalanx.cluster.compatibility import JobFacts
 from phalanx.cluster.peer_registry import TaskIdentity
 from phalanx.cluster.resolvers.tf_config import read_cluster
@@ -93,7 +93,7 @@ def chief() -> Iterator[tuple[ClusterSpec, Listener]]:
     spec = ClusterSpec({"worker": [address, "127.0.0.1:1"]})
     me = TaskIdentity(spec, Task("worker", 0), JobFacts(), JobConfig(secret=SECRET))
     listener = Listener([sock], task="worker/0", secret=SECRET, job="", tls=None)
-    listener.register(PROBE, Probe(me))
+    listener.register(PROBE, ProbeService(me))
     with listener:
         yield spec, listener
 

@@ -13,7 +13,7 @@ import pytest
 
 from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory
 from phalanx.evaluator import checkpoint_watcher as watching
-from phalanx.evaluator.checkpoint_watcher import GIVE_UP_S, SETTLE_S, CheckpointWatcher, FoundCheckpoint
+from phalanx.evaluator.checkpoint_watcher import DELIVERY_TIMEOUT_S, GIVE_UP_S, CheckpointWatcher, FoundCheckpoint
 from tests.supervision.models import make_data, make_model
 
 
@@ -65,7 +65,7 @@ def settled(watch: CheckpointWatcher, clock: Clock) -> FoundCheckpoint | None:
     """What is found when a file has been left alone."""
     found = watch.next()
     assert found is None, "not before it was left alone"
-    clock.now += SETTLE_S
+    clock.now += DELIVERY_TIMEOUT_S
     return watch.next()
 
 
@@ -103,7 +103,7 @@ def test_a_file_that_is_written_slowly_is_never_taken_before_it_is_whole(
             file.write(content[start : start + 1000])
             if start + 1000 < len(content):
                 assert watch.next() is None
-                clock.now += 3 * SETTLE_S  # slower than it takes to be taken for left alone
+                clock.now += 3 * DELIVERY_TIMEOUT_S  # slower than it takes to be taken for left alone
                 assert watch.next() is None
     found = settled(watch, clock)
     assert found is not None
@@ -185,7 +185,7 @@ def test_a_file_that_is_written_while_it_is_copied_is_not_taken(
 ) -> None:
     place = put(files[".weights.h5"], folder, "latest.weights.h5", at=1)
     watch.next()
-    clock.now += SETTLE_S
+    clock.now += DELIVERY_TIMEOUT_S
     copy = shutil.copyfileobj
 
     def copy_and_write(source: Any, target: Any, length: int) -> None:

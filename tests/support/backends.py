@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.devices.gpu_count import NO_GPU, ON_DEMAND
+from phalanx.devices.gpu_count import HIDE_GPUS, ON_DEMAND_ALLOCATION
 
 BACKENDS = tuple(os.environ.get("BACKENDS", "jax tensorflow torch").split())
 FIRST = BACKENDS[0]
@@ -16,7 +16,9 @@ FIRST = BACKENDS[0]
 # Jobs of tests run side by side, and are compared digit by digit: GPUs are shared, and multiply in full float32.
 ON_GPU = bool(os.environ.get("TEST_ON_GPU"))
 DEVICE_SETTINGS = (
-    {**ON_DEMAND, "JAX_DEFAULT_MATMUL_PRECISION": "highest", "NVIDIA_TF32_OVERRIDE": "0"} if ON_GPU else NO_GPU
+    {**ON_DEMAND_ALLOCATION, "JAX_DEFAULT_MATMUL_PRECISION": "highest", "NVIDIA_TF32_OVERRIDE": "0"}
+    if ON_GPU
+    else HIDE_GPUS
 )
 
 

@@ -21,12 +21,12 @@ def read(data: bytes, reader: FrameReader, step: int) -> tuple[list[Frame], int]
     found = []
     position = 0
     while position < len(data):
-        wanted = reader.wanted()
+        wanted = reader.get_buffer()
         assert wanted.nbytes
         piece = data[position : position + min(step, wanted.nbytes)]
         wanted[: len(piece)] = piece
         position += len(piece)
-        frame = reader.filled(len(piece))
+        frame = reader.buffer_updated(len(piece))
         if frame is not None:
             found.append(frame)
     return found, position
@@ -49,10 +49,10 @@ def test_a_reader_never_asks_for_bytes_beyond_its_frame() -> None:
     reader = FrameReader()
     position = 0
     while True:
-        wanted = reader.wanted()
+        wanted = reader.get_buffer()
         wanted[:] = stream[position : position + wanted.nbytes]
         position += wanted.nbytes
-        if reader.filled(wanted.nbytes):
+        if reader.buffer_updated(wanted.nbytes):
             break
     assert stream[position:] == b"raw bytes of a collective"
     assert reader.idle
@@ -71,7 +71,7 @@ def test_random_bytes_after_a_right_magic_are_refused_or_awaited(data: bytes) ->
         read(frames.MAGIC + data, reader, 7)
     except FrameError:
         return
-    assert reader.wanted().nbytes <= frames.MAX_HEADER_BYTES + 8 * frames.MAX_BUFFERS
+    assert reader.get_buffer().nbytes <= frames.MAX_HEADER_BYTES + 8 * frames.MAX_BUFFERS
 
 
 @pytest.mark.parametrize(("header_length", "count"), [(2**32 - 1, 0), (0, 2**32 - 1), (frames.MAX_HEADER_BYTES + 1, 0)])

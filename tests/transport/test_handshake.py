@@ -15,11 +15,11 @@ def converse(dialer: Handshake, listener: Handshake, step: int = 1000) -> None:
     ends = [dialer, listener]
     quiet = 0
     while quiet < 2:
-        data = ends[0].outgoing()
+        data = ends[0].data_to_send()
         quiet = 0 if data else quiet + 1
         while data:
-            taken = min(step, ends[1].wanted(), len(data))
-            ends[1].received(data[:taken])
+            taken = min(step, ends[1].bytes_needed(), len(data))
+            ends[1].receive_data(data[:taken])
             data = data[taken:]
         ends.reverse()
 
@@ -31,7 +31,7 @@ def test_two_ends_with_the_same_secret_are_done(secret: bytes | None, step: int)
     converse(dialer, listener, step)
     assert dialer.done
     assert listener.done
-    assert dialer.wanted() == listener.wanted() == 0
+    assert dialer.bytes_needed() == listener.bytes_needed() == 0
 
 
 @pytest.mark.parametrize(("one", "other"), [(b"secret", b"other"), (None, b"secret"), (b"secret", None)])
@@ -41,42 +41,42 @@ def test_another_secret_is_found_by_the_listener_which_has_proved_nothing_yet(
     dialer, listener = Handshake(Role.DIALER, one), Handshake(Role.LISTENER, other)
     with pytest.raises(WrongSecretError, match="another secret"):
         converse(dialer, listener)
-    assert listener.outgoing() == b""
+    assert listener.data_to_send() == b""
     assert not dialer.done
     assert dialer.waits_for_proof
 
 
 def test_a_dialer_does_not_believe_a_listener_without_the_secret() -> None:
     dialer = Handshake(Role.DIALER, b"secret")
-    dialer.received(MAGIC + bytes(NONCE_BYTES))
+    dialer.receive_data(MAGIC + bytes(NONCE_BYTES))
     with pytest.raises(WrongSecretError):
-        dialer.received(bytes(32))
+        dialer.receive_data(bytes(32))
 
 
 def test_a_proof_cannot_be_sent_back_to_its_maker() -> None:
     """A stranger that repeats every message of the dialer to it does not pass for a listener."""
     dialer = Handshake(Role.DIALER, b"secret")
-    dialer.received(dialer.outgoing())
+    dialer.receive_data(dialer.data_to_send())
     with pytest.raises(WrongSecretError):
-        dialer.received(dialer.outgoing())
+        dialer.receive_data(dialer.data_to_send())
 
 
 def test_a_recorded_conversation_cannot_be_played_again() -> None:
     dialer, listener = Handshake(Role.DIALER, b"secret"), Handshake(Role.LISTENER, b"secret")
-    opening = dialer.outgoing()
-    listener.received(opening)
-    dialer.received(listener.outgoing())
-    proof = dialer.outgoing()
+    opening = dialer.data_to_send()
+    listener.receive_data(opening)
+    dialer.receive_data(listener.data_to_send())
+    proof = dialer.data_to_send()
     again = Handshake(Role.LISTENER, b"secret")
-    again.received(opening)
+    again.receive_data(opening)
     with pytest.raises(WrongSecretError):
-        again.received(proof)
+        again.receive_data(proof)
 
 
 def test_another_version_of_the_protocol_is_named() -> None:
     listener = Handshake(Role.LISTENER, b"secret")
     with pytest.raises(HandshakeError, match="version 9 of Phalanx's protocol and this task version 1"):
-        listener.received(MAGIC[:-1] + b"\x09")
+        listener.receive_data(MAGIC[:-1] + b"\x09")
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_another_version_of_the_protocol_is_named() -> None:
 def test_a_stranger_is_told_by_its_first_bytes(data: bytes, description: str) -> None:
     assert description in describe_stranger(data)
     with pytest.raises(HandshakeError, match=description):
-        Handshake(Role.LISTENER, None).received(data)
+        Handshake(Role.LISTENER, None).receive_data(data)
 
 
 @given(st.binary(min_size=1, max_size=40))
@@ -100,6 +100,6 @@ def test_no_random_bytes_get_through(data: bytes) -> None:
     if MAGIC.startswith(data[: len(MAGIC)]):
         return
     with pytest.raises(HandshakeError):
-        listener.received(data)
+        listener.receive_data(data)
     assert not listener.done
-    assert listener.outgoing() == b""
+    assert listener.data_to_send() == b""

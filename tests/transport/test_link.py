@@ -17,7 +17,7 @@ import pytest
 
 from phalanx.errors import FrameError, LinkClosedError, LinkTimeoutError
 from phalanx.transport import link as link_module
-from phalanx.transport.link import Link, host_silence_s, settle, skip_bytes
+from phalanx.transport.link import Link, host_silence_s, skip_bytes, wait_until_delivered
 from tests.transport.conftest import soon, tcp_pair, wait_until
 
 Pair = tuple[Link, Link]
@@ -253,13 +253,13 @@ class TestSettling:
         a, b = (Link(sock, "peer") for sock in tcp_pair())
         with contextlib.closing(a), contextlib.closing(b):
             fill(a)
-            assert a.unacknowledged() > 0
-            settle([a], at_most_s=0.05)
-            assert a.unacknowledged() > 0, "nobody reads"
+            assert a.unacknowledged_bytes() > 0
+            wait_until_delivered([a], at_most_s=0.05)
+            assert a.unacknowledged_bytes() > 0, "nobody reads"
             reader = threading.Thread(target=read_all, args=(b,))
             reader.start()
-            settle([a])
-            assert a.unacknowledged() == 0
+            wait_until_delivered([a])
+            assert a.unacknowledged_bytes() == 0
             a.finish()
             reader.join()
 
@@ -268,8 +268,8 @@ class TestSettling:
         with contextlib.closing(a):
             fill(a)
             b.close()  # with unread bytes: a reset
-            wait_until(lambda: a.unacknowledged() == 0)
-            settle([a], at_most_s=60)
+            wait_until(lambda: a.unacknowledged_bytes() == 0)
+            wait_until_delivered([a], at_most_s=60)
 
 
 def fill(link: Link) -> None:

@@ -22,7 +22,7 @@ from phalanx.transport.address import Address
 from phalanx.transport.dial import RefusedError, dial, retry_delay_s
 from phalanx.transport.handshake import Hello, Welcome, WrongSecretError
 from phalanx.transport.link import Link
-from phalanx.transport.listener import PortTakenError, RefusalCounter, open_sockets
+from phalanx.transport.listener import PortTakenError, RefusalCounter, open_listening_sockets
 from phalanx.transport.tls import TLS, load_tls
 from tests.transport.conftest import SECRET, Echo, Port, open_port, soon, wait_until
 
@@ -250,7 +250,7 @@ def test_closing_frees_the_port_and_the_thread_and_may_be_repeated() -> None:
         port.listener.close()
         assert not thread.is_alive()
         taken.close()
-        open_sockets(port.address, secret=SECRET)[0].close()
+        open_listening_sockets(port.address, secret=SECRET)[0].close()
 
 
 def test_a_forked_child_does_not_keep_the_port(port: Port) -> None:
@@ -266,7 +266,7 @@ def test_a_forked_child_does_not_keep_the_port(port: Port) -> None:
         assert parent.recv(4) == b"here"
         assert_members_get_in(port)
         port.listener.close()
-        for sock in open_sockets(port.address, secret=SECRET):
+        for sock in open_listening_sockets(port.address, secret=SECRET):
             sock.close()
     os.waitpid(pid, 0)
 
@@ -376,7 +376,7 @@ def test_a_taken_port_is_a_configuration_error() -> None:
         socket.create_server(("127.0.0.1", 0)) as sock,
         pytest.raises(PortTakenError, match="taken by another"),
     ):
-        open_sockets(Address("127.0.0.1", sock.getsockname()[1]), secret=SECRET)
+        open_listening_sockets(Address("127.0.0.1", sock.getsockname()[1]), secret=SECRET)
 
 
 def test_a_port_is_free_for_the_next_job_at_once() -> None:
@@ -384,7 +384,7 @@ def test_a_port_is_free_for_the_next_job_at_once() -> None:
         link, _ = dial_port(port)
         link.close()
         port.listener.close()
-        for sock in open_sockets(port.address, secret=SECRET):
+        for sock in open_listening_sockets(port.address, secret=SECRET):
             sock.close()
 
 
@@ -394,13 +394,13 @@ def test_a_task_on_loopback_listens_there_only_and_any_other_everywhere(
     monkeypatch.setattr(listener_module, "_warned_no_secret", False)
     with socket.create_server(("127.0.0.1", 0)) as sock:
         free = sock.getsockname()[1]
-    sockets = open_sockets(Address("localhost", free), secret=None)
+    sockets = open_listening_sockets(Address("localhost", free), secret=None)
     assert {sock.getsockname()[0] for sock in sockets} <= {"127.0.0.1", "::1"}
     for sock in sockets:
         sock.close()
     assert not caplog.records
     for _ in range(2):
-        (sock,) = open_sockets(Address("10.255.255.1", free), secret=None)
+        (sock,) = open_listening_sockets(Address("10.255.255.1", free), secret=None)
         assert sock.getsockname()[0] in ("::", "0.0.0.0")
         sock.close()
     (record,) = caplog.records
@@ -411,22 +411,22 @@ def test_a_task_on_loopback_listens_there_only_and_any_other_everywhere(
 def test_a_descriptor_from_the_launcher_is_used() -> None:
     with socket.create_server(("127.0.0.1", 0)) as inherited:
         address = Address("127.0.0.1", inherited.getsockname()[1])
-        (sock,) = open_sockets(address, secret=SECRET, listen_fd=inherited.fileno())
+        (sock,) = open_listening_sockets(address, secret=SECRET, listen_fd=inherited.fileno())
         assert sock.getsockname() == inherited.getsockname()
         sock.close()
         with pytest.raises(ConfigurationError, match=r"does not listen|not a socket that listens"):
-            open_sockets(Address("127.0.0.1", 1), secret=SECRET, listen_fd=inherited.fileno())
+            open_listening_sockets(Address("127.0.0.1", 1), secret=SECRET, listen_fd=inherited.fileno())
     with open(os.devnull) as file, pytest.raises(ConfigurationError, match="PHALANX_LISTEN_FD"):
-        open_sockets(address, secret=SECRET, listen_fd=file.fileno())
+        open_listening_sockets(address, secret=SECRET, listen_fd=file.fileno())
     with pytest.raises(ConfigurationError, match="PHALANX_LISTEN_FD=987654 is no socket"):
-        open_sockets(address, secret=SECRET, listen_fd=987654)
+        open_listening_sockets(address, secret=SECRET, listen_fd=987654)
 
 
 def test_a_forked_child_closes_no_descriptor_that_has_become_another() -> None:
     with socket.create_server(("127.0.0.1", 0)) as inherited:
         descriptor = inherited.fileno()
         address = Address("127.0.0.1", inherited.getsockname()[1])
-        open_sockets(address, secret=SECRET, listen_fd=descriptor)[0].close()
+        open_listening_sockets(address, secret=SECRET, listen_fd=descriptor)[0].close()
         with open(os.devnull) as other:
             os.dup2(other.fileno(), descriptor)
         pid = os.fork()

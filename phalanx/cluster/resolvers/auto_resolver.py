@@ -42,7 +42,7 @@ _CHOICES: tuple[tuple[Callable[[_Environ], bool], Callable[[_Environ], ClusterRe
 )
 
 
-def resolver_of(given: Any) -> ClusterResolver:
+def as_resolver(given: Any) -> ClusterResolver:
     """The resolver that a program gave to a strategy; what `resolve` picks if it gave none.
 
     Raises: ConfigurationError for what is none. One of TensorFlow's is asked here and now.

@@ -38,7 +38,7 @@ class TFConfigClusterResolver(ClusterResolver):
         self._task_type = task_type
         self._task_id = task_id
         self._rpc_layer = rpc_layer
-        self._variablesment = environment or ""
+        self._environment = environment or ""
         self._variables = process_environment() if environ is None else environ
 
     def _config(self) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
     @property
     def environment(self) -> str:
-        return self._variablesment
+        return self._environment
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
         """As in the base class; `session_master` of TF_CONFIG comes first, as in TensorFlow."""

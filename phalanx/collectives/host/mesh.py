@@ -38,7 +38,7 @@ from phalanx.collectives.host.channel import Channel, PacketHeader, PacketKind, 
 from phalanx.collectives.operation import CollectiveCall, CollectiveDescription, explain_mismatch
 from phalanx.errors import CollectiveMismatchError, CollectiveTimeoutError, LinkClosedError, PeerLostError, PhalanxError
 from phalanx.monitoring import timeline
-from phalanx.transport.link import ALIVE_CHECK_INTERVAL_S, SETTLE_S
+from phalanx.transport.link import ALIVE_CHECK_INTERVAL_S, DELIVERY_TIMEOUT_S
 from phalanx.transport.throttle import Throttle
 
 GRACE_S = 0.5
@@ -224,7 +224,7 @@ class Mesh:
             self.on_stall(self._missing(needed()))
         if now >= self.call.deadline:
             raise self._timed_out(needed())
-        if now >= self.membership.course.over_at:
+        if now >= self.membership.state.abort_at:
             raise LinkClosedError(
                 f"generation {self.membership.generation} of the job ended during {self.call}: another member was lost."
             )
@@ -271,7 +271,7 @@ class Mesh:
 
     def leave(self) -> None:
         """Tell all others that this rank has finished with its communicator. Raises nothing."""
-        self._tell_all(PacketKind.LEAVE, memoryview(b""), SETTLE_S)
+        self._tell_all(PacketKind.LEAVE, memoryview(b""), DELIVERY_TIMEOUT_S)
 
     def interrupt(self) -> None:
         """Make a collective that waits in another thread give up; see `GroupCommunicator.close`."""
@@ -465,7 +465,7 @@ class Mesh:
     def _lost(self, rank: Rank) -> PeerLostError:
         if rank in self._left:
             return self._gone(rank, "closed its communicator and left")
-        self.membership.course.unheard.add(rank)
+        self.membership.state.unresponsive.add(rank)
         return self.membership.peer_lost(rank, str(self._call or "setup"), self._why.get(rank, ""))
 
     def _missing(self, needed: Collection[Rank]) -> list[Rank]:
@@ -486,7 +486,7 @@ class Mesh:
         """The collective ends by its time. Who came to it late itself has nothing to say about the others."""
         call = self.call
         if time.monotonic() - call.started >= (call.deadline - call.started) / 2:
-            self.membership.course.unheard.update(self._absent())
+            self.membership.state.unresponsive.update(self._absent())
 
     def _timed_out(self, needed: Collection[Rank]) -> CollectiveTimeoutError:
         call = self.call

@@ -75,11 +75,11 @@ class _Vector:
 
     def cut(self, vector: Array) -> list[Array]:
         """The pieces in it, as views."""
-        return [vector] if self._vector is None else self._vector.cut(vector)
+        return [vector] if self._vector is None else self._vector.unpack(vector)
 
     def filled(self, arrays: Sequence[Any]) -> Any:
         """These pieces as one variable."""
-        return arrays[0] if self._vector is None else self._vector.part_of([np.asarray(array) for array in arrays])
+        return arrays[0] if self._vector is None else self._vector.pack_part([np.asarray(array) for array in arrays])
 
 
 class _Places:

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from phalanx.devices.pinned_memory import fetched, sent
+from phalanx.devices.pinned_memory import copy_to_device, copy_to_host
 
 Array = np.ndarray[Any, Any]
 
@@ -31,7 +31,7 @@ def to_host(tensor: torch.Tensor) -> Array:
 
 def all_to_host(tensors: Sequence[torch.Tensor]) -> list[Array]:
     """As `to_host` of each, and from a GPU much faster."""
-    return [to_host(tensor) for tensor in fetched(tensors)]
+    return [to_host(tensor) for tensor in copy_to_host(tensors)]
 
 
 def over(array: Array) -> torch.Tensor:
@@ -44,7 +44,7 @@ def over(array: Array) -> torch.Tensor:
 
 def from_host(array: Array, like: torch.Tensor) -> torch.Tensor:
     """A tensor of the array's memory (a copy, on another device)."""
-    return sent([over(array)], like.device)[0]
+    return copy_to_device([over(array)], like.device)[0]
 
 
 def tensors_of(arrays: Sequence[Array], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -24,8 +24,8 @@ from msgspec.structs import replace
 
 from phalanx.config.environment import process_environment
 from phalanx.config.variables import LISTEN_FD, PROGRESS_FILE, SNAPSHOTS, WORKER_BOOTSTRAP
-from phalanx.devices.gpu_assignment import gpu_shares
-from phalanx.devices.gpu_count import NO_GPU, count_gpus
+from phalanx.devices.gpu_assignment import worker_gpu_variables
+from phalanx.devices.gpu_count import HIDE_GPUS, count_gpus
 from phalanx.launcher.host_messages import (
     CheckpointBeforeExit,
     CrashReported,
@@ -190,12 +190,12 @@ class LocalHost:
         base = process_environment()
         replicas = len(self._listeners) - len(self._not_training)
         shares = iter(host_shares(replicas) if self._shares is None else self._shares)
-        devices = iter(gpu_shares(replicas, count_gpus(base), base))
+        devices = iter(worker_gpu_variables(replicas, count_gpus(base), base))
         other = CoreShare(tuple(available_cores()), 1)
         trains = [slot not in self._not_training for slot in range(len(self._listeners))]
         return (
             [next(shares) if replica else other for replica in trains],
-            [next(devices) if replica else NO_GPU for replica in trains],
+            [next(devices) if replica else HIDE_GPUS for replica in trains],
         )
 
     def _start(self, place: _Place) -> _Worker:

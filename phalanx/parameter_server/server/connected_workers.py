@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Set
 
-from phalanx.cluster.admission import process_of
-from phalanx.cluster.membership import CLOSED, LOOK_THERE
+from phalanx.cluster.admission import incarnation_of
+from phalanx.cluster.membership import CONNECTION_CLOSED, SEE_TASK_OUTPUT
 from phalanx.errors import PeerLostError
 
 Worker = int
@@ -60,7 +60,7 @@ class ConnectedWorkers:
         if self.is_here(worker):
             self._endings[worker] = "it made no progress for too long, and the others went on without it."
         if worker in self._links:
-            self._evicted.add(process_of(self._links[worker]))
+            self._evicted.add(incarnation_of(self._links[worker]))
         self._awaited_until.pop(worker, None)
 
     def forget_evicted(self) -> None:
@@ -69,7 +69,7 @@ class ConnectedWorkers:
 
     def is_evicted(self, link: str) -> bool:
         """Whether the process of this link is."""
-        return process_of(link) in self._evicted
+        return incarnation_of(link) in self._evicted
 
     def is_here(self, worker: Worker) -> bool:
         """Whether a worker is linked, or is expected to be in a moment."""
@@ -86,7 +86,7 @@ class ConnectedWorkers:
 
     def process(self, worker: Worker) -> str:
         """The incarnation of a worker's process; "" if it has no link."""
-        return process_of(self._links.get(worker, ""))
+        return incarnation_of(self._links.get(worker, ""))
 
     def never_seen(self) -> str:
         """The names of those that never came."""
@@ -95,9 +95,9 @@ class ConnectedWorkers:
     def lost(self, worker: Worker, during: str) -> PeerLostError:
         """The error that names a worker that is not here any more."""
         ending = self._endings.get(worker)
-        return lost(self._names[worker], during, f"{ending} {LOOK_THERE}" if ending else CLOSED)
+        return lost(self._names[worker], during, f"{ending} {SEE_TASK_OUTPUT}" if ending else CONNECTION_CLOSED)
 
 
-def lost(name: str, during: str, why: str = CLOSED) -> PeerLostError:
+def lost(name: str, during: str, why: str = CONNECTION_CLOSED) -> PeerLostError:
     """The error that names a lost task that has no rank."""
     return PeerLostError(f"lost {name} during {during}: {why}", rank=-1, task=name, host="")

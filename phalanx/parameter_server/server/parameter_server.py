@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from phalanx.cluster.admission import PROBE, Probe
+from phalanx.cluster.admission import PROBE, ProbeService
 from phalanx.cluster.peer_registry import TaskIdentity
 from phalanx.parameter_server.server.connected_workers import CHIEF
 from phalanx.parameter_server.server.running_clock import RunningClock
@@ -16,7 +16,7 @@ from phalanx.parameter_server.server.shard_group import COPY, LEAD, PURPOSE, SNA
 from phalanx.parameter_server.server.snapshots import Snapshots
 from phalanx.parameter_server.server.step_schedule import POLL_S
 from phalanx.transport.handshake import Hello, Welcome
-from phalanx.transport.listener import Listener, open_sockets
+from phalanx.transport.listener import Listener, open_listening_sockets
 
 
 class ParameterServer:
@@ -62,9 +62,9 @@ class ParameterServer:
             PeerLostError: the chief was lost and did not come back.
         """
         me, config = self._me, self._me.config
-        sockets = sockets or open_sockets(me.address, secret=config.secret, listen_fd=config.listen_fd)
+        sockets = sockets or open_listening_sockets(me.address, secret=config.secret, listen_fd=config.listen_fd)
         listener = Listener(sockets, task=str(me.task), secret=config.secret, job=config.job_id, tls=me.tls)
-        listener.register(PROBE, Probe(me))
+        listener.register(PROBE, ProbeService(me))
         for group in self._groups:
             listener.register(f"{PURPOSE}/{group.number}", group)
             listener.register(f"{LEAD}/{group.number}", _Call(group, str(me.tasks[CHIEF])))

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from phalanx.arrays.allocation import copies
+from phalanx.arrays.allocation import copy_arrays
 from phalanx.cluster.peer_registry import TaskIdentity
 from phalanx.errors import EvictedError, FrameError, LinkClosedError, LinkTimeoutError, PeerLostError, PhalanxError
 from phalanx.parameter_server.server.connected_workers import Worker
@@ -141,7 +141,7 @@ class RequestHandler:
                     if lanes is None:
                         raise FrameError("gradients in memory that is not shared")
                     buffers = lanes.read(TO_SERVER, question.lengths)
-                copy = copies if lanes is None else lanes.copies
+                copy = copy_arrays if lanes is None else lanes.copies
                 answer, arrays = self._reply(worker, incarnation, question, buffers, copy)
                 if lanes is not None and isinstance(answer, Values) and isinstance(question, Push | Pull):
                     place, lengths = lanes.write_values(arrays)

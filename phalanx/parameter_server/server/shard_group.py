@@ -275,7 +275,7 @@ class ShardGroup:
                 wanted = (self._leading or not self._settled) and not self._over
             if not wanted or self._store.is_copied:
                 continue
-            newcomer = msgspec.msgpack.encode(ArrivingWorker(self._me.statement, self._store.fit < 0, self._term))
+            newcomer = msgspec.msgpack.encode(ArrivingWorker(self._me.description, self._store.fit < 0, self._term))
             try:
                 link, _ = self._me.dial(
                     self._other, f"{COPY}/{self.number}", newcomer, deadline=time.monotonic() + ATTEMPT_S
@@ -299,7 +299,7 @@ class ShardGroup:
             newcomer = msgspec.msgpack.decode(hello.details, type=ArrivingWorker)
         except msgspec.MsgspecError as error:
             return Welcome(refusal=DISAGREEMENT, reason=f"{hello.task} runs another version ({error}).")
-        if disagreement := describe_disagreement(self._me.statement, newcomer.statement):
+        if disagreement := describe_disagreement(self._me.description, newcomer.statement):
             return Welcome(refusal=DISAGREEMENT, reason=disagreement)
         if newcomer.fresh and self._store.fit >= 0:
             self.lead()

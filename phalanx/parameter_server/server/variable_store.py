@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from phalanx.arrays.allocation import copies
-from phalanx.cluster.compatibility import first_difference
+from phalanx.arrays.allocation import copy_arrays
+from phalanx.cluster.compatibility import describe_difference
 from phalanx.engines import make_updater
 from phalanx.engines.step_layout import MergeWeight
 from phalanx.engines.updater import OptimizerSlot, Updater, UpdaterPiece
@@ -139,7 +139,7 @@ class VariableStore:
         with self._changed:
             if self._declared is not None and (message.fit, message.era) == (self._fit, self._schedule.era):
                 return  # the chief asks once more after its link was lost
-            self._before = (self._fit, self._values(copies), self._tables)
+            self._before = (self._fit, self._values(copy_arrays), self._tables)
             self._behind = set(range(len(self._names)))
             self._build(message, message.slots, buffers)
             self._forget()
@@ -229,7 +229,7 @@ class VariableStore:
             if fit < self._fit:
                 return None
             chiefs = self._declared.model.variables
-            if difference := first_difference(chiefs, variables, "the chief", "this task"):
+            if difference := describe_difference(chiefs, variables, "the chief", "this task"):
                 raise DisagreementError(
                     f"The model is not the same on all tasks: {difference} Every task must build the same model, in "
                     f"the same order."
@@ -272,7 +272,7 @@ class VariableStore:
     def _whole(self) -> list[Array]:
         """The shards' values, in their order; they stay what they are."""
         assert self._declared is not None
-        tables, values = iter(self._tables), iter(self._groups.cut(self._values(copies)))
+        tables, values = iter(self._tables), iter(self._groups.cut(self._values(copy_arrays)))
         is_table = [shard.variable in self._declared.model.tables for shard in self._shards]
         return [next(tables).copy() if table else next(values) for table in is_table]
 
@@ -368,7 +368,7 @@ class VariableStore:
 
     # Values.
 
-    def pull(self, fit: int, version: int, after: int, copy: Copies = copies) -> tuple[int, list[Array]]:
+    def pull(self, fit: int, version: int, after: int, copy: Copies = copy_arrays) -> tuple[int, list[Array]]:
         """The version and the values of this `fit`, or none if they are of this version already.
 
         Args:
@@ -427,7 +427,7 @@ class VariableStore:
     # Updates.
 
     def push(
-        self, message: Push, buffers: Sequence[memoryview], copy: Copies = copies
+        self, message: Push, buffers: Sequence[memoryview], copy: Copies = copy_arrays
     ) -> tuple[int, list[Array], list[Array], list[Array], str]:
         """Apply gradients, alone or with those of the others.
 

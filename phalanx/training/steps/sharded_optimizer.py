@@ -187,21 +187,21 @@ class ShardedOptimizerStepper:
         self._variables = list(model.trainable_variables)
         self._optimizer = optimizer = model.optimizer
         decays = bool(optimizer.weight_decay) and optimizer._use_weight_decay(self._variables[0])
-        piece = UpdaterPiece(f"part of rank {replica.rank}", np.zeros(vector.part, _DTYPE), None, decays)
+        piece = UpdaterPiece(f"part of rank {replica.rank}", np.zeros(vector.part_size, _DTYPE), None, decays)
         self._updater = make_updater(config_json_of(optimizer), [piece])
         ranks = replica.world_size
         numbers = np.frombuffer(segment.memory, _DTYPE)
         of_weights, of_metrics, flags = np.split(numbers, np.cumsum([(ranks + 2) * vector.size, ranks * metrics.size]))
         *rows, first, second = of_weights.reshape(-1, vector.size)
-        self._own = slice(replica.rank * vector.part, (replica.rank + 1) * vector.part)
+        self._own = slice(replica.rank * vector.part_size, (replica.rank + 1) * vector.part_size)
         self._row = rows[replica.rank]
-        self._gradients = vector.cut(self._row)
+        self._gradients = vector.unpack(self._row)
         self._parts = [[row[self._own]] for row in rows]
-        self._weights = [(flat[self._own], vector.cut(flat)) for flat in (first, second)]
+        self._weights = [(flat[self._own], vector.unpack(flat)) for flat in (first, second)]
         self.shows = False
         self._metrics = metrics
         self._counts = of_metrics.reshape(ranks, -1)
-        self._own_counts = metrics.cut(self._counts[replica.rank])
+        self._own_counts = metrics.unpack(self._counts[replica.rank])
         self._counted: Array | None = None
         self._flags = flags[::UNIT]
         self._instead: EveryStep | None = None
@@ -231,10 +231,10 @@ class ShardedOptimizerStepper:
             self._instead.begin(watched=watched, entering=entering)
             return
         self._stepped, self._logs, self._counted = False, None, None
-        rank, part_of = self._replica.rank, self._vector.part_of
-        values = {0: part_of(self._engine.read(self._variables), rank)}
+        rank, pack_part = self._replica.rank, self._vector.pack_part
+        values = {0: pack_part(self._engine.read(self._variables), rank)}
         state = {
-            place: part_of(self._engine.read(self._kept.arrays[slot.name]), rank)
+            place: pack_part(self._engine.read(self._kept.arrays[slot.name]), rank)
             if slot.variable >= 0
             else self._engine.read([self._kept.single[slot.name]])[0]
             for place, slot in enumerate(self._updater.slots)
@@ -328,7 +328,7 @@ class ShardedOptimizerStepper:
         if own:
             parts = self._replica.communicator.all_gather(np.stack(own))
             for name, *pieces in zip(names, *parts, strict=True):
-                values += zip(self._kept.arrays[name], self._vector.cut(np.concatenate(pieces)), strict=True)
+                values += zip(self._kept.arrays[name], self._vector.unpack(np.concatenate(pieces)), strict=True)
         self._engine.write(values)
 
     def logs(self) -> Mapping[str, Any]:
@@ -338,7 +338,7 @@ class ShardedOptimizerStepper:
         if self._logs is not None:
             return self._logs
         if self._counted is not None:
-            return self._engine.results_of(self._metrics.cut(self._counted))
+            return self._engine.results_of(self._metrics.unpack(self._counted))
         return self._engine.logs()
 
     def end(self, steadily: RetryOnMembershipChange) -> None:

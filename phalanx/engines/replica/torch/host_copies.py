@@ -36,12 +36,12 @@ def from_host(array: Array, device: Any = None) -> Any:
 
 def all_to_host(tensors: Sequence[Any]) -> list[Array]:
     """As `to_host` of each, and from a GPU much faster."""
-    return [to_host(tensor) for tensor in pinned_memory.fetched(tensors)]
+    return [to_host(tensor) for tensor in pinned_memory.copy_to_host(tensors)]
 
 
 def all_from_host(arrays: Sequence[Array], device: Any) -> list[Any]:
     """As `from_host` of each, and to a GPU much faster."""
-    return pinned_memory.sent([from_host(array) for array in arrays], device)
+    return pinned_memory.copy_to_device([from_host(array) for array in arrays], device)
 
 
 def taken(layout: StepLayout, flats: Sequence[Array], device: Any) -> tuple[list[Array], list[Any]]:
