@@ -191,14 +191,14 @@ def _push(
     _start(core)
     from phalanx.parameter_server.client import ParameterServerClient
     from phalanx.parameter_server.server_messages import (
-        Attach,
-        Attached,
-        Declare,
+        DeclareModel,
         EndFit,
-        Model,
+        FitJoined,
+        JoinFit,
+        ModelDescription,
         OpenEpoch,
-        Push,
-        TakeTicket,
+        PushGradients,
+        RequestTicket,
         Ticket,
         UpdateRules,
         Values,
@@ -213,25 +213,27 @@ def _push(
     if number == 0:
         description, slots, state = _optimizer(optimizer)
         nothing = (None,) * len(SHAPES)
-        model = Model(variables, place(variables, 1), description, nothing, (True,) * len(SHAPES))
-        rules = UpdateRules(synchronous=False, at_least=0, staleness=-1, refuse_nan=True, timeout_s=BOUND_S)
-        client.ask(0, Declare(0, 0, model, rules, slots, step=0, era=1), [*gradients, *state])
-    answer, _ = client.ask(0, Attach(0, variables))
-    assert isinstance(answer, Attached)
+        model = ModelDescription(variables, place(variables, 1), description, nothing, (True,) * len(SHAPES))
+        rules = UpdateRules(
+            synchronous=False, replicas_to_aggregate=0, staleness=-1, refuse_nan=True, timeout_s=BOUND_S
+        )
+        client.request(0, DeclareModel(0, 0, model, rules, slots, step=0, era=1), [*gradients, *state])
+    answer, _ = client.request(0, JoinFit(0, variables))
+    assert isinstance(answer, FitJoined)
     groups = ShardPacking([(gradient.shape, gradient.dtype) for gradient in gradients], answer.groups)
     client.share_memory(0, groups.kinds)
     era = answer.era
     if number == 0:
-        client.ask(0, OpenEpoch(0, 0, -1))
-    ticket, _ = client.ask(0, TakeTicket(0, 0, era))
+        client.request(0, OpenEpoch(0, 0, -1))
+    ticket, _ = client.request(0, RequestTicket(0, 0, era))
 
     def call() -> None:
         nonlocal ticket
         assert isinstance(ticket, Ticket)
-        room = client.room(0, groups.kinds)
+        room = client.send_buffers(0, groups.kinds)
         for view, gradient in zip(groups.cut(room), gradients, strict=True):
             np.copyto(view, gradient)
-        answer, buffers = client.ask(0, Push(ticket, 0, True, True, 1.0, dtypes_of(room)), room)
+        answer, buffers = client.request(0, PushGradients(ticket, 0, True, True, 1.0, dtypes_of(room)), room)
         assert isinstance(answer, Values)
         assert len(buffers) == len(groups.kinds)
         ticket = answer.ticket
@@ -249,7 +251,7 @@ def _push(
     barrier.wait(BOUND_S)
     busy = _processor_s(server_pid) - busy
     if number == 0:
-        client.ask(0, EndFit(0))
+        client.request(0, EndFit(0))
     writer.send((samples, elapsed, busy))
     client.close()
 

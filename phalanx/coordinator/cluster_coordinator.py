@@ -76,7 +76,7 @@ class ClusterCoordinator:
         self._variables = ChiefVariables(worker, trainers=len(me.tasks) - 1)
         self._account = function_effects.EffectAccumulator(worker.made)
         self._account_lock = threading.Lock()
-        self._dispatcher = Dispatcher(me, self._note_answer, worker.client.without)
+        self._dispatcher = Dispatcher(me, self._note_answer, worker.client.unreachable_tasks)
         self._dispatcher.start()
         atexit.register(self._dispatcher.close)
 
@@ -274,7 +274,7 @@ def _check(strategy: Any) -> ParameterServerWorker:
             "A ClusterCoordinator trains asynchronously: make the ParameterServerStrategy without synchronous and "
             "staleness."
         )
-    if worker.client.is_copied:
+    if worker.client.is_replicated:
         # The chief alone may call upon a copy, and between two functions it does not speak to the servers.
         raise UnsupportedError(
             "A ClusterCoordinator works with snapshots (snapshot_dir), and not with copies: make the "

@@ -88,7 +88,7 @@ class ChiefVariables:
             if self._pulled != self._checksums():
                 return False
             self._pulled = None
-        self._served.tell_learning_rate()
+        self._served.send_learning_rate()
         return True
 
     def pull(self, *, more_to_come: bool = False) -> None:
@@ -100,7 +100,7 @@ class ChiefVariables:
         if self._served is None or self._pulled is not None or self._fit != self._worker.last_fit:
             return
         if more_to_come:
-            self._served.tell_learning_rate()  # lest one that was set meanwhile be overwritten
+            self._served.send_learning_rate()  # lest one that was set meanwhile be overwritten
         self._served.assign(self._merge.pull())
         if self._optimizer is not None:
             self._served.pull_optimizer()

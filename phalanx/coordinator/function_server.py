@@ -172,7 +172,7 @@ class FunctionServer:
 
     def _check(self) -> None:
         """While the coordinator is not there: has it gone for good?"""
-        if self._worker.client.is_over():
+        if self._worker.client.is_job_over():
             raise _JobOverError
 
     def _stop(self) -> None:

@@ -34,14 +34,14 @@ from phalanx.parameter_server.server.connected_workers import CHIEF, lost
 from phalanx.parameter_server.server.shard_group import LEAD, NOT_LEADING, NOTICE_AFTER_S, PURPOSE
 from phalanx.parameter_server.server_messages import (
     Acknowledged,
-    Answer,
     FitOver,
-    IsOver,
-    LeaveFit,
+    LeaveJob,
     OfferSharedMemory,
-    Push,
-    Question,
+    PushGradients,
+    QueryJobOver,
     Refusal,
+    Request,
+    Response,
     SharedMemoryMapped,
     Values,
 )
@@ -56,7 +56,7 @@ from phalanx.transport.link import Link
 logger = logging.getLogger(__name__)
 
 Array = np.ndarray[Any, Any]
-Asked = tuple[Question, Sequence[Array]]
+Asked = tuple[Request, Sequence[Array]]
 
 HEAD = 0
 """The first server, which also keeps the schedule."""
@@ -72,7 +72,7 @@ before they push take turns."""
 GOODBYE_S = 5.0
 """For taking leave: a server that is busy is not waited for longer."""
 
-_ANSWERS = msgspec.msgpack.Decoder(Answer)
+_ANSWERS = msgspec.msgpack.Decoder(Response)
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -89,7 +89,7 @@ class ParameterServerClient:
     Attributes:
         starting: whether an answer may have to wait for tasks that are only starting.
         without: tasks that do not answer any more, which the servers need not wait for when this one, the chief, ends.
-        whereabouts: what to tell a server, given its number, that comes back in the middle of a `fit`; else None.
+        rejoin_requests: what to tell a server, given its number, that comes back in the middle of a `fit`; else None.
         bytes_sent, bytes_received: of all messages until now, those through shared memory included.
 
     Raises:
@@ -101,9 +101,9 @@ class ParameterServerClient:
         self._me = me
         self.return_s = return_s
         self._copied = copied
-        self.starting = True
-        self.without: set[str] = set()
-        self.whereabouts: Callable[[int], Sequence[Asked]] | None = None
+        self.is_starting = True
+        self.unreachable_tasks: set[str] = set()
+        self.rejoin_requests: Callable[[int], Sequence[Asked]] | None = None
         self.bytes_sent = self.bytes_received = 0
         self.tasks = tuple(task for task in me.spec.tasks if task.type == PS)
         deadline = time.monotonic() + me.config.rendezvous_timeout_s
@@ -121,7 +121,7 @@ class ParameterServerClient:
             for group in range(len(self.tasks)):
                 self._links.append(self._connect(group, deadline))
         except BaseException:
-            self.hang_up()
+            self.disconnect()
             raise
 
     @property
@@ -135,15 +135,17 @@ class ParameterServerClient:
         return self._me.config.timeout_s
 
     @property
-    def is_copied(self) -> bool:
+    def is_replicated(self) -> bool:
         """Whether each server's shards have a copy on the next one."""
         return self._copied
 
     @property
-    def servers(self) -> int:
+    def num_servers(self) -> int:
         return len(self.tasks)
 
-    def ask(self, server: int, question: Question, buffers: Sequence[Array] = ()) -> tuple[Answer, list[memoryview]]:
+    def request(
+        self, server: int, question: Request, buffers: Sequence[Array] = ()
+    ) -> tuple[Response, list[memoryview]]:
         """One question to one server.
 
         Raises: PeerLostError if the server is gone; what the server refused with.
@@ -151,7 +153,7 @@ class ParameterServerClient:
         self.send(server, question, buffers)
         return self.receive(server)
 
-    def room(self, server: int, kinds: tuple[Kind, ...]) -> list[Array]:
+    def send_buffers(self, server: int, kinds: tuple[Kind, ...]) -> list[Array]:
         """Arrays of these kinds, to be filled with what the next `Push` to a server carries; what is not filled is zero
         or as it was. They must then stay as they are until that has been answered."""
         lanes = self._lanes.get(server)
@@ -165,7 +167,7 @@ class ParameterServerClient:
             own[kinds] = [allocation.zeros_aligned(shape, dtype) for shape, dtype in kinds]
         return own[kinds]
 
-    def send(self, server: int, question: Question, buffers: Sequence[Array] = ()) -> None:
+    def send(self, server: int, question: Request, buffers: Sequence[Array] = ()) -> None:
         """Ask without waiting for the answer, which `receive` must fetch before the next question to this server. The
         buffers must stay as they are until then."""
         if self._unanswered[server] is not None:
@@ -177,13 +179,15 @@ class ParameterServerClient:
         except (LinkClosedError, LinkTimeoutError) as error:
             self._return(server, self._as_closed(error))
 
-    def receive(self, server: int) -> tuple[Answer, list[memoryview]]:
+    def receive(self, server: int) -> tuple[Response, list[memoryview]]:
         """The answer to what was sent to a server. Raises: as `ask`."""
         return self._accepted(server, self._await(server))
 
     def receive_all(
-        self, servers: Sequence[int] | None = None, came: Callable[[int, Answer], None] = lambda server, answer: None
-    ) -> list[tuple[Answer, list[memoryview]]]:
+        self,
+        servers: Sequence[int] | None = None,
+        on_response: Callable[[int, Response], None] = lambda server, answer: None,
+    ) -> list[tuple[Response, list[memoryview]]]:
         """The answers of these servers, or all, to what was sent to each of them.
 
         Args:
@@ -192,14 +196,14 @@ class ParameterServerClient:
         Raises: as `ask`, once all answers are here: one that is left unread would be taken for that to the next
             question.
         """
-        asked = range(self.servers) if servers is None else servers
+        asked = range(self.num_servers) if servers is None else servers
         answers = []
         for server in asked:
             answers.append(self._await(server))
-            came(server, answers[-1][0])
+            on_response(server, answers[-1][0])
         return [self._accepted(server, answer) for server, answer in zip(asked, answers, strict=True)]
 
-    def _await(self, server: int) -> tuple[Answer, list[memoryview]]:
+    def _await(self, server: int) -> tuple[Response, list[memoryview]]:
         while True:
             try:
                 answer = self._receive(server, self._mend_others if self.return_s else None)
@@ -251,16 +255,16 @@ class ParameterServerClient:
         """The groups whose leader has closed its link."""
         return {group for group, link in enumerate(self._links) if link.peer_closed()}
 
-    def _accepted(self, server: int, answer: tuple[Answer, list[memoryview]]) -> tuple[Answer, list[memoryview]]:
+    def _accepted(self, server: int, answer: tuple[Response, list[memoryview]]) -> tuple[Response, list[memoryview]]:
         if isinstance(answer[0], Refusal):
             error = _refused(answer[0], str(self.tasks[self._leaders[server]]))
             self._left_out |= isinstance(error, EvictedError)
             raise error
         return answer
 
-    def _send(self, server: int, question: Question, buffers: Sequence[Array]) -> None:
+    def _send(self, server: int, question: Request, buffers: Sequence[Array]) -> None:
         lanes = self._lanes.get(server)
-        if lanes is not None and isinstance(question, Push) and (lengths := lanes.lengths_of(buffers)):
+        if lanes is not None and isinstance(question, PushGradients) and (lengths := lanes.lengths_of(buffers)):
             question, buffers = msgspec.structs.replace(question, lengths=lengths), ()
             self.bytes_sent += sum(lengths)
         header, arrays = _encode(question), [np.ascontiguousarray(buffer) for buffer in buffers]
@@ -269,11 +273,11 @@ class ParameterServerClient:
         patience_s = self._me.config.timeout_s / (2 if self._copied else 1)
         self._links[server].send(header, arrays, deadline=time.monotonic() + patience_s)
 
-    def _receive(self, server: int, look: Callable[[float], None] | None = None) -> tuple[Answer, list[memoryview]]:
+    def _receive(self, server: int, look: Callable[[float], None] | None = None) -> tuple[Response, list[memoryview]]:
         """The next message of a server. `look` is told from time to time for how long it was waited for."""
         # More than the time after which the servers themselves give up on somebody, and say whom.
         config = self._me.config
-        patience_s = max(config.timeout_s, config.rendezvous_timeout_s) if self.starting else config.timeout_s
+        patience_s = max(config.timeout_s, config.rendezvous_timeout_s) if self.is_starting else config.timeout_s
         asked = time.monotonic()
         deadline = asked + config.timeout_s + patience_s
         while True:
@@ -289,8 +293,8 @@ class ParameterServerClient:
         answer = _ANSWERS.decode(header)
         if isinstance(answer, Values):
             question = self._unanswered[server]
-            if question is not None and isinstance(question[0], Push):
-                self._alone[server] = answer.alone
+            if question is not None and isinstance(question[0], PushGradients):
+                self._alone[server] = answer.is_unreplicated
             if answer.lengths:
                 self.bytes_received += sum(answer.lengths)
                 return answer, self._lanes[server].read(answer.place, answer.lengths)
@@ -305,7 +309,7 @@ class ParameterServerClient:
             return
 
         def accepts(offer: SegmentOffer) -> bool:
-            answer, _ = self.ask(server, OfferSharedMemory(offer))
+            answer, _ = self.request(server, OfferSharedMemory(offer))
             assert isinstance(answer, SharedMemoryMapped)
             return answer.accepted
 
@@ -353,7 +357,7 @@ class ParameterServerClient:
         # The new one is there first, so that a server that lives does not take this worker for gone meanwhile.
         former, self._links[group] = self._links[group], self._connect(group, until, again=True)
         former.close()
-        told = self.whereabouts(group) if self.whereabouts else ()
+        told = self.rejoin_requests(group) if self.rejoin_requests else ()
         self._tell(group, told[:1])
         return told[1:]
 
@@ -395,15 +399,17 @@ class ParameterServerClient:
         to_other = (other, LEAD if calls else PURPOSE)
         return [to_other] if waited_s < PREFER_COPY_S and not self._alone[group] else [to_other, (leader, PURPOSE)]
 
-    def ask_all(self, questions: Sequence[tuple[Question, Sequence[Array]]]) -> list[tuple[Answer, list[memoryview]]]:
+    def request_all(
+        self, questions: Sequence[tuple[Request, Sequence[Array]]]
+    ) -> list[tuple[Response, list[memoryview]]]:
         """A question to each server, all at once."""
         for server, (question, buffers) in enumerate(questions):
             self.send(server, question, buffers)
         return self.receive_all()
 
-    def is_over(self) -> bool:
+    def is_job_over(self) -> bool:
         """Whether the chief has said goodbye."""
-        return isinstance(self.ask(HEAD, IsOver())[0], FitOver)
+        return isinstance(self.request(HEAD, QueryJobOver())[0], FitOver)
 
     def close(self, failure: str = "") -> None:
         """Take leave of all servers, but as one who was left out: another process may take that place. Safe to call
@@ -413,9 +419,9 @@ class ParameterServerClient:
             failure: the error because of which this worker ends, if there is one, in a line.
         """
         if self._left_out:
-            self.hang_up()
+            self.disconnect()
             return
-        bye = LeaveFit(failure, tuple(sorted(self.without)))
+        bye = LeaveJob(failure, tuple(sorted(self.unreachable_tasks)))
         for link in self._links:
             try:
                 deadline = time.monotonic() + GOODBYE_S
@@ -425,9 +431,9 @@ class ParameterServerClient:
                     continue
             except (LinkClosedError, LinkTimeoutError):
                 continue  # it is gone; so are we
-        self.hang_up()
+        self.disconnect()
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         """Leave without a goodbye: the servers will miss this worker. Safe to call twice."""
         for link in self._links:
             link.close()

@@ -1,6 +1,7 @@
-"""What passes between a worker and a server: a header of one of these kinds, and arrays as raw buffers.
+"""Messages between a worker and a parameter server, and between a server and its replica.
 
-A worker asks, the server answers, in turn; so a link needs no numbers to match answers with questions.
+A message is a header, one of the structs below, and arrays as raw buffers. A worker sends a request and the server
+answers it before the next one, so a response needs no number that says which request it belongs to.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import ml_dtypes  # noqa: F401  (NumPy then knows bfloat16 by its name)
+import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy)
 import msgspec
 import numpy as np
 
@@ -17,16 +18,18 @@ from phalanx.collectives.host.shared_segment import SegmentOffer
 from phalanx.parameter_server.shard_placement import PlacedVariable, Shard
 
 Array = np.ndarray[Any, Any]
+Slots = tuple[tuple[int, str], ...]
+"""Names of optimizer variables: the number of a shard among the server's (-1: the optimizer's own), and a name."""
 
 
 def dtypes_of(arrays: Sequence[Array]) -> tuple[str, ...]:
-    """What a message says of the arrays that go with it."""
-    return tuple([_name_of(array.dtype) for array in arrays])
+    """The names of the arrays' dtypes, as a message states them."""
+    return tuple([_dtype_name(array.dtype) for array in arrays])
 
 
 @functools.cache
-def _name_of(dtype: np.dtype[Any]) -> str:
-    return dtype.name  # NumPy puts it together anew each time
+def _dtype_name(dtype: np.dtype[Any]) -> str:
+    return dtype.name  # NumPy composes the string on every access
 
 
 def arrays_of(buffers: Sequence[memoryview], dtypes: Sequence[str]) -> list[Array]:
@@ -34,16 +37,16 @@ def arrays_of(buffers: Sequence[memoryview], dtypes: Sequence[str]) -> list[Arra
     return [np.frombuffer(buffer, dtype) for buffer, dtype in zip(buffers, dtypes, strict=True)]
 
 
-class Model(msgspec.Struct, frozen=True):
-    """What is trained, as far as the servers must know it.
+class ModelDescription(msgspec.Struct, frozen=True):
+    """The trained model, as far as servers need to know it.
 
     Attributes:
-        variables: the trainable ones.
-        shards: of all servers.
-        optimizer: Keras's own description of it, as JSON.
-        constraints: Keras's description of each variable's constraint, as JSON, or None.
-        decays: whether weight decay applies to each variable.
-        tables: numbers of the variables of which single rows travel.
+        variables: the trainable variables, in the model's order.
+        shards: the shards of all servers.
+        optimizer: the optimizer's Keras config, as JSON.
+        constraints: each variable's constraint as a Keras config in JSON, or None.
+        decays: for each variable, whether weight decay applies to it.
+        tables: numbers of the variables of which only some rows are sent (embeddings).
     """
 
     variables: tuple[PlacedVariable, ...]
@@ -55,40 +58,45 @@ class Model(msgspec.Struct, frozen=True):
 
 
 class UpdateRules(msgspec.Struct, frozen=True):
-    """How the workers' updates meet.
+    """How the workers' gradients become updates.
 
     Attributes:
-        synchronous: gradients of a step are merged into one update; else each is an update of its own.
-        at_least: in synchronous training, how many workers' gradients make an update; 0: all.
-        staleness: how many steps a worker may be ahead of the slowest; -1: any number.
-        refuse_nan: drop updates that are not finite, and count them; else apply what comes.
-        timeout_s: how long to wait for a worker that is connected, before it is left out.
-        all_needed: the training ends for all when a worker is lost or does not come; else the others go on without it.
+        synchronous: the gradients of one step are merged into one update; otherwise each push is an update.
+        replicas_to_aggregate: in synchronous training, how many workers' gradients make an update; 0: all.
+        staleness: in asynchronous training, how many steps a worker may be ahead of the slowest; -1: no bound.
+        refuse_nan: discard and count updates that are not finite; otherwise apply them.
+        timeout_s: seconds to wait for a connected worker before it is evicted.
+        all_required: losing any worker ends the training; otherwise the others continue without it.
     """
 
     synchronous: bool
-    at_least: int
+    replicas_to_aggregate: int
     staleness: int
     refuse_nan: bool
     timeout_s: float
-    all_needed: bool = False
+    all_required: bool = False
 
     @property
-    def all_together(self) -> bool:
-        """Whether all make each step together, and wait for each other."""
-        return self.synchronous and not self.at_least
+    def is_lockstep(self) -> bool:
+        """Whether all workers make each step together and wait for each other."""
+        return self.synchronous and not self.replicas_to_aggregate
 
 
-class Ticket(msgspec.Struct, frozen=True, tag="ticket"):
-    """The right, and the duty, to make a step.
+class _Message(msgspec.Struct, frozen=True, tag=True):
+    """A message's tag on the wire is the name of its class."""
+
+
+class Ticket(_Message, frozen=True):
+    """The right, and the duty, to train on one batch.
 
     Attributes:
-        fit, epoch: where it belongs.
+        fit: number of the `fit` call.
+        epoch: number of the epoch.
         batch: number of the global batch in the epoch.
-        members: in synchronous training, the workers that make this step together, by number, in order; else the one.
-        member: this worker's number.
+        members: the workers that make this step, in order: several in synchronous training, otherwise one.
+        member: the worker that holds this ticket.
         serial: numbers the steps of the job.
-        era: of the `fit`, as the chief has declared it; a step of another era is not applied.
+        era: of the `fit`, as the chief declared it; a step of another era is not applied.
     """
 
     fit: int
@@ -100,52 +108,60 @@ class Ticket(msgspec.Struct, frozen=True, tag="ticket"):
     era: int
 
 
-# Questions.
+# Requests: the model, and who takes part.
 
 
-class Declare(msgspec.Struct, frozen=True, tag="declare"):
-    """From the chief, at the start of each `fit`. Buffers: the server's shards, then what `slots` name.
+class DeclareModel(_Message, frozen=True):
+    """From the chief, at the start of each `fit`. Buffers: the server's shards, then the variables in `slots`.
 
     Attributes:
-        slots: the optimizer's variables: the number of a shard among the server's, or -1 for the optimizer's own, and
-            a name.
-        step: the global step that the values are of; one that the job has passed changes nothing.
-        era: a number that is greater than that of every `fit` before, also of a chief that was killed.
+        fit: number of the `fit` call.
+        first_epoch: number of its first epoch.
+        model: the trained model.
+        rules: how gradients become updates.
+        slots: the optimizer's variables.
+        step: the global step of the values; a step that the job has passed changes nothing.
+        era: greater than the era of every earlier `fit`, even of one that a killed chief declared.
     """
 
     fit: int
     first_epoch: int
-    model: Model
+    model: ModelDescription
     rules: UpdateRules
-    slots: tuple[tuple[int, str], ...]
+    slots: Slots
     step: int
     era: int
 
 
-class Attach(msgspec.Struct, frozen=True, tag="attach"):
-    """From any worker: wait until the chief has declared this `fit`, and compare. The answer's step is the epoch with
-    which it begins, the version is the era; FitOver, if the chief has declared a later one."""
+class JoinFit(_Message, frozen=True):
+    """From any worker: wait until the chief has declared this `fit`, then compare the models.
+
+    The response is `FitJoined`, or `FitOver` if the chief has declared a later one.
+    """
 
     fit: int
     variables: tuple[PlacedVariable, ...]
 
 
-class Rejoin(msgspec.Struct, frozen=True, tag="rejoin"):
-    """From a worker in the middle of a `fit` that had lost its link to the server: where it is. A server that was
-    started again goes on from its snapshot, and the head makes its schedule anew from what all workers say. Buffer of
-    the chief to the head: the order of the samples, if there is one.
+class Rejoin(_Message, frozen=True):
+    """From a worker that lost its connection in the middle of a `fit`: its position in the training.
+
+    A restarted server resumes from its snapshot, and the head rebuilds its schedule from the positions of all workers.
+    Buffer, from the chief to the head: the sample order, if there is one.
 
     Attributes:
-        fit, era, epoch: of the worker; no epoch (-1) where no schedule hands out batches.
-        version: the newest of the server's values that it has seen.
-        tickets: that it holds.
-        batches: how many of the epoch it knows to be handed out.
-        finished: the serial of its last step that has been applied; -1 before the first.
-        step: the global step as it knows it.
-        steps: how many the epoch has; -1 while that is unknown.
-        order_of: the epoch with which the pass over the data began, whose order comes along.
+        fit: number of the `fit` call.
+        era: era of that `fit`.
+        epoch: number of the worker's epoch; -1 if no schedule hands out batches.
+        version: the newest version of the server's values that the worker has seen.
+        tickets: tickets that the worker holds.
+        batches: how many batches of the epoch the worker knows to be handed out.
+        finished: serial of the worker's last applied step; -1 before the first.
+        step: the global step, as the worker knows it.
+        steps: number of steps in the epoch; -1 while unknown.
+        order_epoch: first epoch of the pass over the data whose sample order is sent along; -1: none is.
         opened: whether the chief has opened the epoch.
-        made: how many steps of the epoch the worker has made.
+        steps_made: how many steps of the epoch the worker has made.
     """
 
     fit: int
@@ -157,17 +173,22 @@ class Rejoin(msgspec.Struct, frozen=True, tag="rejoin"):
     finished: int
     step: int
     steps: int
-    order_of: int = -1
+    order_epoch: int = -1
     opened: bool = True
-    made: int = 0
+    steps_made: int = 0
 
 
-class Pull(msgspec.Struct, frozen=True, tag="pull"):
-    """Send the shards' values of this `fit`, tables excepted, if they are newer than `version`.
+# Requests: values and updates.
+
+
+class PullValues(_Message, frozen=True):
+    """Send the values of the server's shards, tables excepted, if they are newer than `version`.
 
     Attributes:
-        after: wait before for the step of this serial, which the head has applied without the sender's part: that of
-            another worker may still be on its way here.
+        fit: number of the `fit` call.
+        version: version of the values that the worker has.
+        after: first wait until the step of this serial is applied: the head has applied it without the sender, and
+            another worker's part may still be on its way to this server.
     """
 
     fit: int
@@ -175,42 +196,42 @@ class Pull(msgspec.Struct, frozen=True, tag="pull"):
     after: int = -1
 
 
-class PullRows(msgspec.Struct, frozen=True, tag="pull-rows"):
-    """Send rows of the server's tables. Buffers: the numbers of the rows in each shard that is of a table."""
+class PullRows(_Message, frozen=True):
+    """Send rows of the server's tables. Buffers: for each shard of a table, the numbers of the rows."""
 
     fit: int
 
 
-class PullTables(msgspec.Struct, frozen=True, tag="pull-tables"):
-    """Send the server's tables whole."""
+class PullTables(_Message, frozen=True):
+    """Send the server's tables with all rows."""
 
     fit: int
 
 
-class PullOptimizer(msgspec.Struct, frozen=True, tag="pull-optimizer"):
-    """Send the optimizer's variables; without `tables` only those that belong to none."""
+class PullOptimizer(_Message, frozen=True):
+    """Send the optimizer's variables; without `tables`, only those that belong to no table."""
 
     tables: bool = True
 
 
-class Push(msgspec.Struct, frozen=True, tag="push"):
-    """Gradients of the server's shards, to be applied; buffers in the order of their groups (see `Attached`), then the
-    extras.
+class PushGradients(_Message, frozen=True):
+    """Gradients of the server's shards, to be applied.
 
-    Of a shard of a table there are two: the numbers of the rows that have a gradient, and their gradients.
+    Buffers: the gradients in the order of the shard groups (see `FitJoined`), then the extras. A shard of a table has
+    two buffers: the numbers of the rows that have a gradient, and their gradients.
 
     Attributes:
-        ticket: the step that they are of; see `Ticket`.
+        ticket: the step that the gradients belong to.
         phase: numbers the merges of one step.
-        gradients: whether it carries any; else only extras are to be merged, and nothing is updated.
-        finite: whether all gradients of the step are, those for other servers included: all servers decide alike,
-            unless each takes other workers' parts as the first ones (`replicas_to_aggregate`).
-        share: of the global batch on which the gradients were computed.
-        dtypes: of the buffers.
-        extras: how each of the buffers counts that are no gradients, and are merged in synchronous training all the
-            same: values of `Weight`.
-        lengths: of the buffers, if they lie in the lane instead.
-        wants: whether the numbers of the rows to answer with, of each shard of a table, come before the extras.
+        gradients: whether there are gradients; otherwise only extras are merged, and no update is made.
+        finite: whether all gradients of the step are finite, including those sent to other servers: so all servers
+            decide alike, unless each receives other workers' gradients first (`replicas_to_aggregate`).
+        share: fraction of the global batch that the gradients were computed on.
+        dtypes: dtypes of the buffers.
+        extras: for each buffer that is no gradient but is merged in synchronous training, how it is weighted: a value
+            of `MergeWeight`.
+        lengths: lengths of the buffers in bytes, if they are in shared memory instead of the message.
+        wants_rows: whether the numbers of the rows to respond with, for each shard of a table, precede the extras.
     """
 
     ticket: Ticket
@@ -221,34 +242,42 @@ class Push(msgspec.Struct, frozen=True, tag="push"):
     dtypes: tuple[str, ...]
     extras: tuple[str, ...] = ()
     lengths: tuple[int, ...] = ()
-    wants: bool = False
+    wants_rows: bool = False
 
 
-class SetRate(msgspec.Struct, frozen=True, tag="rate"):
+class SetLearningRate(_Message, frozen=True):
     """From the chief: the learning rate from now on."""
 
     learning_rate: float
 
 
-class Assign(msgspec.Struct, frozen=True, tag="assign"):
-    """From the chief between two epochs: a callback has changed these variables. Buffers: the values of the server's
-    shards of them, in its order."""
+class AssignVariables(_Message, frozen=True):
+    """From the chief, between two epochs: new values of these variables, set by a callback.
+
+    Buffers: the values of the server's shards of them, in its order.
+    """
 
     fit: int
     variables: tuple[int, ...]
 
 
-class OpenEpoch(msgspec.Struct, frozen=True, tag="open-epoch"):
-    """From the chief: these many steps may be taken; -1: until the data end. Buffer: the order of the samples, if this
-    is the first epoch of a pass over shuffled data."""
+# Requests to the head: the schedule.
+
+
+class OpenEpoch(_Message, frozen=True):
+    """From the chief: open an epoch of this many steps; -1: until the data ends.
+
+    Buffer: the sample order, if this is the first epoch of a pass over shuffled data.
+    """
 
     fit: int
     epoch: int
     steps: int
 
 
-class TakeTicket(msgspec.Struct, frozen=True, tag="take"):
-    """Ask for the next step; `wait` until there is one or will be none, else take Done for "not now"."""
+class RequestTicket(_Message, frozen=True):
+    """Request the next step. With `wait`, wait until there is one or there will be none; otherwise the response may be
+    `Acknowledged`: not now."""
 
     fit: int
     epoch: int
@@ -256,36 +285,40 @@ class TakeTicket(msgspec.Struct, frozen=True, tag="take"):
     wait: bool = True
 
 
-class NoBatch(msgspec.Struct, frozen=True, tag="no-batch"):
-    """There is no batch for this ticket: the epoch `ends` before it, or this worker's stream has passed it by."""
+class NoBatch(_Message, frozen=True):
+    """There is no batch for this ticket: the epoch `ends` before it, or this worker's stream is already past it."""
 
     ticket: Ticket
     ends: bool
 
 
-class EndEpoch(msgspec.Struct, frozen=True, tag="end-epoch"):
-    """From the chief: hand out no more steps of this epoch. Answered with `EpochOver`: how many it has now."""
+class EndEpoch(_Message, frozen=True):
+    """From the chief: hand out no more steps of this epoch. The response is `EpochOver` with its number of steps."""
 
     fit: int
     epoch: int
 
 
-class EpochOrder(msgspec.Struct, frozen=True, tag="order"):
-    """Ask for the order of the samples in the pass that began with this epoch. Where the chief has gone back, or has
-    ended the `fit`, the answer is what `TakeTicket` would get."""
+class RequestSampleOrder(_Message, frozen=True):
+    """Request the sample order of the pass over the data that began with this epoch.
+
+    If the chief has gone back or has ended the `fit`, the response is that to `RequestTicket`.
+    """
 
     fit: int
     epoch: int
     era: int
 
 
-class EpochReport(msgspec.Struct, frozen=True, tag="report"):
-    """What this worker counted in an epoch; buffers: its metrics' variables.
+class EpochReport(_Message, frozen=True):
+    """A worker's metrics of an epoch. Buffers: its metrics' variables.
 
     Attributes:
-        samples: that it trained on.
-        dtypes: of the buffers.
-        weights: how each counts: values of `Weight`.
+        fit: number of the `fit` call.
+        epoch: number of the epoch.
+        samples: number of samples that the worker trained on.
+        dtypes: dtypes of the buffers.
+        weights: how each buffer is weighted: values of `MergeWeight`.
     """
 
     fit: int
@@ -295,94 +328,100 @@ class EpochReport(msgspec.Struct, frozen=True, tag="report"):
     weights: tuple[str, ...]
 
 
-class CollectReports(msgspec.Struct, frozen=True, tag="collect"):
-    """From the chief: everybody's report of an epoch, merged."""
+class CollectReports(_Message, frozen=True):
+    """From the chief: the merged reports of all workers on an epoch."""
 
     fit: int
     epoch: int
 
 
-class HoldSteps(msgspec.Struct, frozen=True, tag="hold"):
-    """From the chief: hand out no more steps, and answer when those of the other workers have been made; or, with `on`
-    False, go on. The answer's step is the global one."""
+class HoldSteps(_Message, frozen=True):
+    """From the chief: hand out no more steps, and respond when the steps of all other workers are applied; with `on`
+    False, continue. The response contains the global step."""
 
     on: bool
 
 
-class BeginSession(msgspec.Struct, frozen=True, tag="begin-session"):
-    """From the chief: it has restored what this managed session starts from. From others: wait until it has."""
+class EndFit(_Message, frozen=True):
+    """From the chief: this `fit` has no more steps."""
+
+    fit: int
+
+
+class RequestStop(_Message, frozen=True):
+    """Stop this `fit` with its epoch. With `stop`, a worker requests it; otherwise the chief queries whether any worker
+    has. The response is `FitOver` (yes) or `Acknowledged` (no)."""
+
+    fit: int
+    stop: bool
+
+
+# Requests to the head: what workers learn from the chief.
+
+
+class BeginSession(_Message, frozen=True):
+    """From the chief: the state that this managed session starts from is restored. From others: wait until it is."""
 
     session: int
 
 
-class SendFromChief(msgspec.Struct, frozen=True, tag="tell"):
-    """From the chief: what the other workers are to have from it. Buffers: that; and of the answer, what holds now.
+class Broadcast(_Message, frozen=True):
+    """From the chief: arrays for the other workers. Buffers: the arrays; in the response, those that now hold.
 
     Attributes:
-        fit: with which it begins to hold; -1: with the program.
-        once: what the chief has told of the `subject` before, in a former life perhaps, goes on to hold.
+        subject: what the arrays are.
+        fit: first `fit` for which they hold; -1: for the whole program.
+        keep_first: if the chief has broadcast the `subject` before, perhaps before a restart, keep the earlier arrays.
     """
 
     subject: str
     fit: int = -1
-    once: bool = False
+    keep_first: bool = False
 
 
-class ReceiveFromChief(msgspec.Struct, frozen=True, tag="hear"):
-    """Ask for what the chief tells of a subject, for this `fit` or a later one; wait until it has. FitOver, if it has
-    left without."""
+class RequestBroadcast(_Message, frozen=True):
+    """Wait for the chief's broadcast of a subject for this `fit` or a later one; `FitOver` if the chief leaves first."""
 
     subject: str
     fit: int = -1
 
 
-class OfferSharedMemory(msgspec.Struct, frozen=True, tag="share"):
-    """From a worker on the server's host: let us use this memory, see `lanes`. The answer is Sharing."""
+class ChiefAlive(_Message, frozen=True):
+    """From the chief, while the others wait for it: it is still working."""
+
+
+class QueryJobOver(_Message, frozen=True):
+    """Whether the chief has left the job. The response is `FitOver` (yes) or `Acknowledged` (no)."""
+
+
+# Requests: the connection.
+
+
+class OfferSharedMemory(_Message, frozen=True):
+    """From a worker on the server's host: use this shared memory (see `shared_memory_channel`)."""
 
     offer: SegmentOffer
 
 
-class EndFit(msgspec.Struct, frozen=True, tag="end-fit"):
-    """From the chief: there are no more steps in this `fit`."""
-
-    fit: int
-
-
-class ChiefAlive(msgspec.Struct, frozen=True, tag="alive"):
-    """From the chief, while the others wait for it: it is at work."""
-
-
-class IsOver(msgspec.Struct, frozen=True, tag="is-over"):
-    """Has the chief said goodbye? FitOver: yes; Done: no."""
-
-
-class StopFit(msgspec.Struct, frozen=True, tag="stop"):
-    """From a worker that `asks` for it: let the chief end this `fit` with the epoch; from the chief: has anybody asked?
-    FitOver: yes; Done: no."""
-
-    fit: int
-    asks: bool
-
-
-class LeaveFit(msgspec.Struct, frozen=True, tag="bye"):
-    """The worker has no more to do, or has met an error, which `failure` names. The chief may name tasks `without`
-    which it has ended the job: they are not waited for."""
+class LeaveJob(_Message, frozen=True):
+    """The worker has finished, or has failed with the error in `failure`. The chief may name tasks `without` which the
+    job ended: servers do not wait for them."""
 
     failure: str = ""
     without: tuple[str, ...] = ()
 
 
-# Answers.
+# Responses.
 
 
-class EpochOver(msgspec.Struct, frozen=True, tag="epoch-over"):
-    """All steps of the epoch have been made, or the chief has gone back.
+class EpochOver(_Message, frozen=True):
+    """All steps of the epoch are made, or the chief has gone back.
 
     Attributes:
-        steps: how many there were.
-        back_to: the epoch with which a chief that was started again goes on, if that is why; else -1.
-        era: then, the new one.
-        newest: in synchronous training, the serial of the newest step that the head has applied.
+        steps: number of steps in the epoch.
+        back_to: the epoch that a restarted chief continues with, if that is the reason; otherwise -1.
+        era: the new era, if the chief has gone back.
+        newest: in synchronous training, serial of the newest step that the head has applied.
     """
 
     steps: int = 0
@@ -391,24 +430,25 @@ class EpochOver(msgspec.Struct, frozen=True, tag="epoch-over"):
     newest: int = -1
 
 
-class FitOver(msgspec.Struct, frozen=True, tag="fit-over"):
+class FitOver(_Message, frozen=True):
     """The chief has ended this `fit`."""
 
 
-class Values(msgspec.Struct, frozen=True, tag="values"):
-    """Buffers: what was asked for; none if it is unchanged.
+class Values(_Message, frozen=True):
+    """The requested arrays. Buffers: the arrays; none if they are unchanged.
 
     Attributes:
-        version: of the shards' values; grows with every update.
-        step: the global step: how many updates the job has made.
-        dtypes: of the buffers.
-        shards: how many of the buffers, from the first, are the values of the groups of the server's shards.
-        rows: how many of the next are rows of tables, or tables.
-        note: what the worker should know of its update, for the log.
-        slots: of the optimizer's variables, if those were asked for; as in `Declare`.
-        ticket: with the answer to gradients, the right to a further step, where the head had one at hand.
-        alone: whether the copy of these shards, which there should be, is missing or behind.
-        lengths: of the buffers, if they lie in this `place` of the lanes instead.
+        version: version of the server's values; grows with every update.
+        step: the global step: number of updates that the job has made.
+        dtypes: dtypes of the buffers.
+        shards: how many of the first buffers are the values of the server's shard groups.
+        note: what the worker should log about its update.
+        slots: names of the optimizer's variables, if they were requested.
+        ticket: in the response to gradients, a ticket for a further step, if the head has one at hand.
+        is_unreplicated: whether the replica of these shards, which should exist, is missing or behind.
+        lengths: lengths of the buffers in bytes, if they are in shared memory instead of the message.
+        place: the place in the shared memory.
+        rows: how many of the next buffers are rows of tables, or tables.
     """
 
     version: int
@@ -416,21 +456,23 @@ class Values(msgspec.Struct, frozen=True, tag="values"):
     dtypes: tuple[str, ...] = ()
     shards: int = 0
     note: str = ""
-    slots: tuple[tuple[int, str], ...] = ()
+    slots: Slots = ()
     ticket: Ticket | None = None
-    alone: bool = False
+    is_unreplicated: bool = False
     lengths: tuple[int, ...] = ()
     place: int = 0
     rows: int = 0
 
 
-class Attached(msgspec.Struct, frozen=True, tag="attached"):
-    """Where the training is that one now takes part in.
+class FitJoined(_Message, frozen=True):
+    """The `fit` that the worker now takes part in.
 
     Attributes:
-        step: the global step, of the head's alone.
-        tables: numbers of the variables of which single rows travel.
-        groups: the numbers of the server's shards whose gradients and values travel as one vector; see `Groups`.
+        era: era of the `fit`.
+        first_epoch: number of its first epoch.
+        step: the global step; valid from the head only.
+        tables: numbers of the variables of which only some rows are sent.
+        groups: numbers of the server's shards whose gradients and values are sent as one vector (see `ShardPacking`).
     """
 
     era: int
@@ -440,22 +482,24 @@ class Attached(msgspec.Struct, frozen=True, tag="attached"):
     groups: tuple[tuple[int, ...], ...]
 
 
-class SharedMemoryMapped(msgspec.Struct, frozen=True, tag="sharing"):
-    """Whether the server has mapped the memory."""
+class SharedMemoryMapped(_Message, frozen=True):
+    """Whether the server has mapped the offered memory."""
 
     accepted: bool
 
 
-class Acknowledged(msgspec.Struct, frozen=True, tag="done"):
-    """Yes."""
+class Acknowledged(_Message, frozen=True):
+    """The request is done."""
 
 
-class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
-    """No, for good: the worker raises.
+class Refusal(_Message, frozen=True):
+    """The request failed for good: the worker raises an error.
 
     Attributes:
-        kind: names the class of error.
-        task, rank: of a PeerLostError: who was lost.
+        kind: name of the error's class.
+        reason: text of the error.
+        task: the task that a `PeerLostError` names.
+        rank: the rank that a `PeerLostError` names.
     """
 
     kind: str
@@ -464,60 +508,62 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
     rank: int = -1
 
 
-Question = (
-    Declare
-    | Attach
+Request = (
+    DeclareModel
+    | JoinFit
     | Rejoin
-    | Pull
+    | PullValues
     | PullRows
     | PullTables
     | PullOptimizer
-    | Push
-    | SetRate
-    | Assign
+    | PushGradients
+    | SetLearningRate
+    | AssignVariables
     | OpenEpoch
-    | TakeTicket
+    | RequestTicket
     | NoBatch
     | EndEpoch
-    | EpochOrder
+    | RequestSampleOrder
     | EpochReport
     | CollectReports
     | HoldSteps
-    | BeginSession
-    | SendFromChief
-    | ReceiveFromChief
-    | OfferSharedMemory
     | EndFit
+    | RequestStop
+    | BeginSession
+    | Broadcast
+    | RequestBroadcast
     | ChiefAlive
-    | IsOver
-    | StopFit
-    | LeaveFit
+    | QueryJobOver
+    | OfferSharedMemory
+    | LeaveJob
 )
-Answer = Ticket | EpochOver | FitOver | Values | Attached | SharedMemoryMapped | Acknowledged | Refusal
+Response = Ticket | EpochOver | FitOver | Values | FitJoined | SharedMemoryMapped | Acknowledged | Refusal
 
 
-# Between the leader of a group of shards and its copy.
+# Between the leader of a shard group and its replica.
 
 
-class GroupState(msgspec.Struct, frozen=True, tag="state"):
-    """A group's part of the training, as it is kept in a snapshot and in a copy. Buffers: the shards' values, then the
-    optimizer's variables, then the merged extras of `completed`, in order.
+class GroupState(_Message, frozen=True):
+    """The state of a shard group, as a snapshot and a replica keep it.
+
+    Buffers: the shards' values, then the optimizer's variables, then the merged extras of `completed`, in order.
 
     Attributes:
-        declared: what the chief has said of the model.
-        version, era: see `Values` and `Ticket`.
-        slots: the optimizer's variables.
-        completed: the newest merges: serial, phase, whose parts are in, and the number of merged extras.
-        dtypes: of the buffers.
-        refused: how many updates were left out as they were not finite.
+        declared: the chief's declaration of the model.
+        version: version of the values.
+        era: era of the `fit`.
+        slots: names of the optimizer's variables.
+        completed: the newest merges: serial, phase, members, and number of merged extras.
+        dtypes: dtypes of the buffers.
+        refused: how many updates were discarded because they were not finite.
         ended: whether the chief has ended the `fit`.
-        step: the global step, if this is the head.
+        step: the global step; valid on the head only.
     """
 
-    declared: Declare
+    declared: DeclareModel
     version: int
     era: int
-    slots: tuple[tuple[int, str], ...]
+    slots: Slots
     completed: tuple[tuple[int, int, tuple[int, ...], int], ...]
     dtypes: tuple[str, ...]
     refused: int
@@ -525,15 +571,16 @@ class GroupState(msgspec.Struct, frozen=True, tag="state"):
     step: int
 
 
-class Applied(msgspec.Struct, frozen=True, tag="applied"):
-    """A merge that is over. Buffers: the gradients that were applied, then the merged extras.
+class AppliedUpdate(_Message, frozen=True):
+    """A completed merge. Buffers: the applied gradients, then the merged extras.
 
     Attributes:
-        serial, phase: of the step.
-        members: whose parts are in.
+        serial: serial of the step.
+        phase: phase of the step.
+        members: the workers whose gradients are in it.
         gradients: how many of the buffers are gradients; 0 if nothing was applied.
-        dtypes: of the buffers.
-        step: the global step after it, if this is the head.
+        dtypes: dtypes of the buffers.
+        step: the global step after it; valid on the head only.
     """
 
     serial: int
@@ -544,5 +591,5 @@ class Applied(msgspec.Struct, frozen=True, tag="applied"):
     step: int
 
 
-class Over(msgspec.Struct, frozen=True, tag="over"):
-    """The workers have no more to do."""
+class JobOver(_Message, frozen=True):
+    """The workers of the group have finished."""

@@ -126,11 +126,11 @@ def _join(job: CurrentJob) -> CentralStorageWorker:
         # As replicas do it: all take part in every step, and values that are not finite are everybody's.
         rules=UpdateRules(
             synchronous=True,
-            at_least=0,
+            replicas_to_aggregate=0,
             staleness=-1,
             refuse_nan=False,
             timeout_s=config.timeout_s,
-            all_needed=True,
+            all_required=True,
         ),
         partitioner=None,
         compression=None,
@@ -143,7 +143,7 @@ def _join(job: CurrentJob) -> CentralStorageWorker:
 
 def _leave(worker: CentralStorageWorker) -> None:
     if _is_failing():
-        worker.client.hang_up()  # the others shall miss it
+        worker.client.disconnect()  # the others shall miss it
     else:
         worker.client.close()
 

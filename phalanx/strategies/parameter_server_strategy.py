@@ -327,10 +327,10 @@ def _share_random_state(worker: ParameterServerWorker) -> None:
     if worker.workers == 1:
         return
     if worker.is_chief:
-        state: memoryview | None = worker.tell_once(RANDOM_STATE, np.frombuffer(random_state(), np.uint8))
+        state: memoryview | None = worker.broadcast_first(RANDOM_STATE, np.frombuffer(random_state(), np.uint8))
     else:
         try:
-            told = worker.hear(RANDOM_STATE)
+            told = worker.receive_broadcast(RANDOM_STATE)
         except CollectiveTimeoutError:  # the first server is another process than the one that the chief has told
             logger.warning("The chief's random state is not known any more: random data and splits may differ.")
             return
@@ -379,7 +379,7 @@ def _rules(
         )
     return UpdateRules(
         synchronous=synchronous,
-        at_least=0 if replicas_to_aggregate in (None, workers) else replicas_to_aggregate or 0,
+        replicas_to_aggregate=0 if replicas_to_aggregate in (None, workers) else replicas_to_aggregate or 0,
         staleness=-1 if staleness is None else staleness,
         refuse_nan=refuse_nan,
         timeout_s=me.config.timeout_s,

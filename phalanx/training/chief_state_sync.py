@@ -43,29 +43,29 @@ class _Described(msgspec.Struct, array_like=True, frozen=True):
         return f"`{self.path}` {self.dtype if 'float' in self.dtype else 'integer'}{list(self.shape)}"
 
 
-def tell_all(worker: ParameterServerWorker, model: Any, fit: int, changing: Sequence[Any]) -> None:
+def send_state(worker: ParameterServerWorker, model: Any, fit: int, changing: Sequence[Any]) -> None:
     """On the chief, when a `fit` begins.
 
     Args:
         changing: the variables that layers change while they compute.
     """
-    worker.tell(FROZEN, _packed(_frozen(model, changing)), fit)
-    tell_changing(worker, fit, changing)
+    worker.broadcast(FROZEN, _packed(_frozen(model, changing)), fit)
+    send_layer_state(worker, fit, changing)
 
 
-def tell_changing(worker: ParameterServerWorker, fit: int, changing: Sequence[Any]) -> None:
+def send_layer_state(worker: ParameterServerWorker, fit: int, changing: Sequence[Any]) -> None:
     """On the chief, when another epoch begins."""
-    worker.tell(CHANGING, _packed(changing), fit)
+    worker.broadcast(CHANGING, _packed(changing), fit)
 
 
-def take_all(worker: ParameterServerWorker, model: Any, fit: int, changing: Sequence[Any]) -> None:
+def receive_state(worker: ParameterServerWorker, model: Any, fit: int, changing: Sequence[Any]) -> None:
     """On the others: take what the chief has told of this `fit`.
 
     Raises: DisagreementError naming the first variable that differs.
     """
     seeds = {id(generator.state) for generator in seed_generators(model)}
     for subject, variables in ((FROZEN, _frozen(model, changing)), (CHANGING, changing)):
-        told = worker.hear(subject, fit)
+        told = worker.receive_broadcast(subject, fit)
         if told is None:
             return
         chiefs, chiefs_values = _unpacked(told)
@@ -84,15 +84,15 @@ def take_all(worker: ParameterServerWorker, model: Any, fit: int, changing: Sequ
     draw_own_numbers(random_state(), worker.number)
 
 
-def tell_final(worker: ParameterServerWorker, fit: int, changed: Mapping[int, Any]) -> None:
+def send_final_weights(worker: ParameterServerWorker, fit: int, changed: Mapping[int, Any]) -> None:
     """On the chief: the trained variables, by number, that callbacks have set when the `fit` had ended."""
-    worker.tell(FINAL, [np.array([fit, *changed], np.int64), *_packed([*changed.values()])], fit)
+    worker.broadcast(FINAL, [np.array([fit, *changed], np.int64), *_packed([*changed.values()])], fit)
 
 
-def take_final(worker: ParameterServerWorker, fit: int) -> dict[int, Array]:
+def receive_final_weights(worker: ParameterServerWorker, fit: int) -> dict[int, Array]:
     """On the others: what the chief tells of that; nothing, with a warning, if its callbacks take too long."""
     try:
-        told = worker.hear(FINAL, fit)
+        told = worker.receive_broadcast(FINAL, fit)
     except CollectiveTimeoutError as error:
         logger.warning("What the chief's callbacks make of the weights at the end is not known here: %s", error)
         return {}

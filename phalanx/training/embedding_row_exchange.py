@@ -31,7 +31,7 @@ class EmbeddingRowExchange:
 
     # Rows for a step.
 
-    def expect(self, ticket: Ticket, numbers: Numbers) -> None:
+    def prefetch(self, ticket: Ticket, numbers: Numbers) -> None:
         """The step of this ticket, the next one, will need these rows: ask for them along with the gradients."""
         self._next = (ticket.serial, numbers)
 
@@ -72,11 +72,11 @@ class EmbeddingRowExchange:
 
     def pull_tables(self) -> list[Array]:
         """The tables, whole."""
-        return self._ask([PullTables(self._fit)] * self._client.servers, [()] * self._client.servers)
+        return self._ask([PullTables(self._fit)] * self._client.num_servers, [()] * self._client.num_servers)
 
     def _pull(self, numbers: Numbers) -> list[Array]:
-        buffers = [self._numbers_on(server, numbers) for server in range(self._client.servers)]
-        return self._ask([PullRows(self._fit)] * self._client.servers, buffers)
+        buffers = [self._numbers_on(server, numbers) for server in range(self._client.num_servers)]
+        return self._ask([PullRows(self._fit)] * self._client.num_servers, buffers)
 
     def _ask(self, questions: Sequence[PullRows | PullTables], buffers: Sequence[Sequence[Array]]) -> list[Array]:
         """Ask the servers that have tables."""

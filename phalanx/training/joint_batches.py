@@ -226,12 +226,12 @@ def compare_samples(source: ShardedInput, replica: Replica) -> None:
 
 def tell_of_input(source: ShardedInput, worker: ParameterServerWorker, fit: int) -> None:
     """On the chief among parameter servers: what the others compare their data with."""
-    worker.tell(INPUT, [np.frombuffer(source.signature.encode(), np.uint8), source.sample], fit)
+    worker.broadcast(INPUT, [np.frombuffer(source.signature.encode(), np.uint8), source.sample], fit)
 
 
 def compare_input_with_chief(source: ShardedInput, worker: ParameterServerWorker, fit: int) -> None:
     """On another worker: raise DisagreementError if it was given other data than the chief."""
-    told = worker.hear(INPUT, fit)
+    told = worker.receive_broadcast(INPUT, fit)
     if told is None:
         return
     chiefs, own = bytes(told[0]).decode(), source.signature

@@ -46,7 +46,7 @@ from phalanx.parameter_server.server_messages import (
     HoldSteps,
     NoBatch,
     OpenEpoch,
-    StopFit,
+    RequestStop,
     Ticket,
     Values,
     arrays_of,
@@ -83,7 +83,7 @@ class _SignsOfLife(callback_lists.ChiefCallback):
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         if time.monotonic() > self._told_at + SIGN_S:
-            self._client.ask(HEAD, ChiefAlive())
+            self._client.request(HEAD, ChiefAlive())
             self._told_at = time.monotonic()
 
 
@@ -195,7 +195,7 @@ class ParameterServerTrainer:
                 count_steps(model.optimizer, worker.global_step)
             elif epoch == first_epoch:  # else it has pulled when the last one ended
                 self._assign(self._merge.pull())
-                self._require_served().remember(tables=False)
+                self._require_served().record_values(tables=False)
             timeline.current.leave()
             model.reset_metrics()
             callbacks.on_epoch_begin(epoch)
@@ -218,7 +218,7 @@ class ParameterServerTrainer:
                 break
         self._tell_changes()
         if worker.is_chief:
-            self._client.ask(HEAD, EndFit(fit))
+            self._client.request(HEAD, EndFit(fit))
         else:
             count_steps(model.optimizer, worker.global_step)
         self._assign(self._merge.pull())
@@ -231,7 +231,7 @@ class ParameterServerTrainer:
                 self._pull_optimizer()
             model.optimizer.finalize_variable_values(model.trainable_weights)
         self._end_training(fit, callbacks, logs)
-        self._client.whereabouts = None
+        self._client.rejoin_requests = None
         return model.history
 
     def _end_training(self, fit: int, callbacks: Any, logs: dict[str, Any]) -> None:
@@ -249,9 +249,9 @@ class ParameterServerTrainer:
             if not np.array_equal(to_host(variable), value)
         }
         if self._worker.is_chief:
-            chief_state_sync.tell_final(self._worker, fit, changed)
+            chief_state_sync.send_final_weights(self._worker, fit, changed)
             return
-        chiefs = chief_state_sync.take_final(self._worker, fit)
+        chiefs = chief_state_sync.receive_final_weights(self._worker, fit)
         for number in {*changed, *chiefs}:
             variables[number].assign(chiefs.get(number, before[number]))
 
@@ -298,7 +298,7 @@ class ParameterServerTrainer:
         self._sample = source.peek(restart=self._peeked).data
         self._engine.expect(source.form)
         self._engine.build(self._sample)
-        if self._worker.workers > 1 and not self._worker.rules.all_together:
+        if self._worker.workers > 1 and not self._worker.rules.is_lockstep:
             joint_batches.check_normalization(self._model)
         return self._engine
 
@@ -322,7 +322,7 @@ class ParameterServerTrainer:
         self._epoch = epoch
         self._prepare_rows(found, served.tables)
         self._share_state(fit)
-        self._client.whereabouts = partial(self._whereabouts, fit)
+        self._client.rejoin_requests = partial(self._rejoin_requests, fit)
         return epoch
 
     def _share_state(self, fit: int) -> None:
@@ -331,7 +331,7 @@ class ParameterServerTrainer:
         assert self._source is not None
         compare = joint_batches.tell_of_input if self._worker.is_chief else joint_batches.compare_input_with_chief
         compare(self._source, self._worker, fit)
-        share = chief_state_sync.tell_all if self._worker.is_chief else chief_state_sync.take_all
+        share = chief_state_sync.send_state if self._worker.is_chief else chief_state_sync.receive_state
         share(self._worker, self._model, fit, self._engine.layer_state())
         self._tells_state = False
 
@@ -388,34 +388,34 @@ class ParameterServerTrainer:
     @contextmanager
     def _between_steps(self) -> Iterator[None]:
         """While inside, no worker makes a step. Where all make each step together the chief's own pause is enough."""
-        if self._worker.rules.all_together:
+        if self._worker.rules.is_lockstep:
             yield
             return
         self._merge.flush()
-        answer, _ = self._client.ask(HEAD, HoldSteps(True))
+        answer, _ = self._client.request(HEAD, HoldSteps(True))
         assert isinstance(answer, Values)
         self._worker.global_step = answer.step
         try:
             yield
         finally:
-            self._client.ask(HEAD, HoldSteps(False))
+            self._client.request(HEAD, HoldSteps(False))
 
-    def _whereabouts(self, fit: int, server: int) -> list[tuple[Any, Sequence[Array]]]:
+    def _rejoin_requests(self, fit: int, server: int) -> list[tuple[Any, Sequence[Array]]]:
         """What to tell a server that comes back: where this worker is, and what the head would have been told since."""
         steps = -1 if self._steps is None else self._steps
         pass_began, order = self._order
         order_of = pass_began if self._worker.is_chief and server == HEAD and order is not None else -1
         rejoin = self._merge.rejoin(server, self._epoch, steps, order_of, opened=self._opened)
         told: list[tuple[Any, Sequence[Array]]] = [(rejoin, [] if order_of < 0 or order is None else [order])]
-        told += self._require_served().told()
+        told += self._require_served().requests_to_repeat()
         if server != HEAD:
             return told
         if self._worker.is_chief:
-            told += self._worker.said()
+            told += self._worker.requests_to_repeat()
         if self._reported is not None:
             told.append(self._reported)
         if self._stop_asked_in == fit:
-            told.append((StopFit(fit, asks=True), []))
+            told.append((RequestStop(fit, stop=True), []))
         return told
 
     def _await_end(self, fit: int, epoch: int) -> Ticket | EpochOver | FitOver:
@@ -454,9 +454,9 @@ class ParameterServerTrainer:
                 self._order = (epoch, self._new_order)
             self._new_order = None
             if self._tells_state:
-                chief_state_sync.tell_changing(self._worker, fit, engine.layer_state())
+                chief_state_sync.send_layer_state(self._worker, fit, engine.layer_state())
             self._tells_state = bool(engine.layer_state())
-            self._client.ask(HEAD, OpenEpoch(fit, epoch, -1 if steps is None else steps), order)
+            self._client.request(HEAD, OpenEpoch(fit, epoch, -1 if steps is None else steps), order)
         samples = step = 0
         ended = False
         self._ahead.clear()
@@ -494,7 +494,7 @@ class ParameterServerTrainer:
                 timeline.current.enter("forward/backward", epoch=epoch, step=step)
                 engine.train(batch.data, batch.size / (batch.global_size or 1))
                 timeline.current.leave()
-                self._client.starting = False
+                self._client.is_starting = False
                 samples += batch.size
                 if bar is not None:
                     bar.count(batch.global_size or batch.size)
@@ -539,7 +539,7 @@ class ParameterServerTrainer:
             self._merge.drop_upcoming()
             return
         self._ahead[upcoming.serial] = following
-        exchange.expect(upcoming, rows.numbers(following.data))
+        exchange.prefetch(upcoming, rows.numbers(following.data))
 
     def _batch(self, source: ShardedInput, ticket: Ticket) -> LocalBatch | None:
         """This worker's part of the batch that the ticket names; None, which the head is told, if there is none."""
@@ -557,14 +557,14 @@ class ParameterServerTrainer:
     def _end_epoch(self, fit: int, epoch: int) -> None:
         """The chief's callbacks stop the training: nobody begins another step."""
         self._merge.flush()
-        answer, _ = self._client.ask(HEAD, EndEpoch(fit, epoch))
+        answer, _ = self._client.request(HEAD, EndEpoch(fit, epoch))
         assert isinstance(answer, EpochOver)
         self._steps = answer.steps
 
     def _tell_of_no_batch(self, ticket: Ticket, *, ends: bool) -> None:
         self._merge.flush()
-        self._client.ask(HEAD, NoBatch(ticket, ends))
-        self._merge.give_back(ticket)
+        self._client.request(HEAD, NoBatch(ticket, ends))
+        self._merge.abandon(ticket)
 
     def _finish_epoch(self, fit: int, epoch: int, samples: int, engine: Engine, *, looks: bool) -> dict[str, Any]:
         """The chief merges what all counted, and fetches what it may save; tables only if something `looks` at them."""
@@ -574,10 +574,10 @@ class ParameterServerTrainer:
         if not self._worker.rules.synchronous:
             weights = tuple(weight.value for weight in model_state.metric_weights(model))
             report = EpochReport(fit, epoch, samples, tuple(v.dtype.name for v in values), weights)
-            self._client.ask(HEAD, report, values)
+            self._client.request(HEAD, report, values)
             self._reported = (report, values)
             if self._worker.is_chief:
-                answer, buffers = self._client.ask(HEAD, CollectReports(fit, epoch))
+                answer, buffers = self._client.request(HEAD, CollectReports(fit, epoch))
                 assert isinstance(answer, Values)
                 if answer.note:
                     logger.warning("Epoch %d: %s.", epoch + 1, answer.note)
@@ -590,7 +590,7 @@ class ParameterServerTrainer:
             self._pull_optimizer(tables=looks)
             if looks:
                 self._pull_tables()
-            self._require_served().remember(tables=looks)
+            self._require_served().record_values(tables=looks)
         silent = model_state.silent_metrics(model, [to_host(variable) for variable in metrics])
         own = engine.logs() if samples else {}
         chosen = model_state.choose_logs(own, model.get_metrics_result, silent, engine.origins.results)
@@ -611,13 +611,13 @@ class ParameterServerTrainer:
         """Whether there are no more epochs. The chief decides for all: what other workers see is only a part."""
         if not self._worker.is_chief:
             return isinstance(answer, FitOver)
-        asked, _ = self._client.ask(HEAD, StopFit(self._worker.last_fit, asks=False))
+        asked, _ = self._client.request(HEAD, RequestStop(self._worker.last_fit, stop=False))
         return isinstance(answer, FitOver) or isinstance(asked, FitOver) or self._model.stop_training
 
     def ask_all_to_stop(self) -> None:
         """From any worker: the chief ends the running `fit` with the epoch."""
         self._stop_asked_in = self._worker.last_fit
-        self._client.ask(HEAD, StopFit(self._stop_asked_in, asks=True))
+        self._client.request(HEAD, RequestStop(self._stop_asked_in, stop=True))
 
     def _validate(self, call: FitArguments, callbacks: Any) -> Mapping[str, Any]:
         """The chief evaluates, as Keras's `fit` does."""
@@ -640,7 +640,7 @@ class ParameterServerTrainer:
             self._new_order = own
             return own
         assert self._source is not None, "orders are asked for when an epoch begins"
-        answer = self._merge.order(fit, self._source.pass_began)
+        answer = self._merge.request_sample_order(fit, self._source.pass_began)
         if isinstance(answer, EpochOver | FitOver):
             raise _NoOrder(answer)
         return answer
@@ -683,13 +683,13 @@ class ParameterServerTrainer:
     def _tell_changes(self) -> None:
         """The chief's learning rate and weights, which a callback may have set between two epochs."""
         self._tell_learning_rate()
-        if self._worker.is_chief and self._require_served().tell_changes():
+        if self._worker.is_chief and self._require_served().send_changes():
             self._merge.pull()  # else it would have those of before when its first step is not answered yet
 
     def _tell_learning_rate(self) -> None:
         """The chief's learning rate, which a callback may have set."""
         if self._worker.is_chief:
-            self._require_served().tell_learning_rate()
+            self._require_served().send_learning_rate()
 
     def _require_served(self) -> RemoteVariables:
         assert self._served is not None, "the model is declared before the first step"

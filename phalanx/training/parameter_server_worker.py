@@ -10,7 +10,7 @@ import numpy as np
 from phalanx.compression import BFloat16, Float16
 from phalanx.parameter_server.client import HEAD, ParameterServerClient
 from phalanx.parameter_server.partitioners import Partitioner
-from phalanx.parameter_server.server_messages import BeginSession, FitOver, ReceiveFromChief, SendFromChief, UpdateRules
+from phalanx.parameter_server.server_messages import BeginSession, Broadcast, FitOver, RequestBroadcast, UpdateRules
 from phalanx.training.scope_registry import ScopeRegistry
 
 Array = np.ndarray[Any, Any]
@@ -49,7 +49,7 @@ class ParameterServerWorker:
     in_function: bool = False
     _fits: int = field(default=-1)
     _sessions: int = field(default=-1)
-    _told: dict[str, tuple[SendFromChief, list[Array]]] = field(default_factory=dict)
+    _told: dict[str, tuple[Broadcast, list[Array]]] = field(default_factory=dict)
 
     @property
     def is_chief(self) -> bool:
@@ -60,35 +60,35 @@ class ParameterServerWorker:
         self._fits += 1
         return self._fits
 
-    def said(self) -> list[tuple[BeginSession | SendFromChief, list[Array]]]:
+    def requests_to_repeat(self) -> list[tuple[BeginSession | Broadcast, list[Array]]]:
         """What the chief has said of managed sessions, and told the others, for a head that comes back."""
-        said: list[tuple[BeginSession | SendFromChief, list[Array]]] = [*self._told.values()]
+        said: list[tuple[BeginSession | Broadcast, list[Array]]] = [*self._told.values()]
         return said if self._sessions < 0 else [(BeginSession(self._sessions), []), *said]
 
-    def tell(self, subject: str, arrays: list[Array], fit: int = -1) -> None:
+    def broadcast(self, subject: str, arrays: list[Array], fit: int = -1) -> None:
         """On the chief: what the others hear of this from now on."""
-        self._told[subject] = (SendFromChief(subject, fit), arrays)
-        self.client.ask(HEAD, *self._told[subject])
+        self._told[subject] = (Broadcast(subject, fit), arrays)
+        self.client.request(HEAD, *self._told[subject])
 
-    def tell_once(self, subject: str, array: Array) -> memoryview:
+    def broadcast_first(self, subject: str, array: Array) -> memoryview:
         """On the chief: what the others hear of this for good; returns it: what the chief told in a former life, if it
         did."""
-        _, buffers = self.client.ask(HEAD, SendFromChief(subject, once=True), [array])
-        self._told[subject] = (SendFromChief(subject), [np.frombuffer(bytes(buffers[0]), np.uint8)])
+        _, buffers = self.client.request(HEAD, Broadcast(subject, keep_first=True), [array])
+        self._told[subject] = (Broadcast(subject), [np.frombuffer(bytes(buffers[0]), np.uint8)])
         return buffers[0]
 
-    def tell_again(self) -> None:
+    def repeat_broadcasts(self) -> None:
         """On the chief: what holds for the whole program, to a first server that may be another process by now."""
         for told, arrays in [*self._told.values()]:
             if told.fit < 0:
-                self.client.ask(HEAD, told, arrays)
+                self.client.request(HEAD, told, arrays)
 
-    def hear(self, subject: str, fit: int = -1) -> list[memoryview] | None:
+    def receive_broadcast(self, subject: str, fit: int = -1) -> list[memoryview] | None:
         """On the others: what the chief tells of this, for this `fit` or a later one; None if it left without.
 
         Raises: CollectiveTimeoutError or PeerLostError naming the chief.
         """
-        answer, buffers = self.client.ask(HEAD, ReceiveFromChief(subject, fit))
+        answer, buffers = self.client.request(HEAD, RequestBroadcast(subject, fit))
         return None if isinstance(answer, FitOver) else list(buffers)
 
     def begin_session(self) -> None:
@@ -97,7 +97,7 @@ class ParameterServerWorker:
         Raises: CollectiveTimeoutError or PeerLostError naming the chief.
         """
         self._sessions += 1
-        self.client.ask(HEAD, BeginSession(self._sessions))
+        self.client.request(HEAD, BeginSession(self._sessions))
 
     @property
     def last_fit(self) -> int:
@@ -107,9 +107,13 @@ class ParameterServerWorker:
     def describe(self) -> str:
         rules = self.rules
         if rules.synchronous:
-            mode = f"synchronous, of the first {rules.at_least} workers" if rules.at_least else "synchronous"
+            mode = (
+                f"synchronous, of the first {rules.replicas_to_aggregate} workers"
+                if rules.replicas_to_aggregate
+                else "synchronous"
+            )
         elif rules.staleness >= 0:
             mode = f"asynchronous, at most {rules.staleness} steps apart"
         else:
             mode = "asynchronous"
-        return f"Parameter servers: {self.client.servers} for {self.workers} workers, {mode}."
+        return f"Parameter servers: {self.client.num_servers} for {self.workers} workers, {mode}."

@@ -16,13 +16,13 @@ from phalanx.errors import UnsupportedError
 from phalanx.keras_compat.object_config import config_json_of, configuration_of
 from phalanx.parameter_server.client import HEAD, PlacedVariables
 from phalanx.parameter_server.server_messages import (
-    Assign,
-    Attach,
-    Attached,
-    Declare,
-    Model,
+    AssignVariables,
+    DeclareModel,
+    FitJoined,
+    JoinFit,
+    ModelDescription,
     PullOptimizer,
-    SetRate,
+    SetLearningRate,
     Values,
     arrays_of,
 )
@@ -63,10 +63,10 @@ class RemoteVariables:
         self._known_optimizer: dict[str, Any] = {}
         self.tables: tuple[int, ...] = ()
         self._described = described = [PlacedVariable(v.path, tuple(v.shape), _dtype_of(v)) for v in self.variables]
-        self._shards = shards = place(described, self._client.servers, worker.partitioner)
+        self._shards = shards = place(described, self._client.num_servers, worker.partitioner)
         in_pieces = len(shards) > len(described)
-        whole = self._client.servers == 1 and not in_pieces
-        check_optimizer(optimizer, cut=in_pieces, whole=whole, late=bool(worker.rules.at_least))
+        whole = self._client.num_servers == 1 and not in_pieces
+        check_optimizer(optimizer, cut=in_pieces, whole=whole, late=bool(worker.rules.replicas_to_aggregate))
         if any(getattr(v, "overwrite_with_gradient", False) for v in self.variables):
             raise UnsupportedError(
                 "The model has variables whose gradients take their place (quantize('float8')), which parameter "
@@ -78,7 +78,7 @@ class RemoteVariables:
                 "variable_partitioner, or the constraint."
             )
         self.slots = slots_of_model(optimizer, self.variables)
-        self._placed = PlacedVariables(described, shards, self._client.servers)
+        self._placed = PlacedVariables(described, shards, self._client.num_servers)
         # Where no server sees all gradients, workers clip them.
         self._clip = None if whole or not clips_by_norm(optimizer) else partial(clipped, optimizer)
 
@@ -91,12 +91,12 @@ class RemoteVariables:
         """
         self._fit = fit
         if self._worker.is_chief:
-            self._worker.tell_again()
+            self._worker.repeat_broadcasts()
             self._declare(fit, first_epoch, tables)
-        self._client.starting = True
+        self._client.is_starting = True
         progress.report("initial values")
-        answers = self._client.ask_all([(Attach(fit, self._placed.variables), ())] * self._client.servers)
-        attached = [answer for answer, _ in answers if isinstance(answer, Attached)]
+        answers = self._client.request_all([(JoinFit(fit, self._placed.variables), ())] * self._client.num_servers)
+        attached = [answer for answer, _ in answers if isinstance(answer, FitJoined)]
         if len(attached) < len(answers):
             return None
         answer = attached[HEAD]
@@ -104,20 +104,20 @@ class RemoteVariables:
         # Also less than before, if the chief was started again since.
         self._worker.global_step = answer.step
         groups = [each.groups for each in attached]
-        self._placed = PlacedVariables(self._described, self._shards, self._client.servers, self.tables, groups)
+        self._placed = PlacedVariables(self._described, self._shards, self._client.num_servers, self.tables, groups)
         if self._clip is not None and self.tables and self._worker.rules.synchronous:
             raise UnsupportedError(
                 "The optimizer clips by the norm of merged gradients, of which each of several servers sees a part "
                 "only, and single rows of embeddings travel. Pass embedding_rows=False, use one server, or clipvalue."
             )
         self._merge.place(fit, self._placed, self._clip)
-        self._client.whereabouts = self._whereabouts
+        self._client.rejoin_requests = self._rejoin_requests
         return answer.first_epoch
 
-    def _whereabouts(self, server: int) -> list[tuple[Any, Sequence[Array]]]:
+    def _rejoin_requests(self, server: int) -> list[tuple[Any, Sequence[Array]]]:
         """What to tell a server that comes back, where no schedule hands out steps."""
-        said = self._worker.said() if server == HEAD else []
-        return [(self._merge.rejoin(server), []), *self.told(), *said]
+        said = self._worker.requests_to_repeat() if server == HEAD else []
+        return [(self._merge.rejoin(server), []), *self.requests_to_repeat(), *said]
 
     def assign(self, values: Sequence[Array | None]) -> None:
         """Give this task's variables these values; where there is None, they keep theirs."""
@@ -137,7 +137,7 @@ class RemoteVariables:
             if tables or slot.variable not in self.tables
         }
         state = {slot: np.array(to_host(variable)) for slot, variable in concerned.items()}
-        answers = self._client.ask_all([(PullOptimizer(tables), ())] * self._client.servers)
+        answers = self._client.request_all([(PullOptimizer(tables), ())] * self._client.num_servers)
         for server, (answer, buffers) in enumerate(answers):
             assert isinstance(answer, Values)
             places = _slots_on(self.slots, self._placed, server)
@@ -148,11 +148,11 @@ class RemoteVariables:
             variable.assign(state[slot])
         return [answer.version for answer, _ in answers if isinstance(answer, Values) and answer.slots]
 
-    def told(self) -> list[tuple[Any, Sequence[Array]]]:
+    def requests_to_repeat(self) -> list[tuple[Any, Sequence[Array]]]:
         """What the servers were told since the beginning, which one that comes back may not have heard."""
-        return [] if self._rate is None else [(SetRate(self._rate), [])]
+        return [] if self._rate is None else [(SetLearningRate(self._rate), [])]
 
-    def remember(self, *, tables: bool) -> None:
+    def record_values(self, *, tables: bool) -> None:
         """What the variables hold now is what the servers have.
 
         Args:
@@ -161,7 +161,7 @@ class RemoteVariables:
         self._known = self._checksums(tables)
         self._known_optimizer = self._facts_of_optimizer()
 
-    def tell_changes(self) -> bool:
+    def send_changes(self) -> bool:
         """Give the servers the variables that were changed here since `remember`; whether there were any.
 
         Raises: UnsupportedError if anything else of the optimizer was changed than its learning rate.
@@ -182,9 +182,9 @@ class RemoteVariables:
         if not changed:
             return False
         values = [to_host(v) if number in changed else None for number, v in enumerate(self.variables)]
-        message = Assign(self._fit, changed)
-        servers = range(self._client.servers)
-        self._client.ask_all([(message, self._placed.cut(values, server)) for server in servers])
+        message = AssignVariables(self._fit, changed)
+        servers = range(self._client.num_servers)
+        self._client.request_all([(message, self._placed.cut(values, server)) for server in servers])
         return True
 
     def _facts_of_optimizer(self) -> dict[str, Any]:
@@ -202,16 +202,16 @@ class RemoteVariables:
             if tables or number not in self.tables
         }
 
-    def tell_learning_rate(self) -> None:
+    def send_learning_rate(self) -> None:
         """Tell the servers the optimizer's learning rate, if it was set since."""
         rate = self._learning_rate()
         if rate is not None and rate != self._rate:
             self._rate = rate
-            self._client.ask_all([(SetRate(rate), ())] * self._client.servers)
+            self._client.request_all([(SetLearningRate(rate), ())] * self._client.num_servers)
 
     def _declare(self, fit: int, first_epoch: int, tables: tuple[int, ...]) -> None:
         placed, optimizer, trained = self._placed, self.optimizer, self.variables
-        description = Model(
+        description = ModelDescription(
             placed.variables,
             placed.shards,
             config_json_of(optimizer),
@@ -225,13 +225,13 @@ class RemoteVariables:
         state = self._optimizer_state()
         step = self._worker.global_step = max(self._worker.global_step, int(to_host(optimizer._iterations)))
         questions, era = [], time.time_ns()
-        for server in range(self._client.servers):
+        for server in range(self._client.num_servers):
             places = _slots_on(self.slots, placed, server)
-            message = Declare(fit, first_epoch, description, self._worker.rules, tuple(places), step, era)
+            message = DeclareModel(fit, first_epoch, description, self._worker.rules, tuple(places), step, era)
             questions.append(
                 (message, [*placed.cut(values, server), *[state[slot][rows] for slot, rows in places.values()]])
             )
-        self._client.ask_all(questions)
+        self._client.request_all(questions)
         self._rate = self._learning_rate()
 
     def _optimizer_state(self) -> dict[OptimizerSlot, Array]:

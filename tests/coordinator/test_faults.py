@@ -272,7 +272,8 @@ def strategy_of(
     me = TaskIdentity(spec, spec.chief, JobFacts(), JobConfig(secret=secret))
     client: Any = SimpleNamespace(identity=me)
     all_rules = UpdateRules(
-        **{"synchronous": False, "at_least": 0, "staleness": -1, "refuse_nan": True, "timeout_s": 1.0} | rules
+        **{"synchronous": False, "replicas_to_aggregate": 0, "staleness": -1, "refuse_nan": True, "timeout_s": 1.0}
+        | rules
     )
     strategy = object.__new__(phalanx.ParameterServerStrategy)
     strategy._worker = ParameterServerWorker(client, 0, len(me.tasks), all_rules, None, None, "")

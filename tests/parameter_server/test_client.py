@@ -20,7 +20,15 @@ from phalanx.errors import LinkTimeoutError, PhalanxError
 from phalanx.parameter_server.client import ParameterServerClient
 from phalanx.parameter_server.server.parameter_server import ParameterServer
 from phalanx.parameter_server.server.shard_group import LEADING, ArrivingWorker, ShardGroup
-from phalanx.parameter_server.server_messages import Acknowledged, BeginSession, IsOver, OpenEpoch, Pull, Push, Ticket
+from phalanx.parameter_server.server_messages import (
+    Acknowledged,
+    BeginSession,
+    OpenEpoch,
+    PullValues,
+    PushGradients,
+    QueryJobOver,
+    Ticket,
+)
 from phalanx.transport.handshake import Hello
 from tests.launcher.conftest import wait_until
 
@@ -73,7 +81,7 @@ def client(cluster: Cluster) -> ParameterServerClient:
 def test_a_link_that_breaks_is_mended_while_another_servers_answer_is_waited_for(cluster: Cluster) -> None:
     """That answer may wait for a worker which waits at the other server for this one."""
     servers, (chief, other) = cluster
-    waiting = threading.Thread(target=other.ask, args=(0, BeginSession(0)))
+    waiting = threading.Thread(target=other.request, args=(0, BeginSession(0)))
     waiting.start()
     links = servers[1]._groups[0]._links
     wait_until(lambda: 1 in links)
@@ -81,15 +89,15 @@ def test_a_link_that_breaks_is_mended_while_another_servers_answer_is_waited_for
     broken.close()
     wait_until(lambda: links.get(1, (None, broken))[1] is not broken)
     assert waiting.is_alive()
-    chief.ask(0, BeginSession(0))
+    chief.request(0, BeginSession(0))
     waiting.join(BOUND_S)
     assert not waiting.is_alive()
 
 
 def test_no_answer_is_left_unread_when_a_server_refuses(client: ParameterServerClient) -> None:
     with pytest.raises(PhalanxError, match="ps/0 failed"):  # nothing has been declared
-        client.ask_all([(OpenEpoch(0, 0, -1), ()), (Pull(0, -1), ())])
-    assert client.ask(1, IsOver())[0] == Acknowledged(), "and not the answer to the question before"
+        client.request_all([(OpenEpoch(0, 0, -1), ()), (PullValues(0, -1), ())])
+    assert client.request(1, QueryJobOver())[0] == Acknowledged(), "and not the answer to the question before"
 
 
 @pytest.mark.parametrize("through_memory", [True, False])
@@ -99,11 +107,11 @@ def test_what_may_have_to_be_repeated_is_kept_until_it_is_answered(
     kinds = (((10_000,), np.dtype(np.float32)),)
     if through_memory:
         client.share_memory(0, kinds)
-    (gradient,) = room = client.room(0, kinds)
+    (gradient,) = room = client.send_buffers(0, kinds)
     assert not gradient.any()
     assert gradient.ctypes.data % 64 == 0
     gradient[:] = 1.0
-    client.send(0, Push(Ticket(0, 0, 0, (0,), 0, 1, 0), 0, True, True, 1.0, ("float32",)), room)
+    client.send(0, PushGradients(Ticket(0, 0, 0, (0,), 0, 1, 0), 0, True, True, 1.0, ("float32",)), room)
     if through_memory:  # the link breaks: the next one shares other memory, or none
         client._lanes.pop(0).close()
     kept = client._unanswered[0]
@@ -111,7 +119,7 @@ def test_what_may_have_to_be_repeated_is_kept_until_it_is_answered(
     np.testing.assert_array_equal(kept[1][0], 1.0)
     with pytest.raises(PhalanxError):  # nothing has been declared
         client.receive(0)
-    assert (client.room(0, kinds) is room) is not through_memory
+    assert (client.send_buffers(0, kinds) is room) is not through_memory
 
 
 def test_of_two_servers_that_lead_the_one_that_was_called_upon_later_is_right() -> None:
@@ -135,7 +143,7 @@ def test_of_two_servers_that_lead_the_one_that_was_called_upon_later_is_right() 
 
 def test_an_answer_that_came_too_late_is_not_taken_for_the_next_one() -> None:
     with started(timeout_s=0.5) as (servers, (_, other)):
-        other.starting = False
+        other.is_starting = False
         store = servers[0]._groups[0]._store
         goes_on = threading.Event()
 
@@ -146,9 +154,9 @@ def test_an_answer_that_came_too_late_is_not_taken_for_the_next_one() -> None:
 
         store.pull = pull
         with pytest.raises(LinkTimeoutError):
-            other.ask(0, Pull(0, -1))
+            other.request(0, PullValues(0, -1))
         goes_on.set()
-        assert isinstance(other.ask(0, IsOver())[0], Acknowledged)
+        assert isinstance(other.request(0, QueryJobOver())[0], Acknowledged)
 
 
 def test_a_link_whose_end_only_the_worker_has_noticed_is_replaced(cluster: Cluster) -> None:
@@ -157,6 +165,6 @@ def test_a_link_whose_end_only_the_worker_has_noticed_is_replaced(cluster: Clust
     _, former = group._links[1]
     abandoned = other._links[0]
     other._links[0] = other._connect(0, time.monotonic() + BOUND_S, again=True)
-    assert isinstance(other.ask(0, IsOver())[0], Acknowledged)
+    assert isinstance(other.request(0, QueryJobOver())[0], Acknowledged)
     assert group._links[1][1] is not former
     abandoned.close()

@@ -41,12 +41,12 @@ def pair() -> Iterator[tuple[SharedMemoryChannel, SharedMemoryChannel]]:
 
 def filled(lanes: SharedMemoryChannel, arrays: list[np.ndarray]) -> tuple[int, ...]:
     """The lengths of what is sent next: these arrays."""
-    room = shared_memory_channel.room(tuple((array.shape, array.dtype) for array in arrays))
+    room = lanes.room(tuple((array.shape, array.dtype) for array in arrays))
     if room is None:
         return ()
     for place, array in zip(room, arrays, strict=True):
         np.copyto(place, array)
-    return shared_memory_channel.lengths_of(room)
+    return lanes.lengths_of(room)
 
 
 def test_arrays_arrive_as_they_were_sent(pair: tuple[SharedMemoryChannel, SharedMemoryChannel]) -> None:
@@ -138,7 +138,7 @@ def test_without_shared_memory_there_are_no_lanes(monkeypatch: pytest.MonkeyPatc
     assert SharedMemoryChannel.offer(100_000, lambda offer: bool(asked.append(offer))) is None, "not accepted"
     assert len(asked) == len(shared_memory_channel.METHODS)
     assert not any(os.path.exists(offer.path) for offer in asked)
-    monkeypatch.setattr(shared_memory_channel.Segment, "create", fail)
+    monkeypatch.setattr(shared_memory_channel.SharedSegment, "create", fail)
     assert SharedMemoryChannel.offer(100_000, lambda offer: True) is None
     assert SharedMemoryChannel.accept(SegmentOffer("/nowhere", 1, b"")) is None
     assert SharedMemoryChannel.accept(SegmentOffer("/dev/null", 0, b"")) is None

@@ -12,7 +12,7 @@ import pytest
 
 from phalanx.errors import EvictedError
 from phalanx.parameter_server.client import HEAD, PlacedVariables
-from phalanx.parameter_server.server_messages import Answer, IsOver, Ticket, Values
+from phalanx.parameter_server.server_messages import QueryJobOver, Response, Ticket, Values
 from phalanx.parameter_server.shard_placement import PlacedVariable, Shard
 from phalanx.training.steps.parameter_server_step import ParameterServerMerge
 
@@ -22,7 +22,7 @@ FIRST, SECOND = (Ticket(0, 0, batch, (0,), 0, serial=batch + 1, era=0) for batch
 class Servers:
     """Two of them: the head has answered, and the other one is lost before it has."""
 
-    servers = 2
+    num_servers = 2
     timeout_s = 600.0
     told: list[Any]
 
@@ -34,22 +34,22 @@ class Servers:
     def share_memory(self, server: int, kinds: Any) -> None:
         pass
 
-    def room(self, server: int, kinds: Any) -> list[Any]:
+    def send_buffers(self, server: int, kinds: Any) -> list[Any]:
         return [np.zeros(shape, dtype) for shape, dtype in kinds]
 
-    def ask(self, server: int, question: Any) -> Any:
-        if isinstance(question, IsOver):
+    def request(self, server: int, question: Any) -> Any:
+        if isinstance(question, QueryJobOver):
             raise EvictedError("left out")
         return FIRST, []
 
     def send(self, server: int, question: Any, buffers: Any) -> None:
         self.sent.append(question)
 
-    def receive_all(self, came: Callable[[int, Answer], None]) -> Any:
+    def receive_all(self, on_response: Callable[[int, Response], None]) -> Any:
         answer = Values(1, step=1, ticket=SECOND)
-        came(HEAD, answer)
+        on_response(HEAD, answer)
         self.told.append(self.rejoin())
-        came(1, Values(1))
+        on_response(1, Values(1))
         return [(answer, []), (Values(1), [])]
 
 
@@ -83,4 +83,4 @@ def test_what_the_head_has_answered_is_told_its_successor_though_another_server_
     (rejoin,) = client.told
     assert rejoin.finished == FIRST.serial
     assert rejoin.tickets == (SECOND,)
-    assert (rejoin.batches, rejoin.made, rejoin.step) == (2, 1, 1)
+    assert (rejoin.batches, rejoin.steps_made, rejoin.step) == (2, 1, 1)

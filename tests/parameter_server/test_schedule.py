@@ -22,15 +22,15 @@ NAMES = ("worker/0", "worker/1", "worker/2")
 
 
 def rules(
-    *, synchronous: bool = False, staleness: int = -1, timeout_s: float = BOUND_S, all_needed: bool = False
+    *, synchronous: bool = False, staleness: int = -1, timeout_s: float = BOUND_S, all_required: bool = False
 ) -> UpdateRules:
     return UpdateRules(
         synchronous=synchronous,
-        at_least=0,
+        replicas_to_aggregate=0,
         staleness=staleness,
         refuse_nan=True,
         timeout_s=timeout_s,
-        all_needed=all_needed,
+        all_required=all_required,
     )
 
 
@@ -88,7 +88,7 @@ def test_what_a_new_head_cannot_account_for_is_counted() -> None:
 
     def rejoin(worker: int, *, batches: int, made: int, held: tuple[int, ...]) -> None:
         tickets = tuple(Ticket(0, 0, batch, (worker,), worker, 20 + batch, schedule.era) for batch in held)
-        known = Rejoin(0, schedule.era, 0, 1, tickets, batches, 5, 5, 10, made=made)
+        known = Rejoin(0, schedule.era, 0, 1, tickets, batches, 5, 5, 10, steps_made=made)
         schedule.rejoin(worker, known, None)
 
     rejoin(0, batches=6, made=3, held=(4,))
@@ -345,7 +345,7 @@ def test_the_report_of_one_that_took_no_part_is_not_waited_for() -> None:
 
 
 def test_a_lost_worker_that_is_needed_ends_the_training_for_all() -> None:
-    schedule = begun(5, synchronous=True, all_needed=True)
+    schedule = begun(5, synchronous=True, all_required=True)
     take(schedule, 0)
     schedule.detach(1, "incarnation 1")
     for call in (lambda: ask(schedule, 0), schedule.check):
@@ -354,17 +354,17 @@ def test_a_lost_worker_that_is_needed_ends_the_training_for_all() -> None:
 
 
 def test_a_worker_that_says_goodbye_is_missed_only_by_the_next_fit() -> None:
-    schedule = begun(1, synchronous=True, all_needed=True)
+    schedule = begun(1, synchronous=True, all_required=True)
     schedule.done(take(schedule, 0))
     schedule.detach(1, "incarnation 1", goodbye=True)
     assert isinstance(ask(schedule, 0), EpochOver)
-    schedule.begin(rules(synchronous=True, all_needed=True), 1)
+    schedule.begin(rules(synchronous=True, all_required=True), 1)
     with pytest.raises(PeerLostError, match=r"lost worker/1 during the start of `fit`"):
         schedule.open_epoch(1, 0, 1, None)
 
 
 def test_a_needed_worker_that_does_not_come_ends_the_training_for_all() -> None:
-    schedule = begun(5, synchronous=True, all_needed=True)
+    schedule = begun(5, synchronous=True, all_required=True)
     schedule.evict(1)
     with pytest.raises(CollectiveTimeoutError, match=r"worker/1 did not make its part of a step within the time set"):
         ask(schedule, 0)

@@ -16,7 +16,7 @@ from phalanx.parameter_server.server.connected_workers import Worker
 from phalanx.parameter_server.server.snapshots import Snapshots
 from phalanx.parameter_server.server.step_schedule import StepSchedule
 from phalanx.parameter_server.server.variable_store import VariableStore
-from phalanx.parameter_server.server_messages import Declare, GroupState, Rejoin
+from phalanx.parameter_server.server_messages import DeclareModel, GroupState, Rejoin
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class TrainingRecovery:
         self._met.clear()
         self._schedule.await_workers()
 
-    def declare(self, message: Declare, buffers: Sequence[memoryview]) -> None:
+    def declare(self, message: DeclareModel, buffers: Sequence[memoryview]) -> None:
         """A `fit` begins; from now on there is a snapshot of it."""
         with self._restoring:
             self._must_rebuild = False

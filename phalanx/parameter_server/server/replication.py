@@ -19,11 +19,18 @@ import msgspec
 import numpy as np
 
 from phalanx.errors import LinkClosedError, LinkTimeoutError
-from phalanx.parameter_server.server_messages import Acknowledged, Applied, EndFit, GroupState, Over, SetRate
+from phalanx.parameter_server.server_messages import (
+    Acknowledged,
+    AppliedUpdate,
+    EndFit,
+    GroupState,
+    JobOver,
+    SetLearningRate,
+)
 from phalanx.transport.link import Link
 
 Array = np.ndarray[Any, Any]
-Record = GroupState | Applied | SetRate | EndFit | Over
+Record = GroupState | AppliedUpdate | SetLearningRate | EndFit | JobOver
 
 COPY_S = 20.0
 """How long a copy may take for an update; a stopped one is then left behind, and made anew when it goes on."""

@@ -20,40 +20,40 @@ from phalanx.parameter_server.server.step_schedule import StepSchedule
 from phalanx.parameter_server.server.variable_store import Copies, VariableStore
 from phalanx.parameter_server.server_messages import (
     Acknowledged,
-    Answer,
-    Assign,
-    Attach,
-    Attached,
+    AssignVariables,
     BeginSession,
+    Broadcast,
     ChiefAlive,
     CollectReports,
-    Declare,
+    DeclareModel,
     EndEpoch,
     EndFit,
-    EpochOrder,
     EpochOver,
     EpochReport,
+    FitJoined,
     FitOver,
     HoldSteps,
-    IsOver,
-    LeaveFit,
+    JoinFit,
+    LeaveJob,
     NoBatch,
     OfferSharedMemory,
     OpenEpoch,
-    Pull,
     PullOptimizer,
     PullRows,
     PullTables,
-    Push,
-    Question,
-    ReceiveFromChief,
+    PullValues,
+    PushGradients,
+    QueryJobOver,
     Refusal,
     Rejoin,
-    SendFromChief,
-    SetRate,
+    Request,
+    RequestBroadcast,
+    RequestSampleOrder,
+    RequestStop,
+    RequestTicket,
+    Response,
+    SetLearningRate,
     SharedMemoryMapped,
-    StopFit,
-    TakeTicket,
     Values,
     arrays_of,
     dtypes_of,
@@ -69,7 +69,7 @@ Array = np.ndarray[Any, Any]
 SEND_S = 60.0
 """How long a worker may take to read an answer. One that is stopped holds up its own thread only."""
 
-_QUESTIONS = msgspec.msgpack.Decoder(Question)
+_QUESTIONS = msgspec.msgpack.Decoder(Request)
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -111,7 +111,7 @@ class RequestHandler:
         incarnation: str,
         link: Link,
         *,
-        says_goodbye: Callable[[LeaveFit], None],
+        says_goodbye: Callable[[LeaveJob], None],
         is_closing: Callable[[], bool],
     ) -> str:
         """Answer one worker until it says goodbye or its link ends; the link is closed then.
@@ -128,7 +128,7 @@ class RequestHandler:
                 # As long as the worker lives: its program may be about something else for hours.
                 header, buffers = link.receive(deadline=math.inf)
                 question = _QUESTIONS.decode(header)
-                if isinstance(question, LeaveFit):
+                if isinstance(question, LeaveJob):
                     says_goodbye(question)
                     _answer(link, Acknowledged())
                     return ""
@@ -137,13 +137,17 @@ class RequestHandler:
                     lanes = made or lanes
                     _answer(link, SharedMemoryMapped(made is not None))
                     continue
-                if isinstance(question, Push) and question.lengths:
+                if isinstance(question, PushGradients) and question.lengths:
                     if lanes is None:
                         raise FrameError("gradients in memory that is not shared")
                     buffers = lanes.read(TO_SERVER, question.lengths)
                 copy = copy_arrays if lanes is None else lanes.copies
                 answer, arrays = self._reply(worker, incarnation, question, buffers, copy)
-                if lanes is not None and isinstance(answer, Values) and isinstance(question, Push | Pull):
+                if (
+                    lanes is not None
+                    and isinstance(answer, Values)
+                    and isinstance(question, PushGradients | PullValues)
+                ):
                     place, lengths = lanes.write_values(arrays)
                     if lengths:
                         answer, arrays = msgspec.structs.replace(answer, lengths=lengths, place=place), ()
@@ -161,8 +165,8 @@ class RequestHandler:
                 lanes.close()
 
     def _reply(
-        self, worker: Worker, incarnation: str, question: Question, buffers: Sequence[memoryview], copy: Copies
-    ) -> tuple[Answer, Sequence[Array]]:
+        self, worker: Worker, incarnation: str, question: Request, buffers: Sequence[memoryview], copy: Copies
+    ) -> tuple[Response, Sequence[Array]]:
         """The answer to a question, a refusal included."""
         try:
             if self._schedule.is_evicted(incarnation):
@@ -180,16 +184,18 @@ class RequestHandler:
             return Refusal("PhalanxError", f"{self._me.task} failed: {error!r}"), ()
 
     def _handle(
-        self, worker: Worker, incarnation: str, question: Question, buffers: Sequence[memoryview], copy: Copies
-    ) -> tuple[Answer, Sequence[Array]]:
+        self, worker: Worker, incarnation: str, question: Request, buffers: Sequence[memoryview], copy: Copies
+    ) -> tuple[Response, Sequence[Array]]:
         store, schedule = self._store, self._schedule
         timeout_s = self._me.config.timeout_s
-        if not isinstance(question, Rejoin | Declare | SetRate | BeginSession | SendFromChief | ReceiveFromChief):
+        if not isinstance(
+            question, Rejoin | DeclareModel | SetLearningRate | BeginSession | Broadcast | RequestBroadcast
+        ):
             schedule.wait_until_rebuilt(worker, timeout_s)
         match question:
             case Rejoin():
                 self._recovery.take_back(worker, question, buffers)
-            case Push():
+            case PushGradients():
                 self._wait_for_chief()
                 version, values, rows, extras, note = store.push(question, buffers, copy)
                 # Not asked where there is no copy: the other workers' updates keep the store's lock.
@@ -203,14 +209,21 @@ class RequestHandler:
                 arrays = [*values, *rows, *extras]
                 step = schedule.global_step
                 answer = Values(
-                    version, step, dtypes_of(arrays), len(values), note, ticket=ticket, alone=alone, rows=len(rows)
+                    version,
+                    step,
+                    dtypes_of(arrays),
+                    len(values),
+                    note,
+                    ticket=ticket,
+                    is_unreplicated=alone,
+                    rows=len(rows),
                 )
                 return answer, arrays
-            case TakeTicket(fit, epoch, era, wait):
+            case RequestTicket(fit, epoch, era, wait):
                 if wait:
                     return schedule.take(worker, incarnation, fit, epoch, era, timeout_s), ()
                 return schedule.try_take(worker, incarnation, fit, epoch, era) or Acknowledged(), ()
-            case Pull(fit, version, after):
+            case PullValues(fit, version, after):
                 newest, values = store.pull(fit, version, after, copy)
                 return Values(newest, schedule.global_step, dtypes_of(values), len(values)), values
             case PullRows(fit):
@@ -222,24 +235,24 @@ class RequestHandler:
             case PullOptimizer(with_tables):
                 slots, state = store.optimizer_values(tables=with_tables)
                 return Values(store.version, dtypes=dtypes_of(state), slots=slots), state
-            case Declare():
+            case DeclareModel():
                 self._recovery.declare(question, buffers)
-            case Attach(fit, variables):
+            case JoinFit(fit, variables):
                 # Between two fits the chief may be long about something; at the first it must be there in time.
                 start_s = self._me.config.rendezvous_timeout_s
                 attached = store.attach(worker, fit, variables, max(start_s, timeout_s) if fit else start_s)
                 self._recovery.meet(worker)
                 if attached is None:
                     return FitOver(), ()
-                return Attached(schedule.era, step=schedule.global_step, **attached._asdict()), ()
-            case SetRate(rate):
+                return FitJoined(schedule.era, step=schedule.global_step, **attached._asdict()), ()
+            case SetLearningRate(rate):
                 store.set_learning_rate(rate)
-            case Assign():
+            case AssignVariables():
                 store.assign(question, buffers)
             case OpenEpoch(fit, epoch, steps):
                 order = np.frombuffer(buffers[0], np.int64) if buffers else None
                 schedule.open_epoch(fit, epoch, None if steps < 0 else steps, order)
-            case EpochOrder(fit, epoch, era):
+            case RequestSampleOrder(fit, epoch, era):
                 found = schedule.order(fit, epoch, era, timeout_s)
                 return (Values(0), [found]) if isinstance(found, np.ndarray) else (found, ())
             case EndEpoch(fit, epoch):
@@ -260,19 +273,19 @@ class RequestHandler:
                 return Values(0, schedule.global_step), ()
             case ChiefAlive():
                 schedule.heard_of_chief()
-            case IsOver():
+            case QueryJobOver():
                 return FitOver() if schedule.has_chief_left else Acknowledged(), ()
-            case StopFit(fit, asks):
-                if asks:
+            case RequestStop(fit, stop):
+                if stop:
                     schedule.stop_asked = fit
                 return FitOver() if schedule.stop_asked == fit else Acknowledged(), ()
             case BeginSession(session):
                 schedule.begin_session(worker, session)
-            case SendFromChief(subject, fit, once):
+            case Broadcast(subject, fit, once):
                 arrays = [np.frombuffer(bytes(buffer), np.uint8) for buffer in buffers]
                 holds = schedule.tell(subject, fit, arrays, once=once)
                 return (Values(0), holds) if once else (Acknowledged(), ())
-            case ReceiveFromChief(subject, fit):
+            case RequestBroadcast(subject, fit):
                 told = schedule.hear(subject, fit)
                 return (FitOver(), ()) if told is None else (Values(0), told)
             case EndFit(fit):
@@ -282,7 +295,7 @@ class RequestHandler:
         return Acknowledged(), ()
 
 
-def _answer(link: Link, answer: Answer, arrays: Sequence[Array] = (), patience_s: float = SEND_S) -> None:
+def _answer(link: Link, answer: Response, arrays: Sequence[Array] = (), patience_s: float = SEND_S) -> None:
     link.send(
         _encode(answer), [np.ascontiguousarray(array) for array in arrays], deadline=time.monotonic() + patience_s
     )

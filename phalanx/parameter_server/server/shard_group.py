@@ -30,7 +30,14 @@ from phalanx.parameter_server.server.request_handler import RequestHandler
 from phalanx.parameter_server.server.snapshots import Snapshots
 from phalanx.parameter_server.server.step_schedule import StepSchedule
 from phalanx.parameter_server.server.variable_store import VariableStore
-from phalanx.parameter_server.server_messages import Applied, EndFit, GroupState, LeaveFit, Over, SetRate
+from phalanx.parameter_server.server_messages import (
+    AppliedUpdate,
+    EndFit,
+    GroupState,
+    JobOver,
+    LeaveJob,
+    SetLearningRate,
+)
 from phalanx.transport.dial import RefusedError
 from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
@@ -342,13 +349,13 @@ class ShardGroup:
         match record:
             case GroupState():
                 self._store.restore(record, buffers)
-            case Applied():
+            case AppliedUpdate():
                 self._store.follow(record, buffers)
-            case SetRate(rate):
+            case SetLearningRate(rate):
                 self._store.set_learning_rate(rate)
             case EndFit(fit):
                 self._schedule.end_fit(fit)
-            case Over():
+            case JobOver():
                 with self._changed:
                     self._over = True
                     self._changed.notify_all()
@@ -387,7 +394,7 @@ class ShardGroup:
     def _serve(self, worker: Worker, incarnation: str, link: Link) -> None:
         self._store.notice()  # not in the listener's thread: the store may be busy
 
-        def says_goodbye(bye: LeaveFit) -> None:
+        def says_goodbye(bye: LeaveJob) -> None:
             if self._schedule.is_evicted(incarnation):
                 return  # it speaks for nobody: another process may take its place
             with self._changed:

@@ -209,14 +209,14 @@ class StepSchedule:
             raise self._failure()
 
     def _miss(self, failure: Callable[[], PhalanxError]) -> None:
-        if self._rules is not None and self._rules.all_needed and self._failure is None:
+        if self._rules is not None and self._rules.all_required and self._failure is None:
             self._failure = failure
 
     def evict(self, worker: Worker) -> None:
         """Go on without a worker that does not come; what it still sends over the link that it has is refused."""
         with self._changed:
             if self.is_present(worker):
-                if self._rules is not None and self._rules.all_needed:
+                if self._rules is not None and self._rules.all_required:
                     self._miss(lambda: _did_not_come(f"{self._names[worker]} did not make its part of a step"))
                 else:
                     logger.warning("%s makes no progress: going on without it.", self._names[worker])
@@ -330,14 +330,14 @@ class StepSchedule:
         self._epoch = _Epoch(chief.fit, chief.epoch, None if chief.steps < 0 else chief.steps)
         self._epoch.next = max(message.batches for message in same)
         self._began = True
-        self._order = (chief.fit, chief.order_of, np.zeros(0, np.int64) if order is None else order)
+        self._order = (chief.fit, chief.order_epoch, np.zeros(0, np.int64) if order is None else order)
         # Those that are ahead have reported, and do so once more.
         self._took = {w for w, (m, _) in self._rejoined.items() if m in here and m.epoch >= chief.epoch}
         self._last_progress = self.clock()
         assert self._rules is not None
         if not self._rules.synchronous:
             self._held = {ticket.serial: ticket for ticket in tickets}
-            known = len(self._held) + sum(message.made for message in same)
+            known = len(self._held) + sum(message.steps_made for message in same)
             # Who has gone on was told that the epoch is over: then nobody held any of it.
             ahead = any((m.fit, m.epoch) > (chief.fit, chief.epoch) for m in here)
             if not ahead and (unknown := self._epoch.next - known) > 0:
@@ -373,7 +373,7 @@ class StepSchedule:
                 while missing := self._presence.never_seen():
                     self._wait(until, lambda missing=missing: f"{missing} did not come to `fit`")  # type: ignore[misc]
                 absent = self._presence.seen - self._presence.linked
-                if absent and self._rules.all_needed:
+                if absent and self._rules.all_required:
                     raise self.lost(min(absent), "the start of `fit`")
             self._note_steps()
             self._took.clear()

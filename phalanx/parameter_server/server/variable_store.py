@@ -22,13 +22,13 @@ from phalanx.parameter_server.server.embedding_tables import EmbeddingTableUpdat
 from phalanx.parameter_server.server.replication import LOST, Record, ReplicaStream
 from phalanx.parameter_server.server.step_schedule import POLL_S, StepSchedule
 from phalanx.parameter_server.server_messages import (
-    Applied,
-    Assign,
-    Declare,
+    AppliedUpdate,
+    AssignVariables,
+    DeclareModel,
     GroupState,
-    Over,
-    Push,
-    SetRate,
+    JobOver,
+    PushGradients,
+    SetLearningRate,
     Ticket,
     UpdateRules,
     arrays_of,
@@ -113,7 +113,7 @@ class VariableStore:
         self._is_head = is_head
         self._changed = threading.Condition()
         self._fit = -1
-        self._declared: Declare | None = None
+        self._declared: DeclareModel | None = None
         self._shards: tuple[Shard, ...] = ()
         self._kinds: list[_Kind] = []
         self._groups = ShardPacking((), ())
@@ -134,7 +134,7 @@ class VariableStore:
 
     # The start of a `fit`.
 
-    def declare(self, message: Declare, buffers: Sequence[memoryview]) -> None:
+    def declare(self, message: DeclareModel, buffers: Sequence[memoryview]) -> None:
         """The chief's model: values of the shards, then those of the optimizer's variables."""
         with self._changed:
             if self._declared is not None and (message.fit, message.era) == (self._fit, self._schedule.era):
@@ -148,7 +148,7 @@ class VariableStore:
             self._copy_state()
             self._changed.notify_all()
 
-    def _build(self, message: Declare, slots: Sequence[tuple[int, str]], buffers: Sequence[memoryview]) -> None:
+    def _build(self, message: DeclareModel, slots: Sequence[tuple[int, str]], buffers: Sequence[memoryview]) -> None:
         """Take these values: of the shards, then of the optimizer's variables, which `slots` name."""
         model = message.model
         self._shards = tuple(shard for shard in model.shards if shard.server == self._index)
@@ -182,7 +182,7 @@ class VariableStore:
             self._kinds += [_Kind(True, kinds[table][0][1:], kinds[table][1]) for table in tables]
         self._fit, self._declared = message.fit, message
 
-    def assign(self, message: Assign, buffers: Sequence[memoryview]) -> None:
+    def assign(self, message: AssignVariables, buffers: Sequence[memoryview]) -> None:
         """New values of some variables, between two epochs; the optimizer keeps its state."""
         with self._changed:
             declared = self._declared
@@ -325,12 +325,12 @@ class VariableStore:
     def end_copy(self) -> None:
         """The job is over, for the copy as well."""
         with self._changed:
-            self.tell_copy(Over())
+            self.tell_copy(JobOver())
             if self._copy is not None:
                 self._copy.close()
                 self._copy = None
 
-    def follow(self, record: Applied, buffers: Sequence[memoryview]) -> None:
+    def follow(self, record: AppliedUpdate, buffers: Sequence[memoryview]) -> None:
         """Be the copy: apply what the leader has applied."""
         with self._changed:
             arrays = arrays_of(buffers, record.dtypes)
@@ -422,12 +422,12 @@ class VariableStore:
         with self._changed:
             if self._updater is not None:
                 self._updater.set_learning_rate(rate)
-            self.tell_copy(SetRate(rate))
+            self.tell_copy(SetLearningRate(rate))
 
     # Updates.
 
     def push(
-        self, message: Push, buffers: Sequence[memoryview], copy: Copies = copy_arrays
+        self, message: PushGradients, buffers: Sequence[memoryview], copy: Copies = copy_arrays
     ) -> tuple[int, list[Array], list[Array], list[Array], str]:
         """Apply gradients, alone or with those of the others.
 
@@ -461,11 +461,13 @@ class VariableStore:
             values = self._values(copy) if message.gradients else []
             return self.version, values, self._wanted(wanted), extras, note
 
-    def _arrays(self, message: Push, buffers: Sequence[memoryview]) -> tuple[list[Gradient], list[Array], list[Array]]:
+    def _arrays(
+        self, message: PushGradients, buffers: Sequence[memoryview]
+    ) -> tuple[list[Gradient], list[Array], list[Array]]:
         """The gradients in the groups' shapes and dtypes, the numbers of the rows wanted, and the extras, flat."""
         flat = iter(arrays_of(buffers, message.dtypes))
         gradients = self._shaped(flat) if message.gradients else []
-        wanted = [next(flat) for _ in self._tables] if message.wants else []
+        wanted = [next(flat) for _ in self._tables] if message.wants_rows else []
         return gradients, wanted, list(flat)
 
     def _shaped(self, flat: Iterator[Array]) -> list[Gradient]:
@@ -489,7 +491,7 @@ class VariableStore:
         result: _Result,
         gradients: Sequence[Gradient],
         rules: UpdateRules,
-        message: Push,
+        message: PushGradients,
         *,
         finite: bool,
     ) -> str:
@@ -505,7 +507,7 @@ class VariableStore:
         if self._copy is not None:  # it works while this one does
             travelling = [array for gradient in gradients for array in _arrays_of(gradient)]
             arrays, step = [*travelling, *result.extras], self._schedule.global_step + applied
-            self._send_copy(Applied(*key, result.members, len(travelling), dtypes_of(arrays), step), arrays)
+            self._send_copy(AppliedUpdate(*key, result.members, len(travelling), dtypes_of(arrays), step), arrays)
         self._update(gradients)
         self._remember(key, result)
         self._await_copy()
@@ -519,7 +521,7 @@ class VariableStore:
             self.version += 1
 
     def _push_jointly(
-        self, message: Push, gradients: list[Gradient], extras: list[Array], rules: UpdateRules
+        self, message: PushGradients, gradients: list[Gradient], extras: list[Array], rules: UpdateRules
     ) -> tuple[list[Array], str]:
         """Wait for the other members' parts; the last one merges. Returns the merged extras and a note."""
         ticket, key = message.ticket, (message.ticket.serial, message.phase)
@@ -578,7 +580,7 @@ class VariableStore:
             self._forgotten = max(self._forgotten, oldest)
 
     def _is_complete(self, key: _Key, joint: _Joint, ticket: Ticket, rules: UpdateRules) -> bool:
-        if rules.at_least and len(joint.contributions) >= rules.at_least:
+        if rules.replicas_to_aggregate and len(joint.contributions) >= rules.replicas_to_aggregate:
             return True
         # One that has gone on never took this step from its own head, was too late there, or has had the answer to this
         # push from a server that is lost.
@@ -588,7 +590,7 @@ class VariableStore:
             if self._schedule.is_present(member)
         )
 
-    def _merge(self, key: _Key, joint: _Joint, message: Push, rules: UpdateRules) -> list[Array]:
+    def _merge(self, key: _Key, joint: _Joint, message: PushGradients, rules: UpdateRules) -> list[Array]:
         """Apply the mean of the gradients that came; returns the merged extras."""
         parts = [joint.contributions[m] for m in message.ticket.members if m in joint.contributions]
         # Of one that was lost or late the samples are missing; what is left is the mean over the others'.

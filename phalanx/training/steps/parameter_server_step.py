@@ -16,15 +16,15 @@ from phalanx.errors import UnsupportedError
 from phalanx.monitoring import timeline
 from phalanx.parameter_server.client import HEAD, PlacedVariables
 from phalanx.parameter_server.server_messages import (
-    Answer,
-    EpochOrder,
     EpochOver,
     FitOver,
-    IsOver,
-    Pull,
-    Push,
+    PullValues,
+    PushGradients,
+    QueryJobOver,
     Rejoin,
-    TakeTicket,
+    RequestSampleOrder,
+    RequestTicket,
+    Response,
     Ticket,
     Values,
     arrays_of,
@@ -108,7 +108,7 @@ class ParameterServerMerge:
         self._overlap = asynchronous and self._trainers > 1 and not placed.tables
         self._spare = self._overlap or (asynchronous and bool(placed.tables))
         self._clip = clip
-        self._versions = [-1] * self._client.servers
+        self._versions = [-1] * self._client.num_servers
         for server, groups in enumerate(placed.groups):
             of_tables = [placed.kind(shard) for shard in placed.tables_of_server[server]]
             self._client.share_memory(server, [*groups.kinds, *of_tables])
@@ -141,7 +141,7 @@ class ParameterServerMerge:
             self._made[1] if self._made[0] == epoch else 0,
         )
 
-    def give_back(self, ticket: Ticket) -> None:
+    def abandon(self, ticket: Ticket) -> None:
         """No step will be made for this ticket."""
         self._is_over(self._held.pop(ticket.serial, None))
 
@@ -156,7 +156,7 @@ class ParameterServerMerge:
         if not self._tickets:
             self.flush()
         if not self._tickets:
-            answer, _ = self._client.ask(HEAD, TakeTicket(fit, epoch, self.era))
+            answer, _ = self._client.request(HEAD, RequestTicket(fit, epoch, self.era))
             assert isinstance(answer, Ticket | EpochOver | FitOver)
             if not isinstance(answer, Ticket):
                 self._follow(answer)
@@ -166,7 +166,7 @@ class ParameterServerMerge:
             if self._spare:
                 # A second one: while a step's gradients are on their way, or to say which rows the next step needs, its
                 # ticket must be here already.
-                spare, _ = self._client.ask(HEAD, TakeTicket(fit, epoch, self.era, wait=False))
+                spare, _ = self._client.request(HEAD, RequestTicket(fit, epoch, self.era, wait=False))
                 if isinstance(spare, Ticket):
                     self._hold(spare)
         self._ticket = self._tickets.popleft()
@@ -178,9 +178,9 @@ class ParameterServerMerge:
         """The next step begins with this ticket, which was taken."""
         self._tickets.appendleft(ticket)
 
-    def order(self, fit: int, epoch: int) -> Array | EpochOver | FitOver:
+    def request_sample_order(self, fit: int, epoch: int) -> Array | EpochOver | FitOver:
         """The chief's order of the samples in the pass that began with this epoch; else why there is none."""
-        answer, buffers = self._client.ask(HEAD, EpochOrder(fit, epoch, self.era))
+        answer, buffers = self._client.request(HEAD, RequestSampleOrder(fit, epoch, self.era))
         if isinstance(answer, EpochOver | FitOver):
             self._follow(answer)
             return answer
@@ -265,7 +265,9 @@ class ParameterServerMerge:
     def pull(self) -> list[Array | None]:
         """The variables' newest values; None for tables."""
         self.flush()
-        answers = self._client.ask_all([(Pull(self._fit, version, self._after), ()) for version in self._versions])
+        answers = self._client.request_all(
+            [(PullValues(self._fit, version, self._after), ()) for version in self._versions]
+        )
         head, _ = answers[HEAD]
         assert isinstance(head, Values)
         self._worker.global_step = head.step  # others may have made the last steps alone
@@ -315,9 +317,9 @@ class ParameterServerMerge:
 
     def _receive(self) -> list[Array]:
         """The servers' answers to the step that was sent first; returns the merged extras."""
-        return self._take(self._client.receive_all(came=self._note_answer))
+        return self._take(self._client.receive_all(on_response=self._note_answer))
 
-    def _note_answer(self, server: int, answer: Answer) -> None:
+    def _note_answer(self, server: int, answer: Response) -> None:
         """The head has applied the step, and may have given the ticket of the next one. If it is lost before another
         server has answered, its successor must hear of both."""
         if server != HEAD or not isinstance(answer, Values):
@@ -340,24 +342,24 @@ class ParameterServerMerge:
         self, gradients: Sequence[Array], extras: Sequence[Array], weights: Sequence[MergeWeight], share: float
     ) -> None:
         """To each server its shards' gradients; the rest to the head."""
-        if self._client.servers > 1 and time.monotonic() - self._heard_at > self._client.timeout_s / 2:
+        if self._client.num_servers > 1 and time.monotonic() - self._heard_at > self._client.timeout_s / 2:
             # This process was stopped, or very slow: the head alone knows whether it was left out, and the others would
             # apply its old gradients.
-            self._client.ask(HEAD, IsOver())
+            self._client.request(HEAD, QueryJobOver())
         assert self._ticket is not None
         if gradients:
             self._pushed.append(self._ticket.serial)
         rows = self._rows if gradients else None
         travelling = rows.of_step(gradients) if rows is not None else gradients
         sent, finite = [], True
-        for server in range(self._client.servers):
+        for server in range(self._client.num_servers):
             wanted = rows.wanted(server) if rows is not None else []
             room, count = self._filled(server, travelling, [*wanted, *extras] if server == HEAD else wanted)
             finite = finite and (not self._worker.rules.refuse_nan or all(map(_is_finite, room[:count])))
             sent.append((room, bool(wanted)))
         merged = tuple([weight.value for weight in weights])
         for server, (room, wants) in enumerate(sent):
-            question = Push(
+            question = PushGradients(
                 self._ticket,
                 self._phase,
                 bool(gradients),
@@ -365,7 +367,7 @@ class ParameterServerMerge:
                 share,
                 dtypes_of(room),
                 merged if server == HEAD else (),
-                wants=wants,
+                wants_rows=wants,
             )
             self._client.send(server, question, room)
         self._phase += 1
@@ -379,7 +381,7 @@ class ParameterServerMerge:
         parts = placed.cut_tables(gradients, server) if placed.tables and gradients else []
         kinds = self._kinds[server] if gradients else ()
         of_tables = [kind for part in parts for kind in (kind_of(part.numbers), self._on_wire(kind_of(part.values)))]
-        room = self._client.room(server, (*kinds, *of_tables, *map(kind_of, more)))
+        room = self._client.send_buffers(server, (*kinds, *of_tables, *map(kind_of, more)))
         if gradients:
             views = self._views.get(server)
             if views is None or views[0] is not room:
