@@ -1,9 +1,9 @@
-"""What checkpoints cost a training: the digits example on two workers, with one checkpoint a second and with none.
+"""The cost of checkpoints: the digits example on two workers, with one checkpoint a second and with none.
 
     phalanx run --workers 2 --backend jax benchmarks/checkpoints.py [--seconds 6] [--pairs 5]
 
-Trainings with and without take turns in one job, each from its first to its last step; the final checkpoint, for which
-nobody waits in a training that goes on, is not in it. Prints the seconds of each pair, and the median of their ratios.
+Trainings with and without take turns in one job, each from its first to its last step; the final checkpoint is
+not included: in a training that continues, no step waits for it. Prints the seconds of each pair, and the median of their ratios.
 """
 
 from __future__ import annotations

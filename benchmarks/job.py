@@ -29,7 +29,7 @@ PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 def interpreter() -> str:
     """The Python that all tools run on: that of the peers' environment, where it has been made.
 
-    It has Phalanx and all three backends as well. The same packages for everyone also means that nobody's start
+    It has Phalanx and all three backends as well. The same packages for all tools also means that no start-up
     is timed with packages that only a developer has: `import keras` imports scikit-learn and Matplotlib where
     it finds them, which takes seconds.
     """

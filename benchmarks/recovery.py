@@ -58,7 +58,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Replacement:
-    """One that was started in the place of a killed one.
+    """A process that replaced a killed one.
 
     Attributes:
         seconds: from its start to its first step.
@@ -136,7 +136,7 @@ def one_job(command: Sequence[str], tool: str, environment: dict[str, str], kill
 
 
 def replacement(tool: str, environment: dict[str, str]) -> Replacement:
-    """How soon one that is started in the place of another takes part."""
+    """How soon a replacement takes part."""
     with training(phalanx("--restarts", "0"), environment) as folder:
         time.sleep(SETTLED_S)
         victim = psutil.Process(max(map(int, steps(folder))))  # in both jobs that of the same cores

@@ -126,7 +126,7 @@ def _time_gloo(rank: int, store: str, calls: int) -> dict[str, float]:
 
 
 class _Bare:
-    """In the place of an `Updater`: the gradients are the new values."""
+    """Replaces an `Updater`: the gradients become the new values."""
 
     slots = ()
     lends = False

@@ -1,4 +1,4 @@
-"""A training loop of one's own with parameter servers: a coordinator lets workers make steps, as they are free.
+"""A custom training loop with parameter servers: a coordinator schedules steps on workers as they become free.
 
     phalanx run --ps 1 --chief --workers 2 examples/coordinator_loop.py
 

@@ -1,4 +1,4 @@
-"""A training loop of one's own on JAX, over any number of replicas.
+"""A custom training loop on JAX, over any number of replicas.
 
     phalanx run --workers 2 --backend jax examples/custom_loop_jax.py
 

@@ -1,4 +1,4 @@
-"""A training loop of one's own on TensorFlow, as the guide of `tf.distribute` writes it.
+"""A custom training loop on TensorFlow, as the guide of `tf.distribute` writes it.
 
     phalanx run --workers 2 --backend tensorflow examples/custom_loop_tensorflow.py
 

@@ -1,4 +1,4 @@
-"""A training loop of one's own on PyTorch, over any number of replicas.
+"""A custom training loop on PyTorch, over any number of replicas.
 
     phalanx run --workers 2 --backend torch examples/custom_loop_torch.py
 

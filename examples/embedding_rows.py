@@ -20,7 +20,7 @@ import phalanx
 
 KINDS = 8
 ACTIVE = 3000
-"""Users who have ever said what they like; the others have rows that nobody asks for."""
+"""Users with ratings. The rows of all others are never requested."""
 
 
 class Traffic(keras.callbacks.Callback):

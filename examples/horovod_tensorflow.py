@@ -1,4 +1,4 @@
-"""Horovod's TensorFlow 2 example: a training step of one's own with a `DistributedGradientTape`.
+"""Horovod's TensorFlow 2 example: a custom training step with a `DistributedGradientTape`.
 
     phalanx run -np 2 --backend tensorflow examples/horovod_tensorflow.py
 
