@@ -1,7 +1,6 @@
-"""Keras's `BackupAndRestore(save_freq=number)`: its backups say after which step they were made, so training goes on
-there.
+"""Keras's `BackupAndRestore(save_freq=number)`: training continues after the very step of the backup.
 
-(Keras alone goes on with the first step of that epoch, and so makes some steps twice.)
+(Keras alone continues with the first step of that epoch, and so repeats some steps.)
 """
 
 from __future__ import annotations
@@ -12,27 +11,28 @@ from typing import Any
 
 import keras
 
-from phalanx.training.callback_list import flat
+from phalanx.keras_compat.callback_bases import flatten_callbacks
 
 
-def keeps_steps(callbacks: Any) -> bool:
+def saves_mid_epoch(callbacks: Any) -> bool:
     """Whether a backup is made in the middle of epochs."""
-    return _of_steps(callbacks) is not None
+    return _find(callbacks) is not None
 
 
 def step_of_backup(callbacks: Any) -> int:
-    """How many steps of its epoch a backup has that was just restored; 0 if there is none, or it is of whole epochs."""
-    callback = _of_steps(callbacks)
+    """How many steps of its epoch the backup contains that was just restored; 0 without one, or if it is of whole
+    epochs."""
+    callback = _find(callbacks)
     if callback is None:
         return 0
-    note = Path(callback._training_metadata_path)
-    if not note.exists() or not Path(callback._weights_path).exists():
+    metadata = Path(callback._training_metadata_path)
+    if not metadata.exists() or not Path(callback._weights_path).exists():
         return 0
-    return int(json.loads(note.read_text())["batch"]) + 1
+    return int(json.loads(metadata.read_text())["batch"]) + 1
 
 
-def _of_steps(callbacks: Any) -> Any:
-    for callback in flat(callbacks):
+def _find(callbacks: Any) -> Any:
+    for callback in flatten_callbacks(callbacks):
         if isinstance(callback, keras.callbacks.BackupAndRestore) and type(callback.save_freq) is int:
             return callback
     return None

@@ -1,4 +1,4 @@
-"""What the callbacks of a `fit` know, for one that goes on where it stood."""
+"""The state of callbacks, so that another process can continue a `fit`: their attributes that are plain values."""
 
 from __future__ import annotations
 
@@ -8,43 +8,52 @@ from typing import Any
 import keras
 import msgspec
 
-from phalanx.training.callback_list import flat, remember, remembered
+from phalanx.keras_compat.callback_bases import flatten_callbacks
+from phalanx.transport.serialization import decode, encode, is_plain
+
+_NOT_STATE = ("params", "_params", "model", "_model", "progbar", "verbose")
 
 
-def callbacks_with_state(callbacks: Any) -> list[tuple[str, bytes]]:
-    """For each callback its class, and what it remembers."""
-    return [(type(callback).__name__, remembered(callback)) for callback in flat(callbacks)]
+class CallbackStateTracker:
+    """Tracks what callbacks have learnt since this was created.
 
-
-class CallbackStates:
-    """What callbacks have learnt since this was made. What has once been another than then is told from there on, also
-    where it is the same again."""
+    What has differed once is reported from then on, even where it is again what it was.
+    """
 
     def __init__(self, callbacks: Any) -> None:
-        self._then = callbacks_with_state(callbacks)
-        self._changed: list[set[str]] = [set() for _ in self._then]
+        self._initial = [_state_of(callback) for callback in flatten_callbacks(callbacks)]
+        self._changed: list[set[str]] = [set() for _ in self._initial]
 
-    def of(self, callbacks: Any) -> list[tuple[str, bytes]]:
-        """For each callback its class, and what it has learnt."""
-        told = []
-        for (name, now), (_, then), changed in zip(
-            callbacks_with_state(callbacks), self._then, self._changed, strict=False
-        ):
-            after, before = msgspec.msgpack.decode(now), msgspec.msgpack.decode(then)
-            changed |= {key for key, value in after.items() if key not in before or before[key] != value}
-            told.append((name, msgspec.msgpack.encode({key: after[key] for key in changed if key in after})))
-        return told
-
-
-def remember_all(callbacks: Any, callbacks_with_state: Sequence[tuple[str, bytes]]) -> None:
-    """Give callbacks what others of the same classes, in the same order, remembered."""
-    for callback, (name, memory) in zip(flat(callbacks), callbacks_with_state, strict=False):
-        if type(callback).__name__ == name:
-            remember(callback, memory)
+    def changes(self, callbacks: Any) -> list[tuple[str, bytes]]:
+        """For each callback its class, and what it has learnt, encoded."""
+        found = []
+        for callback, content, changed in zip(flatten_callbacks(callbacks), self._initial, self._changed, strict=False):
+            # Compared as they are encoded: the values themselves may be arrays, and may have been changed in place.
+            now = msgspec.msgpack.decode(_state_of(callback))
+            before = msgspec.msgpack.decode(content)
+            changed |= {key for key, value in now.items() if key not in before or before[key] != value}
+            learnt = msgspec.msgpack.encode({key: now[key] for key in changed if key in now})
+            found.append((type(callback).__name__, learnt))
+        return found
 
 
-def append_to_files(callbacks: Any) -> None:
-    """Before training goes on: what callbacks have written is not to be overwritten."""
-    for callback in flat(callbacks):
+def restore_states(callbacks: Any, states: Sequence[tuple[str, bytes]]) -> None:
+    """Give callbacks what `CallbackStateTracker.changes` reported of others of the same classes, in the same order."""
+    for callback, (name, content) in zip(flatten_callbacks(callbacks), states, strict=False):
+        if type(callback).__name__ != name:
+            continue
+        vars(callback).update(decode(content))
+        if hasattr(callback, "min_delta") and getattr(callback, "monitor_op", True) is None:
+            # At the end of its first epoch Keras learns which direction is better, and then turns this sign.
+            callback.min_delta = abs(callback.min_delta)
+
+
+def append_to_log_files(callbacks: Any) -> None:
+    """Before training continues: callbacks must not overwrite the files that they have written."""
+    for callback in flatten_callbacks(callbacks):
         if isinstance(callback, keras.callbacks.CSVLogger):
             callback.append = True
+
+
+def _state_of(callback: Any) -> bytes:
+    return encode({name: value for name, value in vars(callback).items() if name not in _NOT_STATE and is_plain(value)})

@@ -13,8 +13,8 @@ from typing import Any
 
 from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory, Snapshot, sync_directory
 from phalanx.errors import ConfigurationError, UnsupportedError
+from phalanx.keras_compat.callback_bases import ChiefCallback
 from phalanx.monitoring import timeline
-from phalanx.training.callback_list import ChiefCallback
 
 logger = logging.getLogger(__name__)
 

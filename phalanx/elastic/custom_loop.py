@@ -166,7 +166,7 @@ def run(function: Callable[..., T]) -> Callable[..., T]:
         try:
             with replica.entry() as entry:
                 if replica.is_candidate:
-                    replica.take_part()
+                    replica.join_entry()
                 result = _until_done(replica, elastic, state, lambda: function(state, *args, **kwargs))
                 entry.result = encode(result) if is_serializable(result) else encode(None)
                 return result
@@ -190,7 +190,7 @@ def _until_done(replica: Replica, elastic: ElasticCommunicator, state: State, bo
                     raise PeerLostError(
                         "All members that had the state of the job were lost.", rank=0, task="chief", host=""
                     )
-                replica.tell_of_the_entry()  # a chief that was lost may not have come to it
+                replica.announce_entry()  # a chief that was lost may not have come to it
                 state._check_built()
                 state.sync(replica)
                 elastic.welcomed()

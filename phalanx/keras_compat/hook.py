@@ -27,12 +27,12 @@ from typing import Any
 
 import keras
 
-from phalanx.checkpoint.fit_resumption import has_checkpoint
 from phalanx.engines.global_batch_norm import synchronizing
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat import model_state
 from phalanx.training import callback_list
 from phalanx.training.central_storage_trainer import CentralStorageTrainer, CentralStorageWorker
+from phalanx.training.fit_resumption import has_checkpoint
 from phalanx.training.parameter_server_trainer import ParameterServerTrainer
 from phalanx.training.parameter_server_worker import ParameterServerWorker
 from phalanx.training.replica import Replica, alone
@@ -124,8 +124,8 @@ def ask_all_to_stop(model: Any) -> None:
     """In `fit` among parameter servers, where the chief alone decides: have it stop with the epoch. Replicas agree on
     `model.stop_training` anyhow."""
     trainer = vars(model).get(_TRAINER)
-    if isinstance(trainer, ParameterServerTrainer):
-        trainer.ask_all_to_stop()
+    if isinstance(trainer, ParameterServerTrainer | CentralStorageTrainer):
+        trainer.request_stop()
 
 
 def synchronise_variables(model: Any) -> None:
@@ -140,8 +140,8 @@ def bring_up_to_date(model: Any) -> None:
     run."""
     synchronise_variables(model)
     member, trainer = member_of(model), vars(model).get(_TRAINER)
-    if isinstance(trainer, ParameterServerTrainer):
-        trainer.gather()
+    if isinstance(trainer, ParameterServerTrainer | CentralStorageTrainer):
+        trainer.pull_consistent()
     if isinstance(member, ParameterServerWorker) and member.is_chief and member.coordinator is not None:
         member.coordinator.refresh()
 
@@ -239,7 +239,7 @@ def _dispatching(original: Callable[..., Any]) -> Callable[..., Any]:
         is_alone = member is None or (isinstance(member, Replica) and _trains_alone(self, member))
         if is_alone and original.__name__ != "fit":
             return original(self, *args, **kwargs)
-        if isinstance(member, Replica) and callback_list.runs_alone():
+        if isinstance(member, Replica) and callback_list.runs_on_this_rank_only():
             if original.__name__ in ("fit", "train_on_batch"):
                 raise UnsupportedError(
                     f"{original.__name__}() was called in a callback that only the chief runs, as it derives from one "
@@ -363,8 +363,8 @@ def _trains_alone(model: Any, replica: Replica) -> bool:
     return replica.is_alone and vars(model)[_POLICY].period is None
 
 
-def _trainer_of(model: Any, member: Member) -> ReplicaTrainer | ParameterServerTrainer:
-    trainer: ReplicaTrainer | ParameterServerTrainer | None = vars(model).get(_TRAINER)
+def _trainer_of(model: Any, member: Member) -> ReplicaTrainer | ParameterServerTrainer | CentralStorageTrainer:
+    trainer: ReplicaTrainer | ParameterServerTrainer | CentralStorageTrainer | None = vars(model).get(_TRAINER)
     if trainer is None:
         if isinstance(member, Replica):
             trainer = ReplicaTrainer(model, member, vars(model).get(_POLICY, EVERY_STEP))

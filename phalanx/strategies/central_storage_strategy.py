@@ -112,7 +112,7 @@ def _join(job: CurrentJob) -> CentralStorageWorker:
     config = replace(JobConfig.from_environment(), listen_fd=None)
     rank, world_size = job.replica.rank, job.replica.world_size
     listening = socket.create_server((LOOPBACK, 0)) if rank == 0 else None
-    port = job.replica.from_chief(listening.getsockname()[1] if listening else None)
+    port = job.replica.broadcast_from_chief(listening.getsockname()[1] if listening else None)
     replicas = {kind: tasks for kind, tasks in job.resolver.cluster_spec().as_dict().items() if kind in RANKED_TYPES}
     spec = ClusterSpec({**replicas, PS: [f"{LOOPBACK}:{port}"]})
     if listening is not None:

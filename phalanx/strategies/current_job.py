@@ -153,7 +153,7 @@ def _join_elastic(
         communicator = ElasticCommunicator(node, with_timeout)
         node.pulse = Heartbeat(lambda: communicator.waited_s)
         job = CurrentJob(node, communicator, resolver, options)
-        set_random_state(job.replica.recorded(lambda: communicator.broadcast_bytes(random_state())))
+        set_random_state(job.replica.run_recorded(lambda: communicator.broadcast_bytes(random_state())))
     except BaseException:
         node.close(flush=False)
         raise

@@ -265,7 +265,7 @@ class Strategy:
 
     def _input_arguments(self) -> dict[str, Any]:
         own = int(np.random.randint(2**31 - 1))
-        chiefs = self._replica.recorded(lambda: self._replica.communicator.broadcast_bytes(own.to_bytes(8)))
+        chiefs = self._replica.run_recorded(lambda: self._replica.communicator.broadcast_bytes(own.to_bytes(8)))
         return {
             "rank": self.rank,
             "world_size": self._replica.world_size,

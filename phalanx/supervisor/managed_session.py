@@ -28,11 +28,11 @@ from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory, StoredC
 from phalanx.config.job_config import JobConfig
 from phalanx.errors import ConfigurationError
 from phalanx.keras_compat import hook
+from phalanx.keras_compat.callback_bases import BatchListener, ChiefCallback
 from phalanx.monitoring import timeline
 from phalanx.monitoring.event_writer import EventWriter
 from phalanx.runtime import progress
 from phalanx.supervisor.looper_threads import LooperThreads
-from phalanx.training.callback_list import BatchListener, ChiefCallback
 
 logger = logging.getLogger(__name__)
 

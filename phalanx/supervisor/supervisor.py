@@ -262,7 +262,7 @@ class Supervisor:
                 raise
         elif isinstance(member, Replica) and member.world_size > 1:
             state_sync.synchronise(session.model, member)
-            step: Any = member.from_chief(session.global_step)
+            step: Any = member.broadcast_from_chief(session.global_step)
             self._count_from(int(step), member)
         elif not self._is_chief and checkpoints is not None:
             session.begin(_wait_for_a_checkpoint(checkpoints, session.model))

@@ -1,4 +1,4 @@
-"""Callbacks in a job of several ranks: every rank runs them on the same logs, only the chief writes and prints."""
+"""Callbacks in a job of several ranks: every rank runs them on the same logs; only the chief writes and prints."""
 
 from __future__ import annotations
 
@@ -12,34 +12,19 @@ import keras
 from keras.src.callbacks import CallbackList
 from keras.src.callbacks.progbar_logger import ProgbarLogger
 
-from phalanx.transport.serialization import decode, encode, is_serializable
-
-
-class ChiefCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Base of callbacks of our own that run on the chief alone.
-
-    Attributes:
-        saves: whether it may save the model between any two steps.
-    """
-
-    saves = False
-
-
-class BatchListener(keras.callbacks.Callback):  # type: ignore[misc]
-    """Base of callbacks of our own that run on every rank and decide nothing."""
-
+from phalanx.keras_compat.callback_bases import BatchListener, ChiefCallback, flatten_callbacks
 
 _ORBAX = [keras.callbacks.OrbaxCheckpoint] if hasattr(keras.callbacks, "OrbaxCheckpoint") else []  # not in Keras 3.12
 _SAVERS = (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore, *_ORBAX)
 
-# What these do is for all: files, services, the terminal. The chief does it once.
+# These write files, call services or print: the chief does it once for all.
 CHIEF_ONLY = (
     *_SAVERS,
     keras.callbacks.CSVLogger,
     keras.callbacks.TensorBoard,
     keras.callbacks.RemoteMonitor,
     keras.callbacks.ProgbarLogger,
-    keras.callbacks.TerminateOnNaN,  # it says so, and the others stop with the chief: the loss is the same
+    keras.callbacks.TerminateOnNaN,  # it prints; the other ranks have the same loss, and stop with the chief
     ChiefCallback,
 )
 
@@ -51,11 +36,15 @@ _BATCH_HOOKS = {
 
 
 class ReplicaProgbar(ProgbarLogger):  # type: ignore[misc]
-    """Keras's progress bar, with the number of replicas and the samples per second of all of them."""
+    """Keras's progress bar, with the number of replicas and the samples per second of all of them.
+
+    Attributes:
+        replicas: how many there are now.
+    """
 
     def __init__(self, replicas: int) -> None:
         super().__init__()
-        self._replicas = replicas
+        self.replicas = replicas
         self._samples = 0
         self._start = time.perf_counter()
 
@@ -64,17 +53,12 @@ class ReplicaProgbar(ProgbarLogger):  # type: ignore[misc]
         self._samples = 0
         self._start = time.perf_counter()
 
-    def count(self, samples: int, replicas: int | None = None) -> None:
-        """Note that the replicas have together finished so many more samples.
-
-        Args:
-            replicas: how many they are now; None: as before.
-        """
+    def count(self, samples: int) -> None:
+        """Add samples that the replicas have processed together."""
         self._samples += samples
-        self._replicas = replicas or self._replicas
         if self.progbar is not None:
             rate = self._samples / max(time.perf_counter() - self._start, 1e-9)
-            workers = "1 replica" if self._replicas == 1 else f"{self._replicas} replicas"
+            workers = "1 replica" if self.replicas == 1 else f"{self.replicas} replicas"
             self.progbar.unit_name = f"step - {workers} - {_short(rate)} samples/s"
 
 
@@ -85,7 +69,7 @@ def _short(number: float) -> str:
     return f"{number:.3g}"
 
 
-def make_list(
+def build_callback_list(
     callbacks: Any,
     *,
     model: Any,
@@ -97,11 +81,18 @@ def make_list(
     history: bool,
     more: Sequence[Any] = (),
 ) -> CallbackList:
-    """The callbacks that this rank runs, as Keras's `CallbackList`; `more` are our own."""
-    if isinstance(callbacks, CallbackList):  # evaluation inside `fit`: the list is made already
+    """The callbacks that this rank runs, as Keras's `CallbackList`.
+
+    Args:
+        callbacks: as they were passed to a method; a `CallbackList` is returned as it is.
+        chief: whether this rank is the chief.
+        more: callbacks of Phalanx.
+    """
+    if isinstance(callbacks, CallbackList):  # evaluation inside `fit` uses the list of `fit`
         return callbacks
     verbose = 1 if verbose == "auto" else verbose
-    own = [callback for callback in [*flat(callbacks), *more] if chief or not isinstance(callback, CHIEF_ONLY)]
+    passed = [*flatten_callbacks(callbacks), *more]
+    own = [callback for callback in passed if chief or not isinstance(callback, CHIEF_ONLY)]
     if not chief:
         for callback in own:
             if getattr(callback, "verbose", 0):
@@ -114,113 +105,117 @@ def make_list(
     )
 
 
-_running = threading.local()
-
-
-def runs_alone() -> bool:
-    """Whether this thread is inside a callback that the other ranks do not run now."""
-    return getattr(_running, "alone", False)
-
-
-@contextmanager
-def alone() -> Iterator[None]:
-    """While inside, what callbacks evaluate or predict is this rank's own matter."""
-    before, _running.alone = runs_alone(), True
-    try:
-        yield
-    finally:
-        _running.alone = before
-
-
-def mark(callbacks: CallbackList) -> None:
-    """Let `runs_alone` know of the hooks of callbacks that are the program's own, derived from ones of the chief's:
-    they may evaluate or predict, where the other ranks do not come to it."""
-    for callback in callbacks.callbacks:
-        kind = type(callback)
-        if not isinstance(callback, CHIEF_ONLY) or kind in CHIEF_ONLY or issubclass(kind, ChiefCallback):
-            continue
-        for name in vars(keras.callbacks.Callback):
-            if name.startswith("on_") and name not in vars(callback) and _overrides(callback, name):
-                vars(callback)[name] = _Alone(getattr(callback, name))
-
-
-def unmark(callbacks: CallbackList) -> None:
-    """The callbacks are again as they were passed."""
-    for callback in callbacks.callbacks:
-        for name in [name for name, value in vars(callback).items() if isinstance(value, _Alone)]:
-            del vars(callback)[name]
-
-
-class _Alone:
-    """A hook inside of which `runs_alone` is true."""
-
-    def __init__(self, hook: Callable[..., Any]) -> None:
-        self._hook = hook
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with alone():
-            return self._hook(*args, **kwargs)
-
-
-def flat(callbacks: Any) -> list[Any]:
-    """The callbacks that were passed to a method, as a list."""
-    if callbacks is None:
-        return []
-    return list(callbacks) if isinstance(callbacks, Sequence) else [callbacks]
-
-
-def _each(callbacks: Any) -> list[Any]:
-    """The callbacks that were passed to a method, or those of a list that is made already."""
-    return callbacks.callbacks if isinstance(callbacks, CallbackList) else flat(callbacks)
-
-
 def progress_bar(callbacks: CallbackList) -> ReplicaProgbar | None:
     """The bar that counts samples, if this rank shows one."""
     bar = getattr(callbacks, "_progbar", None)
     return bar if isinstance(bar, ReplicaProgbar) else None
 
 
-def watches_batches(callbacks: Any, phase: str) -> bool:
-    """Whether a callback of the user's sees single batches; then decisions are agreed on after each of them.
+# Callbacks that one rank runs alone.
 
-    Takes what the user passed, which is the same on every rank, not this rank's list.
+_thread = threading.local()
+
+
+def runs_on_this_rank_only() -> bool:
+    """Whether this thread is inside a callback that the other ranks are not running now."""
+    return getattr(_thread, "is_rank_local", False)
+
+
+@contextmanager
+def on_this_rank_only() -> Iterator[None]:
+    """While inside, callbacks evaluate and predict on this rank only."""
+    before, _thread.is_rank_local = runs_on_this_rank_only(), True
+    try:
+        yield
+    finally:
+        _thread.is_rank_local = before
+
+
+def isolate_chief_hooks(callbacks: CallbackList) -> None:
+    """Run the hooks of user callbacks that derive from `CHIEF_ONLY` ones inside `on_this_rank_only`: they may evaluate
+    or predict, and the other ranks do not call these methods then."""
+    for callback in callbacks.callbacks:
+        kind = type(callback)
+        if not isinstance(callback, CHIEF_ONLY) or kind in CHIEF_ONLY or issubclass(kind, ChiefCallback):
+            continue
+        for name in vars(keras.callbacks.Callback):
+            if name.startswith("on_") and name not in vars(callback) and _overrides(callback, name):
+                vars(callback)[name] = _RankLocalHook(getattr(callback, name))
+
+
+def restore_hooks(callbacks: CallbackList) -> None:
+    """Undo `isolate_chief_hooks`."""
+    for callback in callbacks.callbacks:
+        for name in [name for name, value in vars(callback).items() if isinstance(value, _RankLocalHook)]:
+            del vars(callback)[name]
+
+
+class _RankLocalHook:
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with on_this_rank_only():
+            return self._hook(*args, **kwargs)
+
+
+# What callbacks do, as far as their classes say.
+
+
+def has_batch_hooks(callbacks: Any, phase: str) -> bool:
+    """Whether a user callback has hooks for single batches; then decisions are agreed on after each of them.
+
+    Args:
+        callbacks: as the user passed them, which is the same on every rank; not this rank's list.
+        phase: "train", "test" or "predict".
     """
-    own = [c for c in _each(callbacks) if not isinstance(c, (ChiefCallback, BatchListener, keras.callbacks.History))]
-    return any(_overrides(callback, hook, _origin(callback)) for callback in own for hook in _BATCH_HOOKS[phase])
+    ignored = (ChiefCallback, BatchListener, keras.callbacks.History)
+    passed = [callback for callback in _each(callbacks) if not isinstance(callback, ignored)]
+    return any(_overrides(callback, hook, _base_of(callback)) for callback in passed for hook in _BATCH_HOOKS[phase])
 
 
-def _origin(callback: Any) -> type:
-    """Where what a callback does comes from that the other ranks need not know of: a class of Keras's for the chief
-    alone, or none."""
-    return next((kind for kind in type(callback).__mro__ if kind in CHIEF_ONLY), keras.callbacks.Callback)
+def chief_may_add_logs(callbacks: Any) -> bool:
+    """Whether user callbacks run on the chief alone at the ends of epochs, where they may add to the logs."""
+    passed = [c for c in _each(callbacks) if isinstance(c, CHIEF_ONLY) and not isinstance(c, ChiefCallback)]
+    return any(_overrides(callback, "on_epoch_end", _base_of(callback)) for callback in passed)
 
 
-def change_logs_on_the_chief(callbacks: Any) -> bool:
-    """Whether callbacks of the user's run on the chief alone at the ends of epochs, where they may add to the logs."""
-    own = [c for c in _each(callbacks) if isinstance(c, CHIEF_ONLY) and not isinstance(c, ChiefCallback)]
-    return any(_overrides(callback, "on_epoch_end", _origin(callback)) for callback in own)
-
-
-def listens_to_batches(callbacks: CallbackList, phase: str, *, but: Sequence[type] = ()) -> bool:
-    """Whether anything in this rank's list, `but` callbacks of these kinds, has something to do at single batches."""
-    own = [callback for callback in callbacks.callbacks if type(callback) not in but]
+def runs_batch_hooks(callbacks: CallbackList, phase: str, *, except_for: Sequence[type] = ()) -> bool:
+    """Whether any callback in this rank's list, `except_for` these classes, has hooks for single batches."""
+    own = [callback for callback in callbacks.callbacks if type(callback) not in except_for]
     return any(_overrides(callback, hook) for callback in own for hook in _BATCH_HOOKS[phase])
 
 
-def looks_between_batches(callbacks: CallbackList) -> bool:
-    """Whether anything in this rank's list may look at the model between two steps of the training: all that has
-    something to do there, but bars, which show logs."""
-    return listens_to_batches(callbacks, "train", but=(keras.callbacks.ProgbarLogger, ReplicaProgbar))
+def reads_model_between_batches(callbacks: CallbackList) -> bool:
+    """Whether any callback in this rank's list may read the model between two training steps: all that have hooks
+    there, except for progress bars, which show logs."""
+    return runs_batch_hooks(callbacks, "train", except_for=(keras.callbacks.ProgbarLogger, ReplicaProgbar))
 
 
-def _overrides(callback: Any, hook: str, origin: type = keras.callbacks.Callback) -> bool:
-    # LambdaCallback sets its hooks on the instance.
-    default = getattr(origin, hook)
-    return getattr(getattr(callback, hook), "__func__", None) is not default
+def reads_weights_at_epoch_ends(callbacks: CallbackList) -> bool:
+    """Whether any callback in this rank's list may read the weights where an epoch ends or begins."""
+    return _uses_weights(callbacks, "on_epoch_begin", "on_epoch_end")
 
 
-# What these do at the ends of epochs and of the training needs logs, not weights.
-_BLIND = (
+def may_set_weights_at_train_end(callbacks: CallbackList) -> bool:
+    """Whether any callback in this rank's list may set the weights when the training ends. If so here, then on the
+    chief, whose list contains all that this one does."""
+    return _uses_weights(callbacks, "on_train_end")
+
+
+def saves_between_batches(callbacks: Any) -> bool:
+    """Whether one of Keras's callbacks among these, a list of either kind, saves the model in the middle of epochs."""
+    return any(isinstance(c, _SAVERS) and getattr(c, "save_freq", "epoch") != "epoch" for c in _each(callbacks))
+
+
+def needs_whole_optimizer(callbacks: Any) -> bool:
+    """Whether a callback that was passed to `fit` may save the optimizer between any two steps."""
+    saves = any(getattr(callback, "saves", False) for callback in flatten_callbacks(callbacks))
+    return saves or saves_between_batches(callbacks)
+
+
+# What these do at the ends of epochs and of the training needs logs, not weights. Unknown callbacks may need weights.
+_READS_LOGS_ONLY = (
     keras.callbacks.History,
     keras.callbacks.ProgbarLogger,
     ReplicaProgbar,
@@ -232,83 +227,59 @@ _BLIND = (
 )
 
 
-def looks_at_weights(callbacks: CallbackList) -> bool:
-    """Whether anything in this rank's list may read the model's weights where an epoch ends or begins: all that is not
-    known to do without."""
-    return _needs_weights(callbacks, "on_epoch_begin", "on_epoch_end")
-
-
-def may_set_weights_at_the_end(callbacks: CallbackList) -> bool:
-    """Whether anything in this rank's list may set the model's weights when the training ends. If so here, then on the
-    chief, whose list has whatever this one has."""
-    return _needs_weights(callbacks, "on_train_end")
-
-
-def _needs_weights(callbacks: CallbackList, *hooks: str) -> bool:
-    """Whether a callback that is not known to do without has one of these hooks."""
+def _uses_weights(callbacks: CallbackList, *hooks: str) -> bool:
     return any(
         any(_overrides(callback, hook) for hook in hooks)
         for callback in callbacks.callbacks
-        if type(callback) not in _BLIND and not _only_counts(callback)
+        if not _reads_logs_only(callback)
     )
 
 
-def saves_between_batches(callbacks: Any) -> bool:
-    """Whether a callback of Keras's among these, a list of either kind, saves the model in the middle of epochs."""
-    return any(isinstance(c, _SAVERS) and getattr(c, "save_freq", "epoch") != "epoch" for c in _each(callbacks))
-
-
-def needs_whole_optimizer(callbacks: Any) -> bool:
-    """Whether something that is passed to `fit` may save the optimizer between any two steps."""
-    return saves_between_batches(callbacks) or any(getattr(callback, "saves", False) for callback in flat(callbacks))
-
-
-def _only_counts(callback: Any) -> bool:
-    if type(callback) is keras.callbacks.EarlyStopping:
+def _reads_logs_only(callback: Any) -> bool:
+    kind = type(callback)
+    if kind is keras.callbacks.EarlyStopping:
         return not callback.restore_best_weights
-    return type(callback) is keras.callbacks.TensorBoard and not callback.histogram_freq
+    if kind is keras.callbacks.TensorBoard:
+        return not callback.histogram_freq
+    return kind in _READS_LOGS_ONLY
 
 
-# Jobs whose members come and go.
+def _overrides(callback: Any, hook: str, base: type = keras.callbacks.Callback) -> bool:
+    # LambdaCallback sets its hooks on the instance.
+    return getattr(getattr(callback, hook), "__func__", None) is not getattr(base, hook)
 
 
-def only_for_chiefs(callbacks: Any) -> list[Any]:
+def _base_of(callback: Any) -> type:
+    """The class whose hooks the other ranks need not know of: one of Keras's for the chief alone, or none."""
+    return next((kind for kind in type(callback).__mro__ if kind in CHIEF_ONLY), keras.callbacks.Callback)
+
+
+def _each(callbacks: Any) -> list[Any]:
+    """The callbacks that were passed to a method, or those of a `CallbackList`."""
+    return callbacks.callbacks if isinstance(callbacks, CallbackList) else flatten_callbacks(callbacks)
+
+
+# Elastic jobs: another rank becomes chief.
+
+
+def chief_only_callbacks(callbacks: Any) -> list[Any]:
     """Of the callbacks that were passed to `fit`, those that only the chief runs."""
-    return [callback for callback in flat(callbacks) if isinstance(callback, CHIEF_ONLY)]
+    return [callback for callback in flatten_callbacks(callbacks) if isinstance(callback, CHIEF_ONLY)]
 
 
-def succeed(new: CallbackList, old: CallbackList) -> None:
-    """Let a list go on where another one, of the same training, stops."""
+def transfer_list_state(old: CallbackList, new: CallbackList) -> None:
+    """Let a list continue where another one, of the same training, stops."""
     for name in ("_in_begin_end_block_count", "_executor"):
         if hasattr(old, name):
             setattr(new, name, getattr(old, name))
 
 
-def take_over(callbacks: Sequence[Any], epoch: int) -> None:
+def start_mid_epoch(callbacks: Sequence[Any], epoch: int) -> None:
     """Begin, in the middle of an epoch, callbacks that a former chief has run until now."""
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.BackupAndRestore):
-            continue  # it would restore a backup, which is older than what this process has
+            continue  # it would restore a backup, which is older than the state of this process
         if isinstance(callback, keras.callbacks.CSVLogger):
             callback.append = True
         callback.on_train_begin()
         callback.on_epoch_begin(epoch)
-
-
-_NOT_REMEMBERED = ("params", "_params", "model", "_model", "progbar", "verbose")
-
-
-def remembered(callback: Any) -> bytes:
-    """What a callback knows from the training so far: its attributes that are plain values or arrays."""
-    known = {
-        name: value for name, value in vars(callback).items() if name not in _NOT_REMEMBERED and is_serializable(value)
-    }
-    return encode(known)
-
-
-def remember(callback: Any, memory: bytes) -> None:
-    """Give a callback what another one of its kind has `remembered`."""
-    vars(callback).update(decode(memory))
-    if hasattr(callback, "min_delta") and getattr(callback, "monitor_op", True) is None:
-        # At the end of its first epoch it learns which way is better, and then turns the sign of `min_delta`.
-        callback.min_delta = abs(callback.min_delta)

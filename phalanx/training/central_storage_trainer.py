@@ -1,20 +1,20 @@
 """`fit` with the variables in one place: replicas around a parameter server in the first of them.
 
-Training is that of `ParameterServerTrainer` in synchronous mode. As the replicas are all there is of the job and run in step,
-they are more than workers: what they start from, log and decide is the same on all, through the communicator between
-them, and what is no training is divided among them.
+Training is that of `ParameterServerTrainer` in synchronous mode. The replicas are all there is of the job and take each
+step together, so they are more than workers: what they start from, log and decide is the same on all, through the
+communicator between them, and what is not training is divided among them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from phalanx.errors import ConfigurationError
-from phalanx.parameter_server.server_messages import EpochOver, FitOver
 from phalanx.training import state_sync
-from phalanx.training.callback_list import watches_batches
+from phalanx.training.callback_list import has_batch_hooks
 from phalanx.training.parameter_server_trainer import ParameterServerTrainer
 from phalanx.training.parameter_server_worker import ParameterServerWorker
 from phalanx.training.replica import Replica
@@ -35,65 +35,88 @@ class CentralStorageWorker(ParameterServerWorker):
         return f"Central storage: {self.workers} replicas, whose variables lie in the first."
 
 
-class CentralStorageTrainer(ParameterServerTrainer):
-    """Trains one compiled Keras model around a central storage."""
+class ReplicasDecide:
+    """The agreement of workers that are replicas: all decide together, and have the same logs and weights.
 
-    def __init__(self, model: Any, worker: CentralStorageWorker, plain: Callable[[str], Callable[..., Any]]) -> None:
-        super().__init__(model, worker, plain)
-        self._replica = worker.replica
-        self._replicas = ReplicaTrainer(model, worker.replica)
-        self._watched = False
+    Args:
+        watched: whether callbacks of any replica see single batches.
+    """
 
-    def fit(self, **arguments: Any) -> Any:
-        self._watched = self._replica.any(watches_batches(arguments.get("callbacks"), "train"))
-        self._replicas.resynchronise()
-        return super().fit(**arguments)
+    def __init__(self, model: Any, replica: Replica, *, watched: bool) -> None:
+        self._model = model
+        self._replica = replica
+        self._watched = watched
 
-    # What trains nothing, or only once, is done by all replicas together. Not in the middle of `fit`, where a callback
-    # of one replica may ask for it.
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        return super().evaluate(*args, **kwargs) if self._training else self._replicas.evaluate(*args, **kwargs)
-
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
-        return super().predict(*args, **kwargs) if self._training else self._replicas.predict(*args, **kwargs)
-
-    def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        if self._training:
-            return super().test_on_batch(*args, **kwargs)
-        return self._replicas.test_on_batch(*args, **kwargs)
-
-    def predict_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        if self._training:
-            return super().predict_on_batch(*args, **kwargs)
-        return self._replicas.predict_on_batch(*args, **kwargs)
-
-    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        if self._training:
-            raise ConfigurationError("train_on_batch() was called in the middle of fit(), which trains the same model.")
-        return self._replicas.train_on_batch(*args, **kwargs)
-
-    # What all replicas do alike.
-
-    def _attach(self, fit: int, first_epoch: int, callbacks: Any) -> int | None:
+    def synchronise(self) -> None:
+        """See `WorkerAgreement.synchronise`."""
         state_sync.synchronise(self._model, self._replica)
-        return super()._attach(fit, first_epoch, callbacks)
 
-    def _end_training(self, fit: int, callbacks: Any, logs: dict[str, Any]) -> None:
-        callbacks.on_train_end(logs=logs)  # with the same logs and weights everywhere
+    def merge_logs(self, logs: dict[str, Any]) -> dict[str, Any]:
+        """See `WorkerAgreement.merge_logs`."""
+        return dict(self._replica.broadcast_from_chief(logs))
 
-    def _logs_of_all(self, logs: dict[str, Any]) -> dict[str, Any]:
-        chiefs: Any = self._replica.from_chief(logs)
-        return dict(chiefs)
+    def stops_within_epoch(self) -> bool:
+        """See `WorkerAgreement.stops_within_epoch`."""
+        return self._watched and self.stops_after_epoch(is_fit_over=False)
 
-    def _stops_within_epoch(self) -> bool:
-        return self._watched and self._stop()
-
-    def _stops_after(self, answer: EpochOver | FitOver) -> bool:
-        return self._stop()
-
-    def _stop(self) -> bool:
-        """Whether a callback of any replica has set `stop_training`; then it is set on all."""
+    def stops_after_epoch(self, *, is_fit_over: bool) -> bool:
+        """See `WorkerAgreement.stops_after_epoch`. If a callback of any replica has set `stop_training`, it is set on
+        all."""
         stop = self._replica.any(self._model.stop_training)
         self._model.stop_training = stop
         return stop
+
+    def final_callbacks(self, callbacks: Any) -> AbstractContextManager[None]:
+        """See `WorkerAgreement.final_callbacks`. They have the same logs and weights everywhere."""
+        return nullcontext()
+
+
+class CentralStorageTrainer:
+    """Trains one compiled Keras model around a central storage."""
+
+    def __init__(self, model: Any, worker: CentralStorageWorker, original: Callable[[str], Callable[..., Any]]) -> None:
+        self._model = model
+        self._replica = worker.replica
+        self._watched = False
+        self._workers = ParameterServerTrainer(model, worker, original, self._make_agreement)
+        self._replicas = ReplicaTrainer(model, worker.replica)
+
+    def _make_agreement(self, fit: int) -> ReplicasDecide:
+        return ReplicasDecide(self._model, self._replica, watched=self._watched)
+
+    def fit(self, **arguments: Any) -> Any:
+        """Takes `FitArguments`."""
+        self._watched = self._replica.any(has_batch_hooks(arguments.get("callbacks"), "train"))
+        self._replicas.resynchronise()
+        return self._workers.fit(**arguments)
+
+    # All replicas do the rest together; but each alone in the middle of `fit`, where a callback of one may call it.
+
+    def _trainer(self) -> ParameterServerTrainer | ReplicaTrainer:
+        return self._workers if self._workers.is_training else self._replicas
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        return self._trainer().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._trainer().predict(*args, **kwargs)
+
+    def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        return self._trainer().test_on_batch(*args, **kwargs)
+
+    def predict_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        return self._trainer().predict_on_batch(*args, **kwargs)
+
+    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """One step of all replicas, not in the middle of `fit`."""
+        if self._workers.is_training:
+            raise ConfigurationError("train_on_batch() was called in the middle of fit(), which trains the same model.")
+        return self._replicas.train_on_batch(*args, **kwargs)
+
+    def pull_consistent(self) -> None:
+        """See `RemoteModel.pull_consistent`."""
+        self._workers.pull_consistent()
+
+    def request_stop(self) -> None:
+        """See `ParameterServerTrainer.request_stop`."""
+        self._workers.request_stop()

@@ -1,4 +1,4 @@
-"""What `fit` and `compile` were told on each rank: gradients of two losses, or two kinds of updates, make no model."""
+"""Checks that all ranks run the same program: the same methods, arguments and data."""
 
 from __future__ import annotations
 
@@ -7,22 +7,114 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
+from phalanx.data import ShardedInput
 from phalanx.errors import DisagreementError
 from phalanx.keras_compat.model_state import optimizers
 from phalanx.keras_compat.object_config import configuration_of
 from phalanx.training.fit_arguments import FitArguments
-from phalanx.training.joint_batches import tell_method
+from phalanx.training.parameter_server_worker import ParameterServerWorker
 from phalanx.training.replica import Replica
 
 _PLAIN = (bool, int, float, str, type(None))
 _NOT_COMPARED = ("name", "learning_rate")
 """Of a configuration: Keras numbers names, and the learning rate is the chief's."""
 
+_INPUT = "input"
+"""Subject of the chief's message about its data."""
+
+_SEEDS = (
+    "If they are made or split at random, give a seed (`random_state=0`, `np.random.default_rng(0)`, and to PyTorch's "
+    "random_split `generator=torch.Generator().manual_seed(0)`)."
+)
+
+
+def compare_inputs(source: ShardedInput, replica: Replica, method: str) -> None:
+    """Compare lengths, shapes and dtypes of the data that the ranks passed to a method of the model.
+
+    Raises: DisagreementError on every rank, if they differ.
+    """
+    signatures = gather_of_method(replica, method, source.signature)
+    different = next((rank for rank, signature in enumerate(signatures) if signature != signatures[0]), None)
+    if different is not None:
+        raise DisagreementError(
+            f"The ranks were given different data: rank 0 has {signatures[0]}; rank {different} has "
+            f"{signatures[different]}. Every rank must pass the same data; Phalanx divides it. To give each "
+            f"rank its own, use `strategy.distribute_datasets_from_function`."
+        )
+
+
+def gather_of_method(replica: Replica, method: str, text: str) -> list[str]:
+    """Every rank's text about the method of the model that it called.
+
+    Raises: DisagreementError on every rank, if they called different methods.
+    """
+    gathered = [
+        each.decode().partition("\n") for each in replica.communicator.all_gather_bytes(f"{method}\n{text}".encode())
+    ]
+    methods = [name for name, _, _ in gathered]
+    other = next((rank for rank, name in enumerate(methods) if name != methods[0]), None)
+    if other is not None:
+        raise DisagreementError(
+            f"Rank 0 called {methods[0]}() where rank {other} called {methods[other]}(). Every rank must call the same "
+            f"methods of the model: do not put them under `if strategy.is_chief`."
+        )
+    return [text for _, _, text in gathered]
+
+
+def compare_samples(source: ShardedInput, replica: Replica) -> None:
+    """Compare a sample of the values in the ranks' data.
+
+    Raises: DisagreementError on every rank, if they differ, or come in another order.
+    """
+    samples = replica.communicator.all_gather(source.sample)
+    same = [_same(sample, samples[0]) for sample in samples]
+    if not all(same):
+        raise DisagreementError(
+            f"The ranks were given different data: the values of rank {same.index(False)} are not those of rank 0, or "
+            f"stand in another order. Every rank must pass the same data; Phalanx divides it. {_SEEDS} To give each "
+            f"rank its own data, use `strategy.distribute_datasets_from_function`."
+        )
+
+
+def send_input(source: ShardedInput, worker: ParameterServerWorker, fit: int) -> None:
+    """On the chief among parameter servers: send what the others compare their data with."""
+    worker.tell(_INPUT, [np.frombuffer(source.signature.encode(), np.uint8), source.sample], fit)
+
+
+def compare_input_with_chief(source: ShardedInput, worker: ParameterServerWorker, fit: int) -> None:
+    """On another worker among parameter servers: compare its data with the chief's.
+
+    Raises: DisagreementError if they differ.
+    """
+    message = worker.hear(_INPUT, fit)
+    if message is None:
+        return
+    chiefs, own = bytes(message[0]).decode(), source.signature
+    why = f"the chief has {chiefs}; this worker has {own}." if chiefs != own else ""
+    if not why and not _same(source.sample, np.frombuffer(message[1], np.float64)):
+        why = f"the values of this worker are not those of the chief, or stand in another order. {_SEEDS}"
+    if why:
+        raise DisagreementError(
+            f"The workers were given different data: {why} Every worker must pass the same data, of which the first "
+            f"server hands out the batches."
+        )
+
+
+def _same(sample: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
+    # Not bit by bit: hosts with different processors round differently.
+    return sample.shape == other.shape and np.allclose(sample, other, rtol=1e-3, atol=1e-3, equal_nan=True)
+
 
 def check_same_configuration(model: Any, call: FitArguments, replica: Replica) -> None:
-    """Raise DisagreementError on every rank if `fit` or `compile` were called otherwise on one of them."""
+    """Compare the arguments of `fit` and `compile`.
+
+    Raises: DisagreementError on every rank, if they differ on one: gradients of two losses, or two kinds of updates,
+        make no model.
+    """
     own = json.dumps(_facts(model, call))
-    facts = [json.loads(text) for text in tell_method(replica, "fit", own)]
+    facts = [json.loads(text) for text in gather_of_method(replica, "fit", own)]
     for rank, others in enumerate(facts):
         for key in dict.fromkeys(itertools.chain(facts[0], others)):
             if (first := facts[0].get(key)) != (other := others.get(key)):
@@ -51,16 +143,16 @@ def _facts(model: Any, call: FitArguments) -> dict[str, str]:
 
 
 def _settings(thing: Any) -> dict[str, Any]:
-    """The plain values among those that an object of Keras was made with; none, if it does not tell."""
+    """The plain values in the configuration of a Keras object; empty, if it has none."""
     try:
-        told = configuration_of(thing)
+        configuration = configuration_of(thing)
     except (NotImplementedError, TypeError, ValueError, AttributeError):
         return {}
-    return {k: v for k, v in told.items() if isinstance(v, _PLAIN) and k not in _NOT_COMPARED}
+    return {k: v for k, v in configuration.items() if isinstance(v, _PLAIN) and k not in _NOT_COMPARED}
 
 
 def _described(thing: Any) -> str:
-    """The same text on all ranks for the same thing: no addresses, and no order that Python draws anew."""
+    """The same text on all ranks for the same thing: without addresses, and in an order that does not vary."""
     if isinstance(thing, _PLAIN):
         return repr(thing)
     if isinstance(thing, Mapping):

@@ -1,7 +1,8 @@
-"""The ranks walk their inputs together: the same number of steps, and each knows its share of every global batch."""
+"""The ranks iterate over their inputs together: the same number of steps, and each knows its share of every batch."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,14 +13,10 @@ from phalanx.arrays.tree import leaves
 from phalanx.data import LocalBatch, ShardedInput, local_range
 from phalanx.errors import ConfigurationError, DisagreementError, UnsupportedError
 from phalanx.monitoring import timeline
-from phalanx.training.parameter_server_worker import ParameterServerWorker
 from phalanx.training.replica import Replica
 
-# Batches at the start of an epoch whose content is compared between the ranks, where each reads a stream of its own.
 COMPARED_BATCHES = 3
-
-INPUT = "input"
-"""The subject of which the chief tells the other workers."""
+"""At the start of an epoch, so many batches are compared over the ranks, where each reads a stream for itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +24,16 @@ class JointBatch:
     """This rank's part of a global batch that all ranks have agreed on.
 
     Attributes:
-        data: `(x, y, sample_weight)`; a stand-in of one sample where `size` is 0.
+        data: `(x, y, sample_weight)`; a placeholder of one sample where `size` is 0.
         sizes: the number of samples of every rank's part, in rank order.
         rank: this rank.
+        step: index of the global batch in its epoch.
     """
 
     data: tuple[Any, Any, Any]
     sizes: tuple[int, ...]
     rank: int
+    step: int
 
     @property
     def size(self) -> int:
@@ -50,16 +49,16 @@ class JointBatch:
 
 
 class JointBatches:
-    """One epoch of a source, which all ranks walk together: the same number of steps on every rank.
+    """One epoch of a source: the same number of batches on every rank.
 
-    Where the ranks cannot know from the input alone what the others hold (streams), they tell each other before
-    each step. Where each has data of its own, a rank whose stream has ended takes part with nothing until all have.
-
-    Attributes:
-        done: how many batches have been used. Whoever uses them counts.
+    Where the input alone does not say what the other ranks have (streams), the ranks exchange sizes before each step.
+    Where each rank has different data, one whose stream has ended takes part with an empty part until all have ended.
 
     Args:
-        done: in the middle of the epoch, where the walk begins; None: at the epoch's beginning.
+        done: number of batches of the epoch that are done; None: iterate from the beginning.
+
+    Attributes:
+        done: number of batches that have been used; the caller counts them.
     """
 
     def __init__(self, source: ShardedInput, epoch: int, replica: Replica, done: int | None = None):
@@ -69,7 +68,7 @@ class JointBatches:
         self.done = self._read = done or 0
         self._batches = source.epoch(epoch) if done is None else source.going_on(epoch, done)
         self._cuts: dict[int, tuple[int, ...]] = {}
-        self._given: JointBatch | None = None
+        self._current: JointBatch | None = None
 
     def next(self) -> JointBatch | None:
         """The next batch; None at the end of the epoch.
@@ -79,16 +78,16 @@ class JointBatches:
             MembershipChangedError: see `regroup`.
         """
         timeline.current.enter("data")
-        self._given = self._known() if self._source.uniform else self._told()
+        self._current = self._next_uniform() if self._source.uniform else self._next_of_streams()
         timeline.current.leave()
-        return self._given
+        return self._current
 
-    def holds(self, batch: JointBatch) -> bool:
-        """Whether this batch is the next one, cut for the present members."""
-        return self._given is batch
+    def is_current(self, batch: JointBatch) -> bool:
+        """Whether this batch, which `next` returned last, is cut for the present members."""
+        return self._current is batch
 
     def regroup(self) -> None:
-        """The job has other members now: the batch that was read but not used comes again, cut for these."""
+        """The membership has changed: the batch that was read but not used comes again, cut for the present members."""
         again = self._read > self.done
         self._batches.close()
         self._source.regroup(self._replica.rank, self._replica.world_size)
@@ -96,14 +95,14 @@ class JointBatches:
             self._source.repeat()
         self._batches = self._source.going_on(self._epoch, self.done)
         self._read = self.done
-        self._given = None
+        self._current = None
         self._cuts.clear()
 
     def close(self) -> None:
-        """Walk no further. The source goes on here in its next epoch where Keras's would."""
+        """Read no further. In its next epoch the source continues here where Keras's would."""
         self._batches.close()
 
-    def _known(self) -> JointBatch | None:
+    def _next_uniform(self) -> JointBatch | None:
         batch = next(self._batches, None)
         if batch is None:
             return None
@@ -118,9 +117,9 @@ class JointBatches:
             world_size = self._replica.world_size
             ranges = [local_range(batch.global_size, rank, world_size) for rank in range(world_size)]
             sizes = self._cuts[batch.global_size] = tuple(stop - start for start, stop in ranges)
-        return JointBatch(batch.data, sizes, self._replica.rank)
+        return JointBatch(batch.data, sizes, self._replica.rank, step)
 
-    def _told(self) -> JointBatch | None:
+    def _next_of_streams(self) -> JointBatch | None:
         source = self._source
         batch = next(self._batches, None)
         step = self._read
@@ -136,41 +135,29 @@ class JointBatches:
         if notes[:, 0].any() and source.fingerprint:
             ended = ", ".join(map(str, np.flatnonzero(notes[:, 0])))
             raise DisagreementError(
-                f"The data ended on rank {ended} after {step} batches of epoch {self._epoch}, and go on elsewhere. "
+                f"The data ended on rank {ended} after {step} batches of epoch {self._epoch}, but not on the others. "
                 f"{source.disagreement()}"
             )
         data = (batch or source.stand_in()).data
-        return JointBatch(data, tuple(int(size) for size in notes[:, 1]), self._replica.rank)
+        return JointBatch(data, tuple(int(size) for size in notes[:, 1]), self._replica.rank, step)
 
 
-def compare_inputs(source: ShardedInput, replica: Replica, method: str) -> None:
-    """Raise on every rank if the ranks were given different data (by lengths, shapes and dtypes).
-
-    Args:
-        method: of the model, that was called.
-    """
-    signatures = tell_method(replica, method, source.signature)
-    different = next((rank for rank, signature in enumerate(signatures) if signature != signatures[0]), None)
-    if different is not None:
-        raise DisagreementError(
-            f"The ranks were given different data: rank 0 has {signatures[0]}; rank {different} has "
-            f"{signatures[different]}. Every rank must pass the same data; Phalanx divides it. To give each "
-            f"rank its own, use `strategy.distribute_datasets_from_function`."
-        )
-
-
-def tell_method(replica: Replica, method: str, text: str) -> list[str]:
-    """Every rank's text about the method of the model that it called. Raises DisagreementError, on every rank, if they
-    called different ones."""
-    told = [one.decode().partition("\n") for one in replica.communicator.all_gather_bytes(f"{method}\n{text}".encode())]
-    methods = [name for name, _, _ in told]
-    other = next((rank for rank, name in enumerate(methods) if name != methods[0]), None)
-    if other is not None:
-        raise DisagreementError(
-            f"Rank 0 called {methods[0]}() where rank {other} called {methods[other]}(). Every rank must call the same "
-            f"methods of the model: do not put them under `if strategy.is_chief`."
-        )
-    return [text for _, _, text in told]
+def batch_groups(source: ShardedInput, replica: Replica, size: int) -> Iterator[tuple[int, int, list[JointBatch]]]:
+    """All batches of a source in groups of `size` (`steps_per_execution`), of which callbacks see the first and the
+    last: the indices of these two, and the batches."""
+    group: list[JointBatch] = []
+    batches = JointBatches(source, 0, replica)
+    try:
+        while (batch := batches.next()) is not None:
+            group.append(batch)
+            batches.done += 1
+            if len(group) == size:
+                yield group[0].step, batch.step, group
+                group = []
+        if group:
+            yield group[0].step, group[0].step + size - 1, group  # Keras, too, names the last step of a whole group
+    finally:
+        batches.close()
 
 
 def check_batch_size(model: Any, batch: LocalBatch, replicas: int) -> None:
@@ -204,47 +191,3 @@ def check_normalization(model: Any) -> None:
                 f"every step; with this strategy they do not wait for each other. Leave out synchronized=True, or use "
                 f"MultiWorkerMirroredStrategy."
             )
-
-
-SEEDS = (
-    "If they are made or split at random, give a seed (`random_state=0`, `np.random.default_rng(0)`, and to PyTorch's "
-    "random_split `generator=torch.Generator().manual_seed(0)`)."
-)
-
-
-def compare_samples(source: ShardedInput, replica: Replica) -> None:
-    """Raise on every rank if the ranks hold different values, or the same ones in another order."""
-    samples = replica.communicator.all_gather(source.sample)
-    same = [_same(sample, samples[0]) for sample in samples]
-    if not all(same):
-        raise DisagreementError(
-            f"The ranks were given different data: the values of rank {same.index(False)} are not those of rank 0, or "
-            f"stand in another order. Every rank must pass the same data; Phalanx divides it. {SEEDS} To give each "
-            f"rank its own data, use `strategy.distribute_datasets_from_function`."
-        )
-
-
-def tell_of_input(source: ShardedInput, worker: ParameterServerWorker, fit: int) -> None:
-    """On the chief among parameter servers: what the others compare their data with."""
-    worker.broadcast(INPUT, [np.frombuffer(source.signature.encode(), np.uint8), source.sample], fit)
-
-
-def compare_input_with_chief(source: ShardedInput, worker: ParameterServerWorker, fit: int) -> None:
-    """On another worker: raise DisagreementError if it was given other data than the chief."""
-    told = worker.receive_broadcast(INPUT, fit)
-    if told is None:
-        return
-    chiefs, own = bytes(told[0]).decode(), source.signature
-    why = f"the chief has {chiefs}; this worker has {own}." if chiefs != own else ""
-    if not why and not _same(source.sample, np.frombuffer(told[1], np.float64)):
-        why = f"the values of this worker are not those of the chief, or stand in another order. {SEEDS}"
-    if why:
-        raise DisagreementError(
-            f"The workers were given different data: {why} Every worker must pass the same data, of which the first "
-            f"server hands out the batches."
-        )
-
-
-def _same(sample: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
-    # Not to the bit: hosts of different kinds round differently.
-    return sample.shape == other.shape and np.allclose(sample, other, rtol=1e-3, atol=1e-3, equal_nan=True)

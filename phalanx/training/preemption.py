@@ -1,9 +1,9 @@
-"""How a job is told to end, and how all its ranks come to know it after the same step, at no cost.
+"""Preemption: how all ranks learn, after the same step and at no cost, that the job is to stop.
 
-A process that gets the signal only makes a note. The note travels with the merge of the next step: one more number
-beside the gradients, which every rank gets back as the sum over all. So all know it at the same collective, of a fixed
-job and of one whose members change, and nobody asks anybody. The chief's wish to save after the step travels with it,
-since what the ranks keep to themselves (error feedback of a compression) is saved as well.
+A process that gets the signal only makes a note. The note travels with the merge of the next step: one more number next
+to the gradients, which every rank gets back as the sum over all. So all know it at the same collective, in fixed and in
+elastic jobs, and without a message of its own. The chief's request to save after the step travels with it, because what
+the ranks keep to themselves (error feedback of a compression) is saved as well.
 """
 
 from __future__ import annotations
@@ -25,51 +25,51 @@ Array = np.ndarray[Any, Any]
 
 
 _SAVE = 65536.0
-"""The chief's wish, beside which one is added by each rank that was told to end."""
+"""The chief's request to save, in the number that travels; each rank that was preempted adds 1. More than ranks."""
 
 
 class PreemptionNotice:
-    """That the job is to end, or to be saved: this rank's own word, and what the merges have brought.
+    """Whether the job is to stop, or to be saved: this rank's note, and what the merges have brought.
 
     Attributes:
-        given: whether a merge has brought the word to end; the same on all ranks after each step.
-        wished: whether one has brought the chief's wish to save; whoever saves makes it false.
+        is_preempted: whether a merge has brought the notice to stop; the same on all ranks after each step.
+        is_save_due: whether one has brought the chief's request to save; the caller that saves clears it.
     """
 
     def __init__(self) -> None:
-        self.given = self.wished = False
-        self._told = self._wishes = False
+        self.is_preempted = self.is_save_due = False
+        self._is_signalled = self._requests_save = False
         self._merged = np.zeros(1, np.float32)
 
-    def give(self) -> None:
-        """This rank was told to end. May be called by a signal handler."""
-        self._told = True
+    def signal(self) -> None:
+        """This rank was told to stop. May be called by a signal handler."""
+        self._is_signalled = True
 
-    def wish(self, save: bool) -> None:
+    def request_save(self, requested: bool) -> None:
         """As the chief: whether to save after the next step."""
-        self._wishes = save
+        self._requests_save = requested
 
-    def merge_with(
+    def add_to_merge(
         self, arrays: Sequence[Array], scale: tuple[float, ...], out: Sequence[Array]
     ) -> tuple[list[Array], tuple[float, ...], list[Array]]:
-        """The arguments of an all-reduce, and the notice beside them. Call `take` when it is done."""
-        # Not the one of the last step, whose result another rank may still have to be given.
+        """The arguments of an all-reduce, with the notice among them. Call `read_merge` when it is done."""
+        # Not the array of the last step, whose result another rank may still have to be given.
         self._merged = np.zeros(1, np.float32)
-        own = np.array([_SAVE * self._wishes + self._told], np.float32)
+        own = np.array([_SAVE * self._requests_save + self._is_signalled], np.float32)
         return [*arrays, own], (*scale, 1.0), [*out, self._merged]
 
-    def take(self) -> None:
-        """The all-reduce is done."""
-        wished, told = divmod(float(self._merged[0]), _SAVE)
-        self.wished |= bool(wished)
-        self.given |= bool(told)
-        self._wishes = False
+    def read_merge(self) -> None:
+        """The all-reduce is done: take over what it has brought."""
+        saves, preempted = divmod(float(self._merged[0]), _SAVE)
+        self.is_save_due |= bool(saves)
+        self.is_preempted |= bool(preempted)
+        self._requests_save = False
 
 
 @contextmanager
-def heeded(notice: PreemptionNotice) -> Iterator[None]:
-    """While inside, the first of the signals of `settings.preemption_signals` gives notice, and the second one means
-    what it meant before. In other threads than the main one, which gets no signals, it changes nothing."""
+def notified_by_signals(notice: PreemptionNotice) -> Iterator[None]:
+    """While inside, the first of `preemption_signals()` gives notice; the second has its former effect. Does nothing in
+    other threads than the main one, which get no signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -82,7 +82,7 @@ def heeded(notice: PreemptionNotice) -> Iterator[None]:
         if len(received) > 1:
             signal.signal(number, previous[number] if callable(previous[number]) else signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        notice.give()
+        notice.signal()
 
     for number in numbers:
         signal.signal(number, on_signal)

@@ -1,4 +1,4 @@
-"""This process's place in the job, as training needs it."""
+"""This process as one replica of a job: its rank, what all ranks decide together, and calls that late joiners replay."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -20,22 +20,20 @@ from phalanx.collectives.cross_device_ops import CrossDeviceOps
 from phalanx.elastic.elastic_communicator import ElasticCommunicator
 from phalanx.elastic.elastic_coordinator import KEPT_BYTES
 from phalanx.elastic.membership_messages import NOT_KEPT, PastEntry
-from phalanx.engines.random_state import random_state
 from phalanx.errors import MembershipChangedError, UnsupportedError
 from phalanx.training.preemption import PreemptionNotice
-from phalanx.transport.serialization import decode, encode
 
 T = TypeVar("T")
 
 MAX_RESULT_BYTES = 2**28
-"""What the result of one entry may take that is kept for those who come later: it lies in the launcher's memory."""
+"""What the result of one entry may take that is kept for processes that join later: it is in the launcher's memory."""
 
 
 class EntryOverError(Exception):
-    """The entry at which this candidate stands was finished by the members.
+    """The members have finished the entry that this candidate has come to.
 
     Attributes:
-        result: as they encoded it.
+        result: of the entry, as the members encoded it.
     """
 
     def __init__(self, result: bytes):
@@ -45,13 +43,16 @@ class EntryOverError(Exception):
 
 @dataclass
 class Entry:
-    """One call of a method in which all members take part.
+    """One call of a method in which all members take part (`fit`, `evaluate`, ...).
+
+    A process that joins an elastic job runs the same script from its beginning. It gets the results of the entries that
+    are over, until it comes to the one in which the members are.
 
     Attributes:
-        number: of this call in the program, from 0; -1 within another one.
+        number: of this call in the program, from 0; -1 in jobs of fixed size.
         seed: equal on all ranks.
-        members: how many ranks there were when it began.
-        result: to be set before it ends, for those who come later.
+        members: number of ranks when it began.
+        result: encoded; set it before the entry ends.
     """
 
     number: int
@@ -65,9 +66,9 @@ class Replica:
     """One replica of the model: a rank and the communicator that joins it to the others.
 
     Attributes:
-        communicator: of the job.
-        cross_device_ops: how gradients are merged, where the user chose it.
-        notice: travels with the merge of each step, while a `fit` runs that can be told to end.
+        communicator: collectives between all ranks of the job.
+        cross_device_ops: how gradients are merged, if the user chose it; None: by the communicator.
+        notice: travels with the merge of each step, while a `fit` runs that saves itself when the job is preempted.
     """
 
     communicator: Communicator
@@ -92,17 +93,17 @@ class Replica:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is and will be no other replica."""
+        """Whether there is no other replica, now or later."""
         return self.world_size == 1 and self.elastic is None
 
     @property
     def elastic(self) -> ElasticCommunicator | None:
-        """The communicator of a job whose members come and go; None in all others."""
+        """The communicator of an elastic job; None in all others."""
         return self.communicator if isinstance(self.communicator, ElasticCommunicator) else None
 
     @property
     def is_candidate(self) -> bool:
-        """Whether this process waits to be let in to a job that runs."""
+        """Whether this process waits to be admitted to a running job."""
         elastic = self.elastic
         return elastic is not None and elastic.candidate
 
@@ -114,8 +115,8 @@ class Replica:
 
     @property
     def replicas(self) -> int:
-        """The number of replicas, for programs: in an elastic job that with which it began, which is the same on all
-        members at all times."""
+        """The number of replicas that programs see: in an elastic job the one at its start, which all members agree on
+        at all times."""
         elastic = self.elastic
         return self.world_size if elastic is None else elastic.replicas
 
@@ -126,52 +127,47 @@ class Replica:
         scale: float | Sequence[float] = 1.0,
         out: Sequence[Array] | None = None,
     ) -> list[Array]:
-        """The sum over ranks, by the algorithm that the user chose or the communicator's own."""
+        """The sum over ranks, by `cross_device_ops` or the communicator; see `Communicator.all_reduce`."""
         if self.cross_device_ops is None:
             return self.communicator.all_reduce(arrays, scale=scale, out=out)
         return self.cross_device_ops.all_reduce(self.communicator, arrays, scale=scale, out=out)
 
-    # Decisions that all ranks must take alike.
+    # Decisions that all ranks take alike.
 
     def any(self, flag: bool) -> bool:
         """True on every rank if `flag` is true on at least one."""
         merged = self.communicator.all_reduce([np.array([flag], np.uint8)], ReduceOp.MAX)
         return bool(merged[0][0])
 
-    def from_chief(self, value: object) -> object:
-        """The chief's value (of JSON's types), on every rank."""
+    def broadcast_from_chief(self, value: Any) -> Any:
+        """The chief's value, of JSON's types, on every rank."""
         return msgspec.msgpack.decode(self.communicator.broadcast_bytes(msgspec.msgpack.encode(value)))
 
     def gather(self, value: int) -> list[int]:
         """Every rank's number, in rank order."""
         return [int(array[0]) for array in self.communicator.all_gather(np.array([value], np.int64))]
 
-    def random_states(self) -> list[list[Array]]:
-        """Every rank's `random_state`, in rank order; nothing, and nobody is asked, where there is no such state."""
-        own = random_state()
-        return [decode(payload) for payload in self.communicator.all_gather_bytes(encode(own))] if own else []
+    # Elastic jobs.
 
-    # Jobs whose members come and go.
-
-    def steadily(self, action: Callable[[], T], adapt: Callable[[], None] | None = None) -> T:
-        """Do something that all members do together, and again from its beginning whenever these change.
+    def retry(self, action: Callable[[], T], on_change: Callable[[], None] | None = None) -> T:
+        """Do something that all members do together, and again from its beginning whenever the membership changes.
 
         Args:
-            adapt: called before it is begun again.
+            on_change: called before it begins again.
         """
         while True:
             try:
                 return action()
             except MembershipChangedError:
-                if adapt is not None:
-                    adapt()
+                if on_change is not None:
+                    on_change()
 
     @contextmanager
     def entry(self, seed: Callable[[], int] | None = None) -> Iterator[Entry]:
-        """A call of a method in which all members take part (`fit`, `evaluate`, ...). Calls within it do not count.
+        """Around a call of a method in which all members take part. Calls within it are part of it.
 
         Args:
-            seed: where the chief takes the entry's seed from; None: its random state.
+            seed: gives the entry's seed on the chief; None: it follows from Python's random state.
 
         Raises: EntryOverError at once if this is a candidate and the members have finished this call.
         """
@@ -187,7 +183,7 @@ class Replica:
         self._entries += 1
         self._seeds = 0
         try:
-            self._open(entry, elastic, seed or own_seed)
+            self._open(entry, elastic, seed or seed_from_program)
             yield entry
             result = entry.result if len(entry.result) <= MAX_RESULT_BYTES else NOT_KEPT
             self._last_result = (entry.number, result)
@@ -196,29 +192,29 @@ class Replica:
             self._entry = None
 
     def _open(self, entry: Entry, elastic: ElasticCommunicator, seed: Callable[[], int]) -> None:
-        """Know what all who take part in the entry must know."""
+        """Learn, or on the chief publish, what all who take part in the entry must know."""
         if self.is_candidate and not elastic.late:
-            return  # the job's first one, in which it comes together
+            return  # the job's first entry, in which its members meet
         if self.is_candidate:
             answer = elastic.ask_about(entry.number)
             if isinstance(answer, PastEntry):
                 raise EntryOverError(_checked(answer.result))
             entry.seed, entry.members = int.from_bytes(answer.note), answer.members
             return
-        entry.seed = int(self.steadily(lambda: self.from_chief(seed() if self.is_chief else 0)))  # type: ignore[call-overload]
+        entry.seed = int(self.retry(lambda: self.broadcast_from_chief(seed() if self.is_chief else 0)))
         entry.members = self.world_size
-        if self._last_result is not None:  # a chief that was lost may not have said so
+        if self._last_result is not None:  # a lost chief may not have reported it
             elastic.done(*self._last_result)
-        self.tell_of_the_entry()
+        self.announce_entry()
 
-    def tell_of_the_entry(self) -> None:
-        """The chief, also one that has just become it, tells those who come later about the present entry."""
+    def announce_entry(self) -> None:
+        """As the chief, perhaps a new one: publish the present entry for processes that join later."""
         elastic, entry = self.elastic, self._entry
         if elastic is not None and entry is not None:
             elastic.began(entry.number, entry.seed.to_bytes(8))
 
-    def take_part(self) -> None:
-        """As a candidate: wait until this process is let in to the present entry.
+    def join_entry(self) -> None:
+        """As a candidate: wait to be admitted to the present entry.
 
         Raises: EntryOverError if the members have finished it meanwhile.
         """
@@ -229,38 +225,37 @@ class Replica:
         if past is not None:
             raise EntryOverError(_checked(past))
 
-    def recorded(self, make: Callable[[], bytes]) -> bytes:
-        """What all members have made together at this point of the program; a candidate is told."""
+    def run_recorded(self, make: Callable[[], bytes]) -> bytes:
+        """The result of `make`, in which all members take part, as an entry: a candidate gets the members' result."""
         try:
             with self.entry() as entry:
                 if self.is_candidate:
-                    self.take_part()
-                entry.result = self.steadily(make)
+                    self.join_entry()
+                entry.result = self.retry(make)
                 return entry.result
         except EntryOverError as over:
             return over.result
 
     def common_seed(self) -> int:
-        """A seed that is equal on all ranks, another one at each call, within an entry of an elastic job: nobody is
-        asked."""
+        """Within an entry of an elastic job, a seed that is equal on all ranks and differs at each call. Sends nothing."""
         assert self._entry is not None
         self._seeds += 1
         return int(np.random.SeedSequence([self._entry.seed, self._seeds]).generate_state(1)[0] >> 1)
 
     @property
     def former_members(self) -> int:
-        """How many ranks there were when the present entry began, as far as this process knows."""
+        """Number of ranks when the present entry began, as far as this process knows; else 0."""
         return 0 if self._entry is None else self._entry.members
 
 
 def alone() -> Replica:
-    """A replica that is the only one."""
+    """The only replica of a job of one process."""
     return Replica(connect(Membership(1, 0, (Member(0, "worker/0", host_identity(), "", os.getpid()),))))
 
 
-def own_seed() -> int:
-    """A seed of 31 bits that follows from the state of Python's `random` (so `keras.utils.set_random_seed` makes it
-    reproducible), but takes no number from it: Keras's own draws stay what they are without Phalanx."""
+def seed_from_program() -> int:
+    """A seed of 31 bits that follows from the state of Python's `random`, so `keras.utils.set_random_seed` makes it
+    reproducible. It takes no number from that state: Keras draws the same numbers as without Phalanx."""
     copy = random.Random()
     copy.setstate(random.getstate())
     return copy.getrandbits(31)
@@ -269,8 +264,7 @@ def own_seed() -> int:
 def _checked(result: bytes) -> bytes:
     if result == NOT_KEPT:
         raise UnsupportedError(
-            f"This worker came late, and needs the result of a call that is over; it has more than "
-            f"{MAX_RESULT_BYTES >> 20} MiB, or all results together more than {KEPT_BYTES >> 20} MiB, which are not "
-            f"kept. Call `predict` on less data at a time, or after the training."
+            f"This worker joined late and needs the result of a call that is over, which was not kept: it has more "
+            f"than {MAX_RESULT_BYTES >> 20} MiB, or all results together more than {KEPT_BYTES >> 20} MiB. Call `predict` on less data at a time, or after the training."
         )
     return result

@@ -17,6 +17,7 @@ from phalanx.engines.random_state import draw_own_numbers, random_state
 from phalanx.errors import DisagreementError
 from phalanx.keras_compat.model_state import optimizers
 from phalanx.training.replica import Replica
+from phalanx.transport.serialization import decode, encode
 
 # An odd constant far from small multiples, so that the seeds of neighbouring ranks share no low bits
 # (2**32 divided by the golden ratio; Knuth, The Art of Computer Programming, 6.4).
@@ -80,6 +81,12 @@ def average_optimizers(model: Any, replica: Replica, share: float) -> None:
     values = communicator.broadcast([a for v, a in zip(variables, arrays, strict=True) if id(v) not in chosen])
     for variable, value in [*zip(averaged, means, strict=True), *zip(rest, values, strict=True)]:
         variable.assign(value)
+
+
+def gather_random_states(replica: Replica) -> list[list[np.ndarray[Any, Any]]]:
+    """Every rank's `random_state`, in rank order; empty, without a collective, on backends that have none."""
+    own = random_state()
+    return [decode(payload) for payload in replica.communicator.all_gather_bytes(encode(own))] if own else []
 
 
 def variables_of(model: Any) -> list[Any]:

@@ -44,7 +44,7 @@ class Member:
     def train(self) -> None:
         if self._communicator.fresh:
             self._welcome()
-        self._replica.tell_of_the_entry()
+        self._replica.announce_entry()
         while True:
             progress.report("gradients", epoch=0, step=self._step)
             time.sleep(SLOW_S if self._is("slow") else PACE_S)
@@ -55,7 +55,7 @@ class Member:
             try:
                 told = self._communicator.all_reduce([np.array([float((self._folder / "stop").exists())])])
             except MembershipChangedError:
-                self._replica.tell_of_the_entry()  # its chief may be another one
+                self._replica.announce_entry()  # its chief may be another one
                 self._welcome()
                 continue
             self._step += 1

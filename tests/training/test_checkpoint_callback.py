@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 import phalanx
-from phalanx.checkpoint import fit_resumption
 from phalanx.checkpoint.checkpoint_callback import CheckpointWriter
 from phalanx.errors import ConfigurationError, PreemptedError
+from phalanx.training import fit_resumption
 from tests.support.seeds import set_random_seed
 
 pytestmark = pytest.mark.timeout(600)

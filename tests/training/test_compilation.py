@@ -11,7 +11,7 @@ from tests.training.jobs import ROOT, environment
 PROGRAM = """
 import threading
 
-from phalanx.training.fit_loop import _compile_beside
+from phalanx.training.recovery import compile_in_background
 
 begun = threading.Event()
 
@@ -22,7 +22,7 @@ def first():
     print("first")
 
 
-_compile_beside([first, lambda: print("second")])
+compile_in_background([first, lambda: print("second")])
 begun.wait()
 """
 

@@ -1,9 +1,9 @@
-"""What the steps before an update would have merged, until the update comes.
+"""Gradient accumulation: what a rank keeps to itself until the optimizer updates.
 
-An optimizer that accumulates gradients over several steps (`gradient_accumulation_steps`) needs the other ranks' only
-when it updates. Until then it is given zeros, which change nothing of what it has accumulated, and this rank's own
-gradients are summed here; with the update's they are merged at once. What metrics count waits likewise. So between two
-updates nothing need be sent, and every rank's optimizer still has the same bits.
+An optimizer that accumulates gradients over several steps (`gradient_accumulation_steps`) needs the gradients of the
+other ranks only when it updates. Until then it is given zeros, which change nothing of what it has accumulated, and the
+rank's gradients are summed here; they are merged with those of the update. What metrics count waits likewise. So
+between two updates nothing need be sent, and every rank's optimizer still has the same bits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from phalanx.compression.reducer import name_of
 
 
 class GradientAccumulator:
-    """Sums of this rank's arrays, by the shapes of those that are merged together. Sums are replaced, never changed."""
+    """Sums of this rank's arrays, keyed by the shapes of those that are merged together. Sums are replaced, never
+    changed in place."""
 
     def __init__(self) -> None:
         self._sums: dict[str, list[Array]] = {}
@@ -27,46 +28,46 @@ class GradientAccumulator:
         return bool(self._sums)
 
     def add(self, arrays: Sequence[Array], scales: Sequence[float], *, unit: float = 1.0) -> None:
-        """Add `scale * array / unit` to what is held; with scale 0 an array is not read."""
+        """Add `scale * array / unit` to the sums; with scale 0 an array is not read."""
         key = _key(arrays)
         self._sums[key] = [
             _sum(total, array, scale / unit)
-            for total, array, scale in zip(self._of(key, arrays), arrays, scales, strict=True)
+            for total, array, scale in zip(self._sums_of(key, arrays), arrays, scales, strict=True)
         ]
 
-    def with_held(self, arrays: Sequence[Array], scales: Sequence[float], *, unit: float = 1.0) -> list[Array]:
-        """`scale * array` plus what is held of them, in units of `unit`."""
+    def plus_accumulated(self, arrays: Sequence[Array], scales: Sequence[float], *, unit: float = 1.0) -> list[Array]:
+        """`scale * array` plus their sums, in units of `unit`."""
         found = []
-        for total, array, scale in zip(self._of(_key(arrays), arrays), arrays, scales, strict=True):
+        for total, array, scale in zip(self._sums_of(_key(arrays), arrays), arrays, scales, strict=True):
             whole = _sum(total if unit == 1.0 else total * total.dtype.type(unit), array, scale)
             found.append(whole.astype(array.dtype, copy=False))
         return found
 
     def forget(self, arrays: Sequence[Array]) -> None:
-        """What was held of such arrays has been merged."""
+        """The sums of such arrays have been merged."""
         self._sums.pop(_key(arrays), None)
 
     def only(self) -> list[Array]:
-        """What is held, where all of it is merged together; else nothing."""
+        """The sums, if all of them are merged together; else nothing."""
         return list(next(iter(self._sums.values()))) if len(self._sums) == 1 else []
 
     def clear(self) -> None:
-        """Nobody wants what is held any more."""
+        """Forget all sums."""
         self._sums = {}
 
     def state(self) -> dict[str, Array]:
-        """All that is held, by name; it belongs to this rank."""
+        """All sums, by name; they belong to this rank."""
         return {f"{key}/{index}": total for key, sums in self._sums.items() for index, total in enumerate(sums)}
 
     def load(self, state: State) -> None:
-        """Go on from what `state` returned."""
+        """Continue from what `state` returned."""
         found: dict[str, dict[int, Array]] = {}
         for name, array in state.items():
             key, _, index = name.rpartition("/")
             found.setdefault(key, {})[int(index)] = np.asarray(array)
         self._sums = {key: [array for _, array in sorted(sums.items())] for key, sums in found.items()}
 
-    def _of(self, key: str, arrays: Sequence[Array]) -> list[Array]:
+    def _sums_of(self, key: str, arrays: Sequence[Array]) -> list[Array]:
         return self._sums.get(key) or [np.zeros(array.shape, _wide(array)) for array in arrays]
 
 
@@ -84,5 +85,5 @@ def _key(arrays: Sequence[Array]) -> str:
 
 
 def _wide(array: Array) -> np.dtype[np.generic]:
-    """In which sums of the array are kept: 16-bit floats would lose what is added."""
+    """The dtype of an array's sums: in 16-bit floats what is added would be lost."""
     return np.dtype(np.float32) if array.dtype.itemsize <= 2 and array.dtype.kind not in "iub" else array.dtype

@@ -1,6 +1,6 @@
 """The merge of one training step: one all-reduce over everything that the ranks contribute to it.
 
-With a compression, the gradients that it takes are summed apart from the rest, by a `CompressedReducer`. Not every step is
+With a compression, a `CompressedReducer` sums the gradients that it accepts, apart from the rest. Not every step is
 merged: see `MergeMode`.
 """
 
@@ -24,27 +24,27 @@ from phalanx.training.steps.accumulation import GradientAccumulator
 
 Array = np.ndarray[Any, Any]
 
-# While one buffer is still read by the backend's asynchronous update, the next step writes the other.
 BUFFERS = 2
+"""While the backend's asynchronous update still reads one buffer, the next step writes to the other."""
 
 
 class MergeMode(enum.Enum):
-    """What of a step is merged.
+    """What of a step is merged over the ranks.
 
-    MERGED: all that is there. UPDATE: the same, and what was held of the steps before. GRADIENTS_HELD: all but the
-    gradients, which wait for the optimizer's update (see `GradientAccumulator`). HELD: nothing; what metrics count waits as well, and
-    layer state is this rank's own until then. ALONE: nothing; this rank takes a step of its own.
+    MERGE: all of it. UPDATE: all of it, and what the steps before have accumulated. ACCUMULATE_GRADIENTS: all but the
+    gradients, which wait for the optimizer's update (`GradientAccumulator`). ACCUMULATE: nothing; what metrics count
+    waits as well, and layer state differs between the ranks until then. LOCAL: nothing; this rank takes a step alone.
     """
 
-    MERGED = "merged"
+    MERGE = "merge"
     UPDATE = "update"
-    GRADIENTS_HELD = "gradients held"
-    HELD = "held"
-    ALONE = "alone"
+    ACCUMULATE_GRADIENTS = "accumulate gradients"
+    ACCUMULATE = "accumulate"
+    LOCAL = "local"
 
 
 class MergeBuffers:
-    """The buffers into which steps are merged, used in turn."""
+    """The buffers that steps are merged into, used in turn."""
 
     def __init__(self) -> None:
         self._rings: dict[StepLayout, list[tuple[list[Array], list[Array]]]] = {}
@@ -59,10 +59,10 @@ class MergeBuffers:
 
 
 class _Groups(NamedTuple):
-    """Which arrays of a layout are what, by index."""
+    """The arrays of a layout by what they are, as indices."""
 
     gradients: list[int]
-    compressed: list[int]  # some of the gradients
+    compressed: list[int]  # a subset of the gradients
     counts: list[int]  # what metrics count
     rest: list[int]
 
@@ -71,12 +71,13 @@ class StepMerge:
     """Merges the arrays of a step over the ranks (`backends.engine.Merge`).
 
     Args:
-        compression: of gradients; None: they travel as they are.
+        compression: of gradients; None: they are sent as they are.
 
     Attributes:
-        unit: what gradients are multiplied by at present: the scale of the loss.
-        holds: whether gradients of some steps may be held; the same for all steps of a model.
-        exchange: see `Merge.exchange`; for steps that are to be taken so.
+        repeats: see `Merge.repeats`.
+        unit: the present scale of the loss, by which gradients are multiplied.
+        accumulates: whether some steps accumulate gradients; the same for all steps of a model.
+        exchange: see `Merge.exchange`; set for steps that are taken that way.
     """
 
     updates = False
@@ -87,33 +88,33 @@ class StepMerge:
         self._reducer = None if compression is None else CompressedReducer(compression)
         self._gradients = GradientAccumulator()
         self._counts = GradientAccumulator()
-        self._mode = MergeMode.MERGED
+        self._mode = MergeMode.MERGE
         self._buffers = MergeBuffers()
         self._scales: dict[tuple[StepLayout, float, bool], tuple[float, ...]] = {}
         self._groups: dict[StepLayout, _Groups] = {}
         self.unit = 1.0
-        self.holds = False
+        self.accumulates = False
         self.exchange: Exchange | None = None
 
     @property
     def separate(self) -> bool:
         """See `Merge.separate`."""
-        return self.holds or self._reducer is not None
+        return self.accumulates or self._reducer is not None
 
     @property
     def gather(self) -> Gather | None:
-        """See `Merge.gather`. Not where gradients are compressed or held, nor where a step may have to be repeated."""
+        """See `Merge.gather`. None where gradients are compressed or accumulated, or a step may have to be repeated."""
         return None if self.separate or self.repeats else self._gather
 
     def _gather(self, rows: Sequence[GradientRows], share: float) -> list[GradientRows]:
-        if self._mode is MergeMode.ALONE:
+        if self._mode is MergeMode.LOCAL:
             return list(rows)
         progress.enter("all_reduce")
         timeline.current.enter("merge")
         all_gather = self._replica.communicator.all_gather
         found = []
         for numbers, gradients, of_any_batch in rows:
-            own = len(numbers) if share else 0  # a stand-in batch counts nowhere
+            own = len(numbers) if share else 0  # a placeholder batch counts nowhere
             weighted = gradients[:own] * gradients.dtype.type(share)
             numbers_of, weighted_of = all_gather(numbers[:own]), all_gather(weighted)
             if of_any_batch and (counting := [rank for rank, each in enumerate(numbers_of) if len(each)]):
@@ -126,7 +127,7 @@ class StepMerge:
         return found
 
     @contextmanager
-    def doing(self, mode: MergeMode) -> Iterator[None]:
+    def in_mode(self, mode: MergeMode) -> Iterator[None]:
         """While inside, steps are merged in this mode."""
         former, self._mode = self._mode, mode
         try:
@@ -137,14 +138,14 @@ class StepMerge:
     def __call__(self, layout: StepLayout, arrays: Sequence[Array], share: float) -> list[Array]:
         flats, views = self._buffers.next(layout)
         scales = self._scale(layout, share)
-        if self._mode is MergeMode.ALONE:
+        if self._mode is MergeMode.LOCAL:
             _copy(arrays, views)
             timeline.current.enter("apply")
             return flats
         progress.enter("all_reduce")
         timeline.current.enter("merge")
-        holds = self._mode in (MergeMode.HELD, MergeMode.GRADIENTS_HELD)
-        if holds or self._reducer or (self._mode is MergeMode.UPDATE and (self._gradients or self._counts)):
+        accumulates = self._mode in (MergeMode.ACCUMULATE, MergeMode.ACCUMULATE_GRADIENTS)
+        if accumulates or self._reducer or (self._mode is MergeMode.UPDATE and (self._gradients or self._counts)):
             self._merge_partly(self._groups_of(layout), list(arrays), list(scales), views)
         else:
             self._all_reduce(arrays, scales, views)
@@ -153,29 +154,29 @@ class StepMerge:
         return flats
 
     def _all_reduce(self, arrays: Sequence[Array], scales: tuple[float, ...], views: Sequence[Array]) -> None:
-        """The sum over the ranks, and with it the notice that the job is to end."""
+        """The sum over the ranks, and with it the notice of a preemption."""
         notice = self._replica.notice
         if notice is None:
             self._replica.all_reduce(arrays, scale=scales, out=views)
         else:
-            arrays, scales, views = notice.merge_with(arrays, scales, views)
+            arrays, scales, views = notice.add_to_merge(arrays, scales, views)
             self._replica.all_reduce(arrays, scale=scales, out=views)
-            notice.take()
+            notice.read_merge()
 
-    def meet(self) -> None:
-        """Merge nothing, but the notice that the job is to end."""
+    def merge_notice(self) -> None:
+        """Merge nothing but the notice of a preemption."""
         zero = [np.zeros(1, np.float32)]
         self._all_reduce(zero, (1.0,), [np.empty_like(zero[0])])
 
     def total(self, own: Array, share: float) -> Array:
         """See `Merge.total`."""
-        if self._mode is MergeMode.ALONE:
-            return own / np.float32(share)  # as if all others had as much for each of their samples
+        if self._mode is MergeMode.LOCAL:
+            return own / np.float32(share)  # as if all other ranks had as much for each of their samples
         return self._replica.all_reduce([own], scale=1.0 if share else 0.0)[0]
 
-    def merged_held(self, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
-        """The gradients that are held, summed over all ranks and held no more; all ranks must call. Nothing where there
-        are none of just these shapes."""
+    def merge_accumulated(self, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
+        """The accumulated gradients, summed over all ranks, and forgotten; all ranks must call. Empty if there are none
+        of these very shapes."""
         own = self._gradients.only()
         if not own or [array.shape for array in own] != list(shapes):
             return []
@@ -183,13 +184,13 @@ class StepMerge:
         self._gradients.clear()
         return merged
 
-    def forget_counts(self) -> None:
-        """Metrics begin anew."""
+    def reset_counts(self) -> None:
+        """Metrics were reset: forget what they have counted since the last merge."""
         self._counts.clear()
 
     def state(self) -> dict[str, Array]:
-        """All that the merge remembers between steps, by name; see `CompressedReducer` for what belongs to whom. What is named
-        here is never changed, so that it may be loaded again after a step that failed."""
+        """All that the merge keeps between steps, by name; see `CompressedReducer` for what belongs to whom. These arrays
+        are never changed in place, so that they may be loaded again after a step that failed."""
         found = {f"held/{name}": array for name, array in self._gradients.state().items()}
         found |= {f"counts/{name}": array for name, array in self._counts.state().items()}
         if self._reducer is not None:
@@ -197,26 +198,26 @@ class StepMerge:
         return found
 
     def load(self, state: State) -> None:
-        """Go on from what `state` returned."""
+        """Continue from what `state` returned."""
         self._gradients.load(below("held/", state))
         self._counts.load(below("counts/", state))
         if self._reducer is not None:
             self._reducer.load(below("compression/", state))
 
     def pooled(self) -> dict[str, Array]:
-        """What the merges of all ranks remember of steps that are over, as one; all ranks must call."""
+        """What the merges of all ranks keep of steps that are over, pooled; all ranks must call."""
         if self._reducer is None:
             return {}
         pooled = self._reducer.pooled(self._replica.communicator)
         return {f"compression/{name}": array for name, array in pooled.items()}
 
     def load_pooled(self, state: State) -> None:
-        """Go on, with the present ranks, from what `pooled` returned."""
+        """Continue, with the present ranks, from what `pooled` returned."""
         if self._reducer is not None:
             self._reducer.load_pooled(below("compression/", state), self._replica.world_size)
 
     def synchronise(self) -> None:
-        """Give every rank what the chief's merge has in common with all; all ranks must call."""
+        """Give every rank the shared part of the chief's state; all ranks must call."""
         if self._reducer is not None:
             self._reducer.synchronise(self._replica.communicator)
 
@@ -225,14 +226,14 @@ class StepMerge:
         gradients, counts = (_chosen(group, arrays) for group in (groups.gradients, groups.counts))
         factors, weights = (_chosen(group, scales) for group in (groups.gradients, groups.counts))
         merged: list[int] = []
-        if mode is not MergeMode.HELD:
+        if mode is not MergeMode.ACCUMULATE:
             merged = [*groups.counts, *groups.rest]
-            if mode is not MergeMode.MERGED and self._counts:
-                _put(groups.counts, self._counts.with_held(counts, weights), arrays, scales)
-        if mode in (MergeMode.MERGED, MergeMode.UPDATE):
+            if mode is not MergeMode.MERGE and self._counts:
+                _put(groups.counts, self._counts.plus_accumulated(counts, weights), arrays, scales)
+        if mode in (MergeMode.MERGE, MergeMode.UPDATE):
             merged = [*(i for i in groups.gradients if i not in groups.compressed), *merged]
             if mode is MergeMode.UPDATE and self._gradients:
-                _put(groups.gradients, self._gradients.with_held(gradients, factors, unit=unit), arrays, scales)
+                _put(groups.gradients, self._gradients.plus_accumulated(gradients, factors, unit=unit), arrays, scales)
             if self._reducer is not None and groups.compressed:
                 self._reducer.all_reduce(
                     self._replica.communicator,
@@ -241,19 +242,19 @@ class StepMerge:
                 )
         if merged or self._replica.notice is not None:
             self._all_reduce(_chosen(merged, arrays), tuple(_chosen(merged, scales)), _chosen(merged, views))
-        # From here on nothing can fail: what is remembered may change.
+        # From here on nothing can fail: what is kept between steps may change.
         if self._reducer is not None:
             self._reducer.commit()
-        if mode in (MergeMode.HELD, MergeMode.GRADIENTS_HELD):
+        if mode in (MergeMode.ACCUMULATE, MergeMode.ACCUMULATE_GRADIENTS):
             self._gradients.add(gradients, factors, unit=unit)
             _clear(_chosen(groups.gradients, views))
         elif mode is MergeMode.UPDATE:
             self._gradients.forget(gradients)
-        if mode is MergeMode.HELD:
+        if mode is MergeMode.ACCUMULATE:
             self._counts.add(counts, weights)
             _clear(_chosen(groups.counts, views))
             _copy(_chosen(groups.rest, arrays), _chosen(groups.rest, views))
-        elif mode is not MergeMode.MERGED:
+        elif mode is not MergeMode.MERGE:
             self._counts.forget(counts)
 
     def _groups_of(self, layout: StepLayout) -> _Groups:
@@ -277,7 +278,7 @@ class StepMerge:
         scale = self._scales.get(key)
         if scale is None:
             first = 1.0 if self._replica.is_chief else 0.0
-            # A stand-in batch (share 0) counts nowhere, not even in what is summed.
+            # A placeholder batch (share 0) counts nowhere, not even in what is summed.
             of = {
                 MergeWeight.GRADIENT: share,
                 MergeWeight.SHARE: share,
@@ -289,7 +290,7 @@ class StepMerge:
 
 
 class GradientMerge:
-    """Sums gradients over the ranks outside of `fit`, as they are or by a compression."""
+    """Sums gradients over the ranks outside of `fit`, with or without a compression."""
 
     def __init__(self, replica: Replica, compression: Compression | None = None) -> None:
         self._replica = replica
@@ -308,7 +309,7 @@ def _chosen(indices: Iterable[int], values: Sequence[Any]) -> list[Any]:
 
 
 def _put(indices: Iterable[int], whole: Iterable[Array], arrays: list[Array], scales: list[float]) -> None:
-    """In the place of some arrays, sums in which their scales are contained."""
+    """Replace some arrays by sums that contain their scales already."""
     for index, array in zip(indices, whole, strict=True):
         arrays[index], scales[index] = array, 1.0
 

@@ -50,13 +50,13 @@ from phalanx.training.training_policy import SyncPeriod
 
 
 class LocalSGDStepper:
-    """See the top of this file, and `stepping.Stepper`.
+    """See the top of this file, and `stepper.ReplicaStepper`.
 
     Attributes:
         overlaps: whether exchanges may go on during the steps after them.
     """
 
-    every_step = False
+    merges_every_step = False
 
     def __init__(
         self,
@@ -87,12 +87,12 @@ class LocalSGDStepper:
         self._logs: Mapping[str, Any] | None = None
 
     @property
-    def together(self) -> bool:
-        """See `Stepper.together`."""
+    def is_merged(self) -> bool:
+        """See `ReplicaStepper.is_merged`."""
         return self.exchange.steps == 0
 
     def begin(self, *, watched: bool, entering: bool = False) -> None:
-        """See `Stepper.begin`. The logs of single batches are this replica's own."""
+        """See `ReplicaStepper.begin`. The logs of single batches are this replica's own."""
         weights, layer_state = self._model.trainable_variables, self._engine.layer_state()
         self._variables = [*weights, *layer_state]
         if not entering:
@@ -100,10 +100,10 @@ class LocalSGDStepper:
         self._logs = None
         self.exchange.begin(self._engine.read(self._variables), len(weights))
 
-    def train(self, batch: JointBatch, *, last: bool | None) -> None:
+    def train(self, batch: JointBatch, *, last: bool | None = None) -> None:
         """See `Stepper.train`."""
         if batch.size:
-            with self._merge.doing(MergeMode.ALONE):
+            with self._merge.in_mode(MergeMode.LOCAL):
                 self._engine.train(batch.data, batch.share)
         elif self._iterations is not None:  # schedules go on, as on the others
             (made,) = self._engine.read([self._iterations])
@@ -113,17 +113,17 @@ class LocalSGDStepper:
         self._all_trained += batch.size
         self.exchange.took_step(batch.size)
 
-    def meet(self, steadily: RetryOnMembershipChange) -> Sequence[str]:
-        """See `Stepper.meet`."""
+    def merge_if_due(self, retry: RetryOnMembershipChange) -> Sequence[str]:
+        """See `ReplicaStepper.merge_if_due`."""
         if self.exchange.steps < self._period.steps:
             return ()
-        return self._exchange(steadily, overlap=self.overlaps)
+        return self._exchange(retry, overlap=self.overlaps)
 
-    def finish(self, steadily: RetryOnMembershipChange) -> Sequence[str]:
-        """See `Stepper.finish`."""
-        tasks = self._exchange(steadily, overlap=False) if self.exchange.unmerged else ()
-        steadily(self._merge_moving_averages)
-        self._logs = steadily(self._merge_metrics)
+    def finish(self, retry: RetryOnMembershipChange) -> Sequence[str]:
+        """See `ReplicaStepper.finish`."""
+        tasks = self._exchange(retry, overlap=False) if self.exchange.unmerged else ()
+        retry(self._merge_moving_averages)
+        self._logs = retry(self._merge_metrics)
         self._trained = 0
         return tasks
 
@@ -131,18 +131,18 @@ class LocalSGDStepper:
         """See `Stepper.logs`."""
         return self._engine.logs() if self._logs is None else self._logs
 
-    def end(self, steadily: RetryOnMembershipChange) -> None:
-        """See `Stepper.end`."""
+    def end(self, retry: RetryOnMembershipChange) -> None:
+        """See `ReplicaStepper.end`."""
 
         def average() -> None:
             if (share := self._share(self._all_trained)) is not None:
                 state_sync.average_optimizers(self._model, self._replica, share)
 
-        steadily(average)
+        retry(average)
         self._all_trained = 0
 
-    def welcome(self) -> None:
-        """See `Stepper.welcome`. Each keeps its optimizer's moments, and what its metrics have counted."""
+    def admit(self) -> None:
+        """See `ReplicaStepper.admit`. Each keeps its optimizer's moments, and what its metrics have counted."""
         elastic = self._replica.elastic
         fresh = elastic is not None and elastic.fresh
         state_sync.synchronise(self._model, self._replica, take=fresh)
@@ -152,7 +152,7 @@ class LocalSGDStepper:
             self._trained = self._all_trained = 0
 
     def pooled(self) -> State:
-        """See `Stepper.pooled`. What all metrics have counted is the chief's from here on, who saves it."""
+        """See `ReplicaStepper.pooled`. What all metrics have counted is the chief's from here on, who saves it."""
         counts = self._replica.gather(self._trained)
         if any(counts):
             self._engine.merged_metrics(self._trained / sum(counts), final=True, training=True)
@@ -163,7 +163,7 @@ class LocalSGDStepper:
         return {f"exchange/{name}": array for name, array in pooled.items()} | {"trained": np.array(sum(counts))}
 
     def load_pooled(self, state: State) -> None:
-        """See `Stepper.load_pooled`."""
+        """See `ReplicaStepper.load_pooled`."""
         if "trained" not in state:
             return  # saved by a job that merged every step
         self.exchange.load_pooled(below("exchange/", state), self._replica.world_size)
@@ -171,7 +171,7 @@ class LocalSGDStepper:
         if not self._replica.is_chief:
             self._model.reset_metrics()
 
-    def _exchange(self, steadily: RetryOnMembershipChange, *, overlap: bool) -> Sequence[str]:
+    def _exchange(self, retry: RetryOnMembershipChange, *, overlap: bool) -> Sequence[str]:
         progress.enter("exchange")
         timeline.current.enter("exchange")
         own = self._engine.read(self._variables)
@@ -181,7 +181,7 @@ class LocalSGDStepper:
             tasks[:] = [member.task for member in self._replica.communicator.membership.members]
             return self.exchange.run(own, self._replica, overlap=overlap)
 
-        values = steadily(run)
+        values = retry(run)
         self._engine.write(list(zip(self._variables, values, strict=True)))
         progress.enter("update")
         timeline.current.leave()

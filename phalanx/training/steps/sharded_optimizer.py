@@ -57,7 +57,7 @@ from phalanx.runtime import progress
 from phalanx.training.joint_batches import JointBatch
 from phalanx.training.replica import Replica
 from phalanx.training.steps.gradient_merge import StepMerge
-from phalanx.training.steps.stepper import EveryStep, RetryOnMembershipChange, takes_keras_steps
+from phalanx.training.steps.stepper import RetryOnMembershipChange, SynchronousStepper, takes_keras_steps
 
 Array = np.ndarray[Any, Any]
 
@@ -108,18 +108,18 @@ def make_sharded_stepper(
     where the optimizer does not tell what it keeps. All ranks must call."""
     vector = FlatBuffer([tuple(variable.shape) for variable in model.trainable_variables], replica.world_size)
     try:
-        kept: _Kept | None = _Kept(model)
+        resumable: _Kept | None = _Kept(model)
     except UnsupportedError:
-        kept = None
-    if replica.any(kept is None):
+        resumable = None
+    if replica.any(resumable is None):
         return None
     metrics = FlatBuffer([tuple(variable.shape) for variable in model.metrics_variables], 1)
     ranks = replica.world_size
     numbers = (ranks + 2) * vector.size + ranks * (metrics.size + UNIT)
     segment = shared_block(replica.communicator, numbers * _DTYPE.itemsize)
-    if segment is None or kept is None:
+    if segment is None or resumable is None:
         return None
-    return ShardedOptimizerStepper(model, engine, merge, replica, vector, metrics, kept, segment)
+    return ShardedOptimizerStepper(model, engine, merge, replica, vector, metrics, resumable, segment)
 
 
 class _Kept:
@@ -153,19 +153,19 @@ class _GradientMissingError(Exception):
 
 
 class ShardedOptimizerStepper:
-    """See the top of this file, and `stepping.Stepper`.
+    """See the top of this file, and `stepper.ReplicaStepper`.
 
     Args:
         vector: of the weights.
         metrics: of what the metrics keep.
-        kept: of the model's optimizer.
+        resumable: of the model's optimizer.
         segment: memory for the rows.
 
     Attributes:
         shows: whether somebody shows logs of single batches.
     """
 
-    every_step = together = True
+    merges_every_step = is_merged = True
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class ShardedOptimizerStepper:
         replica: Replica,
         vector: FlatBuffer,
         metrics: FlatBuffer,
-        kept: _Kept,
+        resumable: _Kept,
         segment: SharedSegment,
     ) -> None:
         self._model = model
@@ -183,7 +183,7 @@ class ShardedOptimizerStepper:
         self._merge = merge
         self._replica = replica
         self._vector = vector
-        self._kept = kept
+        self._kept = resumable
         self._variables = list(model.trainable_variables)
         self._optimizer = optimizer = model.optimizer
         decays = bool(optimizer.weight_decay) and optimizer._use_weight_decay(self._variables[0])
@@ -204,15 +204,15 @@ class ShardedOptimizerStepper:
         self._own_counts = metrics.unpack(self._counts[replica.rank])
         self._counted: Array | None = None
         self._flags = flags[::UNIT]
-        self._instead: EveryStep | None = None
+        self._fallback: SynchronousStepper | None = None
         self._share = _DTYPE.type(1)
         self._stepped = False
         self._logs: Mapping[str, Any] | None = None
 
     @property
-    def has_handed_over(self) -> bool:
+    def has_fallen_back(self) -> bool:
         """Whether steps of this model turned out not to be for this."""
-        return self._instead is not None
+        return self._fallback is not None
 
     def serves(self, model: Any, engine: Engine) -> bool:
         """Whether this was made for what the model and its optimizer are now."""
@@ -226,9 +226,9 @@ class ShardedOptimizerStepper:
         )
 
     def begin(self, *, watched: bool, entering: bool = False) -> None:
-        """See `Stepper.begin`. Whatever has been done to weights and optimizer since the last epoch counts."""
-        if self._instead is not None:
-            self._instead.begin(watched=watched, entering=entering)
+        """See `ReplicaStepper.begin`. Whatever has been done to weights and optimizer since the last epoch counts."""
+        if self._fallback is not None:
+            self._fallback.begin(watched=watched, entering=entering)
             return
         self._stepped, self._logs, self._counted = False, None, None
         rank, pack_part = self._replica.rank, self._vector.pack_part
@@ -241,15 +241,15 @@ class ShardedOptimizerStepper:
         }
         self._updater.load(values, state)
 
-    def train(self, batch: JointBatch, *, last: bool | None) -> None:
+    def train(self, batch: JointBatch, *, last: bool | None = None) -> None:
         """See `Stepper.train`."""
-        if self._instead is None:
+        if self._fallback is None:
             try:
                 self._take_step(batch)
             except _GradientMissingError:
-                self._instead = self._hand_over()
-        if self._instead is not None:
-            self._instead.train(batch, last=last)
+                self._fallback = self._fall_back()
+        if self._fallback is not None:
+            self._fallback.train(batch, last=last)
 
     def _take_step(self, batch: JointBatch) -> None:
         self._share = _DTYPE.type(batch.share)
@@ -260,10 +260,10 @@ class ShardedOptimizerStepper:
             self._merge.exchange = None
         self._stepped = True
 
-    def _hand_over(self) -> EveryStep:
+    def _fall_back(self) -> SynchronousStepper:
         """What takes the steps from here on, which finds everything as if it had taken those before."""
         self._gather()
-        stepper = EveryStep(self._model, self._engine, self._merge, self._replica, holds=False)
+        stepper = SynchronousStepper(self._model, self._engine, self._merge, self._replica, accumulates=False)
         stepper.begin(watched=False)
         return stepper
 
@@ -297,14 +297,14 @@ class ShardedOptimizerStepper:
         progress.enter("update")
         return list(weights)
 
-    def meet(self, steadily: RetryOnMembershipChange) -> Sequence[str]:
-        """See `Stepper.meet`."""
+    def merge_if_due(self, retry: RetryOnMembershipChange) -> Sequence[str]:
+        """See `ReplicaStepper.merge_if_due`."""
         return ()
 
-    def finish(self, steadily: RetryOnMembershipChange) -> Sequence[str]:
-        """See `Stepper.finish`."""
-        if self._instead is not None:
-            return self._instead.finish(steadily)
+    def finish(self, retry: RetryOnMembershipChange) -> Sequence[str]:
+        """See `ReplicaStepper.finish`."""
+        if self._fallback is not None:
+            return self._fallback.finish(retry)
         self._gather()
         return ()
 
@@ -333,23 +333,23 @@ class ShardedOptimizerStepper:
 
     def logs(self) -> Mapping[str, Any]:
         """See `Stepper.logs`."""
-        if self._instead is not None:
-            return self._instead.logs()
+        if self._fallback is not None:
+            return self._fallback.logs()
         if self._logs is not None:
             return self._logs
         if self._counted is not None:
             return self._engine.results_of(self._metrics.unpack(self._counted))
         return self._engine.logs()
 
-    def end(self, steadily: RetryOnMembershipChange) -> None:
-        """See `Stepper.end`."""
+    def end(self, retry: RetryOnMembershipChange) -> None:
+        """See `ReplicaStepper.end`."""
 
-    def welcome(self) -> None:
-        """See `Stepper.welcome`. Nobody comes in."""
+    def admit(self) -> None:
+        """See `ReplicaStepper.admit`. Nobody comes in."""
 
     def pooled(self) -> State:
-        """See `Stepper.pooled`."""
+        """See `ReplicaStepper.pooled`."""
         return {}
 
     def load_pooled(self, state: State) -> None:
-        """See `Stepper.load_pooled`."""
+        """See `ReplicaStepper.load_pooled`."""

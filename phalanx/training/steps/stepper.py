@@ -1,4 +1,4 @@
-"""When the replicas come together: at every step, at every update, or (`periodic`) every so many steps."""
+"""Steppers, which take the training steps, and the one that merges every step over the replicas."""
 
 from __future__ import annotations
 
@@ -19,82 +19,92 @@ T = TypeVar("T")
 
 
 class RetryOnMembershipChange(Protocol):
-    """See `Replica.steadily`."""
+    """See `Replica.retry`."""
 
     def __call__(self, action: Callable[[], T], /) -> T: ...
 
 
 class Stepper(Protocol):
-    """Takes the training steps of one model, epoch after epoch."""
+    """Takes the training steps of one model: the seam between the loop and what computes.
 
-    @property
-    def every_step(self) -> bool:
-        """Whether each step is one of all replicas, which is done by all or by none."""
-        ...
+    It does not say what a step consists of: engine and merge (`SynchronousStepper`), parameter servers
+    (`ParameterServerStepper`), or a single program that is compiled for many devices.
+    """
 
-    @property
-    def together(self) -> bool:
-        """Whether the replicas have met at the last step, so that decisions may be taken together now."""
-        ...
-
-    def begin(self, *, watched: bool, entering: bool) -> None:
-        """An epoch begins; the engine has begun.
+    def train(self, batch: Any, *, last: bool | None = None) -> None:
+        """One step on a `TrainingBatch`.
 
         Args:
-            watched: whether the logs of single batches matter to anybody.
-            entering: this process comes in in the middle of it.
+            last: whether it is the epoch's last; None where that is not known.
         """
-        ...
-
-    def train(self, batch: JointBatch, *, last: bool | None) -> None:
-        """One step.
-
-        Args:
-            last: whether it is the epoch's last; None where nobody knows.
-        """
-        ...
-
-    def meet(self, steadily: RetryOnMembershipChange) -> Sequence[str]:
-        """A step is over: come together if it is time to. The tasks whose own steps are everybody's now."""
-        ...
-
-    def finish(self, steadily: RetryOnMembershipChange) -> Sequence[str]:
-        """The epoch's steps are done, and the engine has not ended yet: afterwards all replicas are alike. Returns what
-        `meet` does."""
         ...
 
     def logs(self) -> Mapping[str, Any]:
         """The logs of the epoch until now."""
         ...
 
-    def end(self, steadily: RetryOnMembershipChange) -> None:
-        """`fit` has made its last step, and the engine has ended."""
+
+class ReplicaStepper(Stepper, Protocol):
+    """Takes the steps of a model that several ranks train, epoch after epoch."""
+
+    @property
+    def merges_every_step(self) -> bool:
+        """Whether each step is one of all replicas, which happens on all or on none."""
         ...
 
-    def welcome(self) -> None:
-        """While the replicas are together and the engine has ended: give those who come in what the others have. All
-        ranks must call."""
+    @property
+    def is_merged(self) -> bool:
+        """Whether the replicas met at the last step, so that decisions may be taken together now."""
+        ...
+
+    def begin(self, *, watched: bool, entering: bool) -> None:
+        """An epoch begins; the engine has begun.
+
+        Args:
+            watched: whether callbacks of any rank see the logs of single batches.
+            entering: whether this process joins or resumes in the middle of the epoch.
+        """
+        ...
+
+    def merge_if_due(self, retry: RetryOnMembershipChange) -> Sequence[str]:
+        """A step is over: merge if it is time to. Returns the tasks whose unmerged steps have been merged."""
+        ...
+
+    def finish(self, retry: RetryOnMembershipChange) -> Sequence[str]:
+        """The epoch's steps are done, and the engine has not ended yet: afterwards all replicas are alike. Returns what
+        `merge_if_due` does."""
+        ...
+
+    def end(self, retry: RetryOnMembershipChange) -> None:
+        """`fit` has taken its last step, and the engine has ended."""
+        ...
+
+    def admit(self) -> None:
+        """While the replicas are merged and the engine has ended: give those who join what the others have. All ranks
+        must call."""
         ...
 
     def pooled(self) -> State:
-        """While they are together: what the replicas remember beside the model, as one. All ranks must call."""
+        """While they are merged: what the replicas keep besides the model, pooled. All ranks must call."""
         ...
 
     def load_pooled(self, state: State) -> None:
-        """Go on from what `pooled` returned; the model has the values of then already."""
+        """Continue from what `pooled` returned; the model has the values of then already."""
         ...
 
 
-class EveryStep:
+class SynchronousStepper:
     """All replicas take each step together. Gradients that the optimizer accumulates are merged when it updates.
 
     Args:
-        holds: whether a replica may keep them until then; else they are merged at every step.
+        accumulates: whether a replica may keep its gradients until the update; else they are merged at every step.
     """
 
-    together = every_step = True
+    is_merged = merges_every_step = True
 
-    def __init__(self, model: Any, engine: Engine, merge: StepMerge, replica: Replica, *, holds: bool = True) -> None:
+    def __init__(
+        self, model: Any, engine: Engine, merge: StepMerge, replica: Replica, *, accumulates: bool = True
+    ) -> None:
         self._model = model
         self._engine = engine
         self._merge = merge
@@ -102,34 +112,34 @@ class EveryStep:
         optimizer = model.optimizer
         self._scale = loss_scale(optimizer)
         inner = inner_optimizer(optimizer)
-        self._steps = steps_to_hold(model) if holds else 1
+        self._steps = accumulation_steps(model) if accumulates else 1
         self._iterations = getattr(inner, "_iterations", None)
         self._accumulators = list(getattr(inner, "_accumulated_gradients", ())) if self._steps > 1 else []
         self._watched = False
 
     def begin(self, *, watched: bool, entering: bool = False) -> None:
-        """See `Stepper.begin`."""
+        """See `ReplicaStepper.begin`."""
         self._watched = watched
-        self._merge.forget_counts()
+        self._merge.reset_counts()
 
-    def train(self, batch: JointBatch, *, last: bool | None) -> None:
+    def train(self, batch: JointBatch, *, last: bool | None = None) -> None:
         """See `Stepper.train`."""
         if self._scale is not None and self._merge.separate:
             self._merge.unit = float(self._engine.read([self._scale])[0])
-        with self._merge.doing(self._mode(last)):
+        with self._merge.in_mode(self._mode(last)):
             self._engine.train(batch.data, batch.share)
 
-    def meet(self, steadily: RetryOnMembershipChange) -> Sequence[str]:
-        """See `Stepper.meet`."""
+    def merge_if_due(self, retry: RetryOnMembershipChange) -> Sequence[str]:
+        """See `ReplicaStepper.merge_if_due`."""
         return ()
 
-    def finish(self, steadily: RetryOnMembershipChange) -> Sequence[str]:
-        """See `Stepper.finish`. What is held goes to where the optimizer accumulates, so that it can be saved."""
+    def finish(self, retry: RetryOnMembershipChange) -> Sequence[str]:
+        """See `ReplicaStepper.finish`. Accumulated gradients go to the optimizer, where they can be saved."""
         if not self._accumulators:
             return ()
-        held = self._merge.merged_held([tuple(variable.shape) for variable in self._accumulators])
-        if held:
-            sums = [a + b.astype(a.dtype) for a, b in zip(self._engine.read(self._accumulators), held, strict=True)]
+        merged = self._merge.merge_accumulated([tuple(variable.shape) for variable in self._accumulators])
+        if merged:
+            sums = [a + b.astype(a.dtype) for a, b in zip(self._engine.read(self._accumulators), merged, strict=True)]
             self._engine.write(list(zip(self._accumulators, sums, strict=True)))
         return ()
 
@@ -137,20 +147,20 @@ class EveryStep:
         """See `Stepper.logs`."""
         return self._engine.logs()
 
-    def end(self, steadily: RetryOnMembershipChange) -> None:
-        """See `Stepper.end`."""
+    def end(self, retry: RetryOnMembershipChange) -> None:
+        """See `ReplicaStepper.end`."""
 
-    def welcome(self) -> None:
-        """See `Stepper.welcome`."""
+    def admit(self) -> None:
+        """See `ReplicaStepper.admit`."""
         state_sync.synchronise(self._model, self._replica, metrics=True)
         self._merge.synchronise()
 
     def pooled(self) -> State:
-        """See `Stepper.pooled`."""
+        """See `ReplicaStepper.pooled`."""
         return self._merge.pooled()
 
     def load_pooled(self, state: State) -> None:
-        """See `Stepper.load_pooled`."""
+        """See `ReplicaStepper.load_pooled`."""
         self._merge.load_pooled(state)
 
     def _mode(self, last: bool | None) -> MergeMode:
@@ -159,14 +169,14 @@ class EveryStep:
         made = int(self._engine.read([self._iterations])[0])
         if (made + 1) % self._steps == 0:
             return MergeMode.UPDATE
-        return MergeMode.HELD if last is False and not self._watched else MergeMode.GRADIENTS_HELD
+        return MergeMode.ACCUMULATE if last is False and not self._watched else MergeMode.ACCUMULATE_GRADIENTS
 
 
-def steps_to_hold(model: Any) -> int:
-    """Over how many steps a replica may keep gradients of this model, which its optimizer accumulates, to itself."""
+def accumulation_steps(model: Any) -> int:
+    """Over how many steps the replicas may accumulate gradients of this model apart; 1: merge every step."""
     optimizer = getattr(model, "optimizer", None)  # none before `compile`
-    # Two optimizers may accumulate over different steps; a `train_step` of one's own may apply more than once. An
-    # overflow leaves out the one step in which it is: with a scale that moves, gradients must be seen merged then.
+    # Two optimizers may accumulate over different steps, and a custom `train_step` may apply more than once. A dynamic
+    # loss scale skips the very step that overflows, so it must see merged gradients at every step.
     simple = (
         optimizer is not None
         and len(model_state.optimizers(model)) == 1
@@ -177,7 +187,7 @@ def steps_to_hold(model: Any) -> int:
 
 
 def unit_of_gradients(model: Any) -> float:
-    """By what the loss is always multiplied; see `loss_scale` where that moves."""
+    """The constant factor of the loss; see `loss_scale` for one that changes."""
     optimizer = inner_optimizer(getattr(model, "optimizer", None))
     return float(getattr(optimizer, "loss_scale_factor", None) or 1.0)
 
@@ -190,17 +200,17 @@ def inner_optimizer(optimizer: Any) -> Any:
 
 
 def count_steps(optimizer: Any, steps: int) -> None:
-    """So many steps count as made: batches, also where the gradients of several make an update (`iterations` counts the
+    """Set the optimizer's count of steps: of batches, also where gradients are accumulated (Keras's `iterations` counts
     updates then, and cannot be assigned)."""
     inner_optimizer(optimizer)._iterations.assign(steps)
 
 
 def loss_scale(optimizer: Any) -> Any:
-    """The variable by which the loss is multiplied; None where it is not, or always by the same number."""
+    """The variable by which the loss is multiplied; None if it is not scaled, or by a constant."""
     return optimizer.dynamic_scale if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else None
 
 
 def takes_keras_steps(model: Any) -> bool:
-    """Whether the model's `train_step` is Keras's own on the present backend."""
+    """Whether the model's `train_step` is Keras's."""
     trainer = next(base for base in keras.Model.__mro__ if "train_step" in vars(base) and base is not keras.Model)
     return bool(type(model).train_step is trainer.train_step)

@@ -15,7 +15,7 @@ import pytest
 from keras import layers, optimizers
 
 from phalanx.training.callback_list import ReplicaProgbar
-from phalanx.training.replica_trainer import ReplicaTrainer
+from phalanx.training.replica_model import ReplicaModel
 from tests.training.scenarios.common import BATCH, classifier, compiled, features, fitted, labels, observed
 from tests.training.scenarios.registry import BACKENDS, Setting, add, scenario
 
@@ -24,14 +24,14 @@ from tests.training.scenarios.registry import BACKENDS, Setting, add, scenario
 def _steppers() -> Iterator[list[bool]]:
     """For each `fit` inside, whether the update was shared."""
     found: list[bool] = []
-    original = ReplicaTrainer.faster_stepper
+    original = ReplicaModel.sharded_stepper
 
-    def faster_stepper(self: Any, *arguments: Any) -> Any:
+    def sharded_stepper(self: Any, *arguments: Any) -> Any:
         stepper = original(self, *arguments)
         found.append(stepper is not None)
         return stepper
 
-    with mock.patch.object(ReplicaTrainer, "faster_stepper", faster_stepper):
+    with mock.patch.object(ReplicaModel, "sharded_stepper", sharded_stepper):
         yield found
 
 

@@ -1,0 +1,93 @@
+"""`evaluate`: the metrics of one pass over a dataset, by all replicas together or by one parameter-server worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+from keras.src.utils.python_utils import pythonify_logs
+
+from phalanx.data import ShardedInput
+from phalanx.monitoring import timeline
+from phalanx.runtime import progress
+from phalanx.training import callback_list
+from phalanx.training.fit_arguments import FitArguments
+from phalanx.training.joint_batches import batch_groups
+from phalanx.training.replica_model import ReplicaModel
+
+
+def evaluate_on_replicas(
+    replica_model: ReplicaModel,
+    source: ShardedInput,
+    callbacks: Any,
+    *,
+    watched: bool,
+    on_change: Callable[[], None] | None = None,
+) -> dict[str, Any]:
+    """Evaluate on all of a source; returns the logs, the same on every rank.
+
+    Args:
+        watched: whether callbacks of any rank see single batches.
+        on_change: see `ReplicaModel.repeat_over`.
+    """
+    progress.report("evaluate")
+    callbacks.on_test_begin()
+    logs = replica_model.repeat_over(source, lambda: _pass(replica_model, source, callbacks, watched), on_change)
+    callbacks.on_test_end(logs)
+    return logs
+
+
+def _pass(replica_model: ReplicaModel, source: ShardedInput, callbacks: Any, watched: bool) -> dict[str, Any]:
+    model, engine, replica = replica_model.model, replica_model.engine, replica_model.replica
+    bar = callback_list.progress_bar(callbacks)
+    if bar is not None:
+        bar.replicas = replica.world_size
+    model.stop_evaluating = False
+    model.reset_metrics()
+    own = everyone = 0
+    logs: Mapping[str, Any] = {}
+    source.reset()  # every evaluation begins with the first batch, also with `validation_steps`
+    engine.begin()
+    try:
+        for first, last, batches in batch_groups(source, replica, model.steps_per_execution):
+            callbacks.on_test_batch_begin(first)
+            for batch in batches:
+                timeline.current.enter("forward")
+                engine.expect(source.form)
+                engine.test(batch.data, batch.share)
+                timeline.current.leave()
+                own += batch.size
+                everyone += batch.global_size
+                if bar is not None:
+                    bar.count(batch.global_size)
+            if watched:
+                logs = engine.merged_metrics(own / max(everyone, 1), final=False)
+            callbacks.on_test_batch_end(last, logs)
+            if watched and replica.any(model.stop_evaluating):
+                break
+        # Without data there is no result: zeros would be the best of all losses.
+        return pythonify_logs(engine.merged_metrics(own / everyone, final=True)) if everyone else {}
+    finally:
+        engine.end()
+        timeline.current.leave()
+
+
+def evaluate_on_worker(evaluate: Callable[..., Any], arguments: FitArguments, callbacks: Any) -> dict[str, Any]:
+    """Evaluate on the validation data of a `fit` in this process alone; returns the logs.
+
+    Args:
+        evaluate: Keras's own method.
+    """
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(arguments.validation_data)
+    logs: dict[str, Any] = evaluate(
+        x=x,
+        y=y,
+        sample_weight=sample_weight,
+        batch_size=arguments.validation_batch_size or arguments.batch_size,
+        steps=arguments.validation_steps,
+        callbacks=callbacks,
+        return_dict=True,
+        verbose=0,
+    )
+    return logs

@@ -1,0 +1,147 @@
+"""The position of a running `fit`: what another process needs to continue it, besides the state of the model.
+
+Two kinds of process do: one that joins an elastic job (`recovery`), and one that restarts from a checkpoint
+(`fit_resumption`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+
+from phalanx.checkpoint.callback_state import CallbackStateTracker, restore_states
+from phalanx.data.sample_ledger import SampleLedger
+from phalanx.training import state_sync
+from phalanx.training.fit_state import ReplicaFitState
+from phalanx.training.joint_batches import JointBatch, JointBatches
+from phalanx.training.replica_model import ReplicaModel
+from phalanx.transport.serialization import is_plain
+
+
+@dataclass(kw_only=True)
+class FitPosition:
+    """Where a `fit` stands between two steps or two epochs; the same on all ranks.
+
+    Attributes:
+        epoch: index of the epoch of the next step.
+        step: index of the next step; 0 also between two epochs.
+        place: in the data: of the running epoch (`ShardedInput.place`), or, between two epochs, of the next one
+            (`ShardedInput.next_place`).
+        randomness: what the order of the data follows from; see `ShardedInput.randomness`.
+        validated: batches taken of the validation data; see `ShardedInput.taken`.
+        epochs: the epochs that `History` has recorded.
+        history: what it has recorded of each.
+        logs: of the last epoch that is over.
+        callbacks: for each one that was passed, its class and what it has learnt.
+        ledger: the `SampleLedger`, encoded; empty without one.
+        applied: steps in all epochs so far, where checkpoints are written.
+    """
+
+    epoch: int
+    step: int
+    place: tuple[int, int]
+    randomness: bytes = b""
+    validated: int = 0
+    epochs: list[int]
+    history: dict[str, list[Any]]
+    logs: dict[str, Any]
+    callbacks: list[tuple[str, bytes]]
+    ledger: bytes = b""
+    applied: int = 0
+
+
+class FitRecorder:
+    """Records, in jobs that another process may continue, what it would need: positions and the sample ledger."""
+
+    def __init__(self, replica_model: ReplicaModel, state: ReplicaFitState) -> None:
+        self.ledger = SampleLedger.of(state.source)
+        self._model = replica_model
+        self._state = state
+        self._callback_states = CallbackStateTracker(state.arguments.callbacks)
+
+    def record_step(self, batch: JointBatch) -> None:
+        """A step was taken; where the stepper does not merge every step, only by each rank for itself."""
+        if self.ledger is None:
+            return
+        source, stepper = self._state.source, self._state.stepper
+        if stepper.merges_every_step:
+            self.ledger.note(source, batch.step, batch.sizes)
+        else:
+            tasks = [member.task for member in self._model.replica.communicator.membership.members]
+            self.ledger.hold(source, batch.step, batch.sizes, tasks)
+
+    def record_merge(self, tasks: Sequence[str]) -> None:
+        """The steps that these tasks have taken for themselves have been merged."""
+        if self.ledger is not None and tasks:
+            self.ledger.release(tasks)
+
+    def end_epoch(self) -> None:
+        """The steps of an epoch are over."""
+        if self.ledger is not None:
+            self.ledger.end_epoch(self._state.epoch)
+
+    def callback_states(self) -> list[tuple[str, bytes]]:
+        """What the callbacks have learnt since this `fit` began."""
+        return self._callback_states.changes(self._state.arguments.callbacks)
+
+    def position(self) -> FitPosition:
+        """Where this `fit` stands now, without the ledger, which takes time to encode."""
+        state = self._state
+        source, batches, history = state.source, state.batches, self._model.model.history
+        return FitPosition(
+            epoch=state.epoch,
+            step=0 if batches is None else batches.done,
+            place=source.next_place if batches is None else source.place,
+            randomness=source.next_randomness if batches is None else source.randomness,
+            validated=0 if state.validation is None else state.validation.taken,
+            epochs=list(history.epoch),
+            history={name: [as_plain_value(value) for value in values] for name, values in history.history.items()},
+            logs={name: as_plain_value(value) for name, value in state.logs.items()},
+            callbacks=self.callback_states(),
+        )
+
+    def restore(self, position: FitPosition, restart_epoch: Callable[[], None] | None) -> None:
+        """Continue from a position; the model has its state already.
+
+        Args:
+            restart_epoch: begins the epoch for the callbacks; None: the position is between two epochs.
+        """
+        state = self._state
+        state.epoch, state.logs = position.epoch, dict(position.logs)
+        if self.ledger is not None and position.ledger:
+            self.ledger.load(position.ledger)
+        if state.validation is not None:
+            state.validation.catch_up(position.validated)
+        history = self._model.model.history
+        history.epoch, history.history = list(position.epochs), dict(position.history)
+        if restart_epoch is None:
+            state.source.go_between(position.place, position.randomness)
+        else:
+            restart_epoch()
+            enter_epoch(self._model, state, position.place, position.step, position.randomness)
+        restore_states(state.arguments.callbacks, position.callbacks)
+
+
+def enter_epoch(
+    replica_model: ReplicaModel, state: ReplicaFitState, place: tuple[int, int], step: int, randomness: bytes = b""
+) -> None:
+    """Begin in the middle of an epoch. What callbacks changed when it began is contained in the model's state."""
+    state.source.go_to(place, step, randomness)
+    replica_model.engine.begin()
+    state.batches = JointBatches(state.source, state.epoch, replica_model.replica, done=step)
+
+
+def restart_epoch(replica_model: ReplicaModel, state: ReplicaFitState) -> None:
+    """Begin the epoch for callbacks that did not see its beginning. What they do to weights and learning rate was done
+    then."""
+    with state_sync.unchanged(replica_model.model):
+        state.callbacks.on_epoch_begin(state.epoch)
+
+
+def as_plain_value(value: Any) -> Any:
+    """The value itself if it can be encoded; else a tensor's, as an array."""
+    return value if is_plain(value) else np.array(keras.ops.convert_to_numpy(value))

@@ -1,0 +1,137 @@
+"""What all replicas settle before the loop of a `fit`: that they were passed the same, and who does what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import keras
+from keras.src.trainers.data_adapters import data_adapter_utils
+
+from phalanx.checkpoint.backup_and_restore import saves_mid_epoch
+from phalanx.data import ShardedInput, accepts_batch_size
+from phalanx.training import callback_list
+from phalanx.training.checkpointing import FitCheckpointing
+from phalanx.training.consistency import check_same_configuration, compare_inputs, compare_samples
+from phalanx.training.fit_arguments import FitArguments
+from phalanx.training.fit_position import FitRecorder
+from phalanx.training.fit_resumption import FitResumption
+from phalanx.training.fit_state import ReplicaFitState
+from phalanx.training.recovery import ElasticRecovery, build_fit_callbacks
+from phalanx.training.replica import seed_from_program
+from phalanx.training.replica_model import ReplicaModel
+from phalanx.training.steps.stepper import SynchronousStepper
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ReplicaFit:
+    """One call of `fit` on one replica, and what accompanies it.
+
+    Attributes:
+        model: this rank's copy.
+        state: where the `fit` stands.
+        recorder: in jobs that another process may continue.
+        recovery: in elastic jobs.
+        checkpointing: if the `fit` was passed a `Checkpoint`.
+        checks_step: whether the first step is to be compared over the ranks (`CustomStepCheck`).
+    """
+
+    model: ReplicaModel
+    state: ReplicaFitState
+    recorder: FitRecorder | None = None
+    recovery: ElasticRecovery | None = None
+    checkpointing: FitCheckpointing | None = None
+    checks_step: bool = False
+
+    def retry(self, action: Callable[[], T]) -> T:
+        """Do what all ranks do together, and again from its beginning whenever the membership changes."""
+        return action() if self.recovery is None else self.recovery.retry(action)
+
+
+def prepare_fit(replica_model: ReplicaModel, arguments: FitArguments, resumption: FitResumption | None) -> ReplicaFit:
+    """Compare what the ranks were passed, and make engine, stepper and callbacks.
+
+    Args:
+        resumption: the checkpoints of this `fit`, if it was passed a `Checkpoint`.
+
+    Raises: DisagreementError on every rank, if the ranks were passed different data or arguments.
+    """
+    replica, model = replica_model.replica, replica_model.model
+    fit = _begin_fit(replica_model, arguments, resumption)
+    state, retry, recovery = fit.state, fit.retry, fit.recovery
+    # After what every method does first, so that ranks which call different ones learn it here; and before the
+    # validation data are read, which one of them may lack.
+    retry(lambda: check_same_configuration(model, arguments, replica))
+    if arguments.validation_data is not None:
+        state.validation = validation = _shard_validation_data(replica_model, arguments)
+        retry(lambda: compare_inputs(validation, replica, "fit"))
+        retry(lambda: compare_samples(validation, replica))
+    replica_model.prepare(state.source, "fit")
+
+    def any_rank(flag: bool) -> bool:
+        return retry(lambda: replica.any(flag))
+
+    saves = callback_list.needs_whole_optimizer(arguments.callbacks)  # perhaps on the chief alone
+    repeats = resumption is not None or any_rank(saves)
+    state.stepper = replica_model.stepper(repeats=repeats)
+    if recovery is not None:
+        recovery.keep_up()
+    retry(lambda: compare_samples(state.source, replica))
+    replica_model.announce_sharding(state.source, arguments.verbose)
+    state.watched = any_rank(callback_list.has_batch_hooks(arguments.callbacks, "train"))
+    state.watched_validation = any_rank(callback_list.has_batch_hooks(arguments.callbacks, "test"))
+    state.chief_adds_logs = any_rank(callback_list.chief_may_add_logs(arguments.callbacks))
+    build_fit_callbacks(replica_model, state, arguments.callbacks)
+    if recovery is not None:
+        state.source.read_directly()
+    elif isinstance(state.stepper, SynchronousStepper) and not repeats:
+        state.stepper = replica_model.sharded_stepper(state.callbacks) or state.stepper
+    # A custom `train_step` may update weights without the engine's knowledge.
+    overridden = type(model).train_step is not keras.Model.train_step
+    checks_step = overridden and state.stepper.merges_every_step and not replica.is_alone
+    return replace(fit, checks_step=checks_step)
+
+
+def _begin_fit(replica_model: ReplicaModel, arguments: FitArguments, resumption: FitResumption | None) -> ReplicaFit:
+    """With the input, which an elastic job may have to cut again from here on."""
+    elastic = replica_model.replica.elastic
+    source = replica_model.shard(
+        arguments.x,
+        arguments.y,
+        arguments.sample_weight,
+        batch_size=arguments.batch_size,
+        steps=arguments.steps_per_epoch,
+        shuffle=arguments.shuffle,
+        class_weight=arguments.class_weight,
+        seed=_shuffle_seed(replica_model, arguments, resumption),
+    )
+    state = ReplicaFitState(arguments=arguments, source=source)
+    if elastic is None and resumption is None:
+        return ReplicaFit(replica_model, state)
+    recorder = FitRecorder(replica_model, state)
+    recovery = None if elastic is None else ElasticRecovery(replica_model, elastic, state, recorder, resumption)
+    fit = ReplicaFit(replica_model, state, recorder, recovery)
+    if resumption is None:
+        return fit
+    return replace(fit, checkpointing=FitCheckpointing(replica_model, state, recorder, resumption, fit.retry))
+
+
+def _shuffle_seed(replica_model: ReplicaModel, arguments: FitArguments, resumption: FitResumption | None) -> int | None:
+    """Determines the orders of the samples, where a process that resumes in the middle must draw them again."""
+    replica = replica_model.replica
+    if replica.elastic is not None:
+        return None  # the entry's
+    if resumption is not None:
+        return resumption.common_seed()
+    return int(replica.broadcast_from_chief(seed_from_program())) if saves_mid_epoch(arguments.callbacks) else None
+
+
+def _shard_validation_data(replica_model: ReplicaModel, arguments: FitArguments) -> ShardedInput:
+    x, y, weight = data_adapter_utils.unpack_x_y_sample_weight(arguments.validation_data)
+    batch_size = arguments.validation_batch_size
+    if batch_size is None and accepts_batch_size(x):
+        batch_size = arguments.batch_size
+    return replica_model.shard(x, y, weight, batch_size=batch_size, steps=arguments.validation_steps)

@@ -1,0 +1,134 @@
+"""`predict`: each replica computes its part of every batch, and all get all outputs in the order of the samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from keras.src import tree
+
+from phalanx.data import ShardedInput
+from phalanx.errors import UnsupportedError
+from phalanx.monitoring import timeline
+from phalanx.runtime import progress
+from phalanx.training import callback_list
+from phalanx.training.joint_batches import JointBatch, batch_groups
+from phalanx.training.replica import Replica
+from phalanx.training.replica_model import ReplicaModel
+from phalanx.transport.serialization import decode, encode
+
+Array = np.ndarray[Any, Any]
+
+
+def predict_on_replicas(replica_model: ReplicaModel, source: ShardedInput, callbacks: Any, *, watched: bool) -> Any:
+    """The outputs for all samples of a source, in their order, on every rank.
+
+    Args:
+        watched: whether callbacks of any rank see single batches.
+    """
+    callbacks.on_predict_begin()
+    outputs = replica_model.repeat_over(source, lambda: _pass(replica_model, source, callbacks, watched))
+    callbacks.on_predict_end()
+    return outputs
+
+
+def _pass(replica_model: ReplicaModel, source: ShardedInput, callbacks: Any, watched: bool) -> Any:
+    model, engine, replica = replica_model.model, replica_model.engine, replica_model.replica
+    has_hooks = callback_list.runs_batch_hooks(callbacks, "predict")
+    bar = callback_list.progress_bar(callbacks)
+    progress.report("predict")
+    if bar is not None:
+        bar.replicas = replica.world_size
+    model.stop_predicting = False
+    outputs = LocalOutputs(replica)
+    gathered: list[Any] = []  # as callbacks see them
+    engine.begin()
+    try:
+        for first, last, batches in batch_groups(source, replica, model.steps_per_execution):
+            if has_hooks:
+                callbacks.on_predict_batch_begin(first)
+            for batch in batches:
+                timeline.current.enter("forward")
+                outputs.add(engine.predict(batch.data, source.form), batch)
+                timeline.current.leave()
+                if bar is not None:
+                    bar.count(batch.global_size)
+            if watched:
+                gathered.append(outputs.gather())
+            if has_hooks:
+                callbacks.on_predict_batch_end(last, {"outputs": gathered[-1] if watched else outputs.parts[-1]})
+            if watched and replica.any(model.stop_predicting):
+                break
+    finally:
+        engine.end()
+    if outputs.parts:
+        gathered.append(outputs.gather())
+    if not gathered:
+        raise ValueError("predict() got no data: the input has no batches.")
+    if len(gathered) == 1:
+        return gathered[0]
+    return tree.map_structure_up_to(gathered[0], lambda *parts: np.concatenate(parts), *gathered)
+
+
+class LocalOutputs:
+    """What this rank predicted for its parts of batches, until the ranks gather them.
+
+    Attributes:
+        parts: a structure of arrays for each batch.
+    """
+
+    def __init__(self, replica: Replica) -> None:
+        self.parts: list[Any] = []
+        self._replica = replica
+        self._sizes: list[tuple[int, ...]] = []  # of each batch, the samples of each rank
+
+    def add(self, outputs: Any, batch: JointBatch) -> None:
+        """Note the outputs for this rank's part of a batch: none where that is a placeholder of one sample."""
+        self.parts.append(outputs if batch.size else tree.map_structure(lambda part: part[:0], outputs))
+        self._sizes.append(batch.sizes)
+
+    def gather(self) -> Any:
+        """The outputs for these batches of all ranks, in the order of the samples; afterwards there are none. All
+        ranks must call."""
+        parts, sizes, self.parts, self._sizes = self.parts, self._sizes, [], []
+        return tree.map_structure_up_to(parts[0], lambda *each: self._in_order(each, sizes), *parts)
+
+    def _in_order(self, parts: Any, sizes: list[tuple[int, ...]]) -> Array:
+        """All ranks' rows, batch by batch and in each batch in rank order."""
+        columns = self._all_gather(np.concatenate(parts))
+        if len(columns) == 1:
+            return columns[0]
+        rows = self._replica.communicator.all_gather(np.array([len(part) for part in parts], np.int64))
+        starts = np.zeros(len(columns), int)
+        pieces = []
+        for batch, samples in zip(np.stack(rows, axis=1).tolist(), sizes, strict=True):
+            _check_rows(batch, samples)
+            for rank, count in enumerate(batch):
+                pieces.append(columns[rank][starts[rank] : starts[rank] + count])
+                starts[rank] += count
+        return np.concatenate(pieces)
+
+    def _all_gather(self, rows: Array) -> list[Array]:
+        """Each rank's rows; also of strings, as lookup layers produce them."""
+        communicator = self._replica.communicator
+        if rows.dtype.kind not in "OSU":
+            return communicator.all_gather(rows)
+        return [decode(each).astype(rows.dtype) for each in communicator.all_gather_bytes(encode(rows.astype(object)))]
+
+
+def _check_rows(rows: Sequence[int], samples: Sequence[int]) -> None:
+    """Raise UnsupportedError unless each sample of a batch has as many rows of an output: one, or several where a model
+    makes its first axis longer.
+
+    Args:
+        rows: of the output, on each rank.
+        samples: of the batch, on each rank.
+    """
+    each, rest = divmod(sum(rows), sum(samples))
+    if rest or not each or any(count != each * size for count, size in zip(rows, samples, strict=True)):
+        raise UnsupportedError(
+            f"An output of the model has {list(rows)} rows for {list(samples)} samples on the replicas, each of which "
+            f"predicts its part of a batch: which rows belong to which sample cannot be told. Let each sample have its "
+            f"row, or as many as the others; or predict on one process (a model outside of the strategy's scope)."
+        )

@@ -1,0 +1,284 @@
+"""Recovery in elastic jobs: members are lost and join while `fit` runs.
+
+A loss shows as `MembershipChangedError` on all members at the same collective. The batch at hand is cut again for those
+who are left and the step is repeated; what was agreed on is agreed on again. Processes that join get the state that all
+have at this step, and continue with the others. Ranks close up, and the process that becomes rank 0 does what a chief
+does from there on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+import keras
+import numpy as np
+
+from phalanx.checkpoint.callback_state import CallbackStateTracker, restore_states
+from phalanx.data import local_range
+from phalanx.elastic.elastic_communicator import ElasticCommunicator
+from phalanx.errors import MembershipChangedError, PeerLostError
+from phalanx.runtime import progress
+from phalanx.training import callback_list, state_sync
+from phalanx.training.fit_position import FitPosition, FitRecorder
+from phalanx.training.fit_resumption import FitResumption
+from phalanx.training.fit_state import ReplicaFitState
+from phalanx.training.joint_batches import JointBatch
+from phalanx.training.replica_model import ReplicaModel
+from phalanx.transport.serialization import decode, encode
+
+T = TypeVar("T")
+
+
+class ElasticRecovery:
+    """Keeps one `fit` consistent on all members of an elastic job.
+
+    Attributes:
+        ends_epoch: whether a chief may be in the middle of the end of an epoch.
+    """
+
+    def __init__(
+        self,
+        replica_model: ReplicaModel,
+        elastic: ElasticCommunicator,
+        state: ReplicaFitState,
+        recorder: FitRecorder,
+        resumption: FitResumption | None,
+    ) -> None:
+        self._model = replica_model
+        self._replica = replica_model.replica
+        self._elastic = elastic
+        self._state = state
+        self._resumption = resumption
+        self._recorder = recorder
+        self.ends_epoch = False
+        self._was_chief = self._replica.is_chief
+        self._generation = self._replica.generation
+        self._compiled: dict[int, set[int]] = {}  # world sizes, and global batches whose parts were compiled for them
+        chiefs = callback_list.chief_only_callbacks(state.arguments.callbacks)
+        self._chief_callback_states = CallbackStateTracker(chiefs)
+
+    # While the members change.
+
+    def retry(self, action: Callable[[], T]) -> T:
+        """Do what all members do together, and again from its beginning whenever the membership changes."""
+        return self._replica.retry(action, self.adapt)
+
+    def keep_up(self) -> None:
+        """A callback may have met a change of the membership, in an evaluation of its own."""
+        if self._generation != self._replica.generation:
+            self.adapt()
+
+    def next_batch(self) -> JointBatch | None:
+        """The next batch of the epoch, cut for the present members."""
+        assert self._state.batches is not None
+        self.keep_up()
+        return self.retry(self._state.batches.next)
+
+    def train_step(self, batch: JointBatch, *, last: bool | None, boundary: bool) -> JointBatch:
+        """One step, repeated until it has happened on all members; returns the batch as it was cut in the end.
+
+        Args:
+            last: see `Stepper.train`.
+            boundary: whether members may join before this step.
+        """
+        stepper, batches = self._state.stepper, self._state.batches
+        assert batches is not None
+        while True:
+            if not batches.is_current(batch):  # callbacks, or what was agreed on since, met a change
+                again = self.next_batch()
+                assert again is not None, "a batch that was read can be read again"
+                batch = again
+            self._elastic.at_boundary = boundary and stepper.merges_every_step
+            try:
+                stepper.train(batch, last=last)
+            except MembershipChangedError:
+                self.adapt()
+            else:
+                self._compile_for_a_loss(batch)
+                return batch
+
+    def share_chief_callbacks(self) -> None:
+        """After each epoch all ranks learn the state of the chief's own callbacks, in case they become chief."""
+        # Ranks may have been given different callbacks (`if rank == 0: ...`), so this is done in any case.
+        waiting = callback_list.chief_only_callbacks(self._state.arguments.callbacks)
+        own = self._chief_callback_states.changes(waiting)
+        self._recorder.callback_states()  # what differs now may not differ when a position is recorded
+        chiefs: Any = self.retry(lambda: self._replica.broadcast_from_chief(own))
+        if not self._replica.is_chief:
+            restore_states(waiting, chiefs)
+
+    def adapt(self) -> None:
+        """The membership has changed: cut the data again, become chief if that is who we are, admit newcomers."""
+        replica, elastic, state = self._replica, self._elastic, self._state
+        self._generation = replica.generation
+        self._regroup_inputs()
+        if state.progress_bar is not None:
+            state.progress_bar.replicas = replica.world_size
+        if replica.is_chief and not self._was_chief:
+            self._was_chief = True
+            replica.announce_entry()
+            if state.callbacks is not None:  # else they are built for a chief
+                self._become_chief()
+        if elastic.newcomers and state.batches is not None:
+            self._model.engine.end()
+            try:
+                self._admit()
+                changed = False
+            except MembershipChangedError:
+                changed = True
+            self._model.engine.begin()
+            if changed:
+                self.adapt()
+
+    def _regroup_inputs(self) -> None:
+        """Cut what is read from here on for the present members."""
+        rank, world_size = self._replica.rank, self._replica.world_size
+        if self._state.batches is not None:
+            self._state.batches.regroup()
+        else:
+            self._state.source.regroup(rank, world_size)
+        if self._state.validation is not None:
+            self._state.validation.regroup(rank, world_size)
+
+    def _become_chief(self) -> None:
+        """Begin what only a chief does: progress, files."""
+        state = self._state
+        waiting = callback_list.chief_only_callbacks(state.arguments.callbacks)
+        former = state.callbacks
+        kept = [callback for callback in former.callbacks if callback not in waiting]
+        build_fit_callbacks(self._model, state, [*kept, *waiting])
+        callback_list.transfer_list_state(former, state.callbacks)
+        new = [callback for callback in state.callbacks.callbacks if callback not in kept]
+        callback_list.start_mid_epoch(new, state.epoch)
+        if self.ends_epoch:  # how far the former chief came is not known
+            for callback in new:
+                callback.on_epoch_end(state.epoch, state.logs)
+
+    # Joining.
+
+    def _admit(self) -> None:
+        """Give those who join the state of all others."""
+        state, payload = self._state, b""
+        if self._replica.is_chief:
+            position = self._recorder.position()
+            position.ledger = b"" if self._recorder.ledger is None else self._recorder.ledger.encoded()
+            position.applied = 0 if self._resumption is None else self._resumption.saver.applied
+            validation_randomness = b"" if state.validation is None else state.validation.randomness
+            flags = [state.watched, state.watched_validation, state.stop_requested, state.chief_adds_logs]
+            payload = encode([asdict(position), validation_randomness, flags])
+        self._replica.communicator.broadcast_bytes(payload)
+        state.stepper.admit()
+
+    def join(self) -> None:
+        """As a candidate: wait to be admitted, and take over the state that the others have.
+
+        Raises: EntryOverError if the others have finished this `fit` meanwhile.
+        """
+        state, replica = self._state, self._replica
+        self._warm_up()
+        replica.join_entry()
+        payload = self._receive_state()
+        self._elastic.welcomed()
+        self._generation = replica.generation
+        self._model.set_synchronised(True)
+        content, validation_randomness, flags = decode(payload)
+        position = FitPosition(**content)
+        self._regroup_inputs()
+        if self._resumption is not None:
+            self._resumption.saver.count_from(position.applied)
+        state.watched, state.watched_validation, state.stop_requested, state.chief_adds_logs = flags
+        if state.validation is not None:
+            state.validation.continue_with(validation_randomness)
+
+        with state_sync.unchanged(self._model.model), callback_list.on_this_rank_only():
+            state.callbacks.on_train_begin()
+            state.callbacks.on_epoch_begin(position.epoch)
+        self._recorder.restore(position, restart_epoch=lambda: None)
+
+    def _receive_state(self) -> bytes:
+        replica = self._replica
+        while True:
+            try:
+                if replica.rank == 0:
+                    raise PeerLostError(
+                        "All members that had the state of the job were lost.", rank=0, task="chief", host=""
+                    )
+                payload = replica.communicator.broadcast_bytes(b"")
+                self._state.stepper.admit()
+                return payload
+            except MembershipChangedError:
+                continue
+
+    # Compilation ahead of time.
+
+    def _warm_up(self) -> None:
+        """Compile what a step needs, before others wait for it. The state that comes of it is overwritten."""
+        elastic, replica, engine = self._elastic, self._replica, self._model.engine
+        if not elastic.late:
+            return
+        batch = self._state.source.peek()
+        world_size = replica.former_members + 1
+        low, high = local_range(batch.global_size or batch.size, world_size - 1, world_size)
+        part = _resized(batch.data, max(1, high - low))
+        progress.report("compilation")
+        engine.begin()
+        engine.train(part, 1.0 / replica.world_size)
+        engine.end()
+        self._model.merge.load({})  # what a compression has kept of it
+
+    def _compile_for_a_loss(self, batch: JointBatch) -> None:
+        """Compile steps for the parts that this rank would have if a member were lost, so that the others do not wait
+        then. In a thread, and once for each size."""
+        world_size = self._replica.world_size - 1
+        if world_size == 0 or batch.global_size in self._compiled.get(world_size, ()):
+            return
+        self._compiled.setdefault(world_size, set()).add(batch.global_size)
+        ranges = [local_range(batch.global_size, rank, world_size) for rank in range(world_size)]
+        sizes = {stop - start for start, stop in ranges} - {0, batch.size}
+        engine = self._model.engine
+        work = [engine.warm(_resized(batch.data, size), size / batch.global_size) for size in sorted(sizes)]
+        if any(work):
+            compile_in_background([part for part in work if part is not None])
+
+
+def build_fit_callbacks(replica_model: ReplicaModel, state: ReplicaFitState, callbacks: Any) -> None:
+    """Let a `fit` run these callbacks, as far as this rank runs them."""
+    arguments = state.arguments
+    built = replica_model.build_callbacks(
+        callbacks, arguments.verbose, epochs=arguments.epochs, steps=state.source.num_batches, history=True
+    )
+    callback_list.isolate_chief_hooks(built)
+    state.use_callbacks(built)
+
+
+def _resized(data: Any, size: int) -> Any:
+    """A batch of another size, of arbitrary samples."""
+
+    def resize(array: Any) -> Any:
+        return None if array is None else np.take(array, np.arange(size) % len(array), axis=0)
+
+    return keras.tree.map_structure(resize, data)
+
+
+def compile_in_background(work: Sequence[Callable[[], None]]) -> None:
+    """Do this work in a thread. When the program exits, the thread finishes the part it is at and skips the rest: the
+    interpreter would stop it in the middle of native code, which aborts the process."""
+    is_exiting = threading.Event()
+
+    def compile_all() -> None:
+        for part in work:
+            if not is_exiting.is_set():
+                part()
+        atexit.unregister(exit_thread)
+
+    def exit_thread() -> None:
+        is_exiting.set()
+        thread.join()
+
+    thread = threading.Thread(target=compile_all, name="phalanx-compilation", daemon=True)
+    atexit.register(exit_thread)
+    thread.start()

@@ -1,0 +1,268 @@
+"""How replicas coordinate a `fit`: every decision is a collective, taken by all ranks alike or sent by the chief."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+from keras.src.utils.python_utils import pythonify_logs
+
+from phalanx.checkpoint.backup_and_restore import step_of_backup
+from phalanx.checkpoint.callback_state import append_to_log_files
+from phalanx.monitoring import timeline
+from phalanx.runtime import progress
+from phalanx.training import state_sync
+from phalanx.training.custom_step_check import CustomStepCheck
+from phalanx.training.evaluation import evaluate_on_replicas
+from phalanx.training.fit_position import as_plain_value, enter_epoch, restart_epoch
+from phalanx.training.fit_setup import ReplicaFit
+from phalanx.training.joint_batches import JointBatch, JointBatches
+from phalanx.transport.serialization import decode, encode
+
+
+class ReplicaCoordination:
+    """Coordinates one `fit` on all ranks; see `Coordination`."""
+
+    def __init__(self, fit: ReplicaFit) -> None:
+        self._state = fit.state
+        self._replica_model = fit.model
+        self._model = fit.model.model
+        self._replica = fit.model.replica
+        self._recorder = fit.recorder
+        self._recovery = fit.recovery
+        self._checkpointing = fit.checkpointing
+        self._retry = fit.retry
+        self._checks_step = fit.checks_step
+        self.steps_per_group: int = self._model.steps_per_execution
+        self._has_trained = False  # whether this process has taken a step
+        self._is_empty_epoch = False
+        self._is_over = False
+        self._enters_mid_epoch = False  # whether this process joined or resumed in the middle of the epoch
+
+    def begin(self) -> None:
+        """See `Coordination.begin`."""
+        state, checkpointing = self._state, self._checkpointing
+        if self._recovery is not None and self._replica.is_candidate:
+            self._recovery.join()
+            return
+        if checkpointing is not None and checkpointing.has_checkpoint:
+            append_to_log_files(state.arguments.callbacks)
+        state.callbacks.on_train_begin()
+        progress.report("initial values")
+        snapshot = None if checkpointing is None else checkpointing.restore()
+        if snapshot is None:
+            self._start_from_chief()
+        else:
+            self._is_over = snapshot.is_over and (snapshot.stopped or snapshot.position.epoch >= state.arguments.epochs)
+        self._replica_model.set_synchronised(True)
+
+    def _start_from_chief(self) -> None:
+        """All start alike, from the chief's state: it may just have restored a backup (`BackupAndRestore`)."""
+        state, source, replica = self._state, self._state.source, self._replica
+        first = state.arguments.initial_epoch
+        step = step_of_backup(state.arguments.callbacks) if replica.is_chief else 0
+        own = [self._model._initial_epoch or first, step]
+        chiefs: Any = self._retry(lambda: replica.broadcast_from_chief(own))
+        state.epoch, step = chiefs
+
+        def synchronise() -> None:
+            state_sync.synchronise(self._model, replica)
+            self._replica_model.merge.synchronise()
+
+        self._retry(synchronise)
+        place = source.place_of(state.epoch, first) if step else None
+        if place is None:
+            return
+        if step == source.batches_from(place):
+            state.epoch += 1
+            source.go_between(source.place_of(state.epoch, first) or (0, 0))
+        else:
+            self._model.reset_metrics()
+            restart_epoch(self._replica_model, state)
+            enter_epoch(self._replica_model, state, place, step)
+
+    def is_over(self) -> bool:
+        """See `Coordination.is_over`."""
+        return self._is_over or self._state.epoch >= self._state.arguments.epochs
+
+    def begin_epoch(self) -> bool:
+        """See `Coordination.begin_epoch`."""
+        self._enters_mid_epoch = self._state.batches is not None
+        if self._recovery is not None and not self._enters_mid_epoch:
+            self._recovery.keep_up()
+        return not self._enters_mid_epoch
+
+    @contextmanager
+    def epoch_batches(self) -> Iterator[None]:
+        """See `Coordination.epoch_batches`."""
+        state, stepper, engine = self._state, self._state.stepper, self._replica_model.engine
+        if state.batches is None:
+            self._replica_model.agree_on_learning_rate(self._retry)
+            state.stop_requested = self._any_stops()
+            engine.begin()
+            state.batches = JointBatches(state.source, state.epoch, self._replica)
+        batches = state.batches
+        stepper.begin(watched=state.watched, entering=self._enters_mid_epoch)
+        self._meet_between_steps()
+        # Where each step is merged, members join in the merge, after what is agreed on before it; else before all that.
+        self._enters_mid_epoch = self._enters_mid_epoch and stepper.merges_every_step
+        try:
+            yield
+            merged = stepper.finish(self._retry)
+            if self._recorder is not None:
+                self._recorder.record_merge(merged)
+        finally:
+            batches.close()
+            state.batches = None
+            engine.end()
+            timeline.current.leave()
+        self._is_empty_epoch = batches.done == 0
+
+    def next_batch(self) -> JointBatch | None:
+        """See `Coordination.next_batch`."""
+        if self._recovery is not None:
+            return self._recovery.next_batch()
+        assert self._state.batches is not None
+        return self._state.batches.next()
+
+    def begin_group(self, step: int) -> None:
+        """See `Coordination.begin_group`."""
+        entering, self._enters_mid_epoch = self._enters_mid_epoch, False
+        # A process that joins here finds that the others have agreed.
+        if entering or not (self._state.watched and self._state.stepper.is_merged):
+            return
+        engine = self._replica_model.engine
+        if self._retry(lambda: self._replica.any(engine.in_variables)):
+            engine.end()
+            self._replica_model.agree_on_learning_rate(self._retry)
+            engine.begin()
+
+    def train_step(self, batch: JointBatch) -> JointBatch:
+        """See `Coordination.train_step`."""
+        state, stepper, checkpointing = self._state, self._state.stepper, self._checkpointing
+        step, last = batch.step, state.is_last(batch.step)
+        self._replica_model.engine.expect(state.source.form)  # what was evaluated meanwhile may have another form
+        progress.report("gradients", epoch=state.epoch, step=step)
+        if checkpointing is not None and stepper.merges_every_step:
+            checkpointing.saver.announce(steps=1)
+        timeline.current.enter("forward/backward", epoch=state.epoch, step=step)
+        if self._recovery is not None:
+            boundary = step % self.steps_per_group == 0
+            batch = self._recovery.train_step(batch, last=last, boundary=boundary)
+        elif self._checks_step:
+            check = CustomStepCheck(self._model)
+            stepper.train(batch, last=last)
+            self._checks_step = self._replica_model.engine.in_variables and not check.compare(self._replica)
+        else:
+            stepper.train(batch, last=last)
+        timeline.current.leave()
+        assert state.batches is not None
+        state.batches.done = step + 1
+        self._has_trained = True
+        if checkpointing is not None:
+            checkpointing.saver.step_done()
+        if self._recorder is not None:
+            self._recorder.record_step(batch)
+        merged = stepper.merge_if_due(self._retry)
+        if self._recorder is not None:
+            self._recorder.record_merge(merged)
+        return batch
+
+    def end_group(self, step: int) -> bool:
+        """See `Coordination.end_group`."""
+        state, model = self._state, self._model
+        if state.stepper.is_merged and (state.stop_requested or (state.watched and self._any_stops())):
+            model.stop_training = True
+            return True
+        if self._checkpointing is not None:
+            self._checkpointing.save_if_due()
+        if not state.is_last(step):
+            self._meet_between_steps()
+        return False
+
+    def epoch_logs(self) -> dict[str, Any]:
+        """See `Coordination.epoch_logs`."""
+        if self._recorder is not None:
+            self._recorder.end_epoch()
+        if self._is_empty_epoch:
+            return {}
+        # A process that resumed after the last step of an epoch knows what the metrics have counted.
+        logs = self._state.stepper.logs() if self._has_trained else self._model.get_metrics_result()
+        return dict(pythonify_logs(logs))
+
+    def evaluate(self) -> dict[str, Any]:
+        """See `Coordination.evaluate`."""
+        state = self._state
+        assert state.validation is not None
+        return evaluate_on_replicas(
+            self._replica_model,
+            state.validation,
+            state.callbacks,
+            watched=state.watched_validation,
+            on_change=None if self._recovery is None else self._recovery.adapt,
+        )
+
+    def merge_logs(self, logs: dict[str, Any]) -> dict[str, Any]:
+        """See `Coordination.merge_logs`. They are merged already."""
+        return logs
+
+    def end_epoch(self) -> None:
+        """See `Coordination.end_epoch`."""
+        state, model, recovery = self._state, self._model, self._recovery
+        if state.chief_adds_logs:
+            self._adopt_chief_history()
+        if recovery is not None:
+            recovery.ends_epoch = True
+        model.stop_training = self._any_stops()
+        if recovery is not None:
+            recovery.ends_epoch = False
+            recovery.share_chief_callbacks()
+        state.epoch += 1
+        if self._checkpointing is not None:
+            self._checkpointing.save_if_due(ends_epoch=True)
+        self._is_over = bool(model.stop_training)
+
+    @contextmanager
+    def end(self) -> Iterator[None]:
+        """See `Coordination.end`."""
+        state, model = self._state, self._model
+        state.stepper.end(self._retry)
+        if self._checkpointing is not None:
+            self._checkpointing.finish()
+        if isinstance(model.optimizer, keras.optimizers.Optimizer) and state.arguments.epochs > 0:
+            model.optimizer.finalize_variable_values(model.trainable_weights)
+        yield
+
+    # Its parts.
+
+    def _any_stops(self) -> bool:
+        """Whether a callback of any rank has set `stop_training`."""
+        return self._retry(lambda: self._replica.any(self._model.stop_training))
+
+    def _meet_between_steps(self) -> None:
+        """Where steps are not merged, do what their merge does besides: admit members, and tell all ranks whether to
+        save or to stop."""
+        stepper, recovery, checkpointing = self._state.stepper, self._recovery, self._checkpointing
+        if stepper.merges_every_step or not stepper.is_merged or (recovery is None and checkpointing is None):
+            return
+
+        def meet() -> None:
+            if checkpointing is not None:
+                checkpointing.saver.announce()
+            if self._replica.elastic is not None:
+                self._replica.elastic.at_boundary = True
+            self._replica_model.merge.merge_notice()
+
+        self._retry(meet)
+        if checkpointing is not None:
+            checkpointing.save_if_due()
+
+    def _adopt_chief_history(self) -> None:
+        """A callback that only the chief runs may have added to the logs of an epoch that is over."""
+        history = self._model.history.history
+        own = encode({name: [len(values), as_plain_value(values[-1])] for name, values in history.items()})
+        chiefs = self._retry(lambda: self._replica.communicator.broadcast_bytes(own))
+        for name, (count, newest) in decode(chiefs).items():
+            history.setdefault(name, [])[count - 1 :] = [newest]

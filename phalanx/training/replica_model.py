@@ -1,0 +1,279 @@
+"""One rank's copy of a model, and what all ranks settle before a method of the model runs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import keras
+from keras.src import backend as keras_backend
+from keras.src import tree
+from keras.src.utils import io_utils
+
+from phalanx.data import ShardedInput, shard_input
+from phalanx.data.shuffling import Shuffling
+from phalanx.engines import make_engine
+from phalanx.engines.engine import Engine
+from phalanx.training import callback_list, state_sync
+from phalanx.training.consistency import compare_inputs, compare_samples
+from phalanx.training.fit_arguments import capped
+from phalanx.training.joint_batches import (
+    JointBatch,
+    JointBatches,
+    check_batch_size,
+    check_normalization,
+)
+from phalanx.training.replica import Replica, seed_from_program
+from phalanx.training.steps.gradient_merge import StepMerge
+from phalanx.training.steps.local_sgd import LocalSGDStepper
+from phalanx.training.steps.sharded_optimizer import ShardedOptimizerStepper, applies, make_sharded_stepper
+from phalanx.training.steps.stepper import (
+    ReplicaStepper,
+    RetryOnMembershipChange,
+    SynchronousStepper,
+    accumulation_steps,
+    inner_optimizer,
+    unit_of_gradients,
+)
+from phalanx.training.training_policy import EVERY_STEP, TrainingPolicy
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class ReplicaModel:
+    """A compiled Keras model that several ranks train, evaluate and apply together.
+
+    Attributes:
+        model: the Keras model.
+        replica: this process among the others.
+        merge: merges the arrays of a step over the ranks.
+    """
+
+    def __init__(self, model: Any, replica: Replica, policy: TrainingPolicy = EVERY_STEP) -> None:
+        self.model = model
+        self.replica = replica
+        self._policy = policy
+        # With local SGD the exchanged weights are compressed; gradients are those of single batches then.
+        self.merge = StepMerge(replica, policy.compression if policy.period is None else None)
+        # The same for all steps, because functions are traced for it. Local SGD holds no gradients.
+        self.merge.accumulates = policy.period is None and accumulation_steps(model) > 1
+        self.merge.unit = unit_of_gradients(model)
+        self._engine: Engine | None = None
+        self._local_sgd: LocalSGDStepper | None = None
+        self._sharded: ShardedOptimizerStepper | None = None
+        self._is_synchronised = False
+        self._peeked = False
+        self._announced: set[Any] = set()
+        self._seeds_given = 0
+
+    @property
+    def engine(self) -> Engine:
+        """Of this model; there once it was prepared."""
+        assert self._engine is not None, "the model is prepared before its first batch"
+        return self._engine
+
+    # Inputs.
+
+    def shard(
+        self, x: Any, y: Any, sample_weight: Any, *, steps: int | None, seed: int | None = None, **options: Any
+    ) -> ShardedInput:
+        """This rank's part of the data that a method was passed.
+
+        Args:
+            steps: batches in an epoch; None: all.
+            seed: determines the orders of the samples; None: in fixed jobs the chief shuffles as Keras does.
+            options: see `shard_input`.
+        """
+        replica = self.replica
+        return shard_input(
+            x,
+            y,
+            sample_weight,
+            steps_per_epoch=capped(steps, keras.config.max_steps_per_epoch(), "steps_per_epoch"),
+            rank=replica.rank,
+            # A candidate's input is cut again when it is admitted; until then it is one of several.
+            world_size=2 if replica.is_candidate else replica.world_size,
+            shuffling=None if replica.elastic or seed is not None else self._shuffling(),
+            seed=self._new_seed() if seed is None else seed,
+            **options,
+        )
+
+    def _new_seed(self) -> int:
+        """A seed for one method call, equal on all ranks."""
+        if self.replica.elastic is not None:
+            return self.replica.common_seed()
+        self._seeds_given += 1
+        seed: Any = self.replica.broadcast_from_chief(seed_from_program() ^ self._seeds_given)
+        return int(seed)
+
+    def _shuffling(self) -> Shuffling:
+        return Shuffling(
+            is_chief=self.replica.is_chief,
+            peeked=lambda: self._peeked,
+            told=lambda own: self.replica.communicator.broadcast([own])[0],
+        )
+
+    def single_batch(self, method: str, x: Any, y: Any = None, sample_weight: Any = None) -> JointBatch:
+        """This rank's part of the one batch that this method was given; model and ranks are ready for it."""
+        size = len(next(leaf for leaf in tree.flatten(x) if leaf is not None))
+        source = self.shard(x, y, sample_weight, batch_size=size, steps=None, seed=0)
+        (self.prepare_to_predict if method == "predict_on_batch" else self.prepare)(source, method)
+        if not self._is_synchronised:
+            state_sync.synchronise(self.model, self.replica)
+            self._is_synchronised = True
+        batch = JointBatches(source, 0, self.replica).next()
+        assert batch is not None, "the one batch given"
+        return batch
+
+    def repeat_over(
+        self, source: ShardedInput, action: Callable[[], T], on_change: Callable[[], None] | None = None
+    ) -> T:
+        """Go through all of a source, and again from its beginning whenever the membership changes: what lost members
+        had counted is lost with them.
+
+        Args:
+            on_change: cuts the source for the new members; None: this method does.
+        """
+        replica = self.replica
+
+        def regroup() -> None:
+            source.regroup(replica.rank, replica.world_size)
+
+        if replica.elastic is None:
+            return action()
+        if on_change is None:
+            regroup()  # the members may have changed since it was cut
+        with source.remembering() as rewind:
+
+            def begin_again() -> None:
+                (on_change or regroup)()
+                rewind()
+
+            return replica.retry(action, begin_again)
+
+    # Model and engine.
+
+    def prepare(self, source: ShardedInput, method: str) -> Engine:
+        """The engine, with all variables created for the batches of the source that this method was passed."""
+        self._make_engine(source, method)
+        self._peeked = self.engine.builds_from_a_batch
+        first = source.peek(restart=self._peeked)
+        self.engine.expect(source.form)
+        check_batch_size(self.model, first, self.replica.world_size)
+        self.engine.build(first.data)
+        if method in ("fit", "train_on_batch") and self._policy.period is not None:
+            check_normalization(self.model)
+        return self.engine
+
+    def prepare_to_predict(self, source: ShardedInput, method: str) -> Engine:
+        """The engine, with the layers' variables created: a model need not be compiled to predict."""
+        self._make_engine(source, method)
+        if not all(layer.built for layer in self.model._flatten_layers()):
+            keras_backend.compute_output_spec(self.model, _keras_tensors(source.peek().data[0]), training=False)
+        return self.engine
+
+    def _make_engine(self, source: ShardedInput, method: str) -> None:
+        """Make the engine if there is none. Raises on every rank if the ranks were given different data."""
+        if self._engine is None:
+            self._engine = make_engine(self.model, self.merge)
+        self.replica.retry(lambda: compare_inputs(source, self.replica, method))
+        if method != "fit":  # which does so itself, once it knows whether it resumes somewhere
+            self.replica.retry(lambda: compare_samples(source, self.replica))
+
+    def synchronise(self) -> None:
+        """Give every rank the chief's state."""
+        self.replica.retry(lambda: state_sync.synchronise(self.model, self.replica))
+
+    def set_synchronised(self, value: bool) -> None:
+        """Whether all ranks are known to have the same state; else `single_batch` begins with the chief's."""
+        self._is_synchronised = value
+
+    def agree_on_learning_rate(self, retry: RetryOnMembershipChange) -> None:
+        """The chief's learning rate on every rank, where callbacks may have set it."""
+        optimizer = inner_optimizer(self.model.optimizer)
+        rate = getattr(optimizer, "_learning_rate", None)
+        if not isinstance(rate, keras.Variable):  # a schedule follows the step count, which is the same everywhere
+            return
+        own = float(keras.ops.convert_to_numpy(rate.value))
+        chief: Any = retry(lambda: self.replica.broadcast_from_chief(own))
+        if chief != own:
+            optimizer.learning_rate = chief
+
+    # Steppers.
+
+    def stepper(self, *, repeats: bool) -> ReplicaStepper:
+        """What takes the training steps of this model.
+
+        Args:
+            repeats: whether another process may have to continue between any two steps.
+        """
+        model, replica, period = self.model, self.replica, self._policy.period
+        repeats = repeats or replica.elastic is not None
+        if period is None:
+            # Gradients that a rank holds are in no checkpoint, and would be lost with it.
+            return SynchronousStepper(model, self.engine, self.merge, replica, accumulates=not repeats)
+        if self._local_sgd is None:
+            compression = self._policy.compression
+            self._local_sgd = LocalSGDStepper(model, self.engine, self.merge, replica, period, compression)
+        # What is in flight between two exchanges is in no checkpoint, and would be lost with a replica.
+        self._local_sgd.overlaps = period.overlap and not repeats
+        return self._local_sgd
+
+    def sharded_stepper(self, callbacks: Any) -> ReplicaStepper | None:
+        """The optional fast path (`steps/sharded_optimizer.py`), if nothing reads the model between steps and it
+        applies on all ranks; else None. All ranks must call.
+
+        Args:
+            callbacks: that this rank runs.
+        """
+        model, replica = self.model, self.replica
+        reads = callback_list.reads_model_between_batches(callbacks)
+        if replica.any(reads or not applies(model, self.engine, self.merge, replica)):
+            return None
+        if self._sharded is None or not self._sharded.serves(model, self.engine):
+            self._sharded = make_sharded_stepper(model, self.engine, self.merge, replica)
+        if self._sharded is not None:
+            if self._sharded.has_fallen_back:
+                return None
+            self._sharded.shows = replica.any(callback_list.runs_batch_hooks(callbacks, "train"))
+        return self._sharded
+
+    # Callbacks and output.
+
+    def build_callbacks(
+        self, callbacks: Any, verbose: Any, *, epochs: int = 1, steps: int | None = None, history: bool = False
+    ) -> Any:
+        """The `CallbackList` of this rank."""
+        return callback_list.build_callback_list(
+            callbacks,
+            model=self.model,
+            chief=self.replica.is_chief,
+            replicas=self.replica.world_size,
+            verbose=verbose,
+            epochs=epochs,
+            steps=steps,
+            history=history,
+        )
+
+    def announce_sharding(self, source: ShardedInput, verbose: Any) -> None:
+        """On the chief: log and print, once each, how the training data are divided."""
+        if not self.replica.is_chief:
+            return
+        line = source.policy_line
+        for write, wanted in ((logger.info, True), (io_utils.print_msg, verbose != 0)):
+            if wanted and (write, line) not in self._announced:
+                self._announced.add((write, line))
+                write(line)
+
+
+def _keras_tensors(arrays: Any) -> Any:
+    """Symbolic tensors like these arrays."""
+
+    def symbolic(array: Any) -> Any:
+        kind = "string" if array.dtype.kind in "OSU" else keras_backend.standardize_dtype(array.dtype)
+        return keras_backend.KerasTensor(array.shape, kind)
+
+    return tree.map_structure(lambda array: None if array is None else symbolic(array), arrays)

@@ -1,0 +1,105 @@
+"""The batches of one worker among parameter servers: a ticket of the servers' schedule names each of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.data import ShardedInput
+from phalanx.data.batch_split import cut
+from phalanx.data.sharded_input import BatchNotAvailableError
+from phalanx.parameter_server.client import HEAD, ParameterServerClient
+from phalanx.parameter_server.server_messages import EndEpoch, EpochOver, FitOver, NoBatch, Ticket
+from phalanx.training.steps.parameter_server_step import ParameterServerMerge
+
+
+@dataclass(frozen=True, slots=True)
+class TicketBatch:
+    """This worker's part of the batch that a ticket names; see `TrainingBatch`."""
+
+    data: tuple[Any, Any, Any]
+    size: int
+    global_size: int
+    ticket: Ticket
+
+    @property
+    def step(self) -> int:
+        return self.ticket.batch
+
+    @property
+    def share(self) -> float:
+        return self.size / (self.global_size or 1)
+
+
+class TicketBatches:
+    """Takes tickets, epoch after epoch, and cuts the batches that they name.
+
+    Attributes:
+        is_ended: whether the chief has ended the running epoch.
+    """
+
+    def __init__(
+        self, fit: int, source: ShardedInput, client: ParameterServerClient, merge: ParameterServerMerge
+    ) -> None:
+        self.is_ended = False
+        self._fit = fit
+        self._source = source
+        self._client = client
+        self._merge = merge
+        self._ahead: dict[int, TicketBatch] = {}  # by serial of the ticket: batches of steps to come
+
+    def begin(self) -> None:
+        """Another epoch begins."""
+        self.is_ended = False
+        self._ahead.clear()
+
+    def next(self, epoch: int) -> Ticket | EpochOver | FitOver:
+        """The ticket of the next step, or why there is none."""
+        while True:
+            ticket = self._merge.next_ticket(self._fit, epoch)
+            if not isinstance(ticket, Ticket) or not (self.is_ended and len(ticket.members) == 1):
+                return ticket
+            # Others may already be taking a step that has several members; nobody takes this one.
+            self._report_missing(ticket, ends=True)
+
+    def batch(self, ticket: Ticket) -> TicketBatch | None:
+        """This worker's part of the batch that the ticket names; None, which the servers learn, if there is none."""
+        return self._ahead.pop(ticket.serial, None) or self._read(ticket)
+
+    def upcoming(self) -> TicketBatch | None:
+        """The batch of the step after this one, if its ticket is at hand."""
+        ticket = self._merge.upcoming()
+        if ticket is None:
+            return None
+        batch = self._read(ticket)
+        if batch is None:
+            self._merge.drop_upcoming()
+        else:
+            self._ahead[ticket.serial] = batch
+        return batch
+
+    def end_epoch(self, epoch: int) -> EpochOver:
+        """As the chief, whose callbacks stop the training: let no worker begin another step of the epoch."""
+        self._merge.flush()
+        answer, _ = self._client.ask(HEAD, EndEpoch(self._fit, epoch))
+        assert isinstance(answer, EpochOver)
+        self.is_ended = True
+        return answer
+
+    def _read(self, ticket: Ticket) -> TicketBatch | None:
+        try:
+            batch = self._source.batch(ticket.batch)
+        except BatchNotAvailableError:
+            self._report_missing(ticket, ends=False)
+            return None
+        if batch is None:
+            self._report_missing(ticket, ends=True)
+            return None
+        part = cut(batch.data, ticket.members.index(ticket.member), len(ticket.members), "the input")
+        return TicketBatch(part.data, part.size, part.global_size or part.size, ticket)
+
+    def _report_missing(self, ticket: Ticket, *, ends: bool) -> None:
+        """Return a ticket without a batch; `ends`: because the data have ended."""
+        self._merge.flush()
+        self._client.ask(HEAD, NoBatch(ticket, ends))
+        self._merge.give_back(ticket)
