@@ -9,7 +9,7 @@ import keras
 import msgspec
 
 from phalanx.keras_compat.callback_bases import flatten_callbacks
-from phalanx.transport.serialization import decode, encode, is_plain
+from phalanx.transport.serialization import decode, encode, is_serializable
 
 _NOT_STATE = ("params", "_params", "model", "_model", "progbar", "verbose")
 
@@ -56,4 +56,6 @@ def append_to_log_files(callbacks: Any) -> None:
 
 
 def _state_of(callback: Any) -> bytes:
-    return encode({name: value for name, value in vars(callback).items() if name not in _NOT_STATE and is_plain(value)})
+    return encode(
+        {name: value for name, value in vars(callback).items() if name not in _NOT_STATE and is_serializable(value)}
+    )

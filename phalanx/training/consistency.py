@@ -80,7 +80,7 @@ def compare_samples(source: ShardedInput, replica: Replica) -> None:
 
 def send_input(source: ShardedInput, worker: ParameterServerWorker, fit: int) -> None:
     """On the chief among parameter servers: send what the others compare their data with."""
-    worker.tell(_INPUT, [np.frombuffer(source.signature.encode(), np.uint8), source.sample], fit)
+    worker.broadcast(_INPUT, [np.frombuffer(source.signature.encode(), np.uint8), source.sample], fit)
 
 
 def compare_input_with_chief(source: ShardedInput, worker: ParameterServerWorker, fit: int) -> None:
@@ -88,7 +88,7 @@ def compare_input_with_chief(source: ShardedInput, worker: ParameterServerWorker
 
     Raises: DisagreementError if they differ.
     """
-    message = worker.hear(_INPUT, fit)
+    message = worker.receive_broadcast(_INPUT, fit)
     if message is None:
         return
     chiefs, own = bytes(message[0]).decode(), source.signature

@@ -19,7 +19,7 @@ from phalanx.training import state_sync
 from phalanx.training.fit_state import ReplicaFitState
 from phalanx.training.joint_batches import JointBatch, JointBatches
 from phalanx.training.replica_model import ReplicaModel
-from phalanx.transport.serialization import is_plain
+from phalanx.transport.serialization import is_serializable
 
 
 @dataclass(kw_only=True)
@@ -144,4 +144,4 @@ def restart_epoch(replica_model: ReplicaModel, state: ReplicaFitState) -> None:
 
 def as_plain_value(value: Any) -> Any:
     """The value itself if it can be encoded; else a tensor's, as an array."""
-    return value if is_plain(value) else np.array(keras.ops.convert_to_numpy(value))
+    return value if is_serializable(value) else np.array(keras.ops.convert_to_numpy(value))

@@ -30,7 +30,7 @@ from phalanx.parameter_server.server_messages import (
     EpochReport,
     FitOver,
     OpenEpoch,
-    StopFit,
+    RequestStop,
     Ticket,
     Values,
     arrays_of,
@@ -65,7 +65,7 @@ class ValidationHeartbeat(ChiefCallback):
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         if time.monotonic() > self._sent_at + HEARTBEAT_S:
-            self._client.ask(HEAD, ChiefAlive())
+            self._client.request(HEAD, ChiefAlive())
             self._sent_at = time.monotonic()
 
 
@@ -116,7 +116,7 @@ class ChiefDecides:
         """See `WorkerAgreement.stops_after_epoch`. What other workers than the chief see is only a part."""
         if not self._worker.is_chief:
             return is_fit_over
-        asked, _ = self._worker.client.ask(HEAD, StopFit(self._fit, asks=False))
+        asked, _ = self._worker.client.request(HEAD, RequestStop(self._fit, stop=False))
         return is_fit_over or isinstance(asked, FitOver) or bool(self._remote_model.model.stop_training)
 
     @contextmanager
@@ -135,9 +135,9 @@ class ChiefDecides:
             if not np.array_equal(to_host(variable), value)
         }
         if self._worker.is_chief:
-            chief_state_sync.tell_final(self._worker, self._fit, changed)
+            chief_state_sync.send_final_weights(self._worker, self._fit, changed)
             return
-        chiefs = chief_state_sync.take_final(self._worker, self._fit)
+        chiefs = chief_state_sync.receive_final_weights(self._worker, self._fit)
         for number in {*changed, *chiefs}:
             variables[number].assign(chiefs.get(number, before[number]))
 
@@ -174,15 +174,15 @@ class FitRejoin:
             server, self.epoch, steps, pass_began if has_order else -1, opened=self.is_opened
         )
         messages: list[tuple[Any, Sequence[Array]]] = [(rejoin, [order] if has_order and order is not None else [])]
-        messages += self._remote_model.variables.told()
+        messages += self._remote_model.variables.requests_to_repeat()
         if server != HEAD:
             return messages
         if self._worker.is_chief:
-            messages += self._worker.said()
+            messages += self._worker.requests_to_repeat()
         if self.report is not None:
             messages.append(self.report)
         if self.is_stop_requested:
-            messages.append((StopFit(self._fit, asks=True), []))
+            messages.append((RequestStop(self._fit, stop=True), []))
         return messages
 
 
@@ -242,7 +242,7 @@ class ParameterServerCoordination:
             return
         self._first_epoch = state.epoch = self.rejoin.epoch = epoch
         self._share_state()
-        self._worker.client.whereabouts = self.rejoin.messages
+        self._worker.client.rejoin_requests = self.rejoin.messages
 
     def _share_state(self) -> None:
         """Compare the data with the chief's, and take from it what servers do not train."""
@@ -250,10 +250,10 @@ class ParameterServerCoordination:
         layer_state = self._remote_model.engine.layer_state()
         if worker.is_chief:
             consistency.send_input(self._source, worker, self._fit)
-            chief_state_sync.tell_all(worker, model, self._fit, layer_state)
+            chief_state_sync.send_state(worker, model, self._fit, layer_state)
         else:
             consistency.compare_input_with_chief(self._source, worker, self._fit)
-            chief_state_sync.take_all(worker, model, self._fit, layer_state)
+            chief_state_sync.receive_state(worker, model, self._fit, layer_state)
         self._is_layer_state_sent = True
 
     def is_over(self) -> bool:
@@ -298,7 +298,7 @@ class ParameterServerCoordination:
             count_steps(remote_model.model.optimizer, self._worker.global_step)
         elif epoch == self._first_epoch:  # else it has pulled when the last one ended
             remote_model.pull()
-            remote_model.variables.remember(tables=False)
+            remote_model.variables.record_values(tables=False)
         timeline.current.leave()
         return True
 
@@ -337,10 +337,10 @@ class ParameterServerCoordination:
         if order is not None:
             self.rejoin.order = (epoch, order)
         if not self._is_layer_state_sent:
-            chief_state_sync.tell_changing(worker, self._fit, layer_state)
+            chief_state_sync.send_layer_state(worker, self._fit, layer_state)
         self._is_layer_state_sent = not layer_state  # it changes in the steps to come
         opening = OpenEpoch(self._fit, epoch, -1 if steps is None else steps)
-        worker.client.ask(HEAD, opening, [] if order is None else [order])
+        worker.client.request(HEAD, opening, [] if order is None else [order])
 
     def next_batch(self) -> TicketBatch | None:
         """See `Coordination.next_batch`."""
@@ -384,7 +384,7 @@ class ParameterServerCoordination:
         timeline.current.enter("forward/backward", epoch=epoch, step=count.steps)
         self._state.stepper.train(batch)
         timeline.current.leave()
-        self._worker.client.starting = False
+        self._worker.client.is_starting = False
         count.samples += batch.size
         count.steps += 1
         return batch
@@ -424,11 +424,11 @@ class ParameterServerCoordination:
         weights = tuple(weight.value for weight in model_state.metric_weights(model))
         dtypes = tuple(value.dtype.name for value in values)
         report = EpochReport(self._fit, epoch, self._epoch.samples, dtypes, weights)
-        worker.client.ask(HEAD, report, values)
+        worker.client.request(HEAD, report, values)
         self.rejoin.report = (report, values)
         if not worker.is_chief:
             return
-        answer, buffers = worker.client.ask(HEAD, CollectReports(self._fit, epoch))
+        answer, buffers = worker.client.request(HEAD, CollectReports(self._fit, epoch))
         assert isinstance(answer, Values)
         if answer.note:
             logger.warning("Epoch %d: %s.", epoch + 1, answer.note)
@@ -462,7 +462,7 @@ class ParameterServerCoordination:
         model = remote_model.model
         remote_model.send_changes()
         if worker.is_chief:
-            worker.client.ask(HEAD, EndFit(self._fit))
+            worker.client.request(HEAD, EndFit(self._fit))
         else:
             count_steps(model.optimizer, worker.global_step)
         remote_model.pull_final()
@@ -472,7 +472,7 @@ class ParameterServerCoordination:
             model.optimizer.finalize_variable_values(model.trainable_weights)
         with self._agreement.final_callbacks(state.callbacks):
             yield
-        worker.client.whereabouts = None
+        worker.client.rejoin_requests = None
 
 
 class _EpochCount:

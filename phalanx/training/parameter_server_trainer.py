@@ -17,7 +17,7 @@ from phalanx.data import ShardedInput, shard_input
 from phalanx.data.shuffling import Shuffling
 from phalanx.errors import UnsupportedError
 from phalanx.parameter_server.client import HEAD
-from phalanx.parameter_server.server_messages import StopFit
+from phalanx.parameter_server.server_messages import RequestStop
 from phalanx.training import callback_list
 from phalanx.training.fit_arguments import FitArguments
 from phalanx.training.fit_loop import FitLoop
@@ -160,4 +160,4 @@ class ParameterServerTrainer:
         """From any worker: have the chief end the running `fit` with the epoch."""
         if self._rejoin is not None:
             self._rejoin.is_stop_requested = True
-        self._worker.client.ask(HEAD, StopFit(self._worker.last_fit, asks=True))
+        self._worker.client.request(HEAD, RequestStop(self._worker.last_fit, stop=True))

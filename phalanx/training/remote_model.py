@@ -98,7 +98,7 @@ class RemoteModel:
         self._sample = source.peek(restart=self.builds_from_a_batch).data
         engine.expect(source.form)
         engine.build(self._sample)
-        if worker.workers > 1 and not worker.rules.all_together:
+        if worker.workers > 1 and not worker.rules.is_lockstep:
             joint_batches.check_normalization(model)
         return engine
 
@@ -186,7 +186,7 @@ class RemoteModel:
         self.pull_optimizer(tables=tables)
         if tables:
             self.pull_tables()
-        self.variables.remember(tables=tables)
+        self.variables.record_values(tables=tables)
 
     def pull_final(self) -> None:
         """At the end of `fit`: put the final weights into the model, on the chief also the optimizer's state."""
@@ -236,27 +236,27 @@ class RemoteModel:
     @contextmanager
     def _between_steps(self) -> Iterator[None]:
         """While inside, no worker takes a step. Where all take each step together the chief's own pause is enough."""
-        if self._worker.rules.all_together:
+        if self._worker.rules.is_lockstep:
             yield
             return
         self.merge.flush()
-        answer, _ = self._worker.client.ask(HEAD, HoldSteps(True))
+        answer, _ = self._worker.client.request(HEAD, HoldSteps(True))
         assert isinstance(answer, Values)
         self._worker.global_step = answer.step
         try:
             yield
         finally:
-            self._worker.client.ask(HEAD, HoldSteps(False))
+            self._worker.client.request(HEAD, HoldSteps(False))
 
     # To the servers.
 
     def send_changes(self) -> None:
         """Send the chief's learning rate and weights, which a callback may have set between two epochs."""
         self.send_learning_rate()
-        if self._worker.is_chief and self.variables.tell_changes():
+        if self._worker.is_chief and self.variables.send_changes():
             self.merge.pull()  # else it would have the former values while its first step is not answered yet
 
     def send_learning_rate(self) -> None:
         """Send the chief's learning rate, if a callback has set it."""
         if self._worker.is_chief:
-            self.variables.tell_learning_rate()
+            self.variables.send_learning_rate()

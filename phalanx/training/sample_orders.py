@@ -53,7 +53,7 @@ class SampleOrders:
             self.drawn = own
             return own
         assert self.source is not None, "orders are wanted when an epoch begins"
-        answer = self._merge.order(self._fit, self.source.pass_began)
+        answer = self._merge.request_sample_order(self._fit, self.source.pass_began)
         if isinstance(answer, EpochOver | FitOver):
             raise OrderUnavailableError(answer)
         return answer

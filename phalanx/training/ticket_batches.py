@@ -81,7 +81,7 @@ class TicketBatches:
     def end_epoch(self, epoch: int) -> EpochOver:
         """As the chief, whose callbacks stop the training: let no worker begin another step of the epoch."""
         self._merge.flush()
-        answer, _ = self._client.ask(HEAD, EndEpoch(self._fit, epoch))
+        answer, _ = self._client.request(HEAD, EndEpoch(self._fit, epoch))
         assert isinstance(answer, EpochOver)
         self.is_ended = True
         return answer
@@ -101,5 +101,5 @@ class TicketBatches:
     def _report_missing(self, ticket: Ticket, *, ends: bool) -> None:
         """Return a ticket without a batch; `ends`: because the data have ended."""
         self._merge.flush()
-        self._client.ask(HEAD, NoBatch(ticket, ends))
-        self._merge.give_back(ticket)
+        self._client.request(HEAD, NoBatch(ticket, ends))
+        self._merge.abandon(ticket)

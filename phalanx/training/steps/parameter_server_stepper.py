@@ -38,4 +38,4 @@ class ParameterServerStepper:
         embeddings.load(self._engine, numbers, exchange.begin(batch.ticket, numbers))
         following = self._batches.upcoming()
         if following is not None:
-            exchange.expect(following.ticket, embeddings.numbers(following.data))
+            exchange.prefetch(following.ticket, embeddings.numbers(following.data))
