@@ -97,6 +97,9 @@ HOST_ID = _variable("PHALANX_HOST_ID", "for tests: replaces this host's identity
 # Set by the launcher for its workers.
 LISTEN_FD = _variable("PHALANX_LISTEN_FD", "descriptor of the listening socket that the launcher opened for this task")
 ELASTIC_COORDINATOR = _variable("PHALANX_ELASTIC_COORDINATOR", "`host:port` of the launcher of an elastic job")
+SHARDED_OPTIMIZER = _variable(
+    "PHALANX_SHARDED_OPTIMIZER", "0: every replica updates all weights, also where each could update a part", 1
+)
 SNAPSHOTS = _variable("PHALANX_SNAPSHOTS", "two files for a parameter server's snapshots, separated by a colon")
 WORKER_BOOTSTRAP = _variable("PHALANX_WORKER_BOOTSTRAP", "what a worker of this launcher needs before the program runs")
 PROGRESS_FILE = _variable("PHALANX_PROGRESS_FILE", "memory shared with the launcher for progress reports")

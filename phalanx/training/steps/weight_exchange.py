@@ -58,9 +58,9 @@ class WeightExchange:
         """
         # Narrow weights: the anchor knows them to more digits, unless somebody has set others.
         same = len(values) == len(self._anchor) and weights == self._weights
-        resumable = self._anchor if same else values
+        kept = self._anchor if same else values
         self._anchor = [
-            _wide(b if np.array_equal(b.astype(v.dtype), v) else v) for b, v in zip(resumable, values, strict=True)
+            _wide(b if np.array_equal(b.astype(v.dtype), v) else v) for b, v in zip(kept, values, strict=True)
         ]
         if [v.shape for v in self._velocity] != [v.shape for v in self._anchor[:weights]]:
             self._velocity = []
