@@ -1,4 +1,4 @@
-"""`Checkpoint`: what a `fit` needs to go on at the same step, saved while it trains."""
+"""`Checkpoint`: saves what a `fit` needs to resume at the same step."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ DEFAULT_KEEP = 3
 
 
 class Checkpoint(ChiefCallback):
-    """Saves all that `fit` needs to go on at the same step, and goes on from it by itself when the program is started
-    again: weights, optimizer, epoch, step, order and place of the data, random state of the layers, metrics, `History`,
-    and what other callbacks remember.
+    """Saves everything that `fit` needs to resume at the same step, and resumes by itself when the program is
+    restarted: weights, optimizer, epoch, step, order and position of the data, random state of the layers, metrics,
+    `History`, and the state of other callbacks.
 
-    The chief writes, in a thread of its own: training is held up while the state is copied. What comes due while a
-    checkpoint is still being written waits until it is there. A checkpoint that cannot be written (a full disk) is a
-    warning, and the next one is tried; the older ones stay.
+    The chief writes in a background thread: training pauses only while the state is copied. A checkpoint that becomes
+    due while another one is still being written waits for it. If a checkpoint cannot be written (a full disk), Phalanx
+    warns and tries the next one; older checkpoints are kept.
 
-    Each `fit` of a program has its own checkpoints, by its number among the calls with the same directory. A `fit` that
-    had come to its end is not repeated when the program is started again: it has its result at once. (With more
-    `epochs` than then, it goes on.) To begin anew, give another directory.
+    Each `fit` of a program has its own checkpoints, numbered by the calls with the same directory. When the program is
+    restarted, a `fit` that was complete returns its result at once. (With more `epochs` than then, it continues.) To
+    start from the beginning, pass another directory.
 
-    The directory has `fit0-000000120.weights.h5`, of step 120 of the first `fit`, which `model.load_weights` reads as
-    well, and `fit0-ledger.json`: how often each sample was used in each epoch (`phalanx.data.ledger`).
+    The directory contains `fit0-000000120.weights.h5`, of step 120 of the first `fit`, which `model.load_weights` reads
+    as well, and `fit0-ledger.json`: how often each sample was used in each epoch (`phalanx.data.ledger`).
 
-    While such a `fit` runs, SIGTERM (and `--preemption-signal`) to any of the job's processes means: save after the
-    next step, and end with exit code 75. A second one means what it means otherwise.
+    While such a `fit` runs, SIGTERM (and `--preemption-signal`) to any process of the job means: save after the next
+    step, and exit with code 75. A second signal has its normal effect.
 
     Args:
-        directory: on the chief's host; in a job whose chief may change hosts, or be restarted on another one, a shared
-            one.
-        every_steps, every_seconds: when to save, after whichever of them comes first; neither: after each epoch.
-        keep: how many of the newest stay.
+        directory: on the chief's host; a shared directory if the chief may move to another host.
+        every_steps: save after so many steps; None: see `every_seconds`.
+        every_seconds: save after so many seconds, or `every_steps`, whichever comes first; neither: after each epoch.
+        keep: how many of the newest checkpoints are kept.
 
-    Raises: ConfigurationError for arguments that make no sense; and in `fit`, on all ranks, where a checkpoint is of
-        another model or of data of another size.
+    Raises: ConfigurationError for invalid arguments; and in `fit`, on all ranks, if a checkpoint is of another model or
+        of data of another size.
     """
 
     def __init__(
@@ -76,14 +76,14 @@ class Checkpoint(ChiefCallback):
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         if not self.driven:
             raise UnsupportedError(
-                "Keras's own `fit` runs, which cannot save for phalanx.callbacks.Checkpoint. In a program without a "
+                "Keras's `fit` runs, which cannot save for phalanx.callbacks.Checkpoint. In a program without a "
                 "strategy import it at the top (`from phalanx.callbacks import Checkpoint`), before `model.fit` is "
                 "named. With parameter servers use `phalanx.Supervisor` or snapshots (snapshot_dir=...)."
             )
 
 
 class CheckpointWriter:
-    """Writes checkpoints one after the other, beside the thread that trains."""
+    """Writes checkpoints one after the other, next to the thread that trains."""
 
     def __init__(self, checkpoints: CheckpointDirectory):
         self._checkpoints = checkpoints
@@ -91,14 +91,16 @@ class CheckpointWriter:
 
     @property
     def busy(self) -> bool:
-        """Whether a checkpoint is on its way."""
+        """Whether a checkpoint is being written."""
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self, content: Snapshot, step: int, state: Callable[[], Mapping[str, Any]]) -> None:
         """Write a checkpoint in the background. Only when not `busy`.
 
         Args:
-            state: called in the background.
+            content: of the model.
+            step: global step.
+            state: gives what else is saved; called in the background.
         """
         self._thread = threading.Thread(
             target=self._write, args=(content, step, state), name="phalanx-checkpoint", daemon=False
@@ -106,11 +108,12 @@ class CheckpointWriter:
         self._thread.start()
 
     def write(self, content: Snapshot, step: int, state: Callable[[], Mapping[str, Any]]) -> Path | None:
-        """Write one now, after the one that is on its way; None if it could not be written, which was said."""
+        """Write a checkpoint now, after one that is being written; None, after a warning, if it cannot be written."""
         self.wait()
         return self._write(content, step, state)
 
     def wait(self) -> None:
+        """Until the checkpoint that is being written is finished."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -120,7 +123,7 @@ class CheckpointWriter:
             with timeline.current.span(timeline.CHECKPOINTS, "checkpoint", {"step": step}):
                 return self._checkpoints.write(content, step, state())
         except OSError as error:
-            logger.warning("%s. The training goes on; the next checkpoint is tried in its time.", error)
+            logger.warning("%s. Training continues; the next checkpoint is tried as usual.", error)
             return None
 
 

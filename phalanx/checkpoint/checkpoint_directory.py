@@ -1,16 +1,16 @@
 """A directory of checkpoints of one model: each is written whole or not at all, and the newest whole one is found.
 
-A checkpoint is one file, so that it is there or not: what Keras's `save_weights` writes (weights, layer state, and the
-optimizer's variables, which `.weights.h5` holds as well), and behind it a seal of ours:
+A checkpoint is one file, so that it exists or not: what Keras's `save_weights` writes (weights, layer state, and the
+optimizer's variables, which `.weights.h5` contains as well), and behind it a seal:
 
     Keras's HDF5 | state as JSON | SHA-256 of both | length of the JSON, 8 bytes | SEAL
 
-HDF5 does not look behind its own end, so `model.load_weights` reads the file as it is. Not a `.keras` file: that is
-made anew from the description of its layers, which a model with a class or function of its own may not have, while the
+HDF5 does not read beyond its own end, so `model.load_weights` reads the file as it is. Not a `.keras` file: that builds
+the model from the configuration of its layers, which a model with custom classes or functions may not have, while the
 program that restores has the model anyway.
 
-It is made in memory, written beside its place under a name that nobody looks at, flushed to the disk, and then renamed.
-A process that is killed leaves a file that is not looked at; a disk that loses blocks is found out by the sum.
+The file is built in memory, written under a temporary name in the same directory, flushed to the disk, and then
+renamed. A process that is killed leaves a file that is ignored; the digest detects a disk that loses blocks.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ logger = logging.getLogger(__name__)
 SUFFIX = ".weights.h5"
 DEFAULT_BASENAME = "model.ckpt"
 CONTENT = "content"
-"""In the state: the sum of Keras's part. The same step may be saved again, when only the state has changed."""
+"""Key in the state: the digest of Keras's part. The same step may be saved again, when only the state has changed."""
 DAMAGED = ".damaged"
-"""Appended to the name of a checkpoint that cannot be read, when an older one has taken its place."""
+"""Appended to the name of a checkpoint that cannot be read, when an older one was restored instead."""
 ABANDONED = ".abandoned"
 """Appended to the name of a checkpoint when one of an earlier step has been written after it."""
 
@@ -53,14 +53,14 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 _LENGTH_BYTES = 8
 _END_BYTES = _DIGEST_BYTES + _LENGTH_BYTES + len(_SEAL)
 _STEP_DIGITS = 9
-"""So that the order of names is that of steps up to a billion; beyond, they are compared as numbers."""
+"""Names sort like steps up to a billion; beyond, the numbers are compared."""
 
 Snapshot = memoryview
 """A model's weights and optimizer state at one moment, as HDF5."""
 
 
 class DamagedCheckpointError(Exception):
-    """A file is no whole checkpoint: it lost bytes, or was never finished."""
+    """A file is not a whole checkpoint: it lost bytes, or was never finished."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,9 @@ class StoredCheckpoint:
     """A whole checkpoint.
 
     Attributes:
-        step: the global step of which it is.
-        state: what else was noted: numbers and strings.
+        path: of the file.
+        step: global step of the model.
+        state: what else was saved, of JSON's types.
     """
 
     path: Path
@@ -78,30 +79,31 @@ class StoredCheckpoint:
 
 
 class CheckpointDirectory:
-    """The checkpoints of one model in a directory. One process writes; any number may read meanwhile.
+    """The checkpoints of one model in a directory. One process writes; any number may read at the same time.
 
     Args:
+        directory: created with the first checkpoint.
         basename: their names begin with it.
-        keep: how many of the newest stay; None: all.
+        keep: how many of the newest are kept; None: all.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, basename: str = DEFAULT_BASENAME, keep: int | None = None):
         if keep is not None and keep < 1:
-            raise ConfigurationError(f"{keep} checkpoints are to be kept: write a number from 1 up, or None for all.")
+            raise ConfigurationError(f"{keep} checkpoints are to be kept: pass a number from 1 up, or None for all.")
         self.directory = Path(directory)
         self._basename = basename
         self._keep = keep
         self._pattern = re.compile(re.escape(basename) + r"-(\d+)" + re.escape(SUFFIX))
 
     def is_at(self, path: Path) -> bool:
-        """Whether a path is this directory and the beginning of these names."""
+        """Whether a path consists of this directory and basename."""
         return path.name == self._basename and path.parent.absolute() == self.directory.absolute()
 
     def path_of(self, step: int) -> Path:
         return self.directory / f"{self._basename}-{step:0{_STEP_DIGITS}}{SUFFIX}"
 
     def paths(self) -> list[Path]:
-        """All that are there, damaged ones included, by step."""
+        """All checkpoints, damaged ones included, in the order of their steps."""
         try:
             names = os.listdir(self.directory)
         except (FileNotFoundError, NotADirectoryError):
@@ -110,44 +112,53 @@ class CheckpointDirectory:
         return [self.directory / name for _, name in sorted(found)]
 
     def save(self, model: Any, step: int, state: Mapping[str, Any] | None = None) -> Path:
-        """Write the model's weights and optimizer state, as they are now; then delete those that are not to be kept.
+        """Write the model's present weights and optimizer state; then delete the checkpoints that are not kept.
 
         Args:
-            state: more to note, of JSON's types.
+            step: global step of the model.
+            state: what else to save, of JSON's types.
 
-        Raises: OSError, if it cannot be written; nothing half-written is left, and the older ones stay.
+        Raises: OSError if the checkpoint cannot be written; no partial file is left, and older ones are kept.
         """
         return self.write(snapshot(model), step, state)
 
     def write(self, content: Snapshot, step: int, state: Mapping[str, Any] | None = None) -> Path:
-        """As `save`, with what the model was when the snapshot was taken; in any thread, one at a time."""
-        place = self.path_of(step)
-        noted = {"step": step, "time": time.time(), "keras": keras.__version__, "phalanx": __version__, **(state or {})}
+        """As `save`, from a snapshot of the model; in any thread, one at a time."""
+        path = self.path_of(step)
+        saved_state = {
+            "step": step,
+            "time": time.time(),
+            "keras": keras.__version__,
+            "phalanx": __version__,
+            **(state or {}),
+        }
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            with _temporary(place) as temporary:
+            with _temporary(path) as temporary:
                 with open(temporary, "wb") as file:
-                    _write_sealed(file, content, noted)
+                    _write_sealed(file, content, saved_state)
                     file.flush()
                     os.fsync(file.fileno())
-                os.replace(temporary, place)
+                os.replace(temporary, path)
             sync_directory(self.directory)
         except OSError as error:
             raise OSError(
                 error.errno or errno.EIO,
-                f"The checkpoint of step {step} cannot be written ({error.strerror or error}). Look at the free space "
+                f"The checkpoint of step {step} cannot be written ({error.strerror or error}). Check the free space "
                 f"and the permissions of its directory",
                 str(self.directory),
             ) from error
-        self._set_aside(place)
-        self._forget_old()
-        return place
+        self._set_aside(path)
+        self._delete_old()
+        return path
 
     def restore(self, model: Any, *, tidy: bool = True) -> StoredCheckpoint | None:
-        """Put the newest whole checkpoint into the model; None if there is none at all.
+        """Put the newest whole checkpoint into the model; None if there are no checkpoints.
 
-        One that is damaged is skipped with a warning, and then, with `tidy`, renamed, so that it is not the newest
-        forever.
+        Damaged checkpoints are skipped with a warning.
+
+        Args:
+            tidy: whether to rename damaged checkpoints, so that they are not found again.
 
         Raises: ConfigurationError if it is of another model, or if there are checkpoints and none is whole.
         """
@@ -159,14 +170,14 @@ class CheckpointDirectory:
         return checkpoint
 
     def newest(self) -> StoredCheckpoint | None:
-        """The newest whole checkpoint; None if there is none at all. One that is damaged is skipped with a warning.
+        """The newest whole checkpoint; None if there are no checkpoints. Damaged ones are skipped with a warning.
 
         Raises: ConfigurationError if there are checkpoints and none is whole; OSError if they cannot be read.
         """
         return self._newest()[0]
 
     def _newest(self) -> tuple[StoredCheckpoint | None, list[Path]]:
-        """And those that are newer but damaged."""
+        """The newest whole checkpoint, and the damaged ones that are newer."""
         damaged: list[tuple[Path, str]] = []
         for path in reversed(self.paths()):
             try:
@@ -176,25 +187,25 @@ class CheckpointDirectory:
                 damaged.append((path, str(error)))
         if damaged:
             raise ConfigurationError(
-                f"None of the checkpoints in {self.directory} can be read: {damaged[0][1]} Move them away to begin "
-                f"anew, or give another directory."
+                f"None of the checkpoints in {self.directory} can be read: {damaged[0][1]} Move them away to start "
+                f"from the beginning, or pass another directory."
             )
         return None, []
 
     def sweep(self) -> None:
-        """Delete what processes that were killed have left half-written, of files whose names begin like those of the
-        checkpoints. Call where nobody else writes."""
+        """Delete partial files of these checkpoints that killed processes have left. Call it where no other process
+        writes."""
         for path in self.directory.glob(f".{self._basename}-*"):
             path.unlink(missing_ok=True)
 
-    def _set_aside(self, place: Path) -> None:
-        """Rename those of later steps than the one that was just written: the training has gone back, and does not go
-        on from them."""
+    def _set_aside(self, written: Path) -> None:
+        """Rename checkpoints of later steps than the one that was just written: the training has gone back, and must
+        not resume from them."""
         paths = self.paths()
-        for path in paths[paths.index(place) + 1 :] if place in paths else ():
+        for path in paths[paths.index(written) + 1 :] if written in paths else ():
             os.replace(path, path.with_name(path.name + ABANDONED))
 
-    def _forget_old(self) -> None:
+    def _delete_old(self) -> None:
         if self._keep is None:
             return
         abandoned = sorted(self.directory.glob(f"{self._basename}-*{SUFFIX}{ABANDONED}"), key=os.path.getmtime)
@@ -205,7 +216,7 @@ class CheckpointDirectory:
 def snapshot(model: Any) -> Snapshot:
     """What `model.save_weights` would write, in memory.
 
-    Not in the file itself: HDF5 that cannot write, on a full disk, ends the whole process with a segmentation fault.
+    Not written to the file directly: on a full disk HDF5 crashes the process with a segmentation fault.
     """
     buffer = io.BytesIO()
     store = saving_lib.H5IOStore(buffer, mode="w")
@@ -217,16 +228,16 @@ def snapshot(model: Any) -> Snapshot:
 
 
 def read(path: Path) -> StoredCheckpoint:
-    """What a checkpoint says of itself, after all of it was compared with its sum.
+    """A checkpoint's step and state, after its digest was verified.
 
     Raises:
-        DamagedError: it is not whole.
-        OSError: it is not there, or cannot be read.
+        DamagedCheckpointError: the file is not whole.
+        OSError: it does not exist, or cannot be read.
     """
     with open(path, "rb") as file:
         end = _end_of(file)
         if end is None:
-            raise DamagedCheckpointError(f"{path} is damaged: it has no end, so it was cut off.")
+            raise DamagedCheckpointError(f"{path} is damaged: it has no seal, so it was cut off.")
         digest, length = end
         body_bytes = os.fstat(file.fileno()).st_size - _END_BYTES
         file.seek(0)
@@ -241,7 +252,7 @@ def read(path: Path) -> StoredCheckpoint:
 
 
 def is_sealed(path: Path) -> bool:
-    """Whether a file is one of ours, and so was renamed to its name when it was whole."""
+    """Whether a file ends with Phalanx's seal, and so was complete when it got its name."""
     with open(path, "rb") as file:
         return _end_of(file) is not None
 
@@ -258,40 +269,40 @@ def load(model: Any, path: Path) -> None:
         model.load_weights(path)
     except (ValueError, KeyError) as error:
         raise ConfigurationError(
-            f"The checkpoint {path} is of another model: {error} Build the model that it was saved of, or give another "
-            f"directory."
+            f"The checkpoint {path} is of another model: {error} Build the model that it was saved from, or pass "
+            f"another directory."
         ) from error
 
 
 def sync_directory(directory: Path) -> None:
-    """See to it that names in a directory outlive a loss of power."""
+    """Flush the names in a directory to the disk, so that they survive a power failure."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    except OSError as error:  # some network file systems have no such thing
+    except OSError as error:  # some network file systems do not support it
         if error.errno not in (errno.EINVAL, errno.EROFS, errno.ENOTSUP):
             raise
     finally:
         os.close(descriptor)
 
 
-def put(source: Path, place: Path) -> None:
-    """Copy a file to a place, where it appears whole."""
-    with _temporary(place) as temporary:
+def copy_atomically(source: Path, target: Path) -> None:
+    """Copy a file, so that the target is the former file or the whole new one at all times."""
+    with _temporary(target) as temporary:
         shutil.copyfile(source, temporary)
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
-        os.replace(temporary, place)
-    sync_directory(place.parent)
+        os.replace(temporary, target)
+    sync_directory(target.parent)
 
 
 @contextlib.contextmanager
-def _temporary(place: Path) -> Iterator[Path]:
-    """A name beside a file's own, for this process alone; nothing has it afterwards."""
-    # Keras wants its suffix. The dot hides it from those who look for checkpoints.
-    stem = place.name.removesuffix(SUFFIX)
-    # Processes of two containers may have the same number.
-    temporary = place.with_name(f".{stem}.{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}")
+def _temporary(path: Path) -> Iterator[Path]:
+    """A temporary name for a file of this process, in the same directory; removed on exit if it still exists."""
+    # Keras requires its suffix. The dot hides the file from readers of checkpoints.
+    stem = path.name.removesuffix(SUFFIX)
+    # Processes of two containers may have the same process id.
+    temporary = path.with_name(f".{stem}.{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}")
     try:
         yield temporary
     finally:
@@ -307,7 +318,7 @@ def _write_sealed(file: BinaryIO, content: Snapshot, state: Mapping[str, Any]) -
 
 
 def _end_of(file: BinaryIO) -> tuple[bytes, int] | None:
-    """The sum and the length of the state, as the end of a file says; None if it does not end with a seal."""
+    """The digest and the length of the state, from the end of a file; None if it does not end with the seal."""
     if os.fstat(file.fileno()).st_size < _END_BYTES:
         return None
     file.seek(-_END_BYTES, os.SEEK_END)

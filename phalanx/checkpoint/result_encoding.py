@@ -1,4 +1,4 @@
-"""Results of `fit` and `predict` as bytes, for processes that come to a job when these calls are over."""
+"""Results of `fit` and `predict` as bytes, for processes that join a job when these calls are over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder for copies that does not stay behind: where a process was killed, the next one removes it."""
+"""A temporary directory that is not left behind: if its process is killed, the next process removes it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ PREFIX = "phalanx-evaluator-"
 
 
 @contextmanager
-def scratch() -> Iterator[Path]:
-    """A folder of this process alone, locked while it is in use: the lock ends with the process, however it dies."""
+def temporary_directory() -> Iterator[Path]:
+    """A directory for this process alone. It is locked while in use; the lock ends with the process, however that
+    ends."""
     _remove_abandoned()
     while True:
         with tempfile.TemporaryDirectory(prefix=PREFIX) as name:
@@ -23,7 +24,7 @@ def scratch() -> Iterator[Path]:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
                 if not os.path.exists(name):
-                    continue  # another process took it for abandoned before it was locked
+                    continue  # another process removed it as abandoned before it was locked
                 yield Path(name)
                 return
             finally:
@@ -34,7 +35,7 @@ def _remove_abandoned() -> None:
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         try:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:  # somebody else's, or gone
+        except OSError:  # of another user, or gone
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

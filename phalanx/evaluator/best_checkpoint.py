@@ -77,7 +77,7 @@ class BestCheckpoint:
             return False
         suffix = KERAS_SUFFIX if found.name.endswith(KERAS_SUFFIX) else checkpoint_directory.SUFFIX
         place = self._directory / f"{NAME}{suffix}"
-        checkpoint_directory.put(found.copy, place)
+        checkpoint_directory.copy_atomically(found.copy, place)
         self._note({"monitor": self._monitor, "checkpoint": found.name, "step": found.step, "metrics": dict(logs)})
         self.value, self.path = value, place
         logger.info("Step %d is the best so far: %s is %g.", found.step, self._monitor, value)
@@ -87,7 +87,7 @@ class BestCheckpoint:
         with tempfile.TemporaryDirectory() as folder:
             written = Path(folder) / "best.json"
             written.write_text(json.dumps(content, indent=1))
-            checkpoint_directory.put(written, self._directory / f"{NAME}.json")
+            checkpoint_directory.copy_atomically(written, self._directory / f"{NAME}.json")
 
     def _recall(self) -> None:
         """What an evaluator before this one has kept."""

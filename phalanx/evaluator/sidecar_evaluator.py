@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from phalanx.checkpoint.temporary_directory import scratch
+from phalanx.checkpoint.temporary_directory import temporary_directory
 from phalanx.cluster.resolvers.auto_resolver import as_resolver
 from phalanx.cluster.resolvers.base_resolver import ClusterResolver
 from phalanx.cluster.spec import EVALUATOR
@@ -142,7 +142,7 @@ class SidecarEvaluator:
         end = JobEndDetector(patience(config, self._patience_s), time.monotonic(), launched=config.has_explicit_job_id)
         signs = JobSignPoller(self._spec, self._task, config, time.monotonic)
         over = False
-        with scratch() as copies:
+        with temporary_directory() as copies:
             watch = CheckpointWatcher(self._directory, copies, ignored=best_checkpoint.NAME)
             try:
                 while self.evaluations != self._max_evaluations:

@@ -1,4 +1,4 @@
-"""Whether a `train_step` of the model's own, which may update weights as it likes, does the same on all replicas."""
+"""A check of custom `train_step` methods: one that bypasses the gradient merge lets the replicas diverge."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from phalanx.training.replica import Replica
 Array = np.ndarray[Any, Any]
 
 SAMPLED = 64
-"""Of each variable, so many values are looked at."""
+"""Number of values that are compared of each variable."""
 TOLERANCE, NOISE = 0.05, 1e-5
-"""Hosts whose processors differ may round otherwise: relative to the change, and to the values."""
+"""Relative to the change, and to the values: hosts with different processors round differently."""
 
 
 class CustomStepCheck:
-    """Compares what a step has changed in the weights over the replicas; made before the step."""
+    """Compares over the replicas what a step has changed in the weights. Create it before the step."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._before = _sample(model)
 
     def compare(self, replica: Replica) -> bool:
-        """Every rank must call it after the step. Returns whether there was something to compare: a step may have made
-        the variables.
+        """Compare; every rank must call it after the step. Returns False if there was nothing to compare, because the
+        step has created the variables.
 
         Raises: UnsupportedError where the replicas' weights have changed differently.
         """
@@ -41,7 +41,7 @@ class CustomStepCheck:
             raise UnsupportedError(
                 f"The train_step of {type(self._model).__name__} updates weights with gradients that are not merged: "
                 f"after one step the replicas' weights differ. Update them with a Keras optimizer (`apply`, "
-                f"`apply_gradients`), whose gradients are merged; or train in a loop of your own, with "
+                f"`apply_gradients`), whose gradients are merged; or train in a custom loop with "
                 f"strategy.reduce('MEAN', gradients)."
             )
         return True

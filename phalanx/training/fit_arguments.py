@@ -1,4 +1,4 @@
-"""The arguments of Keras's `fit`, which all trainers take alike."""
+"""The arguments of Keras's `fit`, which all trainers share."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from keras.src.trainers.data_adapters import array_slicing
 
 @dataclass
 class FitArguments:
-    """As `keras.Model.fit` has them, with its defaults; made ready as it makes them.
+    """The arguments of `keras.Model.fit`, with its names and defaults.
 
-    `epochs` and `steps_per_epoch` are capped by `keras.config`, and `validation_split` has become `validation_data`.
+    `epochs` and `steps_per_epoch` are capped by `keras.config`; `validation_split` is replaced by `validation_data`.
     """
 
     x: Any = None
@@ -44,7 +44,7 @@ class FitArguments:
 
 
 def capped(value: Any, cap: int | None, name: str) -> Any:
-    """The value, or the cap of `keras.config` where that is less, with a warning."""
+    """The value, or with a warning the cap of `keras.config`, whichever is less."""
     if cap and (not value or cap < value):
         warnings.warn(f"Limiting {name} to {cap}", stacklevel=3)
         return cap

@@ -1,4 +1,4 @@
-"""This process as one replica of a job: its rank, what all ranks decide together, and calls that late joiners replay."""
+"""This process as one replica of a job: its rank, joint decisions, and calls that late joiners replay."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ class Replica:
             return over.result
 
     def common_seed(self) -> int:
-        """Within an entry of an elastic job, a seed that is equal on all ranks and differs at each call. Sends nothing."""
+        """In an entry of an elastic job, a seed that is equal on all ranks and differs at each call. Sends nothing."""
         assert self._entry is not None
         self._seeds += 1
         return int(np.random.SeedSequence([self._entry.seed, self._seeds]).generate_state(1)[0] >> 1)
@@ -265,6 +265,7 @@ def _checked(result: bytes) -> bytes:
     if result == NOT_KEPT:
         raise UnsupportedError(
             f"This worker joined late and needs the result of a call that is over, which was not kept: it has more "
-            f"than {MAX_RESULT_BYTES >> 20} MiB, or all results together more than {KEPT_BYTES >> 20} MiB. Call `predict` on less data at a time, or after the training."
+            f"than {MAX_RESULT_BYTES >> 20} MiB, or all results together more than {KEPT_BYTES >> 20} MiB. "
+            f"Call `predict` on less data at a time, or after the training."
         )
     return result

@@ -1,4 +1,4 @@
-"""The orders of shuffled samples among parameter servers: the chief draws them, the others get them from the servers."""
+"""The orders of shuffled samples among parameter servers: the chief draws them, the others get them from servers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a program makes inside a scope, by name: the same name on every task, since all run the same program.
+"""Names for the objects that a program creates inside a scope: the same on every task, since all run the same program.
 
-So a task can speak to another one of its own model, optimizer or metric, without sending it.
+So a task can refer to its model, optimizer or metric in a message without sending it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import keras
 
 KINDS = (keras.layers.Layer, keras.optimizers.Optimizer, keras.metrics.Metric)
-"""What is named; models are layers."""
+"""The objects that are named; models are layers."""
 
 
 class ScopedName(NamedTuple):
-    """The `number`-th object of its class that was made."""
+    """The `number`-th object of its class, from 0."""
 
     kind: str
     number: int
@@ -27,17 +27,17 @@ class ScopedName(NamedTuple):
 
 
 class ScopeRegistry:
-    """The Keras layers (models too), optimizers and metrics that were made, in order."""
+    """The Keras layers (models too), optimizers and metrics that were created in the scope, in order."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
-        # Weak, as a program may drop what it made and make it again.
+        # Weak, because a program may drop an object and create it again.
         self._names: weakref.WeakKeyDictionary[Any, ScopedName] = weakref.WeakKeyDictionary()
         self._settled: dict[ScopedName, Any] | None = None
         self._by_kind: dict[type, list[tuple[ScopedName, Any]]] = {}
 
     def note(self, made: Any) -> None:
-        """Name an object; once, though its base classes may ask for it again."""
+        """Name an object; once, though the constructors of its base classes may call this again."""
         if made in self._names:
             return
         kind = f"{type(made).__module__}.{type(made).__qualname__}"
@@ -45,17 +45,17 @@ class ScopeRegistry:
         self._counts[kind] += 1
 
     def settle(self) -> None:
-        """From now on what was made until now is kept, and nothing else can be found."""
+        """Keep the objects that have been created until now; only these can be found from here on."""
         if self._settled is None:
-            gc.collect()  # what is dropped is gone on every task, not just where the collector came by
+            gc.collect()  # dropped objects are gone on every task, not only where the collector has run
             self._settled = {name: made for made, name in self._names.items()}
 
     def name_of(self, thing: Any) -> ScopedName | None:
-        """The name of an object that was made in a scope; None if it was not."""
+        """The name of an object; None if it was not created in the scope."""
         return self._names.get(thing) if isinstance(thing, KINDS) else None
 
     def find(self, name: ScopedName) -> Any:
-        """The object of a name; None if there was none when `settle` was called."""
+        """The object of a name; None if it did not exist when `settle` was called."""
         return (self._settled or {}).get(name)
 
     def layers(self) -> list[tuple[ScopedName, Any]]:

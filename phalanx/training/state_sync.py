@@ -1,4 +1,4 @@
-"""All replicas start alike: the same structure, and the chief's values."""
+"""State synchronization: all replicas start with the same structure and the chief's values."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def synchronise(model: Any, replica: Replica, *, metrics: bool = False, take: bo
     """Give every rank the chief's weights, optimizer state and layer state; call on all ranks.
 
     Random seeds of layers (dropout), and the random state that a backend keeps for the whole process, come from the
-    chief too, and each rank goes on from there with numbers of its own, so that the replicas draw different masks.
+    chief too, shifted by the rank, so that the replicas draw different masks.
 
     Args:
-        metrics: what the metrics have counted as well, for those who join in the middle of an epoch.
-        take: else this rank keeps its own values, and only takes part.
+        metrics: whether to send what the metrics have counted, for ranks that join in the middle of an epoch.
+        take: whether this rank takes the values over; else it only takes part.
 
     Raises:
         DisagreementError: on every rank, if the models differ in structure; names the first difference.
@@ -41,8 +41,8 @@ def synchronise(model: Any, replica: Replica, *, metrics: bool = False, take: bo
     _compare(_structure(variables), replica)
     arrays = [np.asarray(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
     own = random_state()[:1]
-    told = replica.communicator.broadcast([*arrays, *own], root=0)
-    values, chiefs = told[: len(arrays)], told[len(arrays) :]
+    received = replica.communicator.broadcast([*arrays, *own], root=0)
+    values, chiefs = received[: len(arrays)], received[len(arrays) :]
     if not take:
         return
     seeds = {id(generator.state) for generator in seed_generators(model)}
@@ -56,8 +56,7 @@ def synchronise(model: Any, replica: Replica, *, metrics: bool = False, take: bo
 
 @contextmanager
 def unchanged(model: Any) -> Iterator[None]:
-    """Whatever is done inside, weights, layer state, optimizer state and what metrics have counted are afterwards what
-    they were before."""
+    """Restore weights, layer state, optimizer state and metrics on exit, whatever was done to them inside."""
     variables = [*variables_of(model), *model.metrics_variables]
     before = [np.array(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
     yield
@@ -67,9 +66,12 @@ def unchanged(model: Any) -> Iterator[None]:
 
 
 def average_optimizers(model: Any, replica: Replica, share: float) -> None:
-    """Give every rank the mean of all ranks' optimizer variables, each counted with its share; call on all ranks.
+    """Give every rank the mean of all ranks' optimizer variables; call on all ranks.
 
-    Numbers that stand for themselves (step counts, learning rates, the scale of the loss) are the chief's.
+    Scalars (step counts, learning rates, the scale of the loss) are the chief's.
+
+    Args:
+        share: the weight of this rank's variables in the mean; the sum over all ranks is 1.
     """
     variables = [variable for optimizer in optimizers(model) for variable in optimizer.variables]
     arrays = [np.asarray(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
@@ -98,12 +100,12 @@ def variables_of(model: Any) -> list[Any]:
 
 
 def seed_generators(model: Any) -> list[Any]:
-    """Those of all layers."""
+    """The seed generators of all layers."""
     return [generator for layer in model._flatten_layers() for generator in layer._seed_generators]
 
 
 def shifted_seed(state: np.ndarray[Any, Any], rank: int) -> np.ndarray[Any, Any]:
-    """The state of a seed generator, for a rank of its own."""
+    """The state of a seed generator, shifted so that each rank draws different numbers."""
     shifted = state.copy()
     modulus = 1 << (8 * state.dtype.itemsize - (state.dtype.kind == "i"))
     shifted[0] = (int(state[0]) + rank * SEED_STRIDE) % modulus
@@ -119,13 +121,13 @@ def _compare(structure: list[tuple[str, tuple[int, ...], str]], replica: Replica
     digests = replica.communicator.all_gather_bytes(hashlib.sha256(encoded).digest())
     if len(set(digests)) == 1:
         return
-    # Rare and slow: everybody learns everything, so that everybody raises the same error.
-    everyone = [msgspec.msgpack.decode(e) for e in replica.communicator.all_gather_bytes(encoded)]
+    # Rare and slow: all ranks get everything, so that all raise the same error.
+    structures = [msgspec.msgpack.decode(e) for e in replica.communicator.all_gather_bytes(encoded)]
     other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-    chiefs, others = ([_named(variable) for variable in everyone[rank]] for rank in (0, other))
+    chiefs, others = ([_named(variable) for variable in structures[rank]] for rank in (0, other))
     raise DisagreementError(
-        f"The model is not the same on all ranks: {describe_difference(chiefs, others, 'rank 0', f'rank {other}')} Every "
-        f"rank must build the same model with the same optimizer, in the same order."
+        f"The model is not the same on all ranks: {describe_difference(chiefs, others, 'rank 0', f'rank {other}')} "
+        f"Every rank must build the same model with the same optimizer, in the same order."
     )
 
 

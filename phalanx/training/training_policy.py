@@ -1,4 +1,4 @@
-"""How a strategy wants its models trained by the replicas."""
+"""How a strategy trains its models: what is compressed, and when the replicas synchronize."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from phalanx.training.steps.outer_optimizer import OuterOptimizer
 
 @dataclass(frozen=True)
 class SyncPeriod:
-    """The replicas take steps of their own and come together now and then.
+    """Local SGD: the replicas take steps of their own and exchange weights periodically.
 
     Attributes:
-        steps: so many between two exchanges.
-        outer: what is done with the mean of what the replicas have done.
-        overlap: whether an exchange goes on during the steps after it, and takes effect at the next one.
+        steps: number of steps between two exchanges.
+        outer: optimizer that applies the replicas' mean progress to the common weights.
+        overlap: whether an exchange proceeds during the steps after it, and takes effect at the next one.
     """
 
     steps: int
@@ -28,8 +28,8 @@ class TrainingPolicy:
     """See the strategies' arguments.
 
     Attributes:
-        compression: of gradients, or, where there is a period, of what is exchanged; None: all their bits travel.
-        period: None: the gradients of every step are merged.
+        compression: of gradients, or of exchanged weights where there is a period; None: they are sent as they are.
+        period: of local SGD; None: the gradients of every step are merged.
     """
 
     compression: Compression | None = None
@@ -37,4 +37,4 @@ class TrainingPolicy:
 
 
 EVERY_STEP = TrainingPolicy()
-"""Gradients are merged at every step, as they are."""
+"""Gradients are merged at every step, without compression."""

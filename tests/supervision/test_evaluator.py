@@ -18,7 +18,7 @@ import pytest
 
 import phalanx
 from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory, load, read
-from phalanx.checkpoint.temporary_directory import scratch
+from phalanx.checkpoint.temporary_directory import temporary_directory
 from phalanx.errors import ConfigurationError, RendezvousError
 from phalanx.evaluator import completion_marker
 from tests.supervision.models import make_data, make_model
@@ -308,7 +308,7 @@ def test_what_a_killed_evaluator_left_is_removed_by_the_next_one(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     program = (
         "import time; from phalanx.checkpoint.temporary_directory import scratch\n"
-        "with scratch() as it: print(it, flush=True); time.sleep(99)"
+        "with temporary_directory() as it: print(it, flush=True); time.sleep(99)"
     )
     processes = [
         subprocess.Popen(
@@ -323,7 +323,7 @@ def test_what_a_killed_evaluator_left_is_removed_by_the_next_one(
         (killed / "copy").write_text("of a checkpoint")
         processes[0].kill()
         processes[0].wait()
-        with scratch() as own:
+        with temporary_directory() as own:
             assert {killed.exists(), living.exists(), own.exists()} == {False, True}
             assert len(list(tmp_path.iterdir())) == 2
     finally:

@@ -189,8 +189,8 @@ class StepMerge:
         self._counts.clear()
 
     def state(self) -> dict[str, Array]:
-        """All that the merge keeps between steps, by name; see `CompressedReducer` for what belongs to whom. These arrays
-        are never changed in place, so that they may be loaded again after a step that failed."""
+        """All that the merge keeps between steps, by name; see `CompressedReducer` for what belongs to whom. These
+        arrays are never changed in place, so that they may be loaded again after a step that failed."""
         found = {f"held/{name}": array for name, array in self._gradients.state().items()}
         found |= {f"counts/{name}": array for name, array in self._counts.state().items()}
         if self._reducer is not None:

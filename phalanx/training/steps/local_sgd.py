@@ -1,29 +1,29 @@
-"""Replicas that take steps of their own and come together every `Period.steps` steps.
+"""Local SGD: replicas take steps of their own and exchange weights every `SyncPeriod.steps` steps.
 
 Theory
 ------
-Since they came together last, replica r has gone from `start_r` to `w_r`. With n_r of the N samples of these steps,
+Since the last exchange, replica r has gone from `start_r` to `w_r`. With n_r of the N samples of these steps,
 
     progress = sum over r of n_r / N (start_r - w_r)        one exchange, which may be compressed
     anchor   = outer step(anchor, progress)                 the same bits on every rank
 
-and all go on from the anchor: w_r = start_r = anchor. With Stich's local SGD the outer step takes the mean itself; with
-DiLoCo it is SGD with momentum, for which the progress stands in the place of a gradient. A replica without samples in
+and all continue from the anchor: w_r = start_r = anchor. With Stich's local SGD the outer step takes the mean itself;
+with DiLoCo it is SGD with momentum, for which the progress takes the role of a gradient. A replica without samples in
 these steps does not count, so streams of unequal length need nothing more.
 
-*Overlapped*, an exchange goes on while the replicas take the next steps, and takes effect at the next one: the new
-anchor comes in the place of what the replicas began from, and what each has done since stays its own,
+*Overlapped*, an exchange proceeds while the replicas take the next steps, and takes effect at the next exchange: the
+new anchor replaces what the replicas began from, and what each has done since stays its own,
 
     w_r = anchor - (start_r - w_r)
 
 until it is merged in turn. At the end of an epoch all is merged, without overlap: validation, checkpoints and callbacks
 see one model.
 
-*Members come and go.* What a replica has done since the last exchange is lost with it; an exchange in which it is
-lost is made again by the others. Others come in where all are together, and checkpoints are taken there: right after
-an exchange, or at the beginning of an epoch. In such jobs, and in those that are saved, exchanges are not overlapped.
+*Elastic jobs.* What a replica has done since the last exchange is lost with it; the others repeat an exchange in which
+it is lost. Processes join where all are merged, and checkpoints are written there: right after an exchange, or at the
+beginning of an epoch. In elastic jobs, and in those that are saved, exchanges are not overlapped.
 
-Layer state (averages of batch normalisation) is averaged with the weights. Optimizers keep their moments to themselves;
+Layer state (averages of batch normalization) is averaged with the weights. Optimizers keep their moments to themselves;
 when `fit` ends these are averaged, so that what is saved or trained on then is one model's.
 """
 
@@ -53,7 +53,8 @@ class LocalSGDStepper:
     """See the top of this file, and `stepper.ReplicaStepper`.
 
     Attributes:
-        overlaps: whether exchanges may go on during the steps after them.
+        overlaps: whether exchanges may proceed during the steps after them.
+        exchange: the weights that all have in common.
     """
 
     merges_every_step = False
@@ -74,16 +75,16 @@ class LocalSGDStepper:
         self._period = period
         self.overlaps = period.overlap
         self.exchange = WeightExchange(period.outer, compression)
-        self._trained = 0  # samples in this epoch, of this rank
-        self._averaged = 0  # the same, whoever has counted them since
-        self._all_trained = 0  # in this `fit`
+        # Samples that this rank has trained on: in this epoch, as far as its metrics still count them; in this epoch;
+        # in this `fit`.
+        self._trained = self._averaged = self._all_trained = 0
         self._variables: list[Any] = []
         self._optimizer = inner_optimizer(model.optimizer)
-        # Steps without samples count for schedules only: by this number an optimizer that accumulates gradients tells
-        # when to update, and Adam how many there were in its moments.
-        falls = isinstance(getattr(self._optimizer, "_learning_rate", None), LearningRateSchedule)
+        # Steps without samples count for schedules only: an optimizer that accumulates gradients decides by this number
+        # when to update, and Adam how many steps its moments contain.
+        follows_schedule = isinstance(getattr(self._optimizer, "_learning_rate", None), LearningRateSchedule)
         accumulates = getattr(self._optimizer, "gradient_accumulation_steps", None)
-        self._iterations = self._optimizer._iterations if falls and not accumulates else None
+        self._iterations = self._optimizer._iterations if follows_schedule and not accumulates else None
         self._logs: Mapping[str, Any] | None = None
 
     @property
@@ -105,9 +106,9 @@ class LocalSGDStepper:
         if batch.size:
             with self._merge.in_mode(MergeMode.LOCAL):
                 self._engine.train(batch.data, batch.share)
-        elif self._iterations is not None:  # schedules go on, as on the others
-            (made,) = self._engine.read([self._iterations])
-            self._engine.write([(self._iterations, np.asarray(made + 1, made.dtype))])
+        elif self._iterations is not None:  # schedules proceed, as on the other ranks
+            (steps,) = self._engine.read([self._iterations])
+            self._engine.write([(self._iterations, np.asarray(steps + 1, steps.dtype))])
         self._trained += batch.size
         self._averaged += batch.size
         self._all_trained += batch.size
@@ -142,7 +143,7 @@ class LocalSGDStepper:
         self._all_trained = 0
 
     def admit(self) -> None:
-        """See `ReplicaStepper.admit`. Each keeps its optimizer's moments, and what its metrics have counted."""
+        """See `ReplicaStepper.admit`. Each rank keeps its optimizer's moments, and what its metrics have counted."""
         elastic = self._replica.elastic
         fresh = elastic is not None and elastic.fresh
         state_sync.synchronise(self._model, self._replica, take=fresh)
@@ -152,7 +153,7 @@ class LocalSGDStepper:
             self._trained = self._all_trained = 0
 
     def pooled(self) -> State:
-        """See `ReplicaStepper.pooled`. What all metrics have counted is the chief's from here on, who saves it."""
+        """See `ReplicaStepper.pooled`. The chief, which saves it, takes over what all metrics have counted."""
         counts = self._replica.gather(self._trained)
         if any(counts):
             self._engine.merged_metrics(self._trained / sum(counts), final=True, training=True)
@@ -165,7 +166,7 @@ class LocalSGDStepper:
     def load_pooled(self, state: State) -> None:
         """See `ReplicaStepper.load_pooled`."""
         if "trained" not in state:
-            return  # saved by a job that merged every step
+            return  # written by a job that merged every step
         self.exchange.load_pooled(below("exchange/", state), self._replica.world_size)
         self._trained = int(state["trained"]) if self._replica.is_chief else 0
         if not self._replica.is_chief:
@@ -188,7 +189,7 @@ class LocalSGDStepper:
         return tasks
 
     def _merge_moving_averages(self) -> None:
-        """Those of the weights, which callbacks may put in their place (SwapEMAWeights)."""
+        """Average the moving averages of the weights, which callbacks may swap in (SwapEMAWeights)."""
         own = list(getattr(self._optimizer, "_model_variables_moving_average", ()))
         share = self._share(self._averaged) if own else None
         self._averaged = 0
@@ -201,7 +202,7 @@ class LocalSGDStepper:
         return None if share is None else self._engine.merged_metrics(share, final=True, training=True)
 
     def _share(self, samples: int) -> float | None:
-        """This rank's part of what all have trained on; None where nobody has."""
+        """This rank's part of the samples of all ranks; None if there are none."""
         everyone = sum(self._replica.gather(samples))
         return samples / everyone if everyone else None
 

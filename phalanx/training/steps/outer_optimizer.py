@@ -1,7 +1,7 @@
-"""What is done with the mean of what the replicas have done on their own: the outer step.
+"""Outer optimizers of local SGD: what an exchange does with the mean progress of the replicas.
 
 Values in, values out: `step(anchor, progress, velocity)` returns the new anchor and the new velocity. `progress` is the
-mean over the replicas of *where they began* minus *where they are*: it stands for a gradient.
+mean over the replicas of *where they began* minus *where they are*: it takes the role of a gradient.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ Arrays = Sequence[Array]
 
 
 class OuterOptimizer(Protocol):
-    """An optimizer of the weights that all replicas have in common."""
+    """Updates the weights that all replicas have in common."""
 
     def step(self, anchor: Arrays, progress: Arrays, velocity: Arrays) -> tuple[list[Array], list[Array]]:
-        """The next anchor and velocity, float32, from those of now; nothing given is changed.
+        """The next anchor and velocity, float32.
 
         Args:
-            velocity: what the last call returned; empty at first.
+            anchor: the common weights, one array for each variable; not modified.
+            progress: what the replicas have done since, of the same shapes; not modified.
+            velocity: what the last call returned; empty at first; not modified.
         """
         ...
 
 
 @dataclass(frozen=True)
 class AverageOuterOptimizer:
-    """The replicas' mean itself (Stich 2019, Local SGD converges fast and communicates little)."""
+    """The replicas' mean itself (Stich 2019, "Local SGD Converges Fast and Communicates Little")."""
 
     def step(self, anchor: Arrays, progress: Arrays, velocity: Arrays) -> tuple[list[Array], list[Array]]:
         """See `OuterOptimizer.step`."""
@@ -48,9 +50,9 @@ class OuterSGD:
         w = w + v                                (else)
 
     Args:
-        learning_rate: DiLoCo's 0.7.
-        momentum: DiLoCo's 0.9.
-        nesterov: whether the momentum looks ahead, as in DiLoCo.
+        learning_rate: factor of the progress; 0.7 in DiLoCo.
+        momentum: decay of the velocity; 0.9 in DiLoCo.
+        nesterov: whether to use Nesterov momentum, as DiLoCo does.
     """
 
     learning_rate: float = 0.7

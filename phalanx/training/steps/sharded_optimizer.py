@@ -17,18 +17,18 @@ In each row all variables lie one after the other, and the r-th part of the row 
    not in use,
 4. waits for the others, and computes the next step from these weights, where they lie.
 
-No rank writes what another one reads: a rank comes to 1 again when all have done 3, in which the gradients are read; and
-a rank writes to one of the two rows of weights in 3 when all have done 1, for which they had read what lay there. The
-weights of the step before stay, for a step that fails.
+No rank writes what another one reads: a rank comes to 1 again when all have done 3, in which the gradients are read;
+and a rank writes to one of the two rows of weights in 3 when all have done 1, for which they had read what lay there.
+The weights of the step before stay, for a step that fails.
 
-All else differs between the ranks until the epoch ends. Then the metrics are merged, and every rank gets the whole state
-of the optimizer: between epochs all replicas are alike, as callbacks and checkpoints expect. Where a progress bar shows
-the metrics meanwhile, each rank writes what its metrics have counted along with its gradients, and the sums are taken
-in 3.
+All else differs between the ranks until the epoch ends. Then the metrics are merged, and every rank gets the whole
+state of the optimizer: between epochs all replicas are alike, as callbacks and checkpoints expect. Where a progress bar
+shows the metrics meanwhile, each rank writes what its metrics have counted along with its gradients, and the sums are
+taken in 3.
 
-Where a rank has no gradient of a variable (on PyTorch, if the loss does not depend on it), Keras's optimizers leave that
-variable and its moments alone. A rank that meets this sets its flag in 1; all see it in 3, and take all further steps as
-`SynchronousStepper` does.
+Where a rank has no gradient of a variable (on PyTorch, if the loss does not depend on it), Keras's optimizers leave
+that variable and its moments alone. A rank that meets this sets its flag in 1; all see it in 3, and take all further
+steps as `SynchronousStepper` does.
 
 This path is optional: `SynchronousStepper` takes the same steps with the same results. `applies` says for which models
 it is used: not for optimizers that use norms, callbacks that see single batches, or layers whose state is merged.

@@ -1,7 +1,7 @@
-"""What replicas that take steps of their own remember between two exchanges, and the exchange itself.
+"""The exchange of local SGD: what replicas keep between two exchanges, and how it becomes common.
 
-The formulas are at the top of `periodic.py`. Everything that is remembered lies here, in arrays that are replaced and
-never changed: an exchange that fails leaves all of it as it was.
+The formulas are at the top of `local_sgd.py`. All state is here, in arrays that are replaced and never changed in
+place: an exchange that fails leaves it as it was.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _SHARED, _COMPRESSION = "shared/", "compression/"
 
 
 class WeightExchange:
-    """The common weights, and how this replica's own become common. See `Periodic`.
+    """The common weights, and how this replica's weights become common.
 
     Args:
-        outer: what is done with the mean progress of the weights; that of layer state is taken as it is.
+        outer: optimizer for the mean progress of the weights; that of layer state is taken as it is.
         compression: of the weights' progress.
 
     Attributes:
-        steps: taken since the last exchange began.
+        steps: number of steps since the last exchange began.
     """
 
     def __init__(self, outer: OuterOptimizer, compression: Compression | None = None) -> None:
@@ -46,7 +46,7 @@ class WeightExchange:
 
     @property
     def unmerged(self) -> bool:
-        """Whether this replica has done something that the common weights lack."""
+        """Whether this replica has taken steps that the common weights do not contain."""
         return self.steps > 0 or self._underway is not None
 
     def begin(self, values: Arrays, weights: int) -> None:
@@ -56,7 +56,7 @@ class WeightExchange:
             values: weights, then layer state.
             weights: how many of them are weights.
         """
-        # Narrow weights: the anchor knows them to more digits, unless somebody has set others.
+        # Of 16-bit weights the anchor has more digits, unless a callback has set others.
         same = len(values) == len(self._anchor) and weights == self._weights
         kept = self._anchor if same else values
         self._anchor = [
@@ -69,18 +69,18 @@ class WeightExchange:
         self._samples, self._underway, self.steps = 0, None, 0
 
     def took_step(self, samples: int) -> None:
-        """The replicas have taken a step, this one with so many samples."""
+        """The replicas have taken a step; this one's part had so many samples."""
         self.steps += 1
         self._samples += samples
 
     def run(self, values: Arrays, replica: Replica, *, overlap: bool) -> list[Array]:
-        """Come together; all replicas must call.
+        """Exchange weights; all replicas must call.
 
         Args:
-            values: this replica's.
-            overlap: let it take effect at the next exchange.
+            values: this replica's weights, then layer state.
+            overlap: whether the exchange takes effect at the next one.
 
-        Returns: the values to go on with.
+        Returns: the values to continue with.
         """
         progress = [start - value for start, value in zip(self._start, values, strict=True)]
         anchor, velocity = self._anchor, self._velocity
@@ -102,8 +102,8 @@ class WeightExchange:
         return [array.astype(value.dtype) for array, value in zip(local, values, strict=True)]
 
     def state(self) -> dict[str, Array]:
-        """All that is remembered, by name: `own/...` belongs to this replica, `shared/...` to all. Waits for what is on
-        its way."""
+        """All state, by name: `own/...` belongs to this replica, `shared/...` to all. Waits for an exchange that is
+        under way."""
         parts: dict[str, Arrays] = {"shared/anchor": self._anchor, "shared/velocity": self._velocity}
         if self._start is not self._anchor:
             parts["own/start"] = self._start
@@ -117,14 +117,14 @@ class WeightExchange:
         return found
 
     def pooled(self, communicator: Communicator) -> dict[str, Array]:
-        """Right after an exchange that was not overlapped: what all ranks remember, as one. All must call."""
+        """Right after an exchange that was not overlapped: the state of all ranks, pooled. All must call."""
         found = {name: array for name, array in self.state().items() if name.startswith(_SHARED)}
         if self._reducer is not None:
             found |= {_COMPRESSION + name: array for name, array in self._reducer.pooled(communicator).items()}
         return found
 
     def load_pooled(self, state: State, ranks: int) -> None:
-        """Go on, on so many ranks, from what `pooled` returned."""
+        """Continue, on so many ranks, from what `pooled` returned."""
         self.load({name: array for name, array in state.items() if name.startswith(_SHARED)})
         if self._reducer is not None:
             self._reducer.load_pooled(below(_COMPRESSION, state), ranks)
@@ -140,7 +140,7 @@ class WeightExchange:
             self._reducer.synchronise(communicator)
 
     def load(self, state: State) -> None:
-        """Go on from what `state` returned; a replica that joins begins with the others' `shared/...` alone."""
+        """Continue from what `state` returned; a replica that joins begins with the others' `shared/...` alone."""
         self._anchor, self._velocity = _listed("shared/anchor/", state), _listed("shared/velocity/", state)
         self._start = _listed("own/start/", state) or self._anchor
         arrived = _listed("shared/arrived/", state)
@@ -160,7 +160,7 @@ class WeightExchange:
         return [*weights, *AverageOuterOptimizer().step(anchor[count:], merged[count:], [])[0]], velocity
 
     def _merge(self, progress: Arrays, samples: int, replica: Replica) -> list[Array] | None:
-        """The mean progress, weighted by samples; None where no replica had any."""
+        """The mean progress, weighted by samples; None if there were no samples."""
         counts = replica.gather(samples)
         if not sum(counts):
             return None
@@ -191,7 +191,7 @@ Merge = Callable[[Arrays, int, Replica], list[Array] | None]
 
 
 class PendingExchange:
-    """One replica's progress on its way into the mean, which is asked for later."""
+    """One replica's contribution to an exchange, whose result is wanted later."""
 
     def __init__(self, merge: Merge, progress: Arrays, samples: int, arrived: list[Array] | None = None) -> None:
         self._merge = merge
@@ -202,19 +202,19 @@ class PendingExchange:
         self._handle: Handle | None = None
 
     def send(self, replica: Replica) -> None:
-        """Begin, in the background."""
+        """Start the exchange in the background."""
         self._handle = replica.communicator.run_async(
             "the exchange of the weights", lambda: self._merge(self._progress, self._samples, replica)
         )
 
     def wait(self, replica: Replica | None) -> list[Array] | None:
-        """The mean; merged now if it was not begun, or failed before: among the ranks that there are now."""
+        """The mean progress; merged now, among the present ranks, if it was not started or has failed."""
         if not self._over:
             handle, self._handle = self._handle, None
             if handle is not None:
                 self._arrived = handle.wait()
             else:
-                assert replica is not None, "it was begun"
+                assert replica is not None, "it was started"
                 self._arrived = self._merge(self._progress, self._samples, replica)
             self._over = True
         return self._arrived

@@ -1,5 +1,6 @@
-"""Replicas that each update a part of the weights (`phalanx.training.steps.sharded_optimizer`): when they do, and what is then
-seen of it. That the numbers are those of one process is what nearly all scenarios show, whose models are trained so."""
+"""Replicas that each update a part of the weights (`phalanx.training.steps.sharded_optimizer`): when they do, and what
+is then seen of it. That the numbers are those of one process is what nearly all scenarios show, whose models are
+trained so."""
 
 from __future__ import annotations
 
