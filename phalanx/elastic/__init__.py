@@ -8,15 +8,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from phalanx.elastic.custom_loop import State, run
+    from phalanx.strategies.elastic_state import State, run
 
 __all__ = ["State", "run"]
 
 
 def __getattr__(name: str) -> Any:
-    # Imported when first used: the launcher imports this package and never needs a strategy.
+    # The public names belong to strategies, a higher layer. They are imported when first used: the launcher imports this
+    # package, too, and must import neither strategies nor Keras.
     if name in __all__:
-        from phalanx.elastic import custom_loop
+        from phalanx.strategies import elastic_state
 
-        return getattr(custom_loop, name)
+        return getattr(elastic_state, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

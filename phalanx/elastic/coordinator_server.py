@@ -1,4 +1,4 @@
-"""The keeper's port: links from the processes of the job, and a clock, before the one `ElasticCoordinator`."""
+"""Serves the elastic coordinator: links from the processes of the job, and a clock."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 
 from phalanx.cluster.compatibility import TaskDescription
-from phalanx.elastic.elastic_coordinator import ElasticCoordinator, MembershipLimits
-from phalanx.elastic.job_control import CONTROL, IMPOSSIBLE, HostState, JobState, MemberState, ScaleRequest
+from phalanx.elastic.control_messages import CONTROL, IMPOSSIBLE, HostState, JobState, MemberState, ScaleRequest
+from phalanx.elastic.elastic_coordinator import CoordinatorState, ElasticCoordinator, LossCause, ProcessLost
+from phalanx.elastic.launcher_interface import ElasticJob
+from phalanx.elastic.member_table import MembershipLimits
 from phalanx.elastic.membership_messages import (
+    COORDINATOR,
     DISAGREEMENT,
     FAILED,
-    KEEPER,
-    FromKeeper,
+    FromCoordinator,
     JoinRequest,
-    ToKeeper,
+    ToCoordinator,
     pack,
     unpack,
 )
@@ -36,240 +39,226 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
 SEND_S = 2.0
-"""For a message of some kilobytes. Who does not take it in this time is stopped, and is found out by its silence."""
+"""For a message of a few kilobytes. A process that does not read it in this time is stopped; its silence reveals that."""
 SLOWEST_BYTES_PER_S = 1e6
-"""A large result takes its time on a slow network."""
+"""A large result takes longer on a slow network."""
 IDLE_S = 3600.0
 
-_decoder: msgspec.msgpack.Decoder[ToKeeper] = msgspec.msgpack.Decoder(ToKeeper)
+_decoder: msgspec.msgpack.Decoder[ToCoordinator] = msgspec.msgpack.Decoder(ToCoordinator)
 
 
 class CoordinatorServer:
-    """Serves a keeper from a listening socket, in threads of its own, until it is closed.
+    """Serves a coordinator from a listening socket, in its own threads, until it is closed. Implements
+    `MembershipControl` for the launcher and the listener's `Service` for processes.
 
     Args:
-        sockets: listening; owned from here on.
-        secret, job: what processes must know and belong to.
-        tls: if all that is said here is to be encrypted.
-        evict: is told the task of a member that is to be killed. Called from a thread.
-        over: is told the tasks of all members when they have finished; perhaps more than once. Called from a thread.
-        failed: is called when the job cannot go on. Called from a thread.
-        released: is told the task of a member that is sent away as fewer are wanted. Called from a thread.
-        resized: is told how many members are wanted now. Called from a thread.
-        note: is told what happens, in words. Called from a thread.
-
-    Attributes:
-        hosts: on which members may run, for those who ask. Replaced as a whole.
+        sockets: listening sockets; the server closes them.
+        limits: how many members there may be.
+        secret, job: the secret and the id of the job, which processes must present.
+        job_actions: carries out what concerns the launcher. Called from threads of the server.
+        tls: the certificates of the job, if it is encrypted.
     """
 
     def __init__(
         self,
         sockets: list[socket.socket],
-        bounds: MembershipLimits,
+        limits: MembershipLimits,
         *,
         secret: bytes,
         job: str,
-        evict: Callable[[str], None],
-        over: Callable[[list[str]], None],
-        failed: Callable[[], None],
-        resized: Callable[[int], None],
-        released: Callable[[str], None],
-        note: Callable[[str], None],
+        job_actions: ElasticJob,
         tls: TLS | None = None,
     ):
-        self._lock = threading.RLock()  # protects all below
-        self._speakers: dict[str, _Speaker] = {}
-        self._evict = evict
-        self._resized = resized
-        self._places = bounds.maximum
-        self._statements: dict[str, TaskDescription] = {}
-        self._paces = StragglerDetector(timeout_s=bounds.timeout_s)
-        self._note = note
-        self.hosts: list[HostState] = []
-        self.keeper = ElasticCoordinator(
-            bounds,
-            time.monotonic(),
-            send=self._post,
-            evict=self._evicted,
-            over=over,
-            failed=failed,
-            released=released,
-            note=note,
-        )
+        # Protects everything below. Reentrant: the coordinator sends while it decides. Nothing waits while holding it.
+        self._lock = threading.RLock()
+        self._senders: dict[str, _Sender] = {}
+        self._job = job_actions
+        self._slots = limits.maximum
+        self._stragglers = StragglerDetector(timeout_s=limits.timeout_s)
+        self._hosts: list[HostState] = []
+        self.coordinator = ElasticCoordinator(limits, time.monotonic(), job=job_actions, send=self._send)
         self._closed = threading.Event()
         self._listener = Listener(sockets, task="the launcher", secret=secret, job=job, tls=tls)
-        self._listener.register(KEEPER, self)
-        self._listener.register(CONTROL, _Control(self))
+        self._listener.register(COORDINATOR, self)
+        self._listener.register(CONTROL, _ControlService(self))
         self._listener.start()
-        self._clock = threading.Thread(target=self._tick, name="phalanx-keeper", daemon=True)
+        self._clock = threading.Thread(target=self._tick, name="phalanx-elastic-clock", daemon=True)
         self._clock.start()
-
-    def use(self, action: Callable[[ElasticCoordinator, float], None]) -> None:
-        """Do something with the keeper, from any thread."""
-        with self._lock:
-            action(self.keeper, time.monotonic())
 
     def close(self) -> None:
         self._closed.set()
         self._listener.close()
         self._clock.join()
         with self._lock:
-            speakers = list(self._speakers.values())
-            self._speakers.clear()
-        for speaker in speakers:
-            speaker.finish()
-        until = time.monotonic() + SEND_S
-        for speaker in speakers:
-            speaker.join(max(0.0, until - time.monotonic()))
+            senders = list(self._senders.values())
+            self._senders.clear()
+        for sender in senders:
+            sender.finish()
+        deadline = time.monotonic() + SEND_S
+        for sender in senders:
+            sender.join(max(0.0, deadline - time.monotonic()))
 
-    # The service of the listener.
+    # See `MembershipControl`.
+
+    def lose(self, task: str) -> None:
+        with self._lock:
+            for incarnation in self.coordinator.table.of_task(task):
+                self.coordinator.lose(ProcessLost(incarnation, LossCause.PROCESS_ENDED), time.monotonic())
+
+    def withdraw(self, task: str) -> None:
+        with self._lock:
+            self.coordinator.withdraw(task, time.monotonic())
+
+    def readmit(self, task: str) -> None:
+        with self._lock:
+            self.coordinator.table.withdrawn.discard(task)
+
+    def limit(self, workers: int) -> None:
+        with self._lock:
+            self.coordinator.limit(workers, time.monotonic())
+
+    def show_hosts(self, hosts: Sequence[HostState]) -> None:
+        with self._lock:
+            self._hosts = list(hosts)
+
+    # See `transport.listener.Service`.
 
     def admit(self, hello: Hello) -> Welcome:
         try:
-            newcomer = msgspec.msgpack.decode(hello.details, type=JoinRequest)
-            statement = msgspec.msgpack.decode(newcomer.statement, type=TaskDescription)
+            request = msgspec.msgpack.decode(hello.details, type=JoinRequest)
+            description = msgspec.msgpack.decode(request.description, type=TaskDescription)
         except msgspec.MsgspecError as error:
             return Welcome(refusal=DISAGREEMENT, reason=f"{hello.task} runs another version of Phalanx ({error}).")
         with self._lock:
-            if self.keeper.failure:
-                return Welcome(refusal=FAILED, reason=f"The job cannot go on: {self.keeper.failure}.")
-            if reason := self.keeper.disagreement(statement):
+            if self.coordinator.failure:
+                return Welcome(refusal=FAILED, reason=f"The job has failed: {self.coordinator.failure}.")
+            if reason := self.coordinator.table.disagreement(description):
                 return Welcome(refusal=DISAGREEMENT, reason=reason)
-            situation = self.keeper.arrive(statement, time.monotonic())
-            self._statements[statement.incarnation] = statement
-        return Welcome(details=msgspec.msgpack.encode(situation))
+            response = self.coordinator.admit(description, time.monotonic())
+        return Welcome(details=msgspec.msgpack.encode(response))
 
     def adopt(self, hello: Hello, link: Link) -> None:
-        speaker = _Speaker(hello.task, link)
-        speaker.start()
+        sender = _Sender(hello.task, link)
+        sender.start()
         with self._lock:
-            self._speakers[hello.incarnation] = speaker
-        threading.Thread(
-            target=self._listen, args=(hello.incarnation, link), name=f"phalanx-keeper-{hello.task}", daemon=True
-        ).start()
+            self._senders[hello.incarnation] = sender
+        receive = partial(self._receive, hello.incarnation, link)
+        threading.Thread(target=receive, name=f"phalanx-elastic-from-{hello.task}", daemon=True).start()
 
-    def control(self, wish: ScaleRequest) -> JobState:
-        """Fulfil a wish, and say how things stand.
+    def control(self, request: ScaleRequest) -> JobState:
+        """Fulfil a user's request; returns the state of the job.
 
         Raises: ConfigurationError if it cannot be fulfilled.
         """
         with self._lock:
             now = time.monotonic()
-            if wish.workers is not None:
-                bounds = self.keeper.bounds
-                if not bounds.minimum <= wish.workers <= self._places:
+            if request.workers is not None:
+                minimum = self.coordinator.table.limits.minimum
+                if not minimum <= request.workers <= self._slots:
                     raise ConfigurationError(
-                        f"{wish.workers} workers are wanted, but the job was started with --workers "
-                        f"{bounds.minimum}:{self._places}: it takes {bounds.minimum} to {self._places}."
+                        f"{request.workers} workers are requested, but the job was started with --workers "
+                        f"{minimum}:{self._slots}: it accepts {minimum} to {self._slots}."
                     )
-                self.keeper.resize(bounds.minimum, wish.workers, now)
-                self._resized(wish.workers)
+                self.coordinator.resize(request.workers, now)
+                self._job.resize(request.workers)
             return self._state(now)
 
     def _state(self, now: float) -> JobState:
-        keeper = self.keeper
-        ranks = {incarnation: rank for rank, incarnation in enumerate(keeper.members)}
-        states = [
-            MemberState(
-                rank=ranks.get(incarnation, -1),
-                task=person.task,
-                host=person.statement.host,
-                pid=person.statement.pid,
-                phase=person.pulse.phase,
-                epoch=person.pulse.epoch,
-                step=person.pulse.step,
-                age_s=person.pulse.age_s,
-                silent_s=now - person.heard_at,
-                compute_s=None if (pace := self._paces.pace(incarnation)) is None else pace.compute_s,
-                wait_s=None if pace is None else pace.wait_s,
-                slow=self._paces.is_slow(incarnation),
+        coordinator, table = self.coordinator, self.coordinator.table
+        ranks = {incarnation: rank for rank, incarnation in enumerate(table.members)}
+        states = []
+        for incarnation, process in table.processes.items():
+            seconds, timing = self._stragglers.step_seconds(incarnation), process.timing
+            states.append(
+                MemberState(
+                    rank=ranks.get(incarnation, -1),
+                    task=process.task,
+                    host=process.description.host,
+                    pid=process.description.pid,
+                    phase=timing.phase,
+                    epoch=timing.epoch,
+                    step=timing.step,
+                    age_s=timing.age_s,
+                    silent_s=now - process.last_message_at,
+                    compute_s=None if seconds is None else seconds.compute_s,
+                    wait_s=None if seconds is None else seconds.wait_s,
+                    slow=self._stragglers.is_slow(incarnation),
+                )
             )
-            for incarnation, person in keeper.people.items()
-        ]
-        chief = keeper.people.get(keeper.members[0]) if keeper.members else None
+        is_regrouping = coordinator.state in (CoordinatorState.REGROUPING, CoordinatorState.SHORT_OF_MEMBERS)
+        is_gathering = coordinator.state is CoordinatorState.GATHERING
         return JobState(
-            generation=keeper.generation,
-            minimum=keeper.bounds.minimum,
-            maximum=keeper.bounds.maximum,
-            regrouping=keeper.is_regrouping,
-            steps_per_s=0.0 if chief is None else chief.pulse.steps_per_s,
+            generation=coordinator.generation,
+            minimum=table.limits.minimum,
+            maximum=table.limits.maximum,
+            activity="gathering" if is_gathering else "regrouping" if is_regrouping else "",
+            steps_per_s=table.processes[table.members[0]].timing.steps_per_s if table.members else 0.0,
             members=sorted(states, key=lambda state: (state.rank < 0, state.rank)),
-            hosts=self.hosts,
+            hosts=self._hosts,
         )
 
     # Threads.
 
-    def _listen(self, incarnation: str, link: Link) -> None:
+    def _receive(self, incarnation: str, link: Link) -> None:
         while True:
             try:
                 message = unpack(_decoder, *link.receive(deadline=time.monotonic() + IDLE_S))
             except LinkTimeoutError:
                 continue
             except (LinkClosedError, FrameError, msgspec.MsgspecError) as error:
-                logger.debug("the keeper's link to %s ended: %s", link.peer, error)
+                logger.debug("the link from %s to the elastic coordinator ended: %s", link.peer, error)
                 break
-            self.use(lambda keeper, now, message=message: self._hear(incarnation, message, now))  # type: ignore[misc]
+            with self._lock:
+                now = time.monotonic()
+                if isinstance(message, StepTiming):
+                    self._stragglers.add(incarnation, message, now)
+                self.coordinator.receive(incarnation, message, now)
         with self._lock:
-            speaker = self._speakers.pop(incarnation, None)
-        if speaker is not None:
-            speaker.finish()
-        self.use(lambda keeper, now: keeper.depart(incarnation, now))
+            if (sender := self._senders.pop(incarnation, None)) is not None:
+                sender.finish()
+            self.coordinator.lose(ProcessLost(incarnation, LossCause.LINK_CLOSED), time.monotonic())
         link.close()
-
-    def _hear(self, incarnation: str, message: ToKeeper, now: float) -> None:
-        if isinstance(message, StepTiming):
-            self._paces.hear(incarnation, message, now)
-        self.keeper.hear(incarnation, message, now)
 
     def _tick(self) -> None:
         while not self._closed.wait(TICK_S):
-            self.use(lambda keeper, now: self._pass(now))
+            with self._lock:
+                now, table = time.monotonic(), self.coordinator.table
+                self.coordinator.tick(now)
+                names = {i: f"{table.processes[i].task} (rank {rank})" for rank, i in enumerate(table.members)}
+                for text in self._stragglers.detect(names, self.coordinator.generation, now):
+                    self._job.log(text)
 
-    def _pass(self, now: float) -> None:
-        """Some time has passed."""
-        keeper = self.keeper
-        keeper.tick(now)
-        names = {i: f"{keeper.people[i].task} (rank {rank})" for rank, i in enumerate(keeper.members)}
-        for text in self._paces.judge(names, keeper.generation, now):
-            self._note(text)
-
-    # What the keeper asks for, in the middle of a decision: nothing here waits for anybody.
-
-    def _post(self, incarnation: str, message: FromKeeper) -> None:
-        if speaker := self._speakers.get(incarnation):
-            speaker.say(message)
-
-    def _evicted(self, incarnation: str) -> None:
-        if statement := self._statements.get(incarnation):
-            self._evict(statement.task)
+    def _send(self, incarnation: str, message: FromCoordinator) -> None:
+        if sender := self._senders.get(incarnation):
+            sender.send(message)
 
 
-class _Speaker(threading.Thread):
-    """Sends to one process, so that one that is stopped, or reads a large result, holds up nobody else."""
+class _Sender(threading.Thread):
+    """Sends to one process, so that a process that is stopped or reads a large result does not delay the others."""
 
     def __init__(self, task: str, link: Link):
-        super().__init__(name=f"phalanx-keeper-to-{task}", daemon=True)
+        super().__init__(name=f"phalanx-elastic-to-{task}", daemon=True)
         self._link = link
-        self._messages: queue.SimpleQueue[FromKeeper | None] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[FromCoordinator | None] = queue.SimpleQueue()
 
-    def say(self, message: FromKeeper) -> None:
+    def send(self, message: FromCoordinator) -> None:
         self._messages.put(message)
 
     def finish(self) -> None:
-        """End when all has been sent."""
+        """End the thread after everything has been sent."""
         self._messages.put(None)
 
     def run(self) -> None:
         while (message := self._messages.get()) is not None:
             header, buffers = pack(message)
             deadline = time.monotonic() + SEND_S + sum(map(len, buffers)) / SLOWEST_BYTES_PER_S
-            with contextlib.suppress(LinkClosedError, LinkTimeoutError):  # who listens to it hears of it
+            with contextlib.suppress(LinkClosedError, LinkTimeoutError):  # the receiving thread notices
                 self._link.send(header, buffers, deadline=deadline)
         self._link.finish()
 
 
-class _Control:
-    """Answers people; the answer is all in the `Welcome`."""
+class _ControlService:
+    """Answers requests of users. The `Welcome` holds the whole answer."""
 
     def __init__(self, server: CoordinatorServer):
         self._server = server

@@ -1,527 +1,388 @@
-"""The keeper: who takes part in a job from which members are lost and to which others come. No socket comes near it.
+"""The elastic coordinator: decides who takes part in a job whose members join and leave. Knows no socket.
 
-There is one keeper in a job, in the launcher, so there is one authority: members that are cut off from it cannot go on
-by themselves, and there are never two chiefs. It knows *candidates*, which have started but take no part yet, and
+A job has one coordinator, in the launcher. It is the only authority: members that are cut off from it cannot continue on
+their own, so there are never two chiefs. It knows *candidates*, which have started but do not take part yet, and
 *members*, which form a *generation*.
 
-                    all have come                  a member reports, or is gone
-    gathering  ----------------------->  running  ----------------------------->  regrouping
-                                            ^                                          |
-                                            +----------  all others have reported -----+
-
 A member that meets a loss in a collective leaves the generation and reports where it stands. When every member has
-reported or is gone, the next generation is formed. All report the same collective, or some are one ahead: those hand
-its result on to the others (`collectives.elastic`). Members that both live and cannot reach each other are told apart
-(`quarrels`). Only when all stand before the merge of the same training step,
-candidates come in: what they are given (weights, position) is then the same on all. To let candidates in (or members
-out) while nothing fails, the keeper asks the chief to leave the generation before the next step, which makes the
-others report as well: one road for losing and for joining, and nothing to pay for it in a step.
+reported or is gone, the next generation is formed. All members report the same collective, or some are one ahead: those
+hand over its result to the others (`elastic_group`). Only if all stand before the merge of the same training step,
+candidates join: the state that they receive (weights, position) is then the same on all members.
 
-A program calls the methods that all members take part in (`fit`, `evaluate`, ...) one after the other: its *entries*,
-numbered. A candidate runs the same program. Of entries that are over it is given the result; at the running one it
-waits to be let in. So a script needs to know nothing of all this.
+To let candidates join (or members leave) while nothing fails, the coordinator asks the chief to leave the generation
+before the next step, which makes the others report as well. Losing and joining therefore take the same path, and neither
+costs anything in a normal step.
+
+Every loss takes one path, too (`ElasticCoordinator.lose`): a closed link, an exit that the launcher has seen, a silent
+process and an eviction differ only in what is logged and sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from phalanx.cluster.compatibility import TaskDescription, describe_disagreement
+from phalanx.cluster.compatibility import TaskDescription
 from phalanx.cluster.spec import CHIEF
+from phalanx.elastic.entry_log import EntryLog
+from phalanx.elastic.evictions import EvictionPolicy
+from phalanx.elastic.launcher_interface import ElasticJob
+from phalanx.elastic.member_table import MembershipLimits, MemberTable
 from phalanx.elastic.membership_messages import (
-    NOT_KEPT,
     Dismissed,
     EntryBegan,
     EntryFinished,
     EntryQuery,
-    EntryResult,
     FormGeneration,
-    FromKeeper,
+    FromCoordinator,
+    GenerationEnded,
     JoinResponse,
     LeaveNotice,
     LossReport,
-    MemberAddress,
-    PastEntry,
     ReadyToJoin,
     RegroupRequest,
-    ToKeeper,
+    ToCoordinator,
 )
-from phalanx.elastic.partitions import ConnectionFailures, choose_evictions
 from phalanx.elastic.stragglers import StepTiming
 
-STUCK_GRACE_S = 1.0
-"""Once a member has waited in vain for the whole timeout: how long the others that also wait have to say so."""
-KEPT_BYTES = 2**30
-"""Of the results of all entries together, in the launcher's memory."""
-NAP_S = 2.0
-"""Longer between two ticks, this process itself was stopped: the silence of the others meanwhile means nothing."""
+Send = Callable[[str, FromCoordinator], None]
+"""Sends a message to the process of an incarnation."""
+
+_LEAVES = {"evicted": "was evicted", "surplus": "leaves the job"}
+"""What the log says of a process that is dismissed while the job continues, by cause."""
+STUCK = "it made no progress while the others waited for it"
+PARTITIONED = "the network between it and other members is cut"
+SURPLUS = "fewer workers are requested"
+WITHDRAWN = "its host is withdrawn"
+FINISHED = "the job has finished"
 
 
-@dataclass
-class ElasticMember:
-    """A process that is a candidate or a member.
+class CoordinatorState(enum.Enum):
+    """The life of a job, as the coordinator sees it."""
 
-    Attributes:
-        number: in the order of coming.
-        asks: the entry of which it wants to know, as a candidate.
-        ready: the entry at which it waits to be let in.
-        report: how it left the present generation.
-        heard_at: when it came, or last said anything.
-    """
+    GATHERING = enum.auto()
+    """Waits for the processes with which the job begins."""
+    RUNNING = enum.auto()
+    """A generation trains."""
+    REGROUP_REQUESTED = enum.auto()
+    """A generation trains, and its chief was asked to leave it before the next step."""
+    REGROUPING = enum.auto()
+    """A generation has ended; waits until all its members have reported or are gone."""
+    SHORT_OF_MEMBERS = enum.auto()
+    """All members have reported, but they are fewer than the minimum: waits for candidates."""
+    FINISHED = enum.auto()
+    """All members have finished."""
+    FAILED = enum.auto()
+    """The job cannot continue."""
 
-    statement: TaskDescription
-    number: int
-    heard_at: float
-    asks: int | None = None
-    ready: int | None = None
-    report: LossReport | None = None
-    pulse: StepTiming = field(default_factory=StepTiming)
 
-    @property
-    def task(self) -> str:
-        return self.statement.task
+_S = CoordinatorState
+TRANSITIONS = {
+    _S.GATHERING: {_S.RUNNING, _S.FAILED},
+    _S.RUNNING: {_S.REGROUP_REQUESTED, _S.REGROUPING, _S.FINISHED, _S.FAILED},
+    # Back to RUNNING when another size is requested: what the chief was asked for may no longer be needed.
+    _S.REGROUP_REQUESTED: {_S.RUNNING, _S.REGROUPING, _S.FINISHED, _S.FAILED},
+    _S.REGROUPING: {_S.RUNNING, _S.SHORT_OF_MEMBERS, _S.FINISHED, _S.FAILED},
+    _S.SHORT_OF_MEMBERS: {_S.RUNNING, _S.FINISHED, _S.FAILED},
+    _S.FINISHED: set(),
+    _S.FAILED: set(),
+}
+
+
+class LossCause(enum.Enum):
+    """How the coordinator learns that a process is lost."""
+
+    LINK_CLOSED = enum.auto()
+    PROCESS_ENDED = enum.auto()
+    """The launcher has seen the exit. The link may stay open: the network or the host's power may be cut."""
+    REPLACED = enum.auto()
+    """Another process of the same task has arrived."""
+    EVICTED = enum.auto()
+    """It is silent, stuck or cut off, and is about to be killed."""
 
 
 @dataclass(frozen=True)
-class MembershipLimits:
-    """How many members a job may have, and how long things may take.
+class ProcessLost:
+    """A process is lost; `reason` explains an eviction."""
 
-    Attributes:
-        minimum, maximum: members.
-        expected: with how many the job begins, if they come in time.
-        start_s: how long it waits for them, and for a minimum that is not there any more.
-        timeout_s: how long a member may make no progress while others wait for it.
-    """
-
-    minimum: int
-    maximum: int
-    expected: int
-    start_s: float
-    timeout_s: float
-
-
-Send = Callable[[str, FromKeeper], None]
+    incarnation: str
+    cause: LossCause
+    reason: str = ""
 
 
 class ElasticCoordinator:
-    """See the top of the file. Every method takes the time, by any steady clock.
+    """See the top of the file. All methods take the time in seconds of a steady clock.
 
     Args:
-        send: takes an incarnation and a message for it.
-        evict: is told the incarnation of a member that is to be killed.
-        over: is told the tasks of the members when all of them have finished, and with them the job.
-        failed: is called when the job cannot go on.
-        released: is told the task of a member that is sent away as fewer are wanted.
-        note: is told what happens, a line each, for people.
+        limits: how many members there may be.
+        now: when the job starts.
+        job: carries out what concerns the launcher.
+        send: sends a message to a process.
+
+    Attributes:
+        state: see `CoordinatorState`.
+        generation: the number of the last generation; 0 before the first one.
+        failure: why the job has failed; else empty.
+        table: the processes of the job.
+        entries: what the program has called so far.
     """
 
-    def __init__(
-        self,
-        bounds: MembershipLimits,
-        now: float,
-        *,
-        send: Send,
-        evict: Callable[[str], None],
-        over: Callable[[list[str]], None],
-        failed: Callable[[], None],
-        released: Callable[[str], None],
-        note: Callable[[str], None],
-    ):
-        self.bounds = bounds
+    def __init__(self, limits: MembershipLimits, now: float, *, job: ElasticJob, send: Send):
+        self.state = CoordinatorState.GATHERING
         self.generation = 0
-        self.entry = -1
-        self.members: list[str] = []
-        self.people: dict[str, ElasticMember] = {}
         self.failure = ""
+        self.table = MemberTable(limits)
+        self.entries = EntryLog()
+        self._job = job
         self._send = send
-        self._evict = evict
-        self._over = over
-        self._failed = failed
-        self._released = released
-        self._note = note
-        self._results: dict[int, bytes] = {}
-        self._notes: dict[int, bytes] = {}
-        self._come = 0
-        self._replicas = bounds.expected
-        self._since = now
-        self._regrouping = False
-        self._asked = False
-        self._waiting_since: float | None = None  # the first that has reported waits for the others
-        self._late_since: float | None = None
-        self._formed_at = now
-        self._quarrels = ConnectionFailures()
-        self._kept = 0  # bytes
-        self._ticked = self._awake_since = now
-        self._finished: list[str] = []  # tasks
-        self._short_since: float | None = None
-        self._limit: int | None = None  # of processes that there may be still
-        self._withdrawn: set[str] = set()  # tasks
-        self._chief = ""  # of the present generation
-        self._misses_chief = False  # it was lost, and nobody is chief after it yet
-        self._given_up: set[str] = set()  # incarnations of which only the launcher has said that they are gone
+        self._evictions = EvictionPolicy(limits.timeout_s, now)
+        self._state_since = now
+        # The chief of the present generation, and whether it was lost and no other member is chief yet.
+        self._chief, self._is_chief_lost = "", False
+        # Incarnations whose exit the launcher has reported. If one of them lives, it must not continue besides its
+        # successor.
+        self._presumed_dead: set[str] = set()
 
-    @property
-    def is_regrouping(self) -> bool:
-        """Whether a generation has ended, and the next one is not formed yet."""
-        return self._regrouping
+    # Events.
 
-    # What happens.
+    def admit(self, description: TaskDescription, now: float) -> JoinResponse:
+        """A process has arrived."""
+        for incarnation in self.table.of_task(description.task):
+            self.lose(ProcessLost(incarnation, LossCause.REPLACED), now)
+        self.table.add(description, now)
+        return JoinResponse(self.generation > 0, self.table.limits.expected)
 
-    def disagreement(self, statement: TaskDescription) -> str | None:
-        """Why this process cannot take part; None if it can."""
-        known = next(iter(self.people.values()), None)
-        return None if known is None else describe_disagreement(known.statement, statement)
-
-    def arrive(self, statement: TaskDescription, now: float) -> JoinResponse:
-        """A process has come."""
-        for incarnation, person in list(self.people.items()):
-            if person.task == statement.task:  # its former life, whose end was not heard of yet
-                self.depart(incarnation, now)
-        self.people[statement.incarnation] = ElasticMember(statement, self._come, now)
-        self._come += 1
-        return JoinResponse(self.generation > 0, self._replicas)
-
-    def hear(self, incarnation: str, message: ToKeeper, now: float) -> None:
-        """A process says something."""
-        person = self.people.get(incarnation)
-        if person is None:  # somebody who was sent away
-            if incarnation in self._given_up:  # and who lives: it must not go on beside its successor
-                self._send(incarnation, Dismissed("it was taken for lost", "evicted"))
+    def receive(self, incarnation: str, message: ToCoordinator, now: float) -> None:
+        """A process has sent a message."""
+        process = self.table.processes.get(incarnation)
+        if process is None:  # dismissed before
+            if incarnation in self._presumed_dead:
+                self._send(incarnation, Dismissed("the launcher considered it lost", "evicted"))
             return
-        person.heard_at = now
+        process.last_message_at = now
         match message:
             case EntryQuery(entry):
-                person.asks = entry
-                self._answer(incarnation, person)
+                process.queried_entry = entry
             case ReadyToJoin(entry):
-                person.ready = entry
-                self._answer(incarnation, person)
+                process.ready_entry = entry
             case LossReport(generation):
-                if generation == self.generation and incarnation in self.members:
-                    person.report = message
-                    self._begin_regrouping(now)
-                    if not message.linked:  # the others have waited for links since it was formed
-                        self._waiting_since = self._formed_at
-                    elif self._waiting_since is None:
-                        self._waiting_since = now
-                    if message.late and self._late_since is None:
-                        self._late_since = now
-            case EntryBegan(entry):
-                self.entry = max(self.entry, entry)
-                self._notes[entry] = message.note
-                self._answer_all()
-            case EntryFinished(entry, result):
-                self.entry = max(self.entry, entry + 1)
-                self._keep(entry, result)
-                self._answer_all()
+                if generation == self.generation and incarnation in self.table.members:
+                    process.report = message
+                    self._end_generation(now)
+                    self._evictions.reported(message, now, is_first=len(self.table.reports) == 1)
+            case EntryBegan() | EntryFinished():
+                self.entries.record(message)
             case StepTiming():
-                person.pulse = message
+                process.timing = message
             case LeaveNotice():
-                if incarnation in self.members:
-                    self._finished.append(person.task)
-                self._remove(incarnation)
+                if incarnation in self.table.members:
+                    self.table.finished_tasks.append(process.task)
+                self.table.remove(incarnation)
         self._decide(now)
 
-    def depart(self, incarnation: str, now: float) -> None:
-        """A process is gone, without a word."""
-        person = self.people.get(incarnation)
-        if person is None:
-            self._given_up.discard(incarnation)
+    def lose(self, event: ProcessLost, now: float) -> None:
+        """A process is lost: the one path for every cause."""
+        process = self.table.processes.get(event.incarnation)
+        if process is None:  # dismissed before, and now it is really gone
+            self._presumed_dead.discard(event.incarnation)
             return
-        was_member = incarnation in self.members
-        self._remove(incarnation)
+        if event.cause is LossCause.PROCESS_ENDED:
+            self._presumed_dead.add(event.incarnation)
+        was_member = event.incarnation in self.table.members
+        if event.cause is LossCause.EVICTED:
+            self._dismiss(event.incarnation, "evicted", event.reason)
+            self._job.evict(process.task)
+        else:
+            self.table.remove(event.incarnation)
+            if was_member:
+                remaining, maximum = len(self.table.members), self.table.limits.maximum
+                self._job.log(f"{process.task} is lost; {remaining} of {maximum} workers remain")
         if was_member:
-            self._note(f"{person.task} is lost; {len(self.members)} of {self.bounds.maximum} remain")
-            self._miss(incarnation, now)
+            self._is_chief_lost |= event.incarnation == self._chief
+            if self.table.members:
+                self._end_generation(now)
+            elif not self.table.finished_tasks:
+                self._fail("all members of the job were lost at once, so its state is lost", now)
         self._decide(now)
 
-    def lose(self, task: str, now: float) -> None:
-        """The process of a task is gone, as its launcher knows."""
-        for incarnation in [i for i, person in self.people.items() if person.task == task]:
-            self._given_up.add(incarnation)
-            self.depart(incarnation, now)
-
-    def resize(self, minimum: int, maximum: int, now: float) -> None:
-        """Another number of members is wanted from now on."""
-        self.bounds = MembershipLimits(
-            minimum, maximum, self.bounds.expected, self.bounds.start_s, self.bounds.timeout_s
-        )
-        self._asked = False
+    def resize(self, workers: int, now: float) -> None:
+        """Another maximum of members is requested."""
+        self.table.limits = replace(self.table.limits, maximum=workers)
+        if self.state is CoordinatorState.REGROUP_REQUESTED:
+            self._enter(CoordinatorState.RUNNING, now)
         self._decide(now)
 
     def limit(self, workers: int, now: float) -> None:
-        """There will never be more processes than these: nobody needs to wait for others in vain."""
-        self._limit = workers
+        """There will never be more processes than this: the job need not wait for others."""
+        self.table.process_limit = workers
         self._decide(now)
 
     def withdraw(self, task: str, now: float) -> None:
-        """This task is to take no part any more, from a next step on: its host is taken back."""
-        self._withdrawn.add(task)
+        """The host of this task is withdrawn: it leaves before a next step."""
+        self.table.withdrawn.add(task)
         self._decide(now)
-
-    def readmit(self, task: str) -> None:
-        """The next process of this task may take part."""
-        self._withdrawn.discard(task)
 
     def tick(self, now: float) -> None:
-        """Time has passed. To be called several times in a second."""
-        if now > self._ticked + NAP_S:
-            self._awake_since = now
-        self._ticked = now
-        self._evict_silent(now)
+        """Time has passed. Call this several times per second."""
+        self._evictions.tick(now)
+        for incarnation, process in list(self.table.processes.items()):
+            if incarnation in self.table.processes and self._evictions.is_silent(process, now):
+                reason = f"it has been silent for {now - process.last_message_at:.1f} s"
+                self.lose(ProcessLost(incarnation, LossCause.EVICTED, reason), now)
         self._decide(now)
 
-    # What follows from it.
+    # Decisions.
 
-    def _evict_silent(self, now: float) -> None:
-        """Processes send pulses as long as they live: one that was stopped, or is cut off, does not. Where it is all
-        that is left, or waits to be let in, no other notices."""
-        for incarnation, person in list(self.people.items()):
-            if self.failure:
-                return
-            if now > max(person.heard_at, self._awake_since) + self.bounds.timeout_s + STUCK_GRACE_S:
-                was_member = incarnation in self.members
-                self._send_away(incarnation, "evicted", f"it has not been heard of for {now - person.heard_at:.1f} s")
-                if was_member:
-                    self._miss(incarnation, now)
-
-    def _miss(self, incarnation: str, now: float) -> None:
-        """A member is gone."""
-        self._misses_chief |= incarnation == self._chief
-        if self.members:
-            self._begin_regrouping(now)
-        elif not self._finished or self._misses_chief:  # a chief that is lost when others have finished had work to do
-            self._fail("all members of the job were lost at once, so nobody has its state any more")
-
-    def _keep(self, entry: int, result: bytes) -> None:
-        """Keep a result for those who come later, if there is room."""
-        if entry not in self._results:
-            self._results[entry] = result if self._kept + len(result) <= KEPT_BYTES else NOT_KEPT
-            self._kept += len(self._results[entry])
-
-    def _remove(self, incarnation: str) -> None:
-        del self.people[incarnation]
-        if incarnation in self.members:
-            self.members.remove(incarnation)
-            if all(self.people[i].report is None for i in self.members):  # nobody waits for the others any more
-                self._waiting_since = self._late_since = None
-
-    def _answer_all(self) -> None:
-        for incarnation, person in self.people.items():
-            self._answer(incarnation, person)
-
-    def _answer(self, incarnation: str, person: ElasticMember) -> None:
-        """Tell a candidate what has become of the entry at which it stands."""
-        if incarnation in self.members:
-            return
-        stands_at = person.asks if person.ready is None else person.ready
-        if stands_at is None:
-            return
-        if stands_at in self._results:
-            person.asks = person.ready = None
-            self._send(incarnation, PastEntry(stands_at, self._results[stands_at]))
-        elif person.asks is not None and stands_at in self._notes:
-            person.asks = None
-            self._send(incarnation, EntryBegan(stands_at, self._notes[stands_at], len(self.members)))
-
-    def _begin_regrouping(self, now: float) -> None:
-        if not self._regrouping:
-            self._regrouping = True
-            self._waiting_since = None
-            self._late_since = None
-            self._short_since = None
-            for incarnation in self.members:
-                if self.people[incarnation].report is None:
-                    self._send(incarnation, EntryResult(self.generation))
-
-    def _candidates(self) -> list[str]:
-        """Those who can take part now, in the order of their coming."""
-        waiting = [
-            (person.number, incarnation)
-            for incarnation, person in self.people.items()
-            if person.ready is not None and person.ready == max(self.entry, 0) and incarnation not in self.members
-        ]
-        return [incarnation for _, incarnation in sorted(waiting)]
+    def _enter(self, state: CoordinatorState, now: float) -> None:
+        assert state in TRANSITIONS[self.state], f"no transition from {self.state} to {state}"
+        self.state, self._state_since = state, now
 
     def _decide(self, now: float) -> None:
-        if self.failure:
-            return
-        for incarnation, person in list(self.people.items()):
-            waits = person.asks is not None or person.ready is not None
-            if self.generation and waits and person.task in self._withdrawn and incarnation not in self.members:
-                self._send_away(incarnation, "surplus", "its host is taken back")
-        if self.generation == 0:
-            self._gather(now)
-        elif self._regrouping:
-            self._regroup(now)
-        elif self.members:
-            self._ask(now)
-        elif self._finished:
-            self._send_home("over", "the job has ended")
-            self._over(self._finished)
+        for incarnation, process in list(self.table.processes.items()):
+            if incarnation in self.table.members:
+                continue
+            if answer := self.entries.answer(process, len(self.table.members)):
+                self._send(incarnation, answer)
+            if self.generation and process.is_waiting and self.table.is_withdrawn(incarnation):
+                self._dismiss(incarnation, "surplus", WITHDRAWN)
+        match self.state:
+            case CoordinatorState.GATHERING:
+                self._gather(now)
+            case CoordinatorState.RUNNING | CoordinatorState.REGROUP_REQUESTED:
+                if self.table.members:
+                    for incarnation in self.table.candidates(self.entries.joinable)[self.table.vacancies :]:
+                        self._dismiss(incarnation, "surplus", SURPLUS)
+                    self._request_regroup(now)
+                else:
+                    self._finish(now)
+            case CoordinatorState.REGROUPING | CoordinatorState.SHORT_OF_MEMBERS:
+                if self.table.members:
+                    self._regroup(now)
+                else:
+                    self._finish(now)
+            case CoordinatorState.FINISHED if self.table.processes:  # one that arrived late
+                self._dismiss_all("over", FINISHED)
+                self._job.finish(self.table.finished_tasks)
 
     def _gather(self, now: float) -> None:
-        candidates = sorted(self._candidates(), key=lambda i: _order(self.people[i].task))
-        if len(candidates) >= self.bounds.expected:
-            self._form(candidates[: self.bounds.maximum], now)
-        elif now >= self._since + self.bounds.start_s:
-            if len(candidates) < self.bounds.minimum:
-                self._fail(
-                    f"{len(candidates)} of the {self.bounds.minimum} workers that are needed have come within "
-                    f"{self.bounds.start_s:g} s"
-                )
-            else:
-                self._form(candidates[: self.bounds.maximum], now)
+        table, limits = self.table, self.table.limits
+        candidates = sorted(table.candidates(self.entries.joinable), key=lambda i: _rank_order(table.processes[i].task))
+        is_due = now >= self._state_since + limits.start_s
+        if len(candidates) >= limits.expected or (is_due and len(candidates) >= limits.minimum):
+            self._form(candidates[: limits.maximum], now)
+        elif is_due:
+            count, needed = len(candidates), limits.minimum
+            self._fail(f"{count} of the {needed} workers that are needed arrived within {limits.start_s:g} s", now)
 
     def _regroup(self, now: float) -> None:
-        if not self.members and self._finished:
-            if self._misses_chief:
-                self._fail("the chief was lost after the last step, before its program had ended")
-                return
-            self._regrouping = False
-            self._decide(now)
+        """Form the next generation when all members have reported."""
+        table = self.table
+        if stuck := table.unreported:
+            if table.reports and self._evictions.is_overdue(now):
+                self._evict(stuck, STUCK, now)
             return
-        silent = [i for i in self.members if self.people[i].report is None]
-        if silent:
-            stuck = self._late_since is not None and now >= self._late_since + STUCK_GRACE_S
-            waited = self._waiting_since is not None and now >= self._waiting_since + self.bounds.timeout_s
-            if stuck or waited:  # else nobody waits for them: they may have much to do between two collectives
-                self._misses_chief |= self._chief in silent
-                for incarnation in silent:
-                    self._send_away(incarnation, "evicted", "it made no progress while the others waited for it")
-                self._regroup(now)
+        if unreachable := self._evictions.unreachable(self.generation, table):
+            self._evict(unreachable, PARTITIONED, now)
             return
-        self._part_quarrellers()
-        reports = [report for i in self.members if (report := self.people[i].report) is not None]
-        if all(report.fresh for report in reports):
-            self._fail("all members of the job were lost, so nobody has its state any more")
+        reports = table.reports.values()
+        if all(report.needs_state for report in reports):
+            self._fail("all members that had the state of the job were lost, so its state is lost", now)
             return
-        alike = len({report.completed for report in reports}) == 1 and all(report.boundary for report in reports)
-        members = self.members
-        if alike:
-            for incarnation in self._surplus():
-                withdrawn = self.people[incarnation].task in self._withdrawn
-                self._send_away(
-                    incarnation, "surplus", "its host is taken back" if withdrawn else "fewer workers are wanted"
-                )
-            members = self.members + self._candidates()[: self._room]
-            if len(members) < self._needed:
-                self._wait_for_more(len(members), now)
+        members = table.members
+        # Others may join or leave only where all members stand before the merge of the same step.
+        if len({report.completed for report in reports}) == 1 and all(report.boundary for report in reports):
+            for incarnation in table.surplus:
+                self._dismiss(incarnation, "surplus", WITHDRAWN if table.is_withdrawn(incarnation) else SURPLUS)
+            members = table.members + table.candidates(self.entries.joinable)[: table.vacancies]
+            if len(members) < table.needed:
+                self._wait_for_members(len(members), now)
                 return
         self._form(members, now)
 
-    def _part_quarrellers(self) -> None:
-        """All members have reported: of those that cannot reach each other some have to go."""
-        reports = {i: report for i in self.members if (report := self.people[i].report) is not None}
-        if not reports:
-            return
-        self._quarrels.hear(self.generation, reports)
-        fresh = [incarnation for incarnation, report in reports.items() if report.fresh]
-        for incarnation in choose_evictions(self.members, self._quarrels.severed, fresh):
-            self._send_away(incarnation, "evicted", "the network between it and other members is cut")
+    def _wait_for_members(self, count: int, now: float) -> None:
+        limits = self.table.limits
+        remain = f"{count} workers remain, and {limits.minimum} are needed"
+        if self.table.process_limit is not None and self.table.process_limit < self.table.needed:
+            self._fail(f"{remain}, but no other will be started", now)
+        elif self.state is not CoordinatorState.SHORT_OF_MEMBERS:
+            self._enter(CoordinatorState.SHORT_OF_MEMBERS, now)
+            self._job.log(f"{remain}: waiting for others")
+        elif now >= self._state_since + limits.start_s:
+            self._fail(f"{remain}, but no other arrived in time", now)
 
-    @property
-    def _needed(self) -> int:
-        """The members without which the job waits; once some have finished, the others only follow them."""
-        return 1 if self._finished else self.bounds.minimum
-
-    def _wait_for_more(self, count: int, now: float) -> None:
-        if self._limit is not None and self._limit < self._needed:
-            self._fail(f"{count} workers remain, {self.bounds.minimum} are needed, and no other will be started")
-        elif self._short_since is None:
-            self._short_since = now
-            self._note(f"{count} workers remain, and {self.bounds.minimum} are needed: waiting for others")
-        elif now >= self._short_since + self.bounds.start_s:
-            self._fail(f"{count} workers remain, {self.bounds.minimum} are needed, and no other has come in time")
-
-    def _ask(self, now: float) -> None:
-        """Ask the chief for a regrouping where one would change something."""
-        del now
-        candidates = self._candidates()
-        for incarnation in candidates[self._room :]:
-            self._send_away(incarnation, "surplus", "fewer workers are wanted")
-        self._ask_chief()
-
-    def _ask_chief(self) -> None:
-        """Once in a generation, if before the next training step somebody is to come, to go or to be waited for."""
-        joining = bool(self._candidates()[: self._room])
-        if not self._asked and (joining or self._surplus() or len(self.members) < self._needed):
-            self._asked = True
-            self._send(self.members[0], RegroupRequest(self.generation))
-
-    @property
-    def _room(self) -> int:
-        """How many candidates may come in. Members whose hosts are taken back go soon, and do not count."""
-        staying = sum(self.people[i].task not in self._withdrawn for i in self.members)
-        return max(0, self.bounds.maximum - staying)
-
-    def _surplus(self) -> list[str]:
-        """The members that are to go: those whose hosts are taken back, then the last ones. One of those who have the
-        job's state stays in any case."""
-        leaving = [i for i in self.members if self.people[i].task in self._withdrawn]
-        staying = [i for i in self.members if i not in leaving]
-        if leaving and not any((r := self.people[i].report) is None or not r.fresh for i in staying):
-            informed = [i for i in leaving if (r := self.people[i].report) is None or not r.fresh]
-            staying = [*informed[:1], *staying]
-            leaving = [i for i in leaving if i not in staying]
-        return leaving + staying[self.bounds.maximum :]
+    def _request_regroup(self, now: float) -> None:
+        """Ask the chief, once in a generation, if before the next step a process is to join, to leave or to be awaited."""
+        table = self.table
+        joining = table.candidates(self.entries.joinable)[: table.vacancies]
+        is_useful = joining or table.surplus or len(table.members) < table.needed
+        if is_useful and self.state is CoordinatorState.RUNNING:
+            self._enter(CoordinatorState.REGROUP_REQUESTED, now)
+            self._send(table.members[0], RegroupRequest(self.generation))
 
     def _form(self, incarnations: list[str], now: float) -> None:
-        newcomers = [i for i in incarnations if i not in self.members]
-        # The chief must be one that has the job's state.
-        incarnations = sorted(incarnations, key=lambda i: (r := self.people[i].report) is not None and r.fresh)
+        processes = self.table.processes
+        joined = ", ".join(processes[i].task for i in incarnations if i not in self.table.members)
+        # The chief must be a member that has the job's state. The sort is stable.
+        incarnations = sorted(incarnations, key=lambda i: processes[i].needs_state)
         self.generation += 1
-        if self.generation == 1:
-            self._replicas = len(incarnations)
-        places = []
-        for incarnation in incarnations:
-            person = self.people[incarnation]
-            statement = person.statement
-            completed = person.report.completed if person.report else -1
-            fresh = person.report.fresh if person.report else self.generation > 1
-            places.append(
-                MemberAddress(
-                    incarnation, statement.task, statement.host, statement.address, statement.pid, completed, fresh
-                )
-            )
-            person.report, person.ready, person.asks = None, None, None
-        self.members, self._chief, self._formed_at = list(incarnations), incarnations[0], now
-        self._regrouping, self._asked, self._misses_chief = False, False, False
-        broken = self._quarrels.to_link_anew(incarnations)
-        if self.generation > 1:
-            joined = ", ".join(self.people[i].task for i in newcomers)
-            self._note(
+        is_first = self.generation == 1
+        if is_first:
+            self.table.limits = replace(self.table.limits, expected=len(incarnations))  # for candidates to come
+        else:
+            self._job.log(
                 f"generation {self.generation}: {len(incarnations)} workers" + (f"; {joined} joined" if joined else "")
             )
-        self._ask_chief()  # before it hears of the generation: many steps could be over before it reads more
+        addresses = self.table.seat(incarnations, is_first=is_first)
+        self._chief, self._is_chief_lost = incarnations[0], False
+        self._evictions.generation_formed(now)
+        self._enter(CoordinatorState.RUNNING, now)
+        # Before the chief learns of the generation: it could complete many steps before it reads the next message.
+        self._request_regroup(now)
+        broken = self._evictions.broken_links(incarnations)
         for incarnation in incarnations:
-            self._send(incarnation, FormGeneration(self.generation, places, broken))
+            self._send(incarnation, FormGeneration(self.generation, addresses, broken))
 
-    def _send_away(self, incarnation: str, cause: str, reason: str) -> None:
-        task = self.people[incarnation].task
-        if cause == "surplus":
-            self._released(task)
-        self._send(incarnation, Dismissed(reason, cause))
-        self._remove(incarnation)
-        self._note(f"{task} takes no part any more: {reason}")
-        if cause == "evicted":
-            self._evict(incarnation)
+    def _end_generation(self, now: float) -> None:
+        if self.state in (CoordinatorState.RUNNING, CoordinatorState.REGROUP_REQUESTED):
+            self._enter(CoordinatorState.REGROUPING, now)
+            for incarnation in self.table.unreported:
+                self._send(incarnation, GenerationEnded(self.generation))
 
-    def _send_home(self, cause: str, reason: str) -> None:
-        for incarnation in list(self.people):
-            self._send(incarnation, Dismissed(reason, cause))
-            del self.people[incarnation]
+    def _finish(self, now: float) -> None:
+        """The last member has gone."""
+        if self._is_chief_lost:  # it may have had work to do after the last step, such as saving the model
+            self._fail("the chief was lost after the last step, before its program had ended", now)
+            return
+        self._enter(CoordinatorState.FINISHED, now)
+        self._dismiss_all("over", FINISHED)
+        self._job.finish(self.table.finished_tasks)
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str, now: float) -> None:
         self.failure = reason
-        self._note(f"the job cannot go on: {reason}")
-        self.members.clear()
-        self._send_home("failed", reason)
-        self._failed()
+        self._enter(CoordinatorState.FAILED, now)
+        self._job.log(f"the job has failed: {reason}")
+        self._dismiss_all("failed", reason)
+        self._job.fail()
+
+    def _evict(self, incarnations: Sequence[str], reason: str, now: float) -> None:
+        for incarnation in list(incarnations):
+            self.lose(ProcessLost(incarnation, LossCause.EVICTED, reason), now)
+
+    def _dismiss(self, incarnation: str, cause: str, reason: str) -> None:
+        self._send(incarnation, Dismissed(reason, cause))
+        task = self.table.remove(incarnation).task
+        if cause in _LEAVES:
+            self._job.log(f"{task} {_LEAVES[cause]}: {reason}")
+        if cause == "surplus":
+            self._job.release(task)
+
+    def _dismiss_all(self, cause: str, reason: str) -> None:
+        for incarnation in list(self.table.processes):
+            self._dismiss(incarnation, cause, reason)
 
 
-def _order(task: str) -> tuple[bool, int]:
-    """Ranks begin in the order of the tasks, the chief first."""
+def _rank_order(task: str) -> tuple[bool, int]:
+    """Ranks start in the order of the tasks, the chief first."""
     kind, _, index = task.partition("/")
     return kind != CHIEF, int(index)

@@ -1,4 +1,4 @@
-"""What passes between the keeper of a job and the processes that take part or want to."""
+"""The messages between the elastic coordinator of a job and the processes that take part in it or want to join."""
 
 from __future__ import annotations
 
@@ -11,78 +11,79 @@ from phalanx.elastic.stragglers import StepTiming
 
 Message = TypeVar("Message")
 
-KEEPER = "keeper"
-"""Purpose of a process's link to the keeper."""
+COORDINATOR = "elastic coordinator"
+"""Purpose of a process's link to the coordinator."""
 GENERATION = "generation"
 """Purpose of the links between members."""
 
-
 DISAGREEMENT = "disagreement"
-"""Refusal: the process differs from the others in what must be equal."""
+"""Refusal: the process differs from the others in something that must be equal."""
 FAILED = "failed"
-"""Refusal: the job cannot go on."""
+"""Refusal: the job has failed."""
 
 
 class JoinRequest(msgspec.Struct, frozen=True):
-    """What a process says of itself with its `Hello`: `statement` is an encoded `agreement.Statement`."""
+    """A process introduces itself, inside its `Hello`: `description` is an encoded `TaskDescription`."""
 
-    statement: bytes
+    description: bytes
 
 
 class JoinResponse(msgspec.Struct, frozen=True):
-    """The keeper's answer to a newcomer.
+    """The coordinator's answer to a `JoinRequest`.
 
     Attributes:
-        begun: whether the job runs already, so that the newcomer is a candidate.
-        replicas: the number of members with which the job began, or is to begin.
+        has_begun: whether the job is already running, so that the process is a candidate.
+        initial_world_size: the number of members with which the job began, or is to begin.
     """
 
-    begun: bool
-    replicas: int
+    has_begun: bool
+    initial_world_size: int
 
 
-# From a process to the keeper.
+# From a process to the coordinator.
 
 
-class EntryQuery(msgspec.Struct, frozen=True, tag="ask"):
-    """The sender, a candidate, comes to this entry: what about it?"""
+class EntryQuery(msgspec.Struct, frozen=True, tag="query"):
+    """The sender, a candidate, has reached this entry of the program and asks for its status."""
 
     entry: int
 
 
 class ReadyToJoin(msgspec.Struct, frozen=True, tag="ready"):
-    """The sender stands at the beginning of this entry, and can take part."""
+    """The sender waits at the beginning of this entry and can become a member."""
 
     entry: int
 
 
 class LossReport(msgspec.Struct, frozen=True, tag="report"):
-    """The sender has left its generation, because of a loss or as it was asked to.
+    """The sender has left its generation, because a member was lost or because the coordinator requested it.
 
     Attributes:
-        completed: how many collectives it has finished since the job began.
-        boundary: whether the one that failed is the merge of a training step: others may join before it.
-        fresh: whether the sender has not been given the job's state yet.
-        late: what did not come in time, if that was the reason.
-        missing: incarnations of members that the sender could not reach, or waited for in vain.
-        linked: whether the generation had linked up. If not, nothing was computed in it.
+        generation: the generation that the sender has left.
+        completed: the number of collectives that the sender has completed since the job began.
+        boundary: whether the interrupted collective is the merge of a training step, before which others may join.
+        needs_state: whether the sender has not received the job's state yet.
+        late: the text of the timeout, if that was the reason.
+        missing: incarnations of members that the sender could not reach or that did not answer in time.
+        linked: whether all links of the generation were established. If not, nothing was computed in it.
     """
 
     generation: int
     completed: int
     boundary: bool
-    fresh: bool = False
+    needs_state: bool = False
     late: str = ""
     missing: list[str] = []
     linked: bool = True
 
 
 class EntryBegan(msgspec.Struct, frozen=True, tag="began"):
-    """From the chief: an entry begins. To a candidate that has asked: it has begun.
+    """From the chief: an entry begins. Also the answer to a candidate's query: the entry has begun.
 
     Attributes:
-        note: what all who take part must know of it from its beginning.
-        members: how many there are.
+        entry: the number of the entry.
+        note: what every participant must know from the beginning of the entry (its seed).
+        members: the number of members; set in the answer.
     """
 
     entry: int
@@ -90,26 +91,26 @@ class EntryBegan(msgspec.Struct, frozen=True, tag="began"):
     members: int = 0
 
 
-class EntryFinished(msgspec.Struct, frozen=True, tag="done"):
-    """From the chief: an entry is over, with this result."""
+class EntryFinished(msgspec.Struct, frozen=True, tag="finished"):
+    """From the chief: an entry has finished with this result."""
 
     entry: int
     result: bytes
 
 
 class LeaveNotice(msgspec.Struct, frozen=True, tag="leave"):
-    """The sender has finished, well."""
+    """The sender has finished its program successfully."""
 
 
-# From the keeper to a process.
+# From the coordinator to a process.
 
 
 class MemberAddress(msgspec.Struct, frozen=True):
-    """A member of a generation.
+    """A member of a generation and where it listens.
 
     Attributes:
-        completed: as in its report; -1 for one that was not in the generation before.
-        fresh: whether it has to be given the job's state.
+        completed: the number of collectives as in its `LossReport`; -1 if it was not a member of the last generation.
+        needs_state: whether it must receive the job's state.
     """
 
     incarnation: str
@@ -118,14 +119,16 @@ class MemberAddress(msgspec.Struct, frozen=True):
     address: str
     pid: int
     completed: int = -1
-    fresh: bool = False
+    needs_state: bool = False
 
 
 class FormGeneration(msgspec.Struct, frozen=True, tag="form"):
-    """The members of the next generation, in rank order. They link up and go on.
+    """The members of the next generation, in rank order. They connect to each other and continue.
 
     Attributes:
-        broken: pairs of incarnations whose link is to be made anew.
+        generation: the number of the generation.
+        members: all members, in rank order.
+        broken: pairs of incarnations that must replace the link between them.
     """
 
     generation: int
@@ -133,56 +136,58 @@ class FormGeneration(msgspec.Struct, frozen=True, tag="form"):
     broken: list[tuple[str, str]] = []
 
 
-class EntryResult(msgspec.Struct, frozen=True, tag="over"):
-    """To members that have not reported: this generation has ended. They may not hear of it from the others, if the
+class GenerationEnded(msgspec.Struct, frozen=True, tag="ended"):
+    """To members that have not reported: this generation has ended. The links between members may not say so when a
     connection is half open or the network is cut."""
 
     generation: int
 
 
 class RegroupRequest(msgspec.Struct, frozen=True, tag="regroup"):
-    """To the chief: leave this generation before the next training step, so that others can come or go."""
+    """To the chief: leave this generation before the next training step, so that others can join or leave."""
 
     generation: int
 
 
 class PastEntry(msgspec.Struct, frozen=True, tag="past"):
-    """The entry at which the receiver stands is over; this was its result."""
+    """The entry that the receiver has reached finished earlier, with this result."""
 
     entry: int
     result: bytes
 
 
 class Dismissed(msgspec.Struct, frozen=True, tag="dismissed"):
-    """The receiver takes no part any more.
+    """The receiver no longer takes part in the job.
 
     Attributes:
-        reason: why, for people.
-        cause: `evicted` (it was stuck), `surplus` (fewer are wanted), `over` (the job has ended), `failed` (the job
-            cannot go on).
+        reason: the explanation shown to people.
+        cause: `evicted` (it was stuck), `surplus` (fewer workers are requested), `over` (the job has finished) or
+            `failed` (the job has failed).
     """
 
     reason: str
     cause: str
 
 
-ToKeeper = EntryQuery | ReadyToJoin | LossReport | EntryBegan | EntryFinished | StepTiming | LeaveNotice
-FromKeeper = FormGeneration | EntryResult | EntryBegan | RegroupRequest | PastEntry | Dismissed
-
+ToCoordinator = EntryQuery | ReadyToJoin | LossReport | EntryBegan | EntryFinished | StepTiming | LeaveNotice
+FromCoordinator = FormGeneration | GenerationEnded | EntryBegan | RegroupRequest | PastEntry | Dismissed
 
 NOT_KEPT = b"\xc1too large"  # 0xc1 begins no msgpack value
-"""In place of a result that takes too much of the launcher's memory."""
+"""Replaces a result that is too large to keep in the launcher's memory."""
 
 
-def pack(message: ToKeeper | FromKeeper) -> tuple[bytes, list[bytes]]:
-    """Header and buffers of a frame; see `unpack`. A result may be larger than a header."""
+def pack(message: ToCoordinator | FromCoordinator) -> tuple[bytes, list[bytes]]:
+    """The header and the buffers of a frame; see `unpack`. A result may exceed the size limit of a header."""
     if isinstance(message, EntryFinished | PastEntry):
         return msgspec.msgpack.encode(msgspec.structs.replace(message, result=b"")), [message.result]
     return msgspec.msgpack.encode(message), []
 
 
 def unpack(decoder: msgspec.msgpack.Decoder[Message], header: bytes, buffers: Sequence[memoryview]) -> Message:
-    """The message of a frame. Raises msgspec.MsgspecError if it is none."""
+    """The message in a frame.
+
+    Raises: msgspec.MsgspecError if the frame holds no valid message.
+    """
     message = decoder.decode(header)
     if isinstance(message, EntryFinished | PastEntry) and buffers:
         return msgspec.structs.replace(message, result=bytes(buffers[0]))

@@ -1,15 +1,15 @@
-"""Members that both live and cannot reach each other: which of them leave, so that the others can go on.
+"""Decides which members to evict when live members cannot reach each other.
 
-A member that leaves its generation says whom it waited for in vain (`Report.missing`). One of these that is dead or
-stopped does not report, and the keeper knows what to do. Where both report, the network between them is at fault, and
-the same generation formed again would fail again, for ever. So:
+A member that leaves its generation reports which members did not answer (`LossReport.missing`). A dead or stopped
+member never reports, and the coordinator evicts it. If both members of a pair report, the network between them is at
+fault, and forming the same generation again would fail again. Therefore:
 
-- a pair of which one complains gets a new link in the next generation: the old one may be half open;
-- if that does not help, or both have waited for the other for the whole timeout, the pair is *severed*;
-- of each severed pair one leaves: first the one that is in most of them, so that a minority that is cut off goes and
-  the majority stays; where that is equal, one that has nothing to lose, and then the higher rank.
+- if one member of a pair complains, the pair replaces its link in the next generation: the old one may be half open;
+- if that does not help, or both have waited for each other for the whole timeout, the pair is *severed*;
+- one member of every severed pair is evicted: first the one that occurs in most pairs, so that a partitioned minority
+  goes and the majority stays; on a tie the one that has no state to lose, then the higher rank.
 
-What has been heard counts until a collective succeeds. Nothing here knows a socket, or the time.
+Complaints are remembered until a collective succeeds. This module is pure: no sockets, no clock.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ Pair = frozenset[str]
 """Two incarnations."""
 
 PATIENCE = 3
-"""Generations in a row that came to nothing with complaints of the same pair, whatever the reasons."""
+"""Failed generations in a row with a complaint about the same pair, for whatever reason, before it counts as severed."""
 
 
 class ConnectionFailures:
-    """What members have said of each other since the last collective that succeeded.
+    """Which members have complained about each other since the last successful collective.
 
     Attributes:
-        broken: the pairs that are to have a new link in the next generation.
-        severed: those of which one has to go.
+        broken: pairs that must replace their link in the next generation.
+        severed: pairs of which one member must be evicted.
     """
 
     def __init__(self) -> None:
         self.broken: set[Pair] = set()
         self.severed: set[Pair] = set()
-        self._times: Counter[Pair] = Counter()
+        self._complaints: Counter[Pair] = Counter()
         self._completed = -1
         self._generation = -1
 
-    def hear(self, generation: int, reports: Mapping[str, LossReport]) -> None:
-        """All members of a generation that live have reported. Once for each generation; again changes nothing."""
+    def record(self, generation: int, reports: Mapping[str, LossReport]) -> None:
+        """Evaluate the reports of all live members of a generation. Repeating it for a generation changes nothing."""
         if generation == self._generation:
             return
         self._generation = generation
         completed = max(report.completed for report in reports.values())
         if completed > self._completed:
-            self._times.clear()
+            self._complaints.clear()
             self.broken.clear()
             self._completed = completed
         pairs = {
@@ -57,41 +57,44 @@ class ConnectionFailures:
             for other in report.missing
             if other in reports and other != one
         }
-        self._times.update(pairs)
+        self._complaints.update(pairs)
         self.severed = {
             pair
             for pair in pairs
-            if pair in self.broken or self._times[pair] >= PATIENCE or all(_accuses(reports, i, pair) for i in pair)
+            if pair in self.broken
+            or self._complaints[pair] >= PATIENCE
+            or all(_has_timed_out(reports, i, pair) for i in pair)
         }
         self.broken = pairs - self.severed
 
-    def to_link_anew(self, members: Collection[str]) -> list[tuple[str, str]]:
+    def broken_links(self, members: Collection[str]) -> list[tuple[str, str]]:
         """The broken pairs among the members of the next generation."""
         pairs = (sorted(pair) for pair in self.broken if pair <= set(members))
         return [(one, other) for one, other in pairs]
 
 
-def choose_evictions(members: Sequence[str], severed: Collection[Pair], fresh: Collection[str]) -> list[str]:
-    """Who has to go so that no severed pair is left.
+def choose_evictions(members: Sequence[str], severed: Collection[Pair], needing_state: Collection[str]) -> list[str]:
+    """The members to evict so that no severed pair remains.
 
     Args:
-        members: in rank order.
-        fresh: those that have not been given the job's state yet.
+        members: the incarnations of all members, in rank order.
+        severed: pairs of members that cannot reach each other.
+        needing_state: the members that have not received the job's state yet.
     """
     left = {pair for pair in severed if pair <= set(members)}
-    gone: list[str] = []
+    evicted: list[str] = []
     while left:
         complaints = Counter(incarnation for pair in left for incarnation in pair)
-        # Somebody has to know the job's state.
-        knowing = {i for i in members if i not in gone and i not in fresh}
-        chosen = [i for i in complaints if knowing - {i}] or list(complaints)
-        worst = max(chosen, key=lambda i: (complaints[i], i in fresh, members.index(i)))
-        gone.append(worst)
+        # At least one member that has the job's state must stay.
+        informed = {i for i in members if i not in evicted and i not in needing_state}
+        eligible = [i for i in complaints if informed - {i}] or list(complaints)
+        worst = max(eligible, key=lambda i: (complaints[i], i in needing_state, members.index(i)))
+        evicted.append(worst)
         left = {pair for pair in left if worst not in pair}
-    return gone
+    return evicted
 
 
-def _accuses(reports: Mapping[str, LossReport], one: str, pair: Pair) -> bool:
-    """Whether one of a pair has waited in vain for the other for the whole timeout."""
+def _has_timed_out(reports: Mapping[str, LossReport], one: str, pair: Pair) -> bool:
+    """Whether one member of a pair has waited for the other for the whole timeout."""
     (other,) = pair - {one}
     return bool(reports[one].late) and other in reports[one].missing

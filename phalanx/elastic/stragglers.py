@@ -1,9 +1,9 @@
-"""Who is slow: what each member says of its computing and waiting, compared. Plain bookkeeping, with the time given.
+"""Detects stragglers by comparing how long each member computes and waits. Pure bookkeeping; time is an argument.
 
-All members take the same steps together, so they need the same time for them, but they divide it differently: a slow
-one computes while the others wait. It is a *straggler* when, over some seconds, it computes at least `SLOW` times as
-long as the others do in the median, and these wait for a good part of the time. A job in which nobody waits has no
-straggler, however unequal its members are. A pulse comes twice a second, so all this costs a step nothing.
+All members take the same steps together, so a step takes the same time on all of them, but they divide it differently:
+a slow member computes while the others wait. It is a *straggler* if, over some seconds, it computes at least `SLOW`
+times as long as the median of the others, and these wait for a good part of the time. If no member waits, there is no
+straggler, however different the members are. Timings arrive twice a second, so detection costs a step nothing.
 """
 
 from __future__ import annotations
@@ -16,32 +16,31 @@ from dataclasses import dataclass
 import msgspec
 
 WINDOW_S = 10.0
-"""Over which members are compared. Long against what only one member does from time to time, such as to save."""
-LEAST_S = 4.0
-"""So much of it must be known."""
+"""Members are compared over this time. Long compared with what a single member does now and then, such as saving."""
+MIN_KNOWN_S = 4.0
+"""At least this much time must be known of each member."""
 SLOW = 1.5
-"""Computing so many times as long as the others makes a straggler."""
-WELL = 1.25
-"""Computing less than so many times as long, it is none any more. Less than `SLOW`, so that nothing is said at each
-wobble."""
-WAITING = 0.2
-"""The part of the time that the others must wait."""
+"""A member that computes this many times as long as the others is a straggler."""
+RECOVERED = 1.25
+"""A straggler has recovered below this factor. Less than `SLOW`, so that small fluctuations are not reported."""
+MIN_WAITING = 0.2
+"""The fraction of the time that the other members must spend waiting."""
 SILENT_S = 5.0
-"""A member that has not been heard of for so long, while others wait, is stopped, or its host is overloaded."""
+"""A member that sends nothing for this long while others wait is stopped, or its host is overloaded."""
 
 COLLECTIVE = "all_reduce"
-"""The phase of one that waits for others, who are then told of."""
+"""The phase of a member that waits for others. It is not reported as stuck; the member it waits for is."""
 
 
-class StepTiming(msgspec.Struct, frozen=True, tag="pulse"):
-    """The sender lives, and this is how far it has come.
+class StepTiming(msgspec.Struct, frozen=True, tag="timing"):
+    """A sign of life from a process, with its position in the program and its recent timings.
 
     Attributes:
-        phase, epoch, step: as in `launcher.progress`.
-        age_s: seconds since it came there.
-        steps_per_s: over the last seconds; 0 where not known.
-        computed_s, waited_s: seconds since the pulse before, outside of collectives and in them.
-        steps: taken since then.
+        phase, epoch, step: the position, as in `runtime.progress`.
+        age_s: seconds since it reached this position.
+        steps_per_s: over the last seconds; 0 if unknown.
+        computed_s, waited_s: seconds outside of collectives and inside them, since the previous timing.
+        steps: steps since the previous timing.
     """
 
     phase: str = ""
@@ -56,7 +55,7 @@ class StepTiming(msgspec.Struct, frozen=True, tag="pulse"):
 
 @dataclass(frozen=True, slots=True)
 class StragglerReport:
-    """Seconds for each step, outside of collectives and in them."""
+    """Seconds per step, outside of collectives and inside them."""
 
     compute_s: float
     wait_s: float
@@ -72,116 +71,119 @@ class _Sums:
     def known_s(self) -> float:
         return self.computed_s + self.waited_s
 
+    @property
+    def computing(self) -> float:
+        return self.computed_s / self.known_s
+
 
 class StragglerDetector:
-    """Args:
-    timeout_s: a member that has been at the same place for so long is told of, once.
+    """Compares the timings of all members.
+
+    Args:
+        timeout_s: a member that stays at the same position for this many seconds is reported once.
     """
 
     def __init__(self, *, timeout_s: float = float("inf")):
         self._timeout_s = timeout_s
-        self._pulses: dict[str, deque[tuple[float, StepTiming]]] = {}
+        self._timings: dict[str, deque[tuple[float, StepTiming]]] = {}
         self._generation = 0
         self._slow: set[str] = set()
         self._stuck: set[str] = set()
 
-    def hear(self, member: str, pulse: StepTiming, now: float) -> None:
-        """A member, or one that is to become one, has said how it goes."""
-        self._pulses.setdefault(member, deque()).append((now, pulse))
+    def add(self, member: str, timing: StepTiming, now: float) -> None:
+        """Record a timing of a member or of a candidate."""
+        self._timings.setdefault(member, deque()).append((now, timing))
 
-    def pace(self, member: str) -> StragglerReport | None:
-        """How long a member's steps take; None where it has taken none lately."""
+    def step_seconds(self, member: str) -> StragglerReport | None:
+        """How long the steps of a member take; None if it has taken none recently."""
         sums = self._sums(member)
         return StragglerReport(sums.computed_s / sums.steps, sums.waited_s / sums.steps) if sums.steps else None
 
     def is_slow(self, member: str) -> bool:
-        """Whether the others wait for it, as far as `judge` has found."""
+        """Whether `detect` has found that the others wait for this member."""
         return member in self._slow
 
-    def judge(self, names: Mapping[str, str], generation: int, now: float) -> list[str]:
-        """What is to be said now; each thing once.
+    def detect(self, names: Mapping[str, str], generation: int, now: float) -> list[str]:
+        """Lines to report now; each change is reported once.
 
         Args:
-            names: of the members, for people.
-            generation: of the job; with a new one all begins anew.
+            names: the names of the members, as shown to people.
+            generation: the generation of the job; timings of former generations are discarded.
+            now: seconds of a steady clock.
         """
         if generation != self._generation:
             self._generation = generation
-            self._pulses = {member: deque() for member in names}
+            self._timings = {member: deque() for member in names}
             self._slow &= set(names)
-        for pulses in self._pulses.values():
-            while len(pulses) > 1 and pulses[0][0] < now - WINDOW_S:
-                pulses.popleft()
-        said = self._judge_paces(names, now)
-        return said + self._judge_places(names)
-
-    def _judge_paces(self, names: Mapping[str, str], now: float) -> list[str]:
-        said = []
+        for timings in self._timings.values():
+            while len(timings) > 1 and timings[0][0] < now - WINDOW_S:
+                timings.popleft()
         sums = {member: self._sums(member) for member in names}
+        lines = []
         for member, name in names.items():
             others = [sums[other] for other in names if other != member]
-            if not others or min(other.known_s for other in others) < LEAST_S:
-                continue
-            own, silent_s = sums[member], self._silent_s(member, now)
-            computed = statistics.median(other.computed_s / other.known_s for other in others)
-            computed_s = statistics.median(other.computed_s for other in others)
-            if member not in self._slow:
-                waited_for = 1 - computed >= WAITING
-                if waited_for and silent_s >= SILENT_S:
-                    self._slow.add(member)
-                    said.append(f"{name} has not been heard of for {silent_s:.0f} s, and the others wait for it")
-                elif waited_for and own.known_s >= LEAST_S and _is_more(own, SLOW * computed, SLOW * computed_s):
-                    self._slow.add(member)
-                    said.append(f"{name} is slow, and the others wait for it: {_compared(own, others)}")
-            elif (
-                silent_s < SILENT_S and own.known_s >= LEAST_S and not _is_more(own, WELL * computed, WELL * computed_s)
-            ):
-                self._slow.discard(member)
-                said.append(f"{name} keeps pace again")
-        return said
+            if others and min(other.known_s for other in others) >= MIN_KNOWN_S:
+                lines += self._compare(member, name, sums[member], others, now)
+        return lines + self._find_stuck(names)
 
-    def _judge_places(self, names: Mapping[str, str]) -> list[str]:
-        said = []
+    def _compare(self, member: str, name: str, own: _Sums, others: list[_Sums], now: float) -> list[str]:
+        timings = self._timings.get(member)
+        silent_s = now - timings[-1][0] if timings else 0.0
+        computing = statistics.median(other.computing for other in others)
+        computed_s = statistics.median(other.computed_s for other in others)
+        is_known = own.known_s >= MIN_KNOWN_S
+        if member in self._slow:
+            if silent_s < SILENT_S and is_known and not _exceeds(own, RECOVERED * computing, RECOVERED * computed_s):
+                self._slow.discard(member)
+                return [f"{name} recovered"]
+        elif 1 - computing >= MIN_WAITING:
+            if silent_s >= SILENT_S:
+                self._slow.add(member)
+                return [f"{name} has been silent for {silent_s:.0f} s, and the others wait for it"]
+            if is_known and _exceeds(own, SLOW * computing, SLOW * computed_s):
+                self._slow.add(member)
+                return [f"{name} is slow, and the others wait for it: {_describe_difference(own, others)}"]
+        return []
+
+    def _find_stuck(self, names: Mapping[str, str]) -> list[str]:
+        lines = []
         for member, name in names.items():
-            pulses = self._pulses.get(member)
-            pulse = pulses[-1][1] if pulses else StepTiming()
-            if pulse.age_s < self._timeout_s or pulse.phase == COLLECTIVE:
+            timings = self._timings.get(member)
+            timing = timings[-1][1] if timings else StepTiming()
+            if timing.age_s < self._timeout_s or timing.phase == COLLECTIVE:
                 self._stuck.discard(member)
             elif member not in self._stuck:
                 self._stuck.add(member)
-                where = "" if pulse.epoch is None else f", epoch {pulse.epoch}, step {pulse.step}"
-                said.append(f"{name} lives, and has been at {pulse.phase}{where} for {pulse.age_s:.0f} s")
-        return said
-
-    def _silent_s(self, member: str, now: float) -> float:
-        pulses = self._pulses.get(member)
-        return now - pulses[-1][0] if pulses else 0.0
+                where = "" if timing.epoch is None else f", epoch {timing.epoch}, step {timing.step}"
+                lines.append(f"{name} is alive but has been at {timing.phase}{where} for {timing.age_s:.0f} s")
+        return lines
 
     def _sums(self, member: str) -> _Sums:
-        pulses = [pulse for _, pulse in self._pulses.get(member, ())]
+        timings = [timing for _, timing in self._timings.get(member, ())]
         return _Sums(
-            sum(pulse.computed_s for pulse in pulses),
-            sum(pulse.waited_s for pulse in pulses),
-            sum(pulse.steps for pulse in pulses),
+            sum(timing.computed_s for timing in timings),
+            sum(timing.waited_s for timing in timings),
+            sum(timing.steps for timing in timings),
         )
 
 
-def _is_more(own: _Sums, part: float, seconds: float) -> bool:
-    """Whether a member has computed more than that: of its time, as it may be known for longer than others, and in
-    seconds, as it may have fallen silent. Where nobody computes, all wait for something else."""
-    return own.computed_s >= max(part, WAITING) * own.known_s and own.computed_s >= seconds
+def _exceeds(own: _Sums, fraction: float, seconds: float) -> bool:
+    """Whether a member has computed more than this: both as a fraction of its time, because more may be known of it
+    than of the others, and in seconds, because it may have fallen silent. If no member computes, all of them wait for
+    something else."""
+    return own.computed_s >= max(fraction, MIN_WAITING) * own.known_s and own.computed_s >= seconds
 
 
-def _compared(own: _Sums, others: list[_Sums]) -> str:
+def _describe_difference(own: _Sums, others: list[_Sums]) -> str:
     if own.steps and all(other.steps for other in others):
         mine = own.computed_s / own.steps
         theirs = statistics.median(other.computed_s / other.steps for other in others)
-        if mine > theirs:  # else it has made more steps in the time that is known of
-            return f"it computes {_ms(mine)} a step, they {_ms(theirs)}"
-    theirs = statistics.median(other.computed_s / other.known_s for other in others)
-    return f"it computes {own.computed_s / own.known_s:.0%} of the time, they {theirs:.0%}"
+        if mine > theirs:  # otherwise it has taken more steps in the time that is known
+            return f"it computes for {_milliseconds(mine)} per step, the others for {_milliseconds(theirs)}"
+    theirs = statistics.median(other.computing for other in others)
+    return f"it computes for {own.computing:.0%} of the time, the others for {theirs:.0%}"
 
 
-def _ms(seconds: float) -> str:
+def _milliseconds(seconds: float) -> str:
     ms = seconds * 1000
     return f"{ms:.0f} ms" if ms >= 100 else f"{ms:.3g} ms"

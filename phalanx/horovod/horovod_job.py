@@ -1,12 +1,11 @@
 """The job of this process, as Horovod's functions see it: joined by `init`, left by `shutdown`.
 
-It is met on the same way as a strategy's job (TF_CONFIG, as `phalanx run` sets it; Slurm, MPI, Kubernetes; else this
-process is alone), but knows nothing of Keras: a plain PyTorch program must not import it.
+The cluster is found as for a strategy (TF_CONFIG, which `phalanx run` sets; Slurm, MPI, Kubernetes; otherwise this
+process is alone), but without Keras: a plain PyTorch program must not import it.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import sys
@@ -24,16 +23,9 @@ from phalanx.collectives import CommunicationOptions, connect
 from phalanx.collectives.autotune.autotune_log import AutotuneLog
 from phalanx.collectives.autotune.trial_search import TrialSearch
 from phalanx.config.job_config import CollectiveConfig, JobConfig
-from phalanx.elastic.elastic_node import ElasticNode, NotFormedError
-from phalanx.elastic.membership_messages import LossReport
-from phalanx.errors import (
-    CollectiveTimeoutError,
-    ConfigurationError,
-    LinkClosedError,
-    LinkTimeoutError,
-    PeerLostError,
-    PhalanxError,
-)
+from phalanx.elastic.elastic_node import ElasticNode
+from phalanx.elastic.generation_loop import LOSSES, Position, form_next_generation, join_generation
+from phalanx.errors import ConfigurationError, LinkTimeoutError, PhalanxError
 from phalanx.horovod.controller import Controller
 from phalanx.horovod.exceptions import HorovodInternalError
 from phalanx.horovod.execution import FusedPart
@@ -45,24 +37,20 @@ from phalanx.monitoring import timeline
 from phalanx.runtime import exit_codes
 from phalanx.runtime.heartbeat import Heartbeat
 
-_log = logging.getLogger(__name__)
-
-
-_LOSSES = (PeerLostError, CollectiveTimeoutError, LinkClosedError)
-"""What ends a generation of an elastic job, rather than the job."""
 ENTRY = 0
-"""All members of an elastic job take part in one and the same thing, from `init` on (`cluster.elastic.keeper`)."""
+"""All members of an elastic job take part in a single entry, from `init` on (see `elastic.entry_log`)."""
 
 
 class HorovodJob:
-    """The members of the job, and one controller for all of them and for each process set with this process in it.
+    """The members of the job, a controller for all of them, and one for each process set that includes this process.
 
-    In an elastic job the members are those of one generation; `regroup` leads to the next one.
+    In an elastic job the members are those of one generation; `regroup` leads to the next one. Implements
+    `generation_loop.Participant`.
 
     Attributes:
         membership: all members of the job.
-        controllers: by process set; 0 is the whole job.
-        fresh: whether the members have a state that this process has not been given yet.
+        controllers: by number of the process set; 0 is the whole job.
+        needs_state: whether the members have a state that this process has not received yet.
     """
 
     def __init__(self, node: Node | ElasticNode, knobs: HorovodEnvironment):
@@ -71,80 +59,53 @@ class HorovodJob:
         self._timeout_s = knobs.end_s or node.config.timeout_s
         self.controllers: dict[int, Controller] = {}
         self._memberships: dict[int, Membership] = {}
-        self._lost: PhalanxError | None = None  # outside of a collective
+        self._lost: PhalanxError | None = None  # found outside of an operation
         self._pid = os.getpid()
-        self.fresh = False
+        self.needs_state = False
         if isinstance(node, ElasticNode):
-            self._enter(node)
+            join_generation(node, self, ENTRY)
         else:
-            self._begin()
+            self.start()
 
-    # Members that come and go.
+    # Elastic jobs.
 
     @property
     def elastic(self) -> ElasticNode | None:
-        """This process's place in a job whose members come and go; None in all others."""
+        """This process's place in an elastic job; None in other jobs."""
         return self._node if isinstance(self._node, ElasticNode) else None
 
     @property
     def lost(self) -> PhalanxError | None:
-        """The loss that has ended this generation of the members; None while they can work together."""
+        """The loss that has ended this generation; None while its members can work together."""
         failures = [controller.failure for controller in self.controllers.values()]
-        return self._lost or next((failure for failure in failures if isinstance(failure, _LOSSES)), None)
-
-    @property
-    def everybody_is_fresh(self) -> bool:
-        """Whether nobody is left who has the state of the job."""
-        node = self.elastic
-        return self.fresh and node is not None and all(place.fresh for place in node.places)
+        return self._lost or next((failure for failure in failures if isinstance(failure, LOSSES)), None)
 
     def regroup(self) -> None:
-        """Leave this generation of an elastic job; returns when the next one, to which this process belongs, has met.
+        """Leave this generation of an elastic job; returns when the next one, to which this process belongs, has formed.
 
-        No process set but the global one is registered there, nothing is under way, and nothing is remembered.
+        It has only the global process set, no pending operations and no cached ones.
 
-        Raises: EvictedError, RendezvousError if this process, or the job, cannot go on. SystemExit if fewer processes
-            are wanted.
+        Raises: EvictedError, RendezvousError if this process, or the job, cannot continue. SystemExit if fewer processes
+            are requested.
         """
         node = self.elastic
         assert node is not None, "only elastic jobs regroup"
-        lost, started = self.lost, timeline.now()
-        why = lost or PhalanxError("the members of the job change")
-        self._end(because=why)
-        self._follow(node, late=str(lost) if isinstance(lost, CollectiveTimeoutError) else "")
-        now = self.membership
-        args = {"generation": now.generation, "rank": now.rank, "world_size": now.world_size, "why": str(why)}
-        timeline.current.complete(timeline.MEMBERSHIP, "membership change", started, args)
+        error = self.lost or PhalanxError("the members of the job change")
+        self.abandon(error)
+        # Programs may be far apart between two operations: a member that was awaited in vain need not be unreachable.
+        node.take_unreachable()
+        form_next_generation(node, self, error)
 
-    def _enter(self, node: ElasticNode) -> None:
-        """Become a member, at the beginning of the job or later."""
-        try:
-            node.take_part(ENTRY)
-            self._begin()
-        except (NotFormedError, *_LOSSES):
-            self._follow(node)
+    def position(self) -> Position:
+        """See `Participant.position`. The members need not stand at the same operation: all return to where the first of
+        them has committed."""
+        node = self.elastic
+        assert node is not None
+        # A process that has not been a member of a generation that stood has the state only in the first one.
+        return Position(0, True, self.needs_state if hasattr(self, "membership") else node.generation > 1)
 
-    def _follow(self, node: ElasticNode, *, late: str = "") -> None:
-        """Report until a generation stands. The members need not stand at the same collective: all go back to where the
-        first of them has committed."""
-        node.missing()  # whom one waited for in a round says nothing of the network: programs may be far apart
-        missing: list[str] = []
-        linked = True
-        while True:
-            try:
-                node.regroup(LossReport(node.generation, 0, True, self._is_fresh(node), late, missing, linked))
-                self._begin()
-                return
-            except (NotFormedError, *_LOSSES) as error:
-                _log.debug("generation %d came to nothing: %s", node.generation, error)
-                linked = not isinstance(error, NotFormedError)
-                late, missing = "", ([] if linked else node.missing())
-
-    def _is_fresh(self, node: ElasticNode) -> bool:
-        """Who was a member of no generation that stood has the state only if it is the first one's."""
-        return self.fresh if hasattr(self, "membership") else node.generation > 1
-
-    def _begin(self) -> None:
+    def start(self) -> None:
+        """See `Participant.start`."""
         node, config = self._node, self._node.config
         membership = node.membership
         if config.timeline is not None and not hasattr(self, "membership") and not timeline.current.on:
@@ -152,7 +113,11 @@ class HorovodJob:
         self.controllers = {0: self._controller(membership)}
         self.membership = membership
         if isinstance(node, ElasticNode):
-            self.fresh = node.places[membership.rank].fresh
+            self.needs_state = node.addresses[membership.rank].needs_state
+
+    def abandon(self, error: Exception) -> None:
+        """See `Participant.abandon`."""
+        self._end(because=error)
 
     def _end(self, *, because: Exception | None = None, flush: bool = False) -> None:
         for controller in self.controllers.values():
@@ -163,13 +128,17 @@ class HorovodJob:
 
     @property
     def has_secret(self) -> bool:
-        """Whether only who knows the job's secret can be a member; alone, nobody else is."""
+        """Whether all members know the job's secret. True if this process is alone."""
         return self._node.config.secret is not None or self.membership.world_size == 1
 
     def add(self, number: int, ranks: Sequence[Rank]) -> None:
-        """Make a process set; all ranks of the job must call, with the same arguments.
+        """Create a process set; all ranks of the job must call this with the same arguments.
 
-        Raises: HorovodInternalError if the ranks' arguments differ, or one is lost meanwhile.
+        Args:
+            number: the number of the process set.
+            ranks: its members, as ranks of the whole job.
+
+        Raises: HorovodInternalError if the ranks' arguments differ, or a member is lost meanwhile.
         """
         included = self.membership.rank in ranks
         purpose = f"horovod process set {number} of generation {self.membership.generation}"
@@ -182,7 +151,7 @@ class HorovodJob:
             if offer is not None:
                 self._memberships[number] = membership = offer.complete()
                 self.controllers[number] = self._controller(membership, f"collectives of process set {number}")
-        except (LinkTimeoutError, *_LOSSES) as error:
+        except (LinkTimeoutError, *LOSSES) as error:
             self._lost = error
             raise HorovodInternalError.of(error) from error
         finally:
@@ -190,21 +159,25 @@ class HorovodJob:
                 offer.close()
 
     def remove(self, number: int) -> None:
-        """End a process set; all ranks of the job must call."""
+        """Remove a process set; all ranks of the job must call this."""
         self._agree(f"remove_process_set.{number}", "")
         if (controller := self.controllers.pop(number, None)) is not None:
             controller.close()
             self._memberships.pop(number).close()
 
     def start_timeline(self, path: Path, *, marks_cycles: bool) -> None:
-        """Record this process from now on; on rank 0 that makes the file anew.
+        """Record this process from now on; rank 0 replaces the file.
 
-        Raises: as `cluster.tracing.begin`.
+        Args:
+            path: the file.
+            marks_cycles: whether to mark the cycles of the controller.
+
+        Raises: as `timeline_relay.begin`.
         """
         timeline_relay.start_recording(self._node, path.absolute(), anew=True, marks_cycles=marks_cycles)
 
     def close(self) -> None:
-        """Leave the job; safe to call twice. A fork of this process was never in it."""
+        """Leave the job; safe to call twice. Does nothing in a fork of this process, which is not a member."""
         if os.getpid() != self._pid:
             return
         flush = not exit_codes.has_failed()
@@ -239,7 +212,7 @@ class HorovodJob:
 
 
 _world: HorovodJob | None = None
-_lock = threading.Lock()  # protects `_world` while it is made or left
+_lock = threading.Lock()  # protects `_world` while the job is joined or left
 
 
 def current() -> HorovodJob:
@@ -253,14 +226,14 @@ def current() -> HorovodJob:
 
 
 def is_joined() -> bool:
-    """Whether this process is in a job."""
+    """Whether this process has joined a job."""
     return _world is not None
 
 
 def join_world() -> HorovodJob:
-    """Meet the other processes of the job; the same job if it is met already.
+    """Join the job; returns the same job if this process has joined it before.
 
-    Raises: as `phalanx.cluster.join`; ConfigurationError if a strategy of this process has met the job before.
+    Raises: as `phalanx.cluster.join`; ConfigurationError if a strategy of this process has joined the job before.
     """
     global _world
     with _lock:
@@ -284,7 +257,7 @@ def join_world() -> HorovodJob:
 
 
 def leave_world() -> None:
-    """Leave the job; called at the end of the program, too."""
+    """Leave the job. Also called when the program exits."""
     global _world
     with _lock:
         if _world is not None:
@@ -297,16 +270,16 @@ def _node(config: JobConfig) -> Node | ElasticNode:
     task = cluster.task()
     if config.elastic_coordinator is not None and task is not None and task.type in RANKED_TYPES:
         node = ElasticNode(cluster.cluster_spec(), task, facts, config)
-        node.pulse = Heartbeat()
+        node.coordinator.measure_timing = Heartbeat()
         return node
     return join(cluster, facts=facts, config=config)
 
 
 def _refuse_strategies() -> None:
-    """A process has one port, so it can meet its job once."""
+    """Check that no strategy has joined the job: a process has one port, so it can join only once."""
     strategies = sys.modules.get("phalanx.strategies.current_job")
     if strategies is not None and strategies._job is not None:
         raise ConfigurationError(
-            "A strategy of this process has joined the job already. A program uses either a strategy or hvd: leave the "
-            "strategy's job first with `phalanx.strategies.leave_job()`, or do without hvd.init()."
+            "A strategy of this process has already joined the job. A program uses either a strategy or hvd: leave the "
+            "strategy's job first with `phalanx.strategies.leave_job()`, or don't call hvd.init()."
         )

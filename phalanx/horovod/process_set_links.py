@@ -1,8 +1,9 @@
-"""Links among some members of a job, for a process set of their own.
+"""Links among some members of a job, for a process set.
 
-A link serves one communicator at a time, so a process set has links beside those of the whole job. Each member offers
-a purpose on its port and dials the members of lower rank. All have made their offer before anyone dials, and dialled
-before anyone looks who came: they meet in between, among the whole job, where it is noticed who is lost.
+A link serves one communicator at a time, so a process set has its own links in addition to those of the whole job. Each
+member registers a purpose on its port and dials the members of lower rank. Between these steps the whole job
+synchronizes: all have registered before any member dials, and dialled before any member completes. A lost member is
+noticed there.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from phalanx.cluster.membership import Membership, Rank
 from phalanx.cluster.node import Node
@@ -23,16 +25,16 @@ from phalanx.transport.tls import load_tls
 
 REFUSED = "not a member"
 ARRIVAL_S = 30.0
-"""For a link that the other end has already: this end has only to be told of it."""
+"""For a link that the other end has already established: the listener only has to deliver it."""
 
 
 class LinkOffer:
-    """Takes the links of members of higher rank (a `transport.listener.Service`).
+    """Accepts the links of members with higher ranks (a `transport.listener.Service`).
 
     Args:
         node: this process's place in the job.
-        purpose: names the process set.
-        ranks: of its members in the job, in order; this process is among them.
+        purpose: identifies the process set.
+        ranks: the ranks of its members in the job, in order; this process is one of them.
     """
 
     def __init__(self, node: Node | ElasticNode, purpose: str, ranks: Sequence[Rank]):
@@ -41,7 +43,7 @@ class LinkOffer:
         self._ranks = tuple(ranks)
         self._members = [node.membership.members[rank] for rank in ranks]
         self._own = self._ranks.index(node.membership.rank)
-        self._arrived = threading.Condition()  # protects the links
+        self._arrived = threading.Condition()  # protects `_links`; notified when one arrives
         self._links: dict[int, Link] = {}
         if len(ranks) > 1:
             assert node.listener is not None, "a job of several processes has a port"
@@ -51,7 +53,7 @@ class LinkOffer:
         """See `Service.admit`."""
         if any(member.task == hello.task for member in self._members[self._own + 1 :]):
             return Welcome(refusal="", reason="")
-        return Welcome(refusal=REFUSED, reason=f"{hello.task} is no member of higher rank of this process set")
+        return Welcome(refusal=REFUSED, reason=f"{hello.task} is not a member of higher rank of this process set")
 
     def adopt(self, hello: Hello, link: Link) -> None:
         """See `Service.adopt`."""
@@ -61,9 +63,12 @@ class LinkOffer:
             self._arrived.notify_all()
 
     def dial(self, timeout_s: float) -> None:
-        """Dial the members of lower rank; call once all members have made their offer.
+        """Dial the members of lower rank. Call this once all members have created their offers.
 
-        Raises: what `dial` raises.
+        Args:
+            timeout_s: for all connections together.
+
+        Raises: as `transport.dial.dial`.
         """
         deadline = time.monotonic() + timeout_s
         config = self._node.config
@@ -83,11 +88,10 @@ class LinkOffer:
                 self._links[position] = link
 
     def complete(self) -> Membership:
-        """The process set as a membership, with ranks counted within it; call once all members have dialled.
+        """The process set as a membership, with ranks counted within it. Call this once all members have dialled.
 
-        Raises: RendezvousError if a member's link is not here.
+        Raises: RendezvousError if the link of a member is missing.
         """
-        me = self._members[self._own]
         expected = set(range(len(self._members))) - {self._own}
         with self._arrived:
             self._arrived.wait_for(lambda: expected <= self._links.keys(), timeout=ARRIVAL_S)
@@ -97,15 +101,12 @@ class LinkOffer:
                 self._links = {}  # the membership closes them
         if missing:
             names = ", ".join(self._members[position].task for position in sorted(missing))
-            raise RendezvousError(f"{names} did not come to the process set {list(self._ranks)}.")
-        members = tuple(
-            type(me)(rank=position, task=member.task, host=member.host, address=member.address, pid=member.pid)
-            for position, member in enumerate(self._members)
-        )
+            raise RendezvousError(f"{names} did not connect to the process set {list(self._ranks)}.")
+        members = tuple(replace(member, rank=position) for position, member in enumerate(self._members))
         return Membership(self._node.membership.generation, self._own, members, links)
 
     def close(self) -> None:
-        """The offer stands no more; links that are no membership's are closed."""
+        """Withdraw the offer, and close the links that do not belong to a membership."""
         if self._node.listener is not None:
             self._node.listener.unregister(self._purpose)
         for link in self._links.values():

@@ -1,9 +1,9 @@
-"""The launcher's part in a job whose members come and go: it runs the keeper (`cluster.elastic`)."""
+"""The launcher's side of an elastic job: runs the coordinator of its members and carries out its requests."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from phalanx.launcher.host_slots import HostShare, own_name
@@ -13,27 +13,12 @@ from phalanx.launcher.worker_placement import LOOPBACK, new_identity
 
 if TYPE_CHECKING:
     from phalanx.elastic.coordinator_server import CoordinatorServer
-
-
-@dataclass(frozen=True, slots=True)
-class SlotState:
-    """A host of the job, for `phalanx status`.
-
-    Attributes:
-        slots, taken: how many workers it can run, and runs.
-        aside_until: by the monotonic clock, if it is set aside; `reason` says why.
-    """
-
-    name: str
-    slots: int
-    taken: int
-    aside_until: float | None = None
-    reason: str = ""
+    from phalanx.elastic.launcher_interface import MembershipControl
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerNumbers:
-    """How many workers: at least, at most, and how many the job begins with if they come in time."""
+    """How many workers there may be, and how many the job begins with if they arrive in time."""
 
     minimum: int
     maximum: int
@@ -41,16 +26,17 @@ class WorkerNumbers:
 
 
 class ElasticSupervisor:
-    """Opens the keeper's port at once, and serves it when the workers are on their way: its imports take as long as
+    """Opens the coordinator's port at once, but serves it only when the workers are starting: its imports take as long as
     theirs. A context manager.
-
-    Attributes:
-        address: of the keeper, for the workers.
-        identity: the job's secret and name.
 
     Args:
         shares: the hosts that are known.
         stays_here: whether all members will always be on this host.
+        start_timeout_s: seconds to wait for the members; None uses PHALANX_RENDEZVOUS_TIMEOUT.
+
+    Attributes:
+        address: the address of the coordinator, for the workers.
+        identity: the secret and the id of the job.
     """
 
     def __init__(self, shares: Sequence[HostShare], *, stays_here: bool, start_timeout_s: float | None):
@@ -70,66 +56,65 @@ class ElasticSupervisor:
         else:
             self._listener.close()
 
-    def begin(self, job: JobSupervisor, numbers: WorkerNumbers, say: Callable[[str], None]) -> None:
-        """Serve the members of a job that has been started.
+    def begin(self, job: JobSupervisor, numbers: WorkerNumbers, say: Callable[[str], None]) -> MembershipControl:
+        """Serve the members of a job that has been started; returns how the launcher controls them.
 
         Args:
-            say: shows a line. It is called in the thread that runs the job.
+            job: the job, in this process.
+            numbers: how many members there may be.
+            say: shows a line to the user. Called in the thread that runs the job.
         """
         from phalanx.config.job_config import JobConfig
         from phalanx.elastic.coordinator_server import CoordinatorServer
-        from phalanx.elastic.elastic_coordinator import MembershipLimits
+        from phalanx.elastic.member_table import MembershipLimits
         from phalanx.transport.tls import load_tls
 
         config = JobConfig.from_environment()
         secret, job_id = self.identity
-        bounds = MembershipLimits(
-            minimum=numbers.minimum,
-            maximum=numbers.maximum,
-            expected=numbers.expected,
-            start_s=self._start_timeout_s or config.rendezvous_timeout_s,
-            timeout_s=config.timeout_s,
-        )
-
-        def note(text: str) -> None:
-            if not job.is_ending:  # members that the launcher ends are no news
-                say(text)
-
         self._server = CoordinatorServer(
             [self._listener],
-            bounds,
+            MembershipLimits(
+                minimum=numbers.minimum,
+                maximum=numbers.maximum,
+                expected=numbers.expected,
+                start_s=self._start_timeout_s or config.rendezvous_timeout_s,
+                timeout_s=config.timeout_s,
+            ),
             secret=secret.encode(),
             job=job_id,
-            evict=lambda task: job.run_soon(lambda: job.kill(task)),
-            over=lambda tasks: job.run_soon(lambda: job.end_others(tasks)),
-            failed=lambda: job.run_soon(job.give_up),
-            released=lambda task: job.run_soon(lambda: job.release(task)),
-            resized=lambda workers: job.run_soon(lambda: job.recall(workers)),
-            note=lambda text: job.run_soon(lambda: note(text)),
+            job_actions=_JobActions(job, say),
             tls=load_tls(config.tls),
         )
-        # Its connections tell it as well, but not where the network is cut, or the host's power.
-        server = self._server
-        job.on_loss = lambda task: server.use(lambda keeper, now: keeper.lose(task, now))
+        # Closed links reveal most exits as well, but not where the network or the power of a host is cut.
+        job.on_loss = self._server.lose
+        return self._server
 
-    def withdraw(self, task: str) -> None:
-        """This worker is to leave before a next step: its host is taken back."""
-        if self._server is not None:
-            self._server.use(lambda keeper, now: keeper.withdraw(task, now))
 
-    def readmit(self, task: str) -> None:
-        """The worker of this name is about to start anew."""
-        if self._server is not None:
-            self._server.use(lambda keeper, now: keeper.readmit(task))
+class _JobActions:
+    """Carries out what the coordinator requests, in the thread that runs the job; see `ElasticJob`."""
 
-    def limit(self, workers: int) -> None:
-        """There will never be more workers than these."""
-        if self._server is not None:
-            self._server.use(lambda keeper, now: keeper.limit(workers, now))
+    def __init__(self, job: JobSupervisor, say: Callable[[str], None]):
+        self._job = job
+        self._say = say
 
-    def show(self, places: Sequence[SlotState]) -> None:
-        """Have `phalanx status` know the hosts."""
-        from phalanx.elastic.job_control import HostState
+    def evict(self, task: str) -> None:
+        self._job.run_soon(lambda: self._job.kill(task))
 
-        if self._server is not None:
-            self._server.hosts = [HostState(**asdict(place)) for place in places]
+    def release(self, task: str) -> None:
+        self._job.run_soon(lambda: self._job.release(task))
+
+    def finish(self, tasks: Sequence[str]) -> None:
+        self._job.run_soon(lambda: self._job.end_others(tasks))
+
+    def fail(self) -> None:
+        self._job.run_soon(self._job.give_up)
+
+    def resize(self, workers: int) -> None:
+        self._job.run_soon(lambda: self._job.recall(workers))
+
+    def log(self, text: str) -> None:
+        self._job.run_soon(lambda: self._log(text))
+
+    def _log(self, text: str) -> None:
+        if not self._job.is_ending:  # the launcher ends the members itself, which is no news
+            self._say(text)

@@ -13,10 +13,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from phalanx.config.variables import DEFAULT_RENDEZVOUS_TIMEOUT_S
 from phalanx.errors import PhalanxError, RendezvousError
-from phalanx.launcher.elastic_supervisor import ElasticSupervisor, SlotState
 from phalanx.launcher.host_blacklist import COOLDOWN_S, HostBlacklist
 from phalanx.launcher.host_discovery import HostDiscovery
 from phalanx.launcher.host_slots import HostShare, own_name
@@ -25,6 +25,10 @@ from phalanx.launcher.hosts.ssh_host import SSHHost
 from phalanx.launcher.job_supervisor import JobSupervisor, WorkerPlacement
 from phalanx.launcher.slot_assignment import HostSlot, SlotAssignment
 from phalanx.launcher.worker_placement import LOOPBACK, NO_REPLICA, START_TIMEOUT_S, WorkerRecipe
+
+if TYPE_CHECKING:
+    from phalanx.elastic.control_messages import HostState
+    from phalanx.elastic.launcher_interface import MembershipControl
 
 GATHER_POLL_S = 0.5
 CLOSE_S = 5.0
@@ -129,8 +133,8 @@ class HostPool:
         self._fixed_addresses: dict[int, str] = {}  # of those that do not train
         self._recipe: WorkerRecipe | None = None
         self._job: JobSupervisor | None = None
-        self._keeping: ElasticSupervisor | None = None
-        self._shown: tuple[SlotState, ...] = ()
+        self._membership: MembershipControl | None = None
+        self._shown: tuple[HostState, ...] = ()
         self._fixed = script is None
         self._discovery: HostDiscovery | None = None
         if script is not None:
@@ -215,9 +219,9 @@ class HostPool:
             ]
         return [*(self._placement(rank, slot) for rank, slot in placed), *placements]
 
-    def begin(self, job: JobSupervisor, keeping: ElasticSupervisor) -> None:
+    def begin(self, job: JobSupervisor, membership: MembershipControl) -> None:
         """The job has been started."""
-        self._job, self._keeping = job, keeping
+        self._job, self._membership = job, membership
         self._wake = lambda: job.run_soon(lambda: None)
         for connection in self._connections.values():
             if connection.ports is not None:
@@ -253,8 +257,8 @@ class HostPool:
     def retire(self, rank: int) -> None:
         """See `Seating.retire`."""
         self._roster.retire(rank)
-        if self._keeping is not None:
-            self._keeping.limit(self._roster.seats)
+        if self._membership is not None:
+            self._membership.limit(self._roster.seats)
 
     def want(self, workers: int) -> None:
         """See `Seating.want`."""
@@ -411,22 +415,22 @@ class HostPool:
                     ports += connection.host.prepare(more, address=None)
 
     def _send_away(self) -> None:
-        keeping = self._keeping
-        if keeping is None:
+        membership = self._membership
+        if membership is None:
             return
         for rank in self._roster.send_away():
             slot = self._roster.slot(rank)
             self._say(f"{self._tasks[rank]} is to leave before a next step: {slot.host if slot else ''} is taken back")
-            keeping.withdraw(self._tasks[rank])
+            membership.withdraw(self._tasks[rank])
 
     def _seat(self) -> None:
         """Start workers where there is room."""
-        job, keeping = self._job, self._keeping
-        if job is None or keeping is None or not job.takes_workers:
+        job, membership = self._job, self._membership
+        if job is None or membership is None or not job.takes_workers:
             return
         for rank, slot in self._roster.fill(self._usable):
             self._say(f"{self._tasks[rank]} starts on {slot.host}")
-            keeping.readmit(self._tasks[rank])
+            membership.readmit(self._tasks[rank])
             job.seat(self._placement(rank, slot))
 
     def _placement(self, rank: int, slot: HostSlot) -> WorkerPlacement:
@@ -449,19 +453,21 @@ class HostPool:
 
     def _show(self, now: float) -> None:
         """Have `phalanx status` know the hosts."""
-        if self._keeping is None:
+        if self._membership is None:
             return
+        from phalanx.elastic.control_messages import HostState
+
         aside = self._standing.aside(now)
         states = tuple(
-            SlotState(
+            HostState(
                 name=name,
                 slots=share.workers,
                 taken=len(self._roster.ranks_on(name)),
-                aside_until=round(now + aside[name].seconds, 3) if name in aside else None,
+                blacklisted_until=round(now + aside[name].seconds, 3) if name in aside else None,
                 reason=aside[name].reason if name in aside else "",
             )
             for name, share in self._shares.items()
         )
         if states != self._shown:
             self._shown = states
-            self._keeping.show(states)
+            self._membership.show_hosts(states)

@@ -291,8 +291,8 @@ def _run_once(
                 expected = min(members.begin or trains, trains)
                 secret, job_id = keeping.identity
                 stack.enter_context(registered(job_id, keeping.address, secret, arguments, tls))
-                keeping.begin(job, WorkerNumbers(members.minimum, members.maximum, expected), say)
-                pool.begin(job, keeping)
+                numbers = WorkerNumbers(members.minimum, members.maximum, expected)
+                pool.begin(job, keeping.begin(job, numbers, say))
             return job.run()
         finally:
             end_orphans()
@@ -327,7 +327,7 @@ class _Narrator:
             from phalanx.launcher.straggler_watch import StragglerWatch  # which the first steps need not wait for
 
             self._comparison = StragglerWatch()
-        for text in self._comparison.take(pace, self.placements[pace.rank].task, time.monotonic()):
+        for text in self._comparison.add(pace, self.placements[pace.rank].task, time.monotonic()):
             self._screen.message(f"phalanx: {text}")
 
     def returns(self, end: WorkerEnd, count: str) -> None:

@@ -1,4 +1,4 @@
-"""Which worker of a job of fixed size is slow. In jobs whose members come and go the keeper sees to that."""
+"""Detects stragglers in a job of fixed size. In elastic jobs the coordinator does."""
 
 from __future__ import annotations
 
@@ -7,28 +7,35 @@ from phalanx.launcher.host_messages import StepTimingReported
 
 
 class StragglerWatch:
-    """Compares what the workers note of their computing and waiting (`progress.Totals`)."""
+    """Compares the totals of computing and waiting that the workers report (`progress.ProgressTotals`)."""
 
     def __init__(self) -> None:
-        self._paces = StragglerDetector()
+        self._detector = StragglerDetector()
         self._last: dict[int, StepTimingReported] = {}
         self._names: dict[str, str] = {}
 
-    def take(self, pace: StepTimingReported, task: str, now: float) -> list[str]:
-        """A worker goes like this; what is to be said of any."""
-        former = self._last.get(pace.rank)
-        self._last[pace.rank] = pace
-        self._names[str(pace.rank)] = f"{task} (rank {pace.rank})"
+    def add(self, report: StepTimingReported, task: str, now: float) -> list[str]:
+        """Record a report of a worker; returns lines to show.
+
+        Args:
+            report: what the worker reported.
+            task: the task of the worker.
+            now: seconds of a steady clock.
+        """
+        member = str(report.rank)
+        former = self._last.get(report.rank)
+        self._last[report.rank] = report
+        self._names[member] = f"{task} (rank {report.rank})"
         if former is not None:
-            pulse = StepTiming(
-                computed_s=pace.computed_s - former.computed_s,
-                waited_s=pace.waited_s - former.waited_s,
-                steps=pace.steps - former.steps,
+            timing = StepTiming(
+                computed_s=report.computed_s - former.computed_s,
+                waited_s=report.waited_s - former.waited_s,
+                steps=report.steps - former.steps,
             )
-            self._paces.hear(str(pace.rank), pulse, now)
-        return self._paces.judge(self._names, 0, now)
+            self._detector.add(member, timing, now)
+        return self._detector.detect(self._names, 0, now)
 
     def forget(self, rank: int) -> None:
-        """A worker has ended."""
+        """The worker of this rank has ended."""
         self._last.pop(rank, None)
         self._names.pop(str(rank), None)

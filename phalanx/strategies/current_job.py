@@ -18,6 +18,7 @@ from phalanx.collectives.cross_device_ops import CrossDeviceOps
 from phalanx.collectives.options import CommunicationOptions
 from phalanx.config.job_config import JobConfig
 from phalanx.elastic.elastic_communicator import ElasticCommunicator
+from phalanx.elastic.elastic_group import ElasticGroup
 from phalanx.elastic.elastic_node import ElasticNode
 from phalanx.engines import prepare
 from phalanx.errors import ConfigurationError
@@ -150,8 +151,8 @@ def _join_elastic(
 ) -> CurrentJob:
     """Take part in a job whose members come and go, or become a candidate for it."""
     try:
-        communicator = ElasticCommunicator(node, with_timeout)
-        node.pulse = Heartbeat(lambda: communicator.waited_s)
+        communicator = ElasticCommunicator(ElasticGroup(node, with_timeout))
+        node.coordinator.measure_timing = Heartbeat(lambda: communicator.waited_s)
         job = CurrentJob(node, communicator, resolver, options)
         set_random_state(job.replica.run_recorded(lambda: communicator.broadcast_bytes(random_state())))
     except BaseException:

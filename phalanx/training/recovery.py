@@ -19,7 +19,7 @@ import numpy as np
 
 from phalanx.checkpoint.callback_state import CallbackStateTracker, restore_states
 from phalanx.data import local_range
-from phalanx.elastic.elastic_communicator import ElasticCommunicator
+from phalanx.elastic.elastic_group import ElasticGroup
 from phalanx.errors import MembershipChangedError, PeerLostError
 from phalanx.runtime import progress
 from phalanx.training import callback_list, state_sync
@@ -43,7 +43,7 @@ class ElasticRecovery:
     def __init__(
         self,
         replica_model: ReplicaModel,
-        elastic: ElasticCommunicator,
+        elastic: ElasticGroup,
         state: ReplicaFitState,
         recorder: FitRecorder,
         resumption: FitResumption | None,
@@ -92,7 +92,7 @@ class ElasticRecovery:
                 again = self.next_batch()
                 assert again is not None, "a batch that was read can be read again"
                 batch = again
-            self._elastic.at_boundary = boundary and stepper.merges_every_step
+            self._elastic.join_points.at_boundary = boundary and stepper.merges_every_step
             try:
                 stepper.train(batch, last=last)
             except MembershipChangedError:
@@ -182,7 +182,7 @@ class ElasticRecovery:
         self._warm_up()
         replica.join_entry()
         payload = self._receive_state()
-        self._elastic.welcomed()
+        self._elastic.needs_state = False
         self._generation = replica.generation
         self._model.set_synchronised(True)
         content, validation_randomness, flags = decode(payload)
@@ -218,7 +218,7 @@ class ElasticRecovery:
     def _warm_up(self) -> None:
         """Compile what a step needs, before others wait for it. The state that comes of it is overwritten."""
         elastic, replica, engine = self._elastic, self._replica, self._model.engine
-        if not elastic.late:
+        if not elastic.is_late:
             return
         batch = self._state.source.peek()
         world_size = replica.former_members + 1

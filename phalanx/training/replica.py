@@ -18,8 +18,9 @@ from phalanx.collectives import connect
 from phalanx.collectives.communicator import Array, Communicator, ReduceOp
 from phalanx.collectives.cross_device_ops import CrossDeviceOps
 from phalanx.elastic.elastic_communicator import ElasticCommunicator
-from phalanx.elastic.elastic_coordinator import KEPT_BYTES
-from phalanx.elastic.membership_messages import NOT_KEPT, PastEntry
+from phalanx.elastic.elastic_group import ElasticGroup
+from phalanx.elastic.entry_log import KEPT_BYTES
+from phalanx.elastic.membership_messages import NOT_KEPT, EntryBegan, EntryFinished, PastEntry
 from phalanx.errors import MembershipChangedError, UnsupportedError
 from phalanx.training.preemption import PreemptionNotice
 
@@ -97,15 +98,15 @@ class Replica:
         return self.world_size == 1 and self.elastic is None
 
     @property
-    def elastic(self) -> ElasticCommunicator | None:
-        """The communicator of an elastic job; None in all others."""
-        return self.communicator if isinstance(self.communicator, ElasticCommunicator) else None
+    def elastic(self) -> ElasticGroup | None:
+        """This process's part in an elastic job; None in other jobs."""
+        return self.communicator.group if isinstance(self.communicator, ElasticCommunicator) else None
 
     @property
     def is_candidate(self) -> bool:
         """Whether this process waits to be admitted to a running job."""
         elastic = self.elastic
-        return elastic is not None and elastic.candidate
+        return elastic is not None and elastic.is_candidate
 
     @property
     def generation(self) -> int:
@@ -118,7 +119,7 @@ class Replica:
         """The number of replicas that programs see: in an elastic job the one at its start, which all members agree on
         at all times."""
         elastic = self.elastic
-        return self.world_size if elastic is None else elastic.replicas
+        return self.world_size if elastic is None else elastic.initial_world_size
 
     def all_reduce(
         self,
@@ -176,7 +177,7 @@ class Replica:
             yield Entry(-1)
             return
         if self._entry is not None:
-            with elastic.closed_to_others():
+            with elastic.join_points.closed():
                 yield self._entry
             return
         self._entry = entry = Entry(self._entries)
@@ -187,16 +188,16 @@ class Replica:
             yield entry
             result = entry.result if len(entry.result) <= MAX_RESULT_BYTES else NOT_KEPT
             self._last_result = (entry.number, result)
-            elastic.done(entry.number, result)
+            elastic.send_as_chief(EntryFinished(entry.number, result))
         finally:
             self._entry = None
 
-    def _open(self, entry: Entry, elastic: ElasticCommunicator, seed: Callable[[], int]) -> None:
+    def _open(self, entry: Entry, elastic: ElasticGroup, seed: Callable[[], int]) -> None:
         """Learn, or on the chief publish, what all who take part in the entry must know."""
-        if self.is_candidate and not elastic.late:
+        if self.is_candidate and not elastic.is_late:
             return  # the job's first entry, in which its members meet
         if self.is_candidate:
-            answer = elastic.ask_about(entry.number)
+            answer = elastic.node.query_entry(entry.number)
             if isinstance(answer, PastEntry):
                 raise EntryOverError(_checked(answer.result))
             entry.seed, entry.members = int.from_bytes(answer.note), answer.members
@@ -204,14 +205,14 @@ class Replica:
         entry.seed = int(self.retry(lambda: self.broadcast_from_chief(seed() if self.is_chief else 0)))
         entry.members = self.world_size
         if self._last_result is not None:  # a lost chief may not have reported it
-            elastic.done(*self._last_result)
+            elastic.send_as_chief(EntryFinished(*self._last_result))
         self.announce_entry()
 
     def announce_entry(self) -> None:
         """As the chief, perhaps a new one: publish the present entry for processes that join later."""
         elastic, entry = self.elastic, self._entry
         if elastic is not None and entry is not None:
-            elastic.began(entry.number, entry.seed.to_bytes(8))
+            elastic.send_as_chief(EntryBegan(entry.number, entry.seed.to_bytes(8)))
 
     def join_entry(self) -> None:
         """As a candidate: wait to be admitted to the present entry.
@@ -221,9 +222,9 @@ class Replica:
         elastic, entry = self.elastic, self._entry
         assert elastic is not None
         assert entry is not None
-        past = elastic.take_part(entry.number)
+        past = elastic.join(entry.number)
         if past is not None:
-            raise EntryOverError(_checked(past))
+            raise EntryOverError(_checked(past.result))
 
     def run_recorded(self, make: Callable[[], bytes]) -> bytes:
         """The result of `make`, in which all members take part, as an entry: a candidate gets the members' result."""

@@ -252,7 +252,7 @@ class ReplicaCoordination:
             if checkpointing is not None:
                 checkpointing.saver.announce()
             if self._replica.elastic is not None:
-                self._replica.elastic.at_boundary = True
+                self._replica.elastic.join_points.at_boundary = True
             self._replica_model.merge.merge_notice()
 
         self._retry(meet)

@@ -216,7 +216,7 @@ class Job:
         return self.output.read_text(errors="replace")
 
     def evictions(self) -> list[str]:
-        return re.findall(r"phalanx: (.* takes no part any more: .*)", self.said())
+        return re.findall(r"phalanx: (.* was evicted: .*)", self.said())
 
 
 @contextmanager

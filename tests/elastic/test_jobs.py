@@ -253,7 +253,7 @@ def test_fewer_and_more_are_wanted(tmp_path, undisturbed):
                 lines.append("scale")
         assert job.wait(30) == 0, "".join(lines)
     output = "".join(lines)
-    assert "worker/2 takes no part any more: fewer workers are wanted" in output
-    assert "No elastic job runs here" in ask("status")
+    assert "worker/2 leaves the job: fewer workers are requested" in output
+    assert "No elastic job is running here" in ask("status")
     assert list((tmp_path / "jobs").iterdir()) == []
     np.testing.assert_allclose(np.load(folder / "weights.npy"), undisturbed(FIRST).weights, atol=1e-3)

@@ -23,6 +23,7 @@ from phalanx.cluster.spec import ClusterSpec, Task
 from phalanx.collectives.options import CommunicationOptions
 from phalanx.config.job_config import JobConfig
 from phalanx.elastic.elastic_communicator import ElasticCommunicator
+from phalanx.elastic.elastic_group import ElasticGroup
 from phalanx.elastic.elastic_node import ElasticNode
 from phalanx.errors import MembershipChangedError
 from phalanx.runtime import progress
@@ -37,12 +38,12 @@ LINGER_S = 1.0
 class Member:
     def __init__(self, folder: Path, index: int, replica: Replica):
         assert replica.elastic is not None
-        self._folder, self._index, self._communicator = folder, index, replica.elastic
-        self._replica = replica
+        self._folder, self._index, self._group = folder, index, replica.elastic
+        self._replica, self._communicator = replica, replica.communicator
         self._step = 0
 
     def train(self) -> None:
-        if self._communicator.fresh:
+        if self._group.needs_state:
             self._welcome()
         self._replica.announce_entry()
         while True:
@@ -51,7 +52,7 @@ class Member:
             while self._is("hang"):
                 time.sleep(PACE_S)
             progress.enter("all_reduce")
-            self._communicator.at_boundary = True
+            self._group.join_points.at_boundary = True
             try:
                 told = self._communicator.all_reduce([np.array([float((self._folder / "stop").exists())])])
             except MembershipChangedError:
@@ -65,10 +66,10 @@ class Member:
 
     def _welcome(self) -> None:
         """Tell those who came at which step the others are."""
-        while self._communicator.newcomers:
+        while self._group.newcomers:
             try:
                 self._step = int(self._communicator.broadcast_bytes(str(self._step).encode()))
-                self._communicator.welcomed()
+                self._group.needs_state = False
                 return
             except MembershipChangedError:
                 continue
@@ -96,13 +97,13 @@ def main(folder: Path) -> None:
     index = tf_config["task"]["index"]
     config = JobConfig.from_environment()
     with ElasticNode(ClusterSpec(tf_config["cluster"]), Task("worker", index), JobFacts(), config) as node:
-        communicator = ElasticCommunicator(node, CommunicationOptions(timeout_seconds=config.timeout_s))
-        node.pulse = Heartbeat(lambda: communicator.waited_s)
+        communicator = ElasticCommunicator(ElasticGroup(node, CommunicationOptions(timeout_seconds=config.timeout_s)))
+        node.coordinator.measure_timing = Heartbeat(lambda: communicator.waited_s)
         replica = Replica(communicator)
         try:
             with replica.entry() as entry:
                 if replica.is_candidate:
-                    replica.take_part()
+                    replica.join_entry()
                 Member(folder, index, replica).train()
                 entry.result = b"over"
         except EntryOverError:

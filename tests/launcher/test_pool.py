@@ -118,7 +118,7 @@ def test_hosts_are_discovered_and_taken_back(run: Callable[..., Running], launch
     hosts(launcher.folder, f"{B}\n{C}:4\n")
     job.says("the host discovery script cat hosts answers again")
     job.says(f"worker/0 is to leave before a next step: {A} is taken back")
-    job.says("worker/0 takes no part any more: its host is taken back")
+    job.says("worker/0 leaves the job: its host is withdrawn")
     job.says(f"worker/0 starts on {C}")  # which has room
     job.takes_steps(0, members=3, host=C)
     steps = [step["step"] for step in job.steps(1)]
@@ -148,7 +148,7 @@ def test_a_host_that_keeps_failing_is_set_aside_for_a_while(run: Callable[..., R
     launcher_children[0].kill()
     job.says(f"{B} is set aside for 8 s: 3 of its workers failed")
     state = job.status()
-    assert f"{B}  0 of 1 slots taken; set aside, 3 of its workers failed: tried again in" in state, state
+    assert f"{B}  0 of 1 slots taken; blacklisted, 3 of its workers failed: next attempt in" in state, state
     assert f"{A}  1 of 1 slots taken" in state
     job.takes_steps(0, members=1)
     bad.unlink()
@@ -168,7 +168,7 @@ def test_a_chief_that_hangs_between_two_steps_is_evicted(run: Callable[..., Runn
     job = run("--workers", "1:2")
     job.takes_steps(0, members=2, rank=0)
     (launcher.folder / "hang-0").touch()
-    job.says("worker/0 takes no part any more: it made no progress while the others waited for it")
+    job.says("worker/0 was evicted: it made no progress while the others waited for it")
     (launcher.folder / "hang-0").unlink()
     job.takes_steps(1, rank=0)
     job.takes_steps(0, members=2)
@@ -183,7 +183,7 @@ def test_members_that_the_launcher_ends_are_not_told_as_lost(run: Callable[..., 
     assert job.interrupted() == 130
     assert "somebody pressed Ctrl-C" in job.output
     assert "is lost" not in job.output
-    assert "cannot go on" not in job.output
+    assert "has failed" not in job.output
 
 
 @pytest.mark.slow
@@ -194,6 +194,6 @@ def test_a_straggler_is_named_once_and_when_it_is_over(run: Callable[..., Runnin
     job.says("worker/1 (rank 1) is slow, and the others wait for it: it computes")
     assert "slow, the others wait for it" in job.status()
     (launcher.folder / "slow-1").unlink()
-    job.says("worker/1 (rank 1) keeps pace again")
+    job.says("worker/1 (rank 1) recovered")
     assert job.ends() == 0, job.output
     assert job.output.count("is slow") == 1

@@ -46,7 +46,7 @@ def test_only_what_was_killed_here_is_removed(folder: Path, capsys: pytest.Captu
         assert [entry.is_here for entry in running()] == [False]
         assert status(None) == 0
         assert "runs on another-host" in capsys.readouterr().out
-        with pytest.raises(ConfigurationError, match="No elastic job runs here"):
+        with pytest.raises(ConfigurationError, match="No elastic job is running here"):
             scale(None, 2)
         change(path, processes=job_registry._processes())
         assert running() == []

@@ -1,4 +1,4 @@
-"""Jobs whose members come and go, for every framework; each has its own `elastic` besides. Names are Horovod's."""
+"""Elastic jobs with Horovod's interface, for every framework; each framework adds its own `elastic` module."""
 
 from __future__ import annotations
 

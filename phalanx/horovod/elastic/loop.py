@@ -1,8 +1,8 @@
-"""`hvd.elastic.run`: a function that goes on over changes of the members. Name and meaning are Horovod's.
+"""`hvd.elastic.run`: repeats a function when the members change. Name and meaning are Horovod's.
 
-When a member is lost, a collective raises `HorovodInternalError` on the others; they go back to their last commit. When
-members are to join or to leave, `commit` raises `HostsUpdatedInterrupt` on all of them, and nothing is lost. In either
-case they meet the new members, rank 0 gives all of them its state, and the function is called again.
+When a member is lost, an operation raises `HorovodInternalError` on the others, which return to their last commit. When
+members are to join or leave, `commit` raises `HostsUpdatedInterrupt` on all members, and nothing is lost. In both cases
+they form the next generation, rank 0 gives its state to all of them, and the function is called again.
 """
 
 from __future__ import annotations
@@ -11,58 +11,53 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from phalanx.errors import PeerLostError
+from phalanx.elastic.generation_loop import is_caused_by, run_until_complete
 from phalanx.horovod import basics, instance_numbers
 from phalanx.horovod.elastic.state import State
 from phalanx.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt
-from phalanx.horovod.horovod_job import HorovodJob, current
+from phalanx.horovod.horovod_job import current
 
 T = TypeVar("T")
 
 
 def run(func: Callable[..., T]) -> Callable[..., T]:
-    """Let a function go on over changes of the members: `func(state, ...)`, with a `State`.
+    """Repeat a function when the members change: `func(state, ...)`, with a `State`.
 
-    In a job of fixed members (`phalanx run` without a range of workers), and alone, it is called once, after all have
-    been given rank 0's state.
+    In a job of fixed size (`phalanx run` without a range of workers), and in a single process, it is called once, after
+    all ranks have received rank 0's state.
 
-    A member that comes later calls it when it has come to it in the script. So there must be no collectives before it
-    which the others do not call again, apart from those of the function itself.
+    A worker that joins later calls it when its program reaches it. Before that call there must be no operations that the
+    others do not repeat, apart from those of the function itself.
 
-    Raises: what the function raises; errors that would come again, as when ranks bring different shapes, end the job.
+    Raises: what the function raises. Errors that would occur again, for example different shapes, end the job.
     """
 
     @functools.wraps(func)
     def repeated(state: State, *args: Any, **kwargs: Any) -> T:
-        marked = instance_numbers.mark()
-        has_changed = False
-        while True:
-            world = current()
-            try:
-                if has_changed:
-                    state.on_reset()
-                _begin(state, world)
-                return func(state, *args, **kwargs)
-            except HostsUpdatedInterrupt:
-                pass  # it has been kept
-            except Exception as error:
-                if world.elastic is None or world.lost is None or not _tells_of_it(error):
-                    raise
-                state.restore()
-            basics.regroup()
-            instance_numbers.return_to(marked)
-            has_changed = True
+        return run_until_complete(lambda: func(state, *args, **kwargs), _HorovodProgram(state))
 
     return repeated
 
 
-def _begin(state: State, world: HorovodJob) -> None:
-    if world.everybody_is_fresh:
-        raise PeerLostError("All members that had the state of the job were lost.", rank=0, task="chief", host="")
-    state.sync()
-    world.fresh = False
+class _HorovodProgram:
+    """See `generation_loop.ElasticProgram`."""
 
+    def __init__(self, state: State):
+        self._state = state
+        self._numbers = instance_numbers.mark()
 
-def _tells_of_it(error: BaseException) -> bool:
-    """Whether a collective raised this; TensorFlow wraps what is raised inside of its functions."""
-    return isinstance(error, HorovodInternalError) or HorovodInternalError.__name__ in str(error)
+    def synchronize(self, *, has_changed: bool) -> None:
+        if has_changed:
+            self._state.on_reset()
+        self._state.sync()
+        current().needs_state = False
+
+    def recover(self, error: Exception) -> bool:
+        job = current()
+        if not isinstance(error, HostsUpdatedInterrupt):  # otherwise the state was saved before it
+            if job.elastic is None or job.lost is None or not is_caused_by(error, HorovodInternalError):
+                return False
+            self._state.restore()
+        basics.regroup()
+        instance_numbers.return_to(self._numbers)
+        return True

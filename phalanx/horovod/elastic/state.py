@@ -1,7 +1,7 @@
-"""What the members of an elastic job must have the same of. Names, arguments and meaning are Horovod's.
+"""The state of an elastic program, equal on all members. Names, arguments and meaning are Horovod's.
 
-A commit is whole: what needs the other members comes first, and only then is anything kept. So a member that is lost in
-the middle of a commit leaves no mixture of two.
+A commit is atomic: it first does everything that needs the other members, and only then keeps anything. A member that is
+lost in the middle of a commit therefore leaves no mixture of two states.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from phalanx.horovod.operations import Max
 
 
 class State:
-    """What can be kept, taken back, and given to members that come later; `hvd.elastic.run` uses it.
+    """State that `hvd.elastic.run` can save, restore and send to members that join later.
 
-    A class of one's own says how: `save`, `restore` and `sync`.
+    Subclasses implement `save`, `restore` and `sync`.
 
     Args:
-        bcast_object: gives all members rank 0's object.
-        get_rank: this process's rank.
+        bcast_object: broadcasts an object from rank 0 to all members.
+        get_rank: returns this process's rank.
     """
 
     def __init__(
@@ -39,63 +39,63 @@ class State:
         self._reset_callbacks: list[Callable[[], Any]] = []
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], Any]]) -> None:
-        """Functions to be called after each change of the members, before they are given the state: to scale the
-        learning rate, to add process sets, to cut the data anew."""
+        """Register functions that are called after each change of the members, before they receive the state: for
+        example to scale the learning rate, to add process sets or to partition the data."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """The members have changed; rank and size are the new ones."""
+        """Called after the members have changed; rank and size are already the new ones."""
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def commit(self) -> None:
-        """Keep what there is now, then look whether the members are to change; all members must call.
+        """Save the present state, then check whether the members are to change; all members must call this.
 
-        Raises: HostsUpdatedInterrupt on all of them if so.
+        Raises: HostsUpdatedInterrupt on all members if they are.
         """
         self.save()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Look whether members are to join or to leave; all members must call. What there is now is kept then.
+        """Check whether members are to join or leave, and save the present state if so; all members must call this.
 
-        Raises: HostsUpdatedInterrupt on all of them if so.
+        Raises: HostsUpdatedInterrupt on all members if so.
         """
         node = current().elastic
         if node is None:
             return
-        wanted = np.array([node.asked_to_regroup], np.uint8)
+        wanted = np.array([node.is_regroup_requested], np.uint8)
         (merged,) = operations.allreduce([wanted], op=Max, name="elastic.check_host_updates", wake=False).wait()
         if merged[0]:
             self.save()
             raise HostsUpdatedInterrupt()
 
     def save(self) -> None:
-        """Keep what there is now; all members must call."""
+        """Save the present state; all members must call this."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Go back to what was kept last."""
+        """Return to the last saved state."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Give all members what rank 0 has now, and keep it; all members must call."""
+        """Send rank 0's state to all members, and save it; all members must call this."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """The members have changed: what depends on rank and size is to be made anew."""
+        """Rebuild what depends on rank and size, after the members have changed."""
 
 
 class ObjectState(State):
     """Python objects, each an attribute of this state.
 
-    They are copied when they are kept. To members that come later they travel as pickles, which needs a job with a
-    secret (`phalanx run` makes one).
+    They are copied when they are saved. Members that join later receive them as pickles, which requires a job with a
+    secret (`phalanx run` creates one).
 
     Args:
-        bcast_object: gives all members rank 0's object.
-        get_rank: this process's rank.
+        bcast_object: broadcasts an object from rank 0 to all members.
+        get_rank: returns this process's rank.
         kwargs: the objects, by name.
 
     Example:

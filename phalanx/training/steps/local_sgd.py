@@ -145,7 +145,7 @@ class LocalSGDStepper:
     def admit(self) -> None:
         """See `ReplicaStepper.admit`. Each rank keeps its optimizer's moments, and what its metrics have counted."""
         elastic = self._replica.elastic
-        fresh = elastic is not None and elastic.fresh
+        fresh = elastic is not None and elastic.needs_state
         state_sync.synchronise(self._model, self._replica, take=fresh)
         self.exchange.synchronise(self._replica.communicator, take=fresh)
         if fresh:

@@ -1,4 +1,4 @@
-"""Collectives over losses: processes that are really killed, with a keeper in the test's own process."""
+"""Collectives over losses: processes that are really killed, with a coordinator in the test's own process."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,11 +22,12 @@ from phalanx.cluster.compatibility import JobFacts
 from phalanx.cluster.spec import ClusterSpec, Task
 from phalanx.collectives.options import CommunicationImplementation, CommunicationOptions
 from phalanx.config.job_config import CollectiveConfig, JobConfig, TLSFiles
+from phalanx.elastic.control_messages import ScaleRequest, send_request
 from phalanx.elastic.coordinator_server import CoordinatorServer
 from phalanx.elastic.elastic_communicator import ElasticCommunicator
-from phalanx.elastic.elastic_coordinator import MembershipLimits
+from phalanx.elastic.elastic_group import ElasticGroup
 from phalanx.elastic.elastic_node import ElasticNode
-from phalanx.elastic.job_control import ScaleRequest, ask
+from phalanx.elastic.member_table import MembershipLimits
 from phalanx.elastic.membership_messages import EntryBegan, EntryFinished, PastEntry
 from phalanx.errors import LinkClosedError, MembershipChangedError
 from phalanx.transport.link import Link
@@ -58,7 +60,7 @@ class Members:
             implementation=CommunicationImplementation[implementation], timeout_seconds=timeout_s
         )
         self._port = socket.create_server(("127.0.0.1", 0))
-        self.keeper_address = f"127.0.0.1:{self._port.getsockname()[1]}"
+        self.coordinator_address = f"127.0.0.1:{self._port.getsockname()[1]}"
         self._sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
         addresses = [f"127.0.0.1:{sock.getsockname()[1]}" for sock in self._sockets]
         self._spec = ClusterSpec({"worker": addresses})
@@ -67,7 +69,7 @@ class Members:
         self._pipes: list[Connection] = []
 
     def run(self, body: Body) -> None:
-        """Start them, and then the keeper: a fork with its threads would not be sound."""
+        """Start them, and then the coordinator: a fork with its threads would not be sound."""
         context = multiprocessing.get_context("fork")
         for number in range(self.count):
             reader, writer = context.Pipe(duplex=False)
@@ -76,18 +78,13 @@ class Members:
             writer.close()
             self.processes.append(process)
             self._pipes.append(reader)
-        bounds = MembershipLimits(1, self.count, self.count, start_s=BOUND_S, timeout_s=self._timeout_s)
+        limits = MembershipLimits(1, self.count, self.count, start_s=BOUND_S, timeout_s=self._timeout_s)
         self.server = CoordinatorServer(
             [self._port],
-            bounds,
+            limits,
             secret=SECRET,
             job="job",
-            evict=self._evict,
-            over=lambda tasks: None,
-            failed=lambda: None,
-            released=lambda task: None,
-            resized=lambda workers: None,
-            note=self.notes.append,
+            job_actions=self,
             tls=load_tls(self._tls),
         )
 
@@ -116,22 +113,36 @@ class Members:
         # that moment inherits the lock, and hangs in its first handshake.
         wait_until(lambda: not any(path.exists() for path in ours))
 
-    def _evict(self, task: str) -> None:
+    # See `ElasticJob`.
+
+    def evict(self, task: str) -> None:
         self.evicted.append(task)
         self.processes[int(task.partition("/")[2])].kill()
+
+    def release(self, task: str) -> None: ...
+
+    def finish(self, tasks: Sequence[str]) -> None: ...
+
+    def fail(self) -> None: ...
+
+    def resize(self, workers: int) -> None: ...
+
+    def log(self, text: str) -> None:
+        self.notes.append(text)
 
     def _child(self, number: int, body: Body, pipe: Connection) -> None:
         config = JobConfig(
             secret=SECRET,
             job_id="job",
-            elastic_coordinator=self.keeper_address,
+            elastic_coordinator=self.coordinator_address,
             listen_fd=self._sockets[number].fileno(),
             collectives=CollectiveConfig(simulated_mbits=self._simulated_mbits),
             tls=self._tls,
         )
         with ElasticNode(self._spec, Task("worker", number), JobFacts(), config) as node:
-            communicator = ElasticCommunicator(node, self._options)
-            assert communicator.take_part(0) is None
+            group = ElasticGroup(node, self._options)
+            communicator = ElasticCommunicator(group)
+            assert group.join(0) is None
             pipe.send(body(communicator, number))
             communicator.close()
 
@@ -166,7 +177,7 @@ def repeatedly(communicator: ElasticCommunicator, value: float, size: int = 1000
             continue
 
 
-def test_with_certificates_all_that_the_keeper_says_and_hears_is_encrypted(members, tmp_path):
+def test_with_certificates_all_that_the_coordinator_says_and_hears_is_encrypted(members, tmp_path):
     files = make_certificates(tmp_path)["ours"]
 
     def body(communicator: ElasticCommunicator, number: int) -> Any:
@@ -177,9 +188,9 @@ def test_with_certificates_all_that_the_keeper_says_and_hears_is_encrypted(membe
     job = members(3, "RING", tls=files)
     job.run(body)
     assert [result and result[0] for result in job.results()] == [None, 6.0, 6.0]
-    assert ask(job.keeper_address, SECRET.decode(), "job", ScaleRequest(), tls=files).generation >= 2
+    assert send_request(job.coordinator_address, SECRET.decode(), "job", ScaleRequest(), tls=files).generation >= 2
     with pytest.raises(LinkClosedError):
-        ask(job.keeper_address, SECRET.decode(), "job", ScaleRequest())
+        send_request(job.coordinator_address, SECRET.decode(), "job", ScaleRequest())
 
 
 @pytest.mark.parametrize("mbits", [None, 1000.0])
@@ -210,7 +221,7 @@ def test_survivors_go_on(members, implementation, victim):
                 if number == victim:
                     die()
             sums.append(repeatedly(communicator, 2.0**number)[0])
-        return sums, communicator.rank, communicator.world_size, communicator.generation
+        return sums, communicator.rank, communicator.world_size, communicator.membership.generation
 
     job = members(3, implementation)
     job.run(body)
@@ -327,7 +338,7 @@ class Silence:
 
 
 def test_two_that_cannot_reach_each_other_part(members):
-    """Both live, and reach the keeper and the third: the higher rank goes, after one timeout."""
+    """Both live, and reach the coordinator and the third: the higher rank goes, after one timeout."""
     silent = multiprocessing.get_context("fork").Event()
 
     def body(communicator: ElasticCommunicator, number: int) -> Any:
@@ -345,11 +356,11 @@ def test_two_that_cannot_reach_each_other_part(members):
     job.run(body)
     assert job.results() == [(5.0, 2, 1), None, (5.0, 2, 0)]
     assert job.evicted == ["worker/1"]
-    assert "worker/1 takes no part any more: the network between it and other members is cut" in job.notes
+    assert "worker/1 was evicted: the network between it and other members is cut" in job.notes
 
 
 def test_a_connection_of_which_one_end_knows_nothing_is_made_anew(members):
-    """Long before the timeout: the keeper tells who waits that the generation is over."""
+    """Long before the timeout: the coordinator tells who waits that the generation is over."""
 
     def body(communicator: ElasticCommunicator, number: int) -> Any:
         kept = []
@@ -357,7 +368,7 @@ def test_a_connection_of_which_one_end_knows_nothing_is_made_anew(members):
             if number == 0 and step == 3:
                 kept.append(Silence(communicator.membership.links[1], known_here=True))
             last = repeatedly(communicator, 2.0**number)[0]
-        return last, communicator.world_size, communicator.generation, len(kept)
+        return last, communicator.world_size, communicator.membership.generation, len(kept)
 
     job = members(2, "RING", timeout_s=10 * BOUND_S)
     job.run(body)
@@ -370,26 +381,28 @@ def test_a_connection_of_which_one_end_knows_nothing_is_made_anew(members):
 def test_a_large_result_is_kept_for_one_that_comes_later():
     with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
         port = socket.create_server(("127.0.0.1", 0))
-        keeper = f"127.0.0.1:{port.getsockname()[1]}"
+        coordinator = f"127.0.0.1:{port.getsockname()[1]}"
         spec = ClusterSpec({"worker": [f"127.0.0.1:{sock.getsockname()[1]}" for sock in (first, second)]})
-        bounds = MembershipLimits(1, 2, 1, start_s=BOUND_S, timeout_s=BOUND_S)
-        callbacks: Any = dict.fromkeys(("evict", "over", "failed", "released", "resized", "note"), lambda *_: None)
-        server = CoordinatorServer([port], bounds, secret=SECRET, job="job", **callbacks)
+        limits = MembershipLimits(1, 2, 1, start_s=BOUND_S, timeout_s=BOUND_S)
+        actions: Any = mock.Mock()
+        server = CoordinatorServer([port], limits, secret=SECRET, job="job", job_actions=actions)
         result = os.urandom(3 * 2**20)
 
         def node(number: int, sock: socket.socket) -> ElasticNode:
-            config = JobConfig(secret=SECRET, job_id="job", elastic_coordinator=keeper, listen_fd=os.dup(sock.fileno()))
+            config = JobConfig(
+                secret=SECRET, job_id="job", elastic_coordinator=coordinator, listen_fd=os.dup(sock.fileno())
+            )
             return ElasticNode(spec, Task("worker", number), JobFacts(), config)
 
         try:
             with node(0, first) as chief:
-                assert chief.take_part(0) is None
-                chief.tell(EntryBegan(0))
-                chief.tell(EntryFinished(0, result))
-                wait_until(lambda: server.keeper.entry == 1)
+                assert chief.join(0) is None
+                chief.coordinator.send(EntryBegan(0))
+                chief.coordinator.send(EntryFinished(0, result))
+                wait_until(lambda: server.coordinator.entries.current == 1)
                 with node(1, second) as late:
-                    assert late.late
-                    assert late.ask_about(0) == PastEntry(0, result)
+                    assert late.is_late
+                    assert late.query_entry(0) == PastEntry(0, result)
         finally:
             server.close()
 

@@ -11,7 +11,7 @@ class Job:
     """Three members that take ten steps a second; `computing` says which part of the time each computes."""
 
     def __init__(self, timeout_s: float = 600.0):
-        self.paces = StragglerDetector(timeout_s=timeout_s)
+        self.detector = StragglerDetector(timeout_s=timeout_s)
         self.now = 0.0
         self.said: list[str] = []
 
@@ -21,16 +21,16 @@ class Job:
         for _ in range(int(2 * seconds)):
             self.now += 0.5
             for member, part in computing.items():
-                pulse = StepTiming("gradients", 0, 3, 0.0, 10.0, 0.5 * part, 0.5 * (1 - part), 5)
-                self.paces.hear(member, pulse, self.now)
-            self.said += self.paces.judge(NAMES, generation, self.now)
+                timing = StepTiming("gradients", 0, 3, 0.0, 10.0, 0.5 * part, 0.5 * (1 - part), 5)
+                self.detector.add(member, timing, self.now)
+            self.said += self.detector.detect(NAMES, generation, self.now)
         return self.said[before:]
 
 
 def test_members_alike_are_not_slow():
     job = Job()
     assert job.goes_on(30, a=0.7, b=0.8, c=0.75) == []
-    pace = job.paces.pace("a")
+    pace = job.detector.step_seconds("a")
     assert pace is not None
     assert round(pace.compute_s, 6) == 0.07
     assert round(pace.wait_s, 6) == 0.03
@@ -41,9 +41,9 @@ def test_a_straggler_is_named_once_and_when_it_is_over():
     job.goes_on(10, a=0.8, b=0.8, c=0.8)
     (line,) = job.goes_on(30, a=0.4, b=1.0, c=0.5)
     assert line.startswith("worker/1 (rank 1) is slow, and the others wait for it: it computes")
-    assert job.paces.is_slow("b")
-    assert job.goes_on(30, a=0.8, b=0.8, c=0.8) == ["worker/1 (rank 1) keeps pace again"]
-    assert not job.paces.is_slow("b")
+    assert job.detector.is_slow("b")
+    assert job.goes_on(30, a=0.8, b=0.8, c=0.8) == ["worker/1 (rank 1) recovered"]
+    assert not job.detector.is_slow("b")
 
 
 def test_a_moment_makes_no_straggler():
@@ -68,17 +68,19 @@ def test_one_for_which_all_wait_in_a_step_without_end_is_named():
     for _ in range(20):
         job.now += 0.5
         for member, part in (("a", 0.1), ("b", 0.9), ("c", 0.1)):
-            job.paces.hear(member, StepTiming("gradients", 0, 3, 1.0, 0.0, 0.5 * part, 0.5 * (1 - part)), job.now)
-        job.said += job.paces.judge(NAMES, 1, job.now)
-    assert job.said == ["worker/1 (rank 1) is slow, and the others wait for it: it computes 90% of the time, they 10%"]
+            job.detector.add(member, StepTiming("gradients", 0, 3, 1.0, 0.0, 0.5 * part, 0.5 * (1 - part)), job.now)
+        job.said += job.detector.detect(NAMES, 1, job.now)
+    assert job.said == [
+        "worker/1 (rank 1) is slow, and the others wait for it: it computes for 90% of the time, the others for 10%"
+    ]
 
 
 def test_one_that_is_silent_while_others_wait_is_named():
     job = Job()
     job.goes_on(10, a=0.8, b=0.8, c=0.8)
     (line,) = job.goes_on(8, a=0.0, b=0.0)
-    assert line == "worker/2 (rank 2) has not been heard of for 5 s, and the others wait for it"
-    assert job.goes_on(20, a=0.8, b=0.8, c=0.8) == ["worker/2 (rank 2) keeps pace again"]
+    assert line == "worker/2 (rank 2) has been silent for 5 s, and the others wait for it"
+    assert job.goes_on(20, a=0.8, b=0.8, c=0.8) == ["worker/2 (rank 2) recovered"]
 
 
 def test_with_another_generation_all_begins_anew():
@@ -91,14 +93,14 @@ def test_one_that_lives_and_does_nothing_is_told_of_once():
     """Nobody waits for a member that is alone, so nobody evicts it."""
     paces = StragglerDetector(timeout_s=60.0)
     names = {"a": "worker/0 (rank 0)"}
-    paces.hear("a", StepTiming("gradients", 1, 3, 59.0), 1.0)
-    assert paces.judge(names, 1, 1.0) == []  # of before the generation
-    paces.hear("a", StepTiming("gradients", 1, 3, 61.0), 3.0)
-    (line,) = paces.judge(names, 1, 3.0)
-    assert line == "worker/0 (rank 0) lives, and has been at gradients, epoch 1, step 3 for 61 s"
-    assert paces.judge(names, 1, 4.0) == []
-    paces.hear("a", StepTiming("all_reduce", 1, 4, 100.0), 5.0)
-    assert paces.judge(names, 1, 5.0) == []
+    paces.add("a", StepTiming("gradients", 1, 3, 59.0), 1.0)
+    assert paces.detect(names, 1, 1.0) == []  # of before the generation
+    paces.add("a", StepTiming("gradients", 1, 3, 61.0), 3.0)
+    (line,) = paces.detect(names, 1, 3.0)
+    assert line == "worker/0 (rank 0) is alive but has been at gradients, epoch 1, step 3 for 61 s"
+    assert paces.detect(names, 1, 4.0) == []
+    paces.add("a", StepTiming("all_reduce", 1, 4, 100.0), 5.0)
+    assert paces.detect(names, 1, 5.0) == []
 
 
 def test_one_that_is_known_for_longer_is_no_straggler_for_that():

@@ -6,8 +6,8 @@ import keras
 import numpy as np
 import pytest
 
-from phalanx.elastic.custom_loop import State
 from phalanx.errors import ConfigurationError
+from phalanx.strategies.elastic_state import State
 
 
 def model() -> keras.Model:
@@ -43,7 +43,7 @@ def test_variables_made_after_the_commit_are_an_error() -> None:
     net = model()
     state = State(optimizer=own)
     step(net, own)
-    with pytest.raises(ConfigurationError, match="was made after the last commit"):
+    with pytest.raises(ConfigurationError, match="was created after the last commit"):
         state.restore()
     with pytest.raises(ConfigurationError, match="'step' is a object"):
         State(step=object())

@@ -41,25 +41,25 @@ def test_afterwards_no_severed_pair_is_left_and_somebody_knows_the_state(count, 
     members = [f"m{number}" for number in range(count)]
     pairs = [frozenset(pair) for pair in itertools.combinations(members, 2)]
     severed = data.draw(st.sets(st.sampled_from(pairs)))
-    fresh = data.draw(st.sets(st.sampled_from(members), max_size=count - 1))
-    stay = set(members) - set(choose_evictions(members, severed, fresh))
+    needing_state = data.draw(st.sets(st.sampled_from(members), max_size=count - 1))
+    stay = set(members) - set(choose_evictions(members, severed, needing_state))
     assert not [pair for pair in severed if pair <= stay]
-    assert stay - fresh
+    assert stay - needing_state
 
 
 def test_who_is_dead_is_nobodys_quarrel():
-    quarrels = ConnectionFailures()
-    quarrels.hear(1, {"a": report("c", late=True), "b": report("c", late=True)})
-    assert not quarrels.severed
-    assert not quarrels.broken
+    failures = ConnectionFailures()
+    failures.record(1, {"a": report("c", late=True), "b": report("c", late=True)})
+    assert not failures.severed
+    assert not failures.broken
 
 
 def test_the_same_pair_again_and_again_without_progress():
     """Another pair in between, so that it was never told to link up anew right before."""
-    quarrels = ConnectionFailures()
+    failures = ConnectionFailures()
     for generation in range(1, 2 * PATIENCE):
-        assert not quarrels.severed
+        assert not failures.severed
         a, b = (report("b"), report()) if generation % 2 else (report(), report("c"))
-        quarrels.hear(generation, {"a": a, "b": b, "c": report()})
-        quarrels.hear(generation, {"a": a, "b": b, "c": report()})  # asked again, while members are waited for
-    assert quarrels.severed == {frozenset("ab")}
+        failures.record(generation, {"a": a, "b": b, "c": report()})
+        failures.record(generation, {"a": a, "b": b, "c": report()})  # asked again, while members are waited for
+    assert failures.severed == {frozenset("ab")}

@@ -1,0 +1,226 @@
+"""A process's link to the elastic coordinator: requests go out, orders come back, and a sign of life twice a second."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
+import msgspec
+
+from phalanx.cluster.compatibility import TaskDescription
+from phalanx.config.job_config import JobConfig
+from phalanx.config.variables import ELASTIC_COORDINATOR
+from phalanx.elastic.membership_messages import (
+    COORDINATOR,
+    DISAGREEMENT,
+    Dismissed,
+    EntryBegan,
+    FormGeneration,
+    FromCoordinator,
+    GenerationEnded,
+    JoinRequest,
+    JoinResponse,
+    PastEntry,
+    RegroupRequest,
+    ToCoordinator,
+    pack,
+    unpack,
+)
+from phalanx.elastic.stragglers import StepTiming
+from phalanx.errors import (
+    DisagreementError,
+    EvictedError,
+    FrameError,
+    LinkClosedError,
+    LinkTimeoutError,
+    RendezvousError,
+)
+from phalanx.transport.address import Address
+from phalanx.transport.dial import RefusedError, dial, retry_delay_s
+from phalanx.transport.handshake import Hello, Welcome
+from phalanx.transport.link import Link
+from phalanx.transport.tls import TLS
+
+logger = logging.getLogger(__name__)
+
+SEND_S = 5.0
+SLOWEST_BYTES_PER_S = 1e6
+"""A large result takes longer on a slow network."""
+LINK_UP_S = 5.0
+"""For one connection. The other end was heard of a moment ago."""
+TIMING_S = 0.5
+IDLE_S = 3600.0
+
+Order = FormGeneration | PastEntry | EntryBegan
+
+_decoder: msgspec.msgpack.Decoder[FromCoordinator] = msgspec.msgpack.Decoder(FromCoordinator)
+
+
+@dataclass(frozen=True)
+class Dialer:
+    """Connects this process to the coordinator and to other members.
+
+    Attributes:
+        description: what this process says of itself.
+        config: the configuration, with the secret of the job.
+        tls: the certificates of the job, if it is encrypted.
+    """
+
+    description: TaskDescription
+    config: JobConfig
+    tls: TLS | None
+
+    def dial(
+        self, address: Address, peer: str, purpose: str, details: bytes = b"", *, deadline: float | None = None
+    ) -> tuple[Link, Welcome]:
+        """See `transport.dial.dial`; the default deadline is `LINK_UP_S` from now."""
+        hello = Hello(
+            purpose=purpose,
+            task=self.description.task,
+            job=self.config.job_id,
+            incarnation=self.description.incarnation,
+            details=details,
+        )
+        if deadline is None:
+            deadline = time.monotonic() + LINK_UP_S
+        return dial(address, hello, peer=peer, secret=self.config.secret, tls=self.tls, deadline=deadline)
+
+
+class CoordinatorClient:
+    """See the top of the file. Connects when it is created.
+
+    Args:
+        dialer: connects to the coordinator.
+        on_generation_ended: receives the number of a generation that has ended. Called in a thread of the client.
+
+    Attributes:
+        response: the coordinator's answer to this process's arrival.
+        link: the link to the coordinator.
+        regroup_requested: the generation that the chief, this process, is asked to leave; None if there is none.
+        measure_timing: called twice a second for the timing that is sent.
+
+    Raises:
+        RendezvousError: the coordinator can't be reached, or the job has failed.
+        DisagreementError: this process differs from the others in something that must be equal.
+    """
+
+    def __init__(self, dialer: Dialer, on_generation_ended: Callable[[int], None]):
+        self._dialer = dialer
+        self._on_generation_ended = on_generation_ended
+        self.measure_timing: Callable[[], StepTiming] = StepTiming
+        self.regroup_requested: int | None = None
+        self._orders: queue.SimpleQueue[Order | Dismissed | None] = queue.SimpleQueue()
+        self._sending = threading.Lock()  # serializes the frames of several threads
+        self._closed = threading.Event()
+        self.link, self.response = self._connect()
+        task = dialer.description.task
+        for name, body in (("orders", self._receive), ("timing", self._send_timings)):
+            threading.Thread(target=body, name=f"phalanx-elastic-{name}-{task}", daemon=True).start()
+
+    def send(self, message: ToCoordinator) -> None:
+        """Send a message to the coordinator.
+
+        Raises: LinkClosedError or LinkTimeoutError if the coordinator is lost, and with it the job.
+        """
+        header, buffers = pack(message)
+        deadline = time.monotonic() + SEND_S + sum(map(len, buffers)) / SLOWEST_BYTES_PER_S
+        with self._sending:
+            self.link.send(header, buffers, deadline=deadline)
+
+    def request(self, message: ToCoordinator) -> Order:
+        """Send a message and wait for the next order. The coordinator watches the time and ends a wait that is too long.
+
+        Raises:
+            EvictedError: this process was evicted.
+            RendezvousError: the job has failed, or the launcher is lost.
+            SystemExit: this process is not needed any more.
+        """
+        try:
+            self.send(message)
+        except (LinkClosedError, LinkTimeoutError) as error:
+            raise self._launcher_lost() from error
+        return self.next_order()
+
+    def next_order(self) -> Order:
+        """Wait for the next order; see `request`."""
+        order = self._orders.get()
+        if order is None:
+            raise self._launcher_lost()
+        if isinstance(order, Dismissed):
+            _raise_dismissed(order)
+        return order
+
+    def close(self, *, last: ToCoordinator | None) -> None:
+        """Stop sending, after a last message if there is one; the link stays open for what is on its way."""
+        self._closed.set()
+        with contextlib.suppress(LinkClosedError, LinkTimeoutError):
+            if last is not None:
+                self.send(last)
+            self.link.finish()
+
+    def _connect(self) -> tuple[Link, JoinResponse]:
+        config, description = self._dialer.config, self._dialer.description
+        assert config.elastic_coordinator is not None
+        address = Address.parse(config.elastic_coordinator, where=ELASTIC_COORDINATOR)
+        details = msgspec.msgpack.encode(JoinRequest(msgspec.msgpack.encode(description)))
+        started_at = time.monotonic()
+        while True:
+            try:
+                link, welcome = self._dialer.dial(address, "the launcher", COORDINATOR, details)
+                return link, msgspec.msgpack.decode(welcome.details, type=JoinResponse)
+            except RefusedError as error:
+                kind = DisagreementError if error.welcome.refusal == DISAGREEMENT else RendezvousError
+                raise kind(error.welcome.reason) from error
+            except (LinkClosedError, LinkTimeoutError) as error:
+                waited_s = time.monotonic() - started_at
+                if waited_s > config.rendezvous_timeout_s:
+                    raise RendezvousError(
+                        f"{description.task} cannot reach the launcher at {address}: {error}"
+                    ) from error
+                time.sleep(retry_delay_s(waited_s))
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                order = unpack(_decoder, *self.link.receive(deadline=time.monotonic() + IDLE_S))
+            except LinkTimeoutError:
+                continue
+            except (LinkClosedError, FrameError, msgspec.MsgspecError) as error:
+                logger.debug("the link to the elastic coordinator ended: %s", error)
+                self._orders.put(None)
+                return
+            if isinstance(order, RegroupRequest):
+                self.regroup_requested = order.generation
+            elif isinstance(order, GenerationEnded):
+                self._on_generation_ended(order.generation)
+            else:
+                self._orders.put(order)
+
+    def _send_timings(self) -> None:
+        while not self._closed.wait(TIMING_S):
+            try:
+                self.send(self.measure_timing())
+            except (LinkClosedError, LinkTimeoutError):
+                return  # the receiving thread notices
+
+    def _launcher_lost(self) -> RendezvousError:
+        return RendezvousError(
+            f"{self._dialer.description.task} lost the launcher, which coordinates the members of the job. It was killed, "
+            f"or the network between them is down."
+        )
+
+
+def _raise_dismissed(order: Dismissed) -> NoReturn:
+    if order.cause == "evicted":
+        raise EvictedError(f"This worker was evicted from the job: {order.reason}.")
+    if order.cause == "failed":
+        raise RendezvousError(f"The job has failed: {order.reason}.")
+    # It arrived too late, or there are too many workers: that is no failure.
+    logger.info("this worker is no longer needed: %s", order.reason)
+    raise SystemExit(0)

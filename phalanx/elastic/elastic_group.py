@@ -1,0 +1,228 @@
+"""A process's part in the generations of an elastic job, and collectives that survive the loss of a member.
+
+*Every member raises `MembershipChangedError` at the same collective.* If a loss interrupts collective k, some members may
+have finished it and be in k + 1, because a member may die after some have its values. No member is further: k + 1 needs
+all of them. (A broadcast does not need its receivers, so here it ends with a barrier.) Members that have finished k keep
+its result and hand it over to the others, whose call then returns as if nothing had happened; then k + 1 raises, on all
+members. Programs that call the same collectives therefore stay in step, and a training step is applied on all members or
+on none.
+
+Others join only where all members stand before the merge of the same training step (`join_points`); the coordinator
+ensures that (`elastic_coordinator`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+from phalanx.cluster import timeline_relay
+from phalanx.collectives.factory import connect
+from phalanx.collectives.host.host_communicator import HostCommunicator
+from phalanx.collectives.options import CommunicationOptions
+from phalanx.elastic.elastic_node import ElasticNode
+from phalanx.elastic.generation_loop import LOSSES, Position, form_next_generation, join_generation
+from phalanx.elastic.join_points import JoinPoints
+from phalanx.elastic.membership_messages import EntryBegan, EntryFinished, PastEntry
+from phalanx.errors import MembershipChangedError, PhalanxError
+from phalanx.monitoring import timeline
+from phalanx.transport.serialization import decode, encode
+
+T = TypeVar("T")
+
+
+class RegroupingError(PhalanxError):
+    """The chief leaves the generation so that others can join or leave; no member is lost."""
+
+
+class Traffic(NamedTuple):
+    """What collectives have sent, and the seconds that this rank has spent in them."""
+
+    bytes_sent: int = 0
+    bytes_on_links: int = 0
+    collectives: int = 0
+    waited_s: float = 0.0
+
+
+class ElasticGroup:
+    """See the top of the file. Implements `generation_loop.Participant`.
+
+    Args:
+        node: this process's place in the job.
+        options: how the members communicate.
+
+    Attributes:
+        node: as given.
+        inner: the communicator of the present generation.
+        join_points: where others may join.
+        needs_state: whether this process has not received the job's state yet. Its owner clears it.
+    """
+
+    def __init__(self, node: ElasticNode, options: CommunicationOptions):
+        self.node = node
+        self.join_points = JoinPoints()
+        self.needs_state = node.is_candidate
+        self._options = options
+        self.inner: HostCommunicator = self._connect()
+        self._former = Traffic()  # in former generations
+        self._completed = 0
+        self._last: Any = None  # the result of the last collective, for members that have not finished it
+        # Of the collective that a loss has interrupted: whether others may join before it, and its result in a list of
+        # one, if another member has handed it over.
+        self._boundary = True
+        self._handed_over: list[Any] = []
+        # Whether the next collective raises, because the last one returned the result of a former generation.
+        self._raises_next = False
+
+    # Membership.
+
+    @property
+    def generation(self) -> int:
+        return self.inner.membership.generation
+
+    @property
+    def initial_world_size(self) -> int:
+        """The number of members with which the job began."""
+        return self.node.initial_world_size
+
+    @property
+    def is_candidate(self) -> bool:
+        """Whether this process is a world of its own until it becomes a member."""
+        return self.node.is_candidate or self.generation == 0
+
+    @property
+    def is_late(self) -> bool:
+        """Whether this process arrived when the job was already running."""
+        return self.node.is_late
+
+    @property
+    def newcomers(self) -> tuple[int, ...]:
+        """The ranks that must receive the job's state in this generation."""
+        return tuple(rank for rank, address in enumerate(self.node.addresses) if address.needs_state)
+
+    @property
+    def traffic(self) -> Traffic:
+        """In all generations until now. May be called from any thread."""
+        former, inner = self._former, self.inner
+        return Traffic(
+            former.bytes_sent + inner.bytes_sent,
+            former.bytes_on_links + inner.bytes_on_links,
+            former.collectives + inner.collectives,
+            former.waited_s + inner.waited_s,
+        )
+
+    def join(self, entry: int) -> PastEntry | None:
+        """As a candidate: wait until this process is a member, or until the members have finished this entry.
+
+        Raises: RendezvousError if the others did not arrive, or the job has failed.
+        """
+        past = join_generation(self.node, self, entry)
+        if past is not None:
+            self.node.is_late = True  # it reached its first entry after the job had begun
+        return past
+
+    def send_as_chief(self, message: EntryBegan | EntryFinished) -> None:
+        """Tell the coordinator about an entry. Only the chief does."""
+        if self.inner.rank == 0:
+            self.node.coordinator.send(message)
+
+    def let_others_join(self) -> None:
+        """Let others join after a section in which they could not (`JoinPoints.closed`).
+
+        Raises: MembershipChangedError if others have joined.
+        """
+        if self.join_points.was_closed():
+            self.run(lambda inner: inner.barrier())
+
+    # Collectives.
+
+    def run(self, call: Callable[[HostCommunicator], T], receive: Callable[[Any], T] = lambda result: result) -> T:
+        """Run a collective that returns the same result on all members.
+
+        Args:
+            call: the collective.
+            receive: turns the result that another member has handed over into that of `call`.
+
+        Raises: MembershipChangedError if the members have changed; the collective must be called again.
+        """
+        boundary = self.join_points.next_collective()
+        if self._raises_next:
+            self._raises_next = False
+            raise self._membership_changed()
+        try:
+            if boundary and self.inner.rank == 0 and self.node.is_regroup_requested:
+                raise RegroupingError("others join or leave the job")
+            result = call(self.inner)
+        except (*LOSSES, RegroupingError) as error:
+            self._boundary, self._handed_over = boundary, []
+            form_next_generation(self.node, self, error)
+            if not self._handed_over:
+                raise self._membership_changed() from None
+            self._raises_next = True
+            return receive(self._handed_over[0])
+        self._completed += 1
+        self._last = result
+        return result
+
+    def run_with_barrier(self, call: Callable[[HostCommunicator], T]) -> T:
+        """Run a collective whose results differ between ranks; a barrier ensures that all have theirs.
+
+        If a loss interrupts the barrier, the result of another rank is of no use: this member raises, as those do that
+        meet the loss in the next collective. So whatever is computed from the result must pass another collective before
+        it may be applied.
+        """
+
+        def with_barrier(inner: HostCommunicator) -> T:
+            result = call(inner)
+            inner.barrier()
+            return result
+
+        def refuse(_: Any) -> T:
+            self._raises_next = False  # this call raises instead
+            raise self._membership_changed()
+
+        return self.run(with_barrier, refuse)
+
+    # See `Participant`.
+
+    def position(self) -> Position:
+        if self.generation == 0:  # it has not taken part in any generation that stood: as the members that formed it
+            self._completed = max(0, *(address.completed for address in self.node.addresses))
+        return Position(self._completed, self._boundary and not self._handed_over, self.needs_state)
+
+    def start(self) -> None:
+        config = self.node.config
+        if self.generation == 0:
+            self._completed = max(0, *(address.completed for address in self.node.addresses))
+            if config.timeline is not None and not timeline.current.on:
+                timeline_relay.start_recording(self.node, config.timeline)
+        new = self._connect()
+        self._former, self.inner = self.traffic, new
+        self._hand_over()
+
+    def abandon(self, error: Exception) -> None:
+        self.inner.give_up(error)
+        self.inner.close()
+
+    def _hand_over(self) -> None:
+        """Give the result of the last collective to members that lack it, or receive it."""
+        counts = [address.completed for address in self.node.addresses]
+        known = [count for count in counts if count >= 0]
+        if not known or min(known) == max(known):
+            return
+        root = counts.index(max(known))
+        payload = self.inner.broadcast_bytes(encode(self._last) if self.inner.rank == root else b"", root)
+        self.inner.barrier()
+        if self._completed < max(known):
+            self._completed += 1
+            self._last = decode(payload)
+            self._handed_over = [self._last]
+
+    def _connect(self) -> HostCommunicator:
+        return connect(self.node.membership, self._options, config=self.node.config.collectives)
+
+    def _membership_changed(self) -> MembershipChangedError:
+        return MembershipChangedError(
+            f"the job has {self.inner.world_size} members now (generation {self.generation}): repeat what was begun with "
+            f"other members."
+        )

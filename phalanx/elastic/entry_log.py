@@ -1,0 +1,64 @@
+"""Which entries of the program have begun or finished, and their results. Pure bookkeeping.
+
+An *entry* is a call in which all members take part (`fit`, `evaluate`, ...). A program makes its entries one after the
+other, so they are numbered. A candidate runs the same program: it receives the results of finished entries, and waits
+at the current one until it becomes a member.
+"""
+
+from __future__ import annotations
+
+from phalanx.elastic.member_table import ElasticProcess
+from phalanx.elastic.membership_messages import NOT_KEPT, EntryBegan, EntryFinished, PastEntry
+
+KEPT_BYTES = 2**30
+"""Limit for the results of all entries together: they are kept in the launcher's memory."""
+
+
+class EntryLog:
+    """The entries so far.
+
+    Attributes:
+        current: the highest number of an entry that has begun or is next; -1 before the first one.
+    """
+
+    def __init__(self) -> None:
+        self.current = -1
+        self._notes: dict[int, bytes] = {}
+        self._results: dict[int, bytes] = {}
+        self._kept = 0  # bytes
+
+    def record(self, message: EntryBegan | EntryFinished) -> None:
+        """The chief has begun or finished an entry. A new chief may repeat what the former one sent."""
+        entry = message.entry
+        if isinstance(message, EntryBegan):
+            self.current = max(self.current, entry)
+            self._notes[entry] = message.note
+            return
+        self.current = max(self.current, entry + 1)
+        if entry not in self._results:
+            fits = self._kept + len(message.result) <= KEPT_BYTES
+            self._results[entry] = message.result if fits else NOT_KEPT
+            self._kept += len(self._results[entry])
+
+    @property
+    def joinable(self) -> int:
+        """The entry at which candidates can become members."""
+        return max(self.current, 0)
+
+    def answer(self, candidate: ElasticProcess, members: int) -> PastEntry | EntryBegan | None:
+        """The answer to a candidate about the entry that it has reached, if there is one now; each is given once.
+
+        Args:
+            candidate: its question is removed when it is answered.
+            members: the present number of members.
+        """
+        entry = candidate.queried_entry if candidate.ready_entry is None else candidate.ready_entry
+        if entry is None:
+            return None
+        if entry in self._results:
+            candidate.queried_entry = candidate.ready_entry = None
+            return PastEntry(entry, self._results[entry])
+        if candidate.queried_entry is not None and entry in self._notes:
+            candidate.queried_entry = None
+            return EntryBegan(entry, self._notes[entry], members)
+        return None

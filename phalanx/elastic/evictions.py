@@ -1,0 +1,83 @@
+"""Decides which processes are evicted: those that are silent, hold up the others, or cannot be reached. Pure.
+
+Processes send a sign of life twice a second. A process that is stopped or cut off does not; if it is the last member,
+or a candidate, no other member would notice. A member that lives but is stuck is noticed by those that wait for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from phalanx.elastic.member_table import ElasticProcess, MemberTable
+from phalanx.elastic.membership_messages import LossReport
+from phalanx.elastic.partitions import ConnectionFailures, choose_evictions
+
+STUCK_GRACE_S = 1.0
+"""After a member has waited for the whole timeout: how long the other waiting members have to report it."""
+SUSPENDED_S = 2.0
+"""If two ticks are further apart, this process itself was suspended, and the silence of the others means nothing."""
+
+
+class EvictionPolicy:
+    """See the top of the file.
+
+    Args:
+        timeout_s: seconds that a process may be silent, or make no progress while others wait for it.
+        now: seconds of a steady clock, as in all methods.
+    """
+
+    def __init__(self, timeout_s: float, now: float):
+        self._timeout_s = timeout_s
+        self._ticked_at = self._awake_since = now
+        self._formed_at = now
+        self._connections = ConnectionFailures()
+        # When the members that have not reported are evicted; infinite while no member waits for them.
+        self._overdue_at = math.inf
+
+    def tick(self, now: float) -> None:
+        if now > self._ticked_at + SUSPENDED_S:
+            self._awake_since = now
+        self._ticked_at = now
+
+    def is_silent(self, process: ElasticProcess, now: float) -> bool:
+        return now > max(process.last_message_at, self._awake_since) + self._timeout_s + STUCK_GRACE_S
+
+    # A generation: formed, reported by one member after the other, and formed again.
+
+    def generation_formed(self, now: float) -> None:
+        self._formed_at = now
+
+    def reported(self, report: LossReport, now: float, *, is_first: bool) -> None:
+        """A member has left the generation and waits for the others to do so.
+
+        Args:
+            report: what it reported.
+            now: seconds of a steady clock.
+            is_first: whether no other member waits; others may have waited before and are gone.
+        """
+        if is_first:
+            self._overdue_at = math.inf
+        # If the links were never established, the others have waited for them since the generation was formed.
+        waiting_since = now if report.linked else self._formed_at
+        grace_s = STUCK_GRACE_S if report.late else self._timeout_s
+        self._overdue_at = min(self._overdue_at, waiting_since + self._timeout_s, now + grace_s)
+
+    def is_overdue(self, now: float) -> bool:
+        """Whether the members that have not reported are stuck, if another member waits for them. Otherwise they may
+        just be busy between two collectives."""
+        return now >= self._overdue_at
+
+    def unreachable(self, generation: int, table: MemberTable) -> Sequence[str]:
+        """The members to evict because they and other live members cannot reach each other. Call it once all members
+        have reported."""
+        reports = table.reports
+        if not reports:
+            return []
+        self._connections.record(generation, reports)
+        needing_state = [incarnation for incarnation, report in reports.items() if report.needs_state]
+        return choose_evictions(table.members, self._connections.severed, needing_state)
+
+    def broken_links(self, members: Sequence[str]) -> list[tuple[str, str]]:
+        """The pairs that must replace the link between them in the next generation."""
+        return self._connections.broken_links(members)

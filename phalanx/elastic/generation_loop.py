@@ -1,0 +1,144 @@
+"""The loop that leads an elastic process from one generation to the next, for strategies and for Horovod.
+
+A `Participant` is what works among the members of a generation: a strategy's collectives, or Horovod's controllers. When
+it loses a member, `form_next_generation` gives the generation up, reports to the coordinator, connects to the members of
+the next generation and starts the participant there, until a generation stands.
+
+Programs that repeat a function after a change of the members (`phalanx.elastic.run`, `hvd.elastic.run`) are the same
+loop one level higher: `run_until_complete`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from phalanx.elastic.elastic_node import ElasticNode
+from phalanx.elastic.member_links import NotFormedError
+from phalanx.elastic.membership_messages import LossReport, PastEntry
+from phalanx.errors import CollectiveTimeoutError, LinkClosedError, PeerLostError
+from phalanx.monitoring import timeline
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LOSSES = (PeerLostError, CollectiveTimeoutError, LinkClosedError)
+"""These errors end a generation, but not the job."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a process stands when its generation ends; the fields are those of `LossReport`."""
+
+    completed: int
+    boundary: bool
+    needs_state: bool
+
+
+class Participant(Protocol):
+    """What works among the members of a generation."""
+
+    def position(self) -> Position: ...
+
+    def start(self) -> None:
+        """Start in the generation that the node has formed.
+
+        Raises: `LOSSES` if another member is lost meanwhile.
+        """
+        ...
+
+    def abandon(self, error: Exception) -> None:
+        """Give the present generation up because of this error, and let its other members know. Called again if the next
+        generation fails."""
+        ...
+
+
+def join_generation(node: ElasticNode, participant: Participant, entry: int) -> PastEntry | None:
+    """As a candidate: wait until this process takes part in a generation, or until the members have finished the entry.
+
+    Raises: RendezvousError if the others did not arrive, or the job has failed.
+    """
+    try:
+        if (past := node.join(entry)) is not None:
+            return past
+        participant.start()
+    except (NotFormedError, *LOSSES) as error:
+        _follow(node, participant, error)
+    return None
+
+
+def form_next_generation(node: ElasticNode, participant: Participant, error: Exception) -> None:
+    """Leave the present generation because of an error; returns when the participant works in the next one.
+
+    Raises:
+        EvictedError, RendezvousError: this process, or the whole job, cannot continue.
+        SystemExit: this process is not needed any more.
+    """
+    started_ns = timeline.now()
+    _follow(node, participant, error)
+    now = node.membership
+    args = {"generation": now.generation, "rank": now.rank, "world_size": now.world_size, "why": str(error)}
+    timeline.current.complete(timeline.MEMBERSHIP, "membership change", started_ns, args)
+
+
+def _follow(node: ElasticNode, participant: Participant, error: Exception) -> None:
+    while True:
+        logger.debug("%s leaves generation %d: %s", node.task, node.generation, error)
+        participant.abandon(error)
+        position = participant.position()
+        report = LossReport(
+            node.generation,
+            position.completed,
+            position.boundary,
+            position.needs_state,
+            late=str(error) if isinstance(error, CollectiveTimeoutError) else "",
+            missing=node.take_unreachable(),
+            linked=not isinstance(error, NotFormedError),
+        )
+        try:
+            node.regroup(report)
+            participant.start()
+            return
+        except (NotFormedError, *LOSSES) as next_error:
+            error = next_error
+
+
+class ElasticProgram(Protocol):
+    """What a function that is repeated after each change of the members needs before and after it."""
+
+    def synchronize(self, *, has_changed: bool) -> None:
+        """Give all members the chief's state before the function is called.
+
+        Args:
+            has_changed: whether the members have changed since the function was called.
+        """
+        ...
+
+    def recover(self, error: Exception) -> bool:
+        """Return to the last commit and to a generation that stands, if the error means that the members have changed;
+        returns whether it does."""
+        ...
+
+
+def run_until_complete(function: Callable[[], T], program: ElasticProgram) -> T:
+    """Call a function, again after each change of the members, until it returns; its result.
+
+    Raises: what the function raises for other reasons.
+    """
+    has_changed = False
+    while True:
+        try:
+            program.synchronize(has_changed=has_changed)
+            return function()
+        except Exception as error:
+            if not program.recover(error):
+                raise
+        has_changed = True
+
+
+def is_caused_by(error: BaseException, kind: type[Exception]) -> bool:
+    """Whether an error is of this kind. TensorFlow wraps what is raised inside its functions, and keeps only the text."""
+    return isinstance(error, kind) or kind.__name__ in str(error)

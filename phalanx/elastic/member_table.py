@@ -1,0 +1,168 @@
+"""The processes of an elastic job: who is a candidate, who is a member, and how many there should be. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from phalanx.cluster.compatibility import TaskDescription, describe_disagreement
+from phalanx.elastic.membership_messages import LossReport, MemberAddress
+from phalanx.elastic.stragglers import StepTiming
+
+
+@dataclass(frozen=True)
+class MembershipLimits:
+    """How many members a job may have, and how long it waits for them.
+
+    Attributes:
+        minimum, maximum: the number of members.
+        expected: the number of members with which the job begins if they arrive in time.
+        start_s: seconds that the job waits for them, and for the minimum when members are missing later.
+        timeout_s: seconds that a member may make no progress while others wait for it.
+    """
+
+    minimum: int
+    maximum: int
+    expected: int
+    start_s: float
+    timeout_s: float
+
+
+@dataclass
+class ElasticProcess:
+    """A process that is a candidate or a member.
+
+    Attributes:
+        description: what it said of itself when it arrived.
+        last_message_at: when it arrived or last sent a message, in seconds of a steady clock.
+        queried_entry: the entry whose status it waits for, as a candidate.
+        ready_entry: the entry at which it waits to become a member.
+        report: how it left the present generation.
+        timing: its last timing.
+    """
+
+    description: TaskDescription
+    last_message_at: float
+    queried_entry: int | None = None
+    ready_entry: int | None = None
+    report: LossReport | None = None
+    timing: StepTiming = field(default_factory=StepTiming)
+
+    @property
+    def task(self) -> str:
+        return self.description.task
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it waits for an answer from the coordinator."""
+        return self.queried_entry is not None or self.ready_entry is not None
+
+    @property
+    def needs_state(self) -> bool:
+        """Whether it has reported that it has not received the job's state yet."""
+        return self.report is not None and self.report.needs_state
+
+
+class MemberTable:
+    """All processes, and which of them are members.
+
+    Attributes:
+        processes: candidates and members, by incarnation, in the order of arrival.
+        members: the incarnations of the members, in rank order.
+        withdrawn: tasks whose host is withdrawn: their processes leave as soon as others have the job's state.
+        finished_tasks: the tasks of members that have finished their program.
+        limits: how many members there may be.
+        process_limit: there will never be more processes than this; None if unknown.
+    """
+
+    def __init__(self, limits: MembershipLimits) -> None:
+        self.limits = limits
+        self.process_limit: int | None = None
+        self.finished_tasks: list[str] = []
+        self.processes: dict[str, ElasticProcess] = {}
+        self.members: list[str] = []
+        self.withdrawn: set[str] = set()
+
+    def disagreement(self, description: TaskDescription) -> str | None:
+        """Why this process cannot take part; None if it can."""
+        known = next(iter(self.processes.values()), None)
+        return None if known is None else describe_disagreement(known.description, description)
+
+    def add(self, description: TaskDescription, now: float) -> None:
+        self.processes[description.incarnation] = ElasticProcess(description, now)
+
+    def remove(self, incarnation: str) -> ElasticProcess:
+        if incarnation in self.members:
+            self.members.remove(incarnation)
+        return self.processes.pop(incarnation)
+
+    def of_task(self, task: str) -> list[str]:
+        """The incarnations of a task's processes."""
+        return [incarnation for incarnation, process in self.processes.items() if process.task == task]
+
+    def is_withdrawn(self, incarnation: str) -> bool:
+        return self.processes[incarnation].task in self.withdrawn
+
+    def candidates(self, entry: int) -> list[str]:
+        """The candidates that could become members at this entry, in the order of arrival."""
+        return [i for i, p in self.processes.items() if p.ready_entry == entry and i not in self.members]
+
+    @property
+    def reports(self) -> dict[str, LossReport]:
+        """The reports of those members that have left the present generation."""
+        return {i: report for i in self.members if (report := self.processes[i].report) is not None}
+
+    @property
+    def unreported(self) -> list[str]:
+        return [i for i in self.members if self.processes[i].report is None]
+
+    @property
+    def needed(self) -> int:
+        """The job waits while it has fewer members than this. After some have finished, the others only follow them."""
+        return 1 if self.finished_tasks else self.limits.minimum
+
+    @property
+    def vacancies(self) -> int:
+        """How many candidates can become members. Withdrawn members will leave soon, so they do not count."""
+        return max(0, self.limits.maximum - sum(not self.is_withdrawn(i) for i in self.members))
+
+    @property
+    def surplus(self) -> list[str]:
+        """The members that should leave: withdrawn ones, then those with the highest ranks.
+
+        One member that has the job's state always stays: without it the state would be lost.
+        """
+        leaving = [i for i in self.members if self.is_withdrawn(i)]
+        staying = [i for i in self.members if i not in leaving]
+        if all(self.processes[i].needs_state for i in staying):
+            informed = next((i for i in leaving if not self.processes[i].needs_state), None)
+            if informed is not None:
+                staying.insert(0, informed)
+                leaving.remove(informed)
+        return leaving + staying[self.limits.maximum :]
+
+    def seat(self, incarnations: Iterable[str], *, is_first: bool) -> list[MemberAddress]:
+        """Make these processes the members, in this rank order; returns their addresses.
+
+        Args:
+            incarnations: the new members.
+            is_first: whether this is the first generation, in which no member needs the job's state.
+        """
+        addresses = []
+        self.members = list(incarnations)
+        for incarnation in self.members:
+            process = self.processes[incarnation]
+            report, description = process.report, process.description
+            addresses.append(
+                MemberAddress(
+                    incarnation,
+                    description.task,
+                    description.host,
+                    description.address,
+                    description.pid,
+                    completed=report.completed if report else -1,
+                    needs_state=report.needs_state if report else not is_first,
+                )
+            )
+            process.report = process.ready_entry = process.queried_entry = None
+        return addresses

@@ -1,0 +1,216 @@
+"""Custom training loops in elastic jobs (`phalanx run --workers 2:4`), with the interface of `horovod.elastic`.
+
+    state = phalanx.elastic.State(model=model, optimizer=optimizer, step=0)
+
+    @phalanx.elastic.run
+    def train(state):
+        while state.step < 1000:
+            ...                       # a step, with collectives of the strategy
+            state.step += 1
+            state.commit()            # what is done so far is kept
+
+    train(state)
+
+When a member is lost, or a worker joins, all members return to their last commit and call the function again. A single
+`fit` needs none of this. If the function itself calls `fit`, others join at its commits.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import keras
+import numpy as np
+
+from phalanx.elastic.elastic_group import ElasticGroup
+from phalanx.elastic.generation_loop import is_caused_by, run_until_complete
+from phalanx.errors import ConfigurationError, MembershipChangedError
+from phalanx.strategies import current_job
+from phalanx.training import state_sync
+from phalanx.training.replica import EntryOverError, Replica
+from phalanx.transport.serialization import decode, encode, is_serializable
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+class State:
+    """The state of a custom loop, equal on all members.
+
+    Args:
+        model: a Keras model; its weights, layer state and optimizer, if it is compiled.
+        optimizer: a Keras optimizer that is not the model's. If it is not built yet, it is built for the model's
+            trainable variables: every variable must exist at the first commit.
+        values: plain values by name (numbers, strings, NumPy arrays, lists and dictionaries of them); each becomes an
+            attribute.
+
+    Raises: ConfigurationError if a value is not plain.
+
+    Example:
+        >>> state = State(step=0)
+        >>> state.step += 1
+        >>> state.commit()
+        >>> state.step = 7
+        >>> state.restore()
+        >>> state.step
+        1
+    """
+
+    def __init__(self, model: Any = None, optimizer: Any = None, **values: Any):
+        self._model, self._optimizer = model, optimizer
+        self._names = tuple(values)
+        self._callbacks: list[Callable[[], None]] = []
+        self._group: ElasticGroup | None = None  # while a loop runs
+        for name, value in values.items():
+            setattr(self, name, value)
+        if model is not None and model.built:
+            for each in (getattr(model, "optimizer", None), optimizer):
+                if each is not None and not each.built:
+                    each.build(model.trainable_variables)
+        self.commit()
+
+    def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
+        """Register functions that are called after each change of the members, before the loop starts again: for
+        example to partition the data or to scale the learning rate."""
+        self._callbacks += callbacks
+
+    def commit(self) -> None:
+        """Keep the present state: a change of the members returns to it. Copies the model; if that takes long, commit
+        every few steps, and at the same steps on all members.
+
+        Raises: MembershipChangedError, for `run`, if others joined while the loop was in methods of Keras.
+        """
+        self._keep()
+        if self._group is not None:
+            self._group.let_others_join()
+
+    def _keep(self) -> None:
+        self._check_plain()
+        self._committed = (
+            self._encoded_values(),
+            [(variable, np.array(keras.ops.convert_to_numpy(variable.value))) for variable in self._variables()],
+        )
+
+    def restore(self) -> None:
+        """Return to the last commit.
+
+        Raises: ConfigurationError if variables were created since then: their former values are unknown.
+        """
+        values, arrays = self._committed
+        known = {id(variable) for variable, _ in arrays}
+        for variable in self._variables():
+            if id(variable) not in known:
+                raise ConfigurationError(
+                    f"The variable {variable.path!r} was created after the last commit, so it can't be restored. Create "
+                    f"all variables, and commit, before the first step."
+                )
+        vars(self).update(decode(values))
+        for variable, array in arrays:
+            variable.assign(array)
+
+    def sync(self, replica: Replica) -> None:
+        """Give the chief's state to all members, and commit it.
+
+        Args:
+            replica: this process's place in the job.
+        """
+        vars(self).update(decode(replica.communicator.broadcast_bytes(self._encoded_values())))
+        arrays = [np.asarray(keras.ops.convert_to_numpy(variable.value)) for variable in self._variables()]
+        for variable, array in zip(self._variables(), replica.communicator.broadcast(arrays), strict=True):
+            variable.assign(array)
+        self._keep()
+
+    def _encoded_values(self) -> bytes:
+        return encode({name: getattr(self, name) for name in self._names})
+
+    def _check_built(self) -> None:
+        for thing, how in ((self._model, "build(shape)"), (self._optimizer, "build(model.trainable_variables)")):
+            if thing is not None and not thing.built:
+                raise ConfigurationError(
+                    f"The state's {thing.name!r} has no variables yet, so members that join later could not receive "
+                    f"them. Call its {how} before you create the State."
+                )
+
+    def _variables(self) -> list[Any]:
+        found = [] if self._model is None else state_sync.variables_of(self._model)
+        others = [] if self._optimizer is None else self._optimizer.variables
+        return [*found, *(v for v in others if all(v is not f for f in found))]
+
+    def _check_plain(self) -> None:
+        for name in self._names:
+            if not is_serializable(getattr(self, name)):
+                raise ConfigurationError(
+                    f"The state's {name!r} is a {type(getattr(self, name)).__name__}, which can't be sent to other "
+                    f"members. Use numbers, strings, NumPy arrays, or lists and dictionaries of them; pass models and "
+                    f"optimizers as `model=` and `optimizer=`."
+                )
+
+
+def run(function: Callable[..., T]) -> Callable[..., T]:
+    """Repeat a function when the members change: `function(state, ...)`, with a `State`.
+
+    In a job of fixed size, and in a single process, it is called once.
+
+    Args:
+        function: the custom loop.
+
+    Returns: a function that returns the result of the call that completed. A process that arrives after that receives
+        the chief's result if it is plain (see `State`), else None.
+    """
+
+    @functools.wraps(function)
+    def repeated(state: State, *args: Any, **kwargs: Any) -> T:
+        replica = current_job.current_replica()
+        group = None if replica is None else replica.elastic
+        if replica is None or group is None:
+            return function(state, *args, **kwargs)
+        try:
+            with replica.entry() as entry:
+                if replica.is_candidate:
+                    replica.join_entry()
+                loop = _CustomLoop(replica, group, state)
+                try:
+                    with group.join_points.open():
+                        result = run_until_complete(lambda: function(state, *args, **kwargs), loop)
+                finally:
+                    state._group = None
+                entry.result = encode(result) if is_serializable(result) else encode(None)
+                return result
+        except EntryOverError as over:
+            logger.warning("The other members have finished this loop: you get its result, but not its final state.")
+            state._keep()
+            return decode(over.result)  # type: ignore[no-any-return]
+
+    return repeated
+
+
+class _CustomLoop:
+    """A custom loop that strategies run; see `generation_loop.ElasticProgram`."""
+
+    def __init__(self, replica: Replica, group: ElasticGroup, state: State):
+        self._replica, self._group, self._state = replica, group, state
+        self._generation = group.generation
+        # A process that joins does after it what the others do after the change of the members.
+        self._has_joined = group.needs_state and group.is_late
+
+    def synchronize(self, *, has_changed: bool) -> None:
+        state, group = self._state, self._group
+        self._generation = group.generation
+        self._replica.announce_entry()  # a chief that was lost may not have done so
+        state._check_built()
+        state.sync(self._replica)
+        group.needs_state = False
+        if has_changed or self._has_joined:
+            for callback in state._callbacks:
+                callback()
+        self._has_joined = False
+        state._group = group
+
+    def recover(self, error: Exception) -> bool:
+        if not is_caused_by(error, MembershipChangedError) or self._group.generation == self._generation:
+            return False
+        self._state.restore()
+        return True
