@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import io
 import json
 import logging
 import os
@@ -32,9 +31,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import keras
-from keras.src.saving import saving_lib
 
 from phalanx.errors import ConfigurationError
+from phalanx.keras_compat.internals import serialize_weights
 from phalanx.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -120,7 +119,7 @@ class CheckpointDirectory:
 
         Raises: OSError if the checkpoint cannot be written; no partial file is left, and older ones are kept.
         """
-        return self.write(snapshot(model), step, state)
+        return self.write(serialize_weights(model), step, state)
 
     def write(self, content: Snapshot, step: int, state: Mapping[str, Any] | None = None) -> Path:
         """As `save`, from a snapshot of the model; in any thread, one at a time."""
@@ -211,20 +210,6 @@ class CheckpointDirectory:
         abandoned = sorted(self.directory.glob(f"{self._basename}-*{SUFFIX}{ABANDONED}"), key=os.path.getmtime)
         for path in [*self.paths()[: -self._keep], *abandoned[: -self._keep]]:
             path.unlink(missing_ok=True)
-
-
-def snapshot(model: Any) -> Snapshot:
-    """What `model.save_weights` would write, in memory.
-
-    Not written to the file directly: on a full disk HDF5 crashes the process with a segmentation fault.
-    """
-    buffer = io.BytesIO()
-    store = saving_lib.H5IOStore(buffer, mode="w")
-    try:
-        saving_lib._save_state(model, weights_store=store, assets_store=None, inner_path="", visited_saveables=set())
-    finally:
-        store.close()
-    return buffer.getbuffer()
 
 
 def read(path: Path) -> StoredCheckpoint:

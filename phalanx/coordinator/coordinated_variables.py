@@ -8,13 +8,13 @@ from typing import Any
 
 import keras
 import numpy as np
-from keras.src.backend.common.stateless_scope import in_stateless_scope
 
 from phalanx.coordinator.coordinator_messages import Begin
 from phalanx.coordinator.function_effects import untrained
 from phalanx.engines.tensors import Tensors
 from phalanx.errors import DisagreementError, PhalanxError, UnsupportedError
-from phalanx.keras_compat import hook
+from phalanx.keras_compat.internals import in_stateless_scope
+from phalanx.keras_compat.optimizer_applies import redirect_apply
 from phalanx.training.parameter_server_worker import ParameterServerWorker
 from phalanx.training.remote_variables import RemoteVariables, checksum, to_host
 from phalanx.training.scope_registry import ScopedName, ScopeRegistry
@@ -149,7 +149,7 @@ class WorkerVariables:
         self._assigned: Sequence[Array | None] | None = None
         self.failure: PhalanxError | None = None
         for _, optimizer in worker.made.optimizers():
-            hook.redirect(optimizer, self._refuse)
+            redirect_apply(optimizer, self._refuse)
 
     def begin(self, begin: Begin) -> None:
         """The coordinator has declared the variables: compare, and take part. If it has declared others since, that is
@@ -168,7 +168,7 @@ class WorkerVariables:
         if self._served.begin(begin.fit) is None:
             self._served = None
         elif optimizer is not None:
-            hook.redirect(optimizer, self._apply)
+            redirect_apply(optimizer, self._apply)
 
     def pull(self) -> None:
         """Before a function: the newest values."""

@@ -8,9 +8,7 @@ there are several servers, of the workers.
 from __future__ import annotations
 
 import json
-import re
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +16,7 @@ import keras
 import numpy as np
 
 from phalanx.errors import ConfigurationError, UnsupportedError
-from phalanx.keras_compat.object_config import clone_from_config
+from phalanx.keras_compat.optimizer_slots import OptimizerSlot, build_noting_slots, set_decaying
 
 Array = np.ndarray[Any, Any]
 
@@ -38,13 +36,6 @@ class UpdaterPiece(NamedTuple):
     value: Array
     constraint: str | None
     decays: bool
-
-
-class OptimizerSlot(NamedTuple):
-    """One of the optimizer's variables: `name` of the model's variable number `variable`; -1: of no variable."""
-
-    variable: int
-    name: str
 
 
 class Updater(ABC):
@@ -112,11 +103,7 @@ class BackendUpdater(Updater):
         self.variables = [_variable(piece) for piece in pieces]
         # keras.optimizers.deserialize does not know all of Keras's own (Lamb).
         self.optimizer = _made(json.loads(optimizer))
-        key = self.optimizer._var_key  # TensorFlow's own optimizers pass their own kind of variable
-        decays = {key(v): piece.decays for v, piece in zip(self.variables, pieces, strict=True)}
-        vars(self.optimizer)["_use_weight_decay"] = lambda variable: decays[key(variable)]
-        if not any(decays.values()):
-            self.optimizer.weight_decay = None  # Keras on PyTorch fails where nothing decays
+        set_decaying(self.optimizer, [piece.decays for piece in pieces], self.variables)
         self.slots = build_noting_slots(self.optimizer, self.variables)
         self._prepare()
 
@@ -131,57 +118,6 @@ class BackendUpdater(Updater):
         """The learning rate from now on; a schedule stays what it is."""
         if isinstance(self.optimizer._learning_rate, keras.Variable):
             self.optimizer.learning_rate = rate
-
-
-def build_noting_slots(optimizer: Any, variables: Sequence[Any]) -> tuple[OptimizerSlot, ...]:
-    """Build a fresh optimizer; returns what each of its variables belongs to."""
-    found: dict[int, OptimizerSlot] = {}
-    number = {id(variable): index for index, variable in enumerate(variables)}
-    add = optimizer.add_variable_from_reference
-
-    def add_and_note(reference_variable: Any, name: str | None = None, **options: Any) -> Any:
-        added = add(reference_variable, name=name, **options)
-        found[id(added)] = OptimizerSlot(number[id(reference_variable)], name or "var")
-        return added
-
-    vars(optimizer)["add_variable_from_reference"] = add_and_note
-    try:
-        optimizer.build(variables)
-    finally:
-        del vars(optimizer)["add_variable_from_reference"]
-    # Keras numbers variables without a name (Nadam has one) through the whole process.
-    slots = [
-        found.get(id(variable), OptimizerSlot(-1, re.sub(r"^variable_\d+$", "variable", variable.name)))
-        for variable in optimizer.variables
-    ]
-    # Optimizers of one's own may give several variables one name.
-    times: Counter[OptimizerSlot] = Counter()
-    for place, slot in enumerate(slots):
-        times[slot] += 1
-        if times[slot] > 1:
-            slots[place] = slot._replace(name=f"{slot.name}#{times[slot]}")
-    return tuple(slots)
-
-
-def slots_of_model(optimizer: Any, variables: Sequence[Any]) -> tuple[OptimizerSlot, ...]:
-    """What each of a built optimizer's variables belongs to, found on a twin of it.
-
-    Raises: UnsupportedError if Keras's description of the optimizer leaves out an argument.
-    """
-    twin = clone_from_config(optimizer)
-    slots = build_noting_slots(twin, variables)
-    untold = [name for name, value in _plain_attributes(optimizer).items() if vars(twin).get(name, value) != value]
-    if untold:
-        raise UnsupportedError(
-            f"{type(optimizer).__name__}.get_config() does not tell {', '.join(f'`{name}`' for name in untold)}, so "
-            f"the servers would train with another value. Return it there, and take it in __init__."
-        )
-    return slots
-
-
-def _plain_attributes(optimizer: Any) -> dict[str, Any]:
-    plain = (bool, int, float, str, type(None))
-    return {k: v for k, v in vars(optimizer).items() if type(v) in plain and not k.startswith("_") and k != "built"}
 
 
 def clips_by_norm(optimizer: Any) -> bool:

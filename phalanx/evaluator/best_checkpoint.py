@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from keras.src.callbacks.monitor_callback import MonitorCallback
 
 from phalanx.checkpoint import checkpoint_directory
 from phalanx.errors import ConfigurationError
 from phalanx.evaluator.checkpoint_watcher import KERAS_SUFFIX, FoundCheckpoint
+from phalanx.keras_compat.internals import MonitorCallback
 
 logger = logging.getLogger(__name__)
 

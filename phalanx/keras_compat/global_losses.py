@@ -23,16 +23,13 @@ of the batch it is a sum as well, else (a penalty for each unit) the same on all
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from keras import ops
 from keras.src.losses import loss as keras_loss
 from keras.src.trainers.trainer import Trainer
 
-from phalanx.engines.engine import Array, MergeProtocol
-from phalanx.errors import UnsupportedError
 from phalanx.keras_compat.patching import PatchedFunction
 
 Denominator = Any
@@ -101,35 +98,6 @@ class GloballyScaledLosses:
 def has_samples(values: Any, batch_size: int) -> bool:
     """Whether these are values for each sample of a batch, by their first axis; None is the unknown length of one."""
     return len(values.shape) > 0 and values.shape[0] in (None, batch_size)
-
-
-def scales(denominators: Sequence[Array | None], merge: MergeProtocol, share: float) -> Array:
-    """The factor of each loss on this rank, shape (losses,), float32; all ranks must call.
-
-    Args:
-        denominators: this rank's, scalars; None for a loss that is a sum.
-        share: this rank's of the global batch; with 0 its denominators do not count.
-    """
-    own = np.array([1.0 if d is None else d for d in denominators], np.float32)
-    everyone = own
-    if any(d is not None for d in denominators):
-        everyone = merge.total(own, share)
-    if not share:
-        return np.zeros_like(own)
-    is_sum = np.array([d is None for d in denominators])
-    part = np.divide(own, everyone, out=np.zeros_like(own), where=everyone != 0)
-    return np.where(is_sum, 1.0, part).astype(np.float32) / np.float32(share)
-
-
-def check_losses(model: Any) -> None:
-    """Raise UnsupportedError for a compiled loss that is no single number."""
-    for entry in getattr(model._compile_loss, "_flat_losses", None) or ():
-        if getattr(entry.loss, "reduction", "mean") in (None, "none"):
-            raise UnsupportedError(
-                f"The loss {entry.loss.name!r} has reduction={entry.loss.reduction!r}: it is one number for each "
-                f"sample, which cannot be merged over the replicas. Compile with reduction='sum_over_batch_size', "
-                f"'sum' or 'mean_with_sample_weight', or reduce it in `compute_loss`."
-            )
 
 
 def _only_all_know(reduction: Any, sample_weight: Any, mask: Any) -> bool:

@@ -12,7 +12,9 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import keras
-from keras.src.backend.common.stateless_scope import in_stateless_scope
+
+from phalanx.keras_compat.internals import in_stateless_scope
+from phalanx.keras_compat.patching import override_methods, restore_methods
 
 
 class _Origin(NamedTuple):
@@ -50,15 +52,15 @@ class LogOrigins:
             return self._note(None, compute(*args, **kwargs))
 
         for metric in metrics:
-            vars(metric)["result"] = _noting(self._note, metric, metric.result)
-        vars(model)["compute_metrics"] = computed
+            override_methods(metric, result=_noting(self._note, metric, metric.result))
+        override_methods(model, compute_metrics=computed)
         try:
             yield self._find
         finally:
             self._seen = []
-            del vars(model)["compute_metrics"]
+            restore_methods(model, "compute_metrics")
             for metric in metrics:
-                del vars(metric)["result"]
+                restore_methods(metric, "result")
 
     def results(self) -> dict[str, Any]:
         """The logs that follow from metrics of other names, of the state that the metrics have now."""
@@ -95,7 +97,7 @@ class LogOrigins:
             return {}
         metrics, absent = _metrics(self._model), _Absent()
         for metric in metrics:
-            vars(metric)["update_state"] = _nothing
+            override_methods(metric, update_state=_nothing)
         # What it assigns has been assigned by the step. (A scope inside of another one would not see its values.)
         scope = nullcontext() if in_stateless_scope() else keras.StatelessScope()
         try:
@@ -107,7 +109,7 @@ class LogOrigins:
             return {}
         finally:
             for metric in metrics:
-                del vars(metric)["update_state"]
+                restore_methods(metric, "update_state")
 
 
 class _Absent:

@@ -1,29 +1,107 @@
-"""A function of Keras replaced by another for the time of a step, where Keras has no hook for it."""
+"""The ways in which Keras objects, classes and modules are patched, each with its way back.
+
+Tested with Keras 3.12 and 3.15.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
 class PatchedFunction:
-    """A context in which `module.name` is `replacement`, which finds what it replaces in `original`.
+    """A context in which `owner.name` is `replacement`; the function that it replaces is in `original`.
 
-    It may be entered again and again (not while it is entered). The replacement is one object for all steps:
-    compilers guard on the identity of the functions that they see.
+    It can be entered again after it was left. The replacement is the same object each time, because compilers guard on
+    the identity of the functions that they see.
+
+    Args:
+        owner: a module or a class.
+        name: of the function.
+        replacement: called instead of it.
     """
 
     original: Callable[..., Any]
 
-    def __init__(self, module: ModuleType, name: str, replacement: Callable[..., Any]) -> None:
-        self._module = module
+    def __init__(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+        self._owner = owner
         self._name = name
         self._replacement = replacement
 
     def __enter__(self) -> None:
-        self.original = getattr(self._module, self._name)
-        setattr(self._module, self._name, self._replacement)
+        self.original = getattr(self._owner, self._name)
+        setattr(self._owner, self._name, self._replacement)
 
     def __exit__(self, *error: object) -> None:
-        setattr(self._module, self._name, self.original)
+        setattr(self._owner, self._name, self.original)
+
+
+class ClassPatches:
+    """Patches of classes that stay until `restore`."""
+
+    def __init__(self) -> None:
+        self._originals: dict[tuple[type, str], Any] = {}
+
+    def __contains__(self, place: tuple[type, str]) -> bool:
+        return place in self._originals
+
+    def replace(self, owner: type, name: str, wrap: Callable[[Any], Any]) -> None:
+        """Replace a method by what `wrap` makes of it, on the class itself or the base that defines it."""
+        self._originals[owner, name] = vars(owner).get(name)
+        setattr(owner, name, wrap(getattr(owner, name)))
+
+    def restore(self) -> None:
+        """Undo all replacements. Safe to call twice."""
+        for (owner, name), original in self._originals.items():
+            if original is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+        self._originals.clear()
+
+
+def defining_class(kind: type, name: str) -> type:
+    """The class, or the base of it, that defines this method."""
+    return next(base for base in kind.__mro__ if name in vars(base))
+
+
+def override_methods(target: Any, **methods: Any) -> None:
+    """Override methods of one object.
+
+    It goes past the attribute tracking of Keras, which would wrap the values or refuse them on a built object.
+    """
+    vars(target).update(methods)
+
+
+def restore_methods(target: Any, *names: str) -> None:
+    """Undo `override_methods`: the object has the methods of its class again."""
+    for name in names:
+        del vars(target)[name]
+
+
+@contextmanager
+def overridden_methods(target: Any, **methods: Callable[..., Any]) -> Iterator[None]:
+    """A context in which methods of one object are overridden."""
+    override_methods(target, **methods)
+    try:
+        yield
+    finally:
+        restore_methods(target, *methods)
+
+
+def set_untracked(target: Any, **values: Any) -> None:
+    """Set attributes of a Keras object past its tracking, which would copy every list."""
+    vars(target).update(values)
+
+
+def insert_mixin(target: Any, mixin: type) -> None:
+    """Put a class before the class of one object. The name of the object's class stays, which Keras saves."""
+    own = type(target)
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
+    target.__class__ = type(own.__name__, (mixin, own), names)
+
+
+def remove_mixin(target: Any) -> None:
+    """Undo the last `insert_mixin`."""
+    target.__class__ = type(target).__bases__[1]

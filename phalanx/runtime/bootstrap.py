@@ -40,7 +40,8 @@ from phalanx.config.environment import process_environment
 from phalanx.config.launch_config import LaunchConfig
 from phalanx.config.variables import WORKER_BOOTSTRAP
 from phalanx.errors import PreemptedError
-from phalanx.runtime import core_affinity, exit_codes, lazy_imports, orphan_guard, progress
+from phalanx.keras_compat import lazy_imports
+from phalanx.runtime import core_affinity, exit_codes, orphan_guard, progress
 
 FUNCTION = "--function"
 STACKS_SIGNAL = signal.SIGUSR2

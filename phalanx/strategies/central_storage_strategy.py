@@ -19,7 +19,6 @@ from phalanx.config.job_config import JobConfig
 from phalanx.config.variables import JOB_ID, LOCAL_REPLICAS
 from phalanx.devices.gpu_assignment import same_device
 from phalanx.errors import ConfigurationError, PhalanxError
-from phalanx.keras_compat import hook
 from phalanx.launcher.local_replicas import JOIN_S, start_local_replicas
 from phalanx.parameter_server.client import ParameterServerClient
 from phalanx.parameter_server.server.parameter_server import ParameterServer
@@ -27,6 +26,7 @@ from phalanx.parameter_server.server_messages import UpdateRules
 from phalanx.strategies.current_job import CurrentJob, join_job
 from phalanx.strategies.mirrored_strategy import local_devices
 from phalanx.strategies.strategy import Strategy
+from phalanx.training import model_dispatch
 from phalanx.training.central_storage_trainer import CentralStorageWorker
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class CentralStorageStrategy(Strategy):
         self._worker = _worker_of(self._job) if self._job.membership.world_size > 1 else None
 
     @property
-    def _member(self) -> hook.Member:
+    def _member(self) -> model_dispatch.Member:
         return self._replica if self._worker is None else self._worker
 
     @property

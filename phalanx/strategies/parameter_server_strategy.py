@@ -27,7 +27,6 @@ from phalanx.data import DistributedDataset, InputContext
 from phalanx.devices.gpu_count import HIDE_GPUS
 from phalanx.engines import prepare
 from phalanx.errors import CollectiveTimeoutError, ConfigurationError, UnsupportedError
-from phalanx.keras_compat import hook
 from phalanx.parameter_server.client import ParameterServerClient
 from phalanx.parameter_server.partitioners import Partitioner
 from phalanx.parameter_server.server.parameter_server import ParameterServer, snapshots_of
@@ -36,6 +35,7 @@ from phalanx.parameter_server.server_messages import UpdateRules
 from phalanx.runtime import exit_codes
 from phalanx.strategies.program_random_state import random_state, set_random_state
 from phalanx.strategies.strategy import Strategy
+from phalanx.training import model_dispatch
 from phalanx.training.parameter_server_worker import ParameterServerWorker
 from phalanx.training.replica import alone
 
@@ -119,7 +119,7 @@ class ParameterServerStrategy(Strategy):
             )
 
     @property
-    def _member(self) -> hook.Member:
+    def _member(self) -> model_dispatch.Member:
         return self._replica if self._worker is None else self._worker
 
     @property

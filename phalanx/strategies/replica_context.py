@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from phalanx.collectives.communicator import ReduceOp
-from phalanx.engines.global_batch_norm import SynchronizedMoments
+from phalanx.keras_compat.global_batch_norm import SynchronizedMoments
 
 if TYPE_CHECKING:
     from phalanx.strategies.strategy import Strategy

@@ -25,6 +25,7 @@ from phalanx.errors import ConfigurationError, UnsupportedError
 from phalanx.keras_compat import hook
 from phalanx.runtime import exit_codes, progress
 from phalanx.strategies import replica_context
+from phalanx.training import model_dispatch
 from phalanx.training.replica import Replica
 from phalanx.training.steps.gradient_merge import GradientMerge
 from phalanx.training.training_policy import EVERY_STEP, TrainingPolicy
@@ -69,7 +70,7 @@ class Strategy:
         )
 
     @property
-    def _member(self) -> hook.Member:
+    def _member(self) -> model_dispatch.Member:
         """What models made in the scope belong to."""
         return self._replica
 
@@ -277,7 +278,7 @@ class Strategy:
 
 def install_hook() -> None:
     """Have Keras ask for the current strategy; safe to call again."""
-    hook.install(_current_member, _merge_gradients, _current_policy)
+    hook.install(model_dispatch.ModelDispatcher(_current_member, _merge_gradients, _current_policy))
 
 
 def reduce_op_of(value: Any) -> ReduceOp:
@@ -389,7 +390,7 @@ def _current_policy() -> TrainingPolicy:
     return EVERY_STEP if strategy is None else strategy._policy
 
 
-def _current_member() -> hook.Member | None:
+def _current_member() -> model_dispatch.Member | None:
     strategy = replica_context.current_strategy()
     return None if strategy is None else strategy._member
 

@@ -27,12 +27,13 @@ from phalanx.checkpoint import checkpoint_directory
 from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory, StoredCheckpoint
 from phalanx.config.job_config import JobConfig
 from phalanx.errors import ConfigurationError
-from phalanx.keras_compat import hook
 from phalanx.keras_compat.callback_bases import BatchListener, ChiefCallback
+from phalanx.keras_compat.model_state import sync_jax_state
 from phalanx.monitoring import timeline
 from phalanx.monitoring.event_writer import EventWriter
 from phalanx.runtime import progress
 from phalanx.supervisor.looper_threads import LooperThreads
+from phalanx.training import model_dispatch
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class ManagedSession:
         if self._reads_at_once:
             self._step = self._read_step()
         elif self._is_ours:
-            hook.synchronise_variables(self.model)
+            sync_jax_state(self.model)
             self._step = self._read_step()
         return self._step
 
@@ -119,7 +120,7 @@ class ManagedSession:
         directory = self._directory_of(save_path)
         progress.enter("checkpoint")
         with timeline.current.span(timeline.CHECKPOINTS, "checkpoint"):
-            hook.bring_up_to_date(self.model)
+            model_dispatch.update_variables(self.model)
             step = self.global_step if global_step is None else int(global_step)
             written = directory.save(self.model, step, {"fits": self._fits, "epoch": self._epoch})
         self._saved_at = time.monotonic()
@@ -199,9 +200,10 @@ class ManagedSession:
             future.cancel()
 
     @property
-    def methods(self) -> dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]:
-        """What goes around methods of the model, by their names; see `hook.replaced`."""
-        return {"fit": self._around_fit, "train_on_batch": self._around_batch}
+    def methods(self) -> dict[str, Callable[..., Any]]:
+        """Methods that override those of the model while the session is open, by name."""
+        model = self.model
+        return {"fit": self._around_fit(model.fit), "train_on_batch": self._around_batch(model.train_on_batch)}
 
     def _around_fit(self, fit: Callable[..., Any]) -> Callable[..., Any]:
         names = list(inspect.signature(fit).parameters)
@@ -272,7 +274,7 @@ class ManagedSession:
     def _reads_at_once(self) -> bool:
         """Whether the step may be looked at after every batch: with parameter servers it is a number of this process,
         else a variable, which JAX would have to fetch out of its loop."""
-        return hook.is_server_worker(self.model)
+        return model_dispatch.is_server_worker(self.model)
 
     @property
     def _is_ours(self) -> bool:
@@ -361,4 +363,4 @@ class _Stop(keras.callbacks.Callback):  # type: ignore[misc]
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if self._loops.should_stop():
             self.model.stop_training = True
-            hook.ask_all_to_stop(self.model)
+            model_dispatch.request_stop(self.model)

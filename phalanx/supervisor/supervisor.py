@@ -24,14 +24,14 @@ from phalanx.config.job_config import JobConfig
 from phalanx.config.variables import RENDEZVOUS_TIMEOUT
 from phalanx.errors import ConfigurationError, PeerLostError, RendezvousError
 from phalanx.evaluator.completion_marker import announce_beginning, announce_end
-from phalanx.keras_compat import hook
+from phalanx.keras_compat.patching import overridden_methods
 from phalanx.monitoring import event_writer
 from phalanx.monitoring.event_writer import EventWriter
 from phalanx.strategies.replica_context import current_strategy
 from phalanx.supervisor.looper_threads import LooperThreads
 from phalanx.supervisor.managed_session import ManagedSession, SessionServices
 from phalanx.supervisor.saver import Saver
-from phalanx.training import state_sync
+from phalanx.training import model_dispatch, state_sync
 from phalanx.training.parameter_server_worker import ParameterServerWorker
 from phalanx.training.replica import Replica
 
@@ -165,7 +165,7 @@ class Supervisor:
         session = self._session = self._begin(model, start_standard_services)
         grace_s = self._stop_grace_secs
         try:
-            with hook.replaced(model, session.methods):
+            with overridden_methods(model, **session.methods):
                 yield session
                 self._loops.request_stop()
                 grace_s = 0.0  # below: it was waited for
@@ -203,7 +203,7 @@ class Supervisor:
         optimizer = getattr(model, "optimizer", None)
         if optimizer is not None and not optimizer.built:
             optimizer.build(model.trainable_variables)  # on all workers, which must have the same variables
-        member = hook.member_of(model)
+        member = model_dispatch.member_of(model)
         self._is_chief = self._chief_of(member)
         self._writes = self._is_chief and services_start and self._saver is not None
         self._writer = self._make_writer() if services_start else None
@@ -232,7 +232,7 @@ class Supervisor:
         return session
 
     def _initialise(
-        self, session: ManagedSession, checkpoints: CheckpointDirectory | None, member: hook.Member | None
+        self, session: ManagedSession, checkpoints: CheckpointDirectory | None, member: model_dispatch.Member | None
     ) -> StoredCheckpoint | None:
         """The chief's part: the newest checkpoint, or the first values, which are saved at once, so that a directory
         that cannot be written to is found out before the training."""
@@ -252,7 +252,7 @@ class Supervisor:
         return restored
 
     def _wait_for_the_chief(
-        self, session: ManagedSession, checkpoints: CheckpointDirectory | None, member: hook.Member | None
+        self, session: ManagedSession, checkpoints: CheckpointDirectory | None, member: model_dispatch.Member | None
     ) -> None:
         if isinstance(member, ParameterServerWorker):
             try:
@@ -267,7 +267,7 @@ class Supervisor:
         elif not self._is_chief and checkpoints is not None:
             session.begin(_wait_for_a_checkpoint(checkpoints, session.model))
 
-    def _chief_of(self, member: hook.Member | None) -> bool:
+    def _chief_of(self, member: model_dispatch.Member | None) -> bool:
         """Whether this process is the chief, now that the model is known."""
         if member is None or (isinstance(member, Replica) and member.world_size == 1):
             return self._is_chief
@@ -281,7 +281,7 @@ class Supervisor:
 
     # Steps.
 
-    def _read_step(self, model: Any, member: hook.Member | None) -> int:
+    def _read_step(self, model: Any, member: model_dispatch.Member | None) -> int:
         counter = self._counter
         if counter is not None:
             value = counter() if callable(counter) and not isinstance(counter, keras.Variable) else counter
@@ -291,7 +291,7 @@ class Supervisor:
         optimizer = getattr(model, "optimizer", None)
         return 0 if optimizer is None else int(keras.ops.convert_to_numpy(optimizer.iterations))
 
-    def _count_from(self, step: int, member: hook.Member | None) -> None:
+    def _count_from(self, step: int, member: model_dispatch.Member | None) -> None:
         """Let what counts the steps, and is not restored with the model, go on."""
         if isinstance(self._counter, keras.Variable):
             self._counter.assign(step)

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import keras
-from keras.src.callbacks import CallbackList
-from keras.src.callbacks.progbar_logger import ProgbarLogger
+from keras.callbacks import CallbackList, ProgbarLogger
 
 from phalanx.keras_compat.callback_bases import BatchListener, ChiefCallback, flatten_callbacks
+from phalanx.keras_compat.patching import override_methods, restore_methods
 
 _ORBAX = [keras.callbacks.OrbaxCheckpoint] if hasattr(keras.callbacks, "OrbaxCheckpoint") else []  # not in Keras 3.12
 _SAVERS = (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore, *_ORBAX)
@@ -140,14 +140,14 @@ def isolate_chief_hooks(callbacks: CallbackList) -> None:
             continue
         for name in vars(keras.callbacks.Callback):
             if name.startswith("on_") and name not in vars(callback) and _overrides(callback, name):
-                vars(callback)[name] = _RankLocalHook(getattr(callback, name))
+                override_methods(callback, **{name: _RankLocalHook(getattr(callback, name))})
 
 
 def restore_hooks(callbacks: CallbackList) -> None:
     """Undo `isolate_chief_hooks`."""
     for callback in callbacks.callbacks:
         for name in [name for name, value in vars(callback).items() if isinstance(value, _RankLocalHook)]:
-            del vars(callback)[name]
+            restore_methods(callback, name)
 
 
 class _RankLocalHook:

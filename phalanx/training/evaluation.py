@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
-from keras.src.utils.python_utils import pythonify_logs
 
 from phalanx.data import ShardedInput
+from phalanx.keras_compat.internals import pythonify_logs
 from phalanx.monitoring import timeline
 from phalanx.runtime import progress
 from phalanx.training import callback_list

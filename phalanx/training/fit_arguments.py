@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras
-from keras.src.trainers.data_adapters import array_slicing
+
+from phalanx.keras_compat.internals import train_validation_split
 
 
 @dataclass
@@ -38,7 +39,7 @@ class FitArguments:
         self.epochs = capped(self.epochs, keras.config.max_epochs(), "epochs")
         self.steps_per_epoch = capped(self.steps_per_epoch, keras.config.max_steps_per_epoch(), "steps_per_epoch")
         if self.validation_split and self.validation_data is None:
-            (self.x, self.y, self.sample_weight), self.validation_data = array_slicing.train_validation_split(
+            (self.x, self.y, self.sample_weight), self.validation_data = train_validation_split(
                 (self.x, self.y, self.sample_weight), validation_split=self.validation_split
             )
 

@@ -26,6 +26,7 @@ from phalanx.data.sample_ledger import SampleLedger
 from phalanx.engines.random_state import set_random_state
 from phalanx.errors import ConfigurationError, PreemptedError
 from phalanx.keras_compat.callback_bases import flatten_callbacks
+from phalanx.keras_compat.internals import serialize_weights
 from phalanx.monitoring import timeline
 from phalanx.training import state_sync
 from phalanx.training.fit_position import FitPosition
@@ -304,7 +305,7 @@ class FitSaver:
                 self._write_ledger(frozen)
             return {STATE: base64.b64encode(encode(snapshot.to_plain())).decode()}
 
-        return checkpoint_directory.snapshot(model), self.applied, finish
+        return serialize_weights(model), self.applied, finish
 
     def _write_ledger(self, ledger: SampleLedger) -> None:
         if len(ledger.epochs) == self._epochs_in_ledger:

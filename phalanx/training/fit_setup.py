@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import keras
-from keras.src.trainers.data_adapters import data_adapter_utils
 
 from phalanx.checkpoint.backup_and_restore import saves_mid_epoch
 from phalanx.data import ShardedInput, accepts_batch_size
@@ -130,7 +129,7 @@ def _shuffle_seed(replica_model: ReplicaModel, arguments: FitArguments, resumpti
 
 
 def _shard_validation_data(replica_model: ReplicaModel, arguments: FitArguments) -> ShardedInput:
-    x, y, weight = data_adapter_utils.unpack_x_y_sample_weight(arguments.validation_data)
+    x, y, weight = keras.utils.unpack_x_y_sample_weight(arguments.validation_data)
     batch_size = arguments.validation_batch_size
     if batch_size is None and accepts_batch_size(x):
         batch_size = arguments.batch_size

@@ -15,11 +15,11 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import numpy as np
-from keras.src.utils.python_utils import pythonify_logs
 
 from phalanx.data import ShardedInput
-from phalanx.keras_compat import model_state
+from phalanx.engines import step_logs
 from phalanx.keras_compat.callback_bases import ChiefCallback
+from phalanx.keras_compat.internals import pythonify_logs
 from phalanx.monitoring import timeline
 from phalanx.parameter_server.client import HEAD, ParameterServerClient
 from phalanx.parameter_server.server_messages import (
@@ -410,10 +410,10 @@ class ParameterServerCoordination:
         if self._worker.is_chief:
             reads = callback_list.reads_weights_at_epoch_ends(self._state.callbacks)
             remote_model.pull_after_epoch(tables=reads)
-        silent = model_state.silent_metrics(model, [to_host(variable) for variable in metrics])
+        silent = step_logs.silent_metrics(model, [to_host(variable) for variable in metrics])
         engine = remote_model.engine
         own = engine.logs() if samples else {}
-        chosen = model_state.choose_logs(own, model.get_metrics_result, silent, engine.origins.results)
+        chosen = step_logs.choose_logs(own, model.get_metrics_result, silent, engine.origins.results)
         logs = dict(pythonify_logs({**own, **chosen}))
         # A worker without a batch has counted nothing, of which Keras makes 0: the best of all losses.
         return logs if samples or self._worker.is_chief else dict.fromkeys(logs, math.nan)
@@ -421,7 +421,7 @@ class ParameterServerCoordination:
     def _report_metrics(self, values: list[Array]) -> None:
         """Report what this worker's metrics have counted; the chief takes over the sums of all reports."""
         worker, epoch, model = self._worker, self._state.epoch, self._remote_model.model
-        weights = tuple(weight.value for weight in model_state.metric_weights(model))
+        weights = tuple(weight.value for weight in step_logs.metric_weights(model))
         dtypes = tuple(value.dtype.name for value in values)
         report = EpochReport(self._fit, epoch, self._epoch.samples, dtypes, weights)
         worker.client.request(HEAD, report, values)

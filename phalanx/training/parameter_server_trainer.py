@@ -11,11 +11,10 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-from keras.src.utils import io_utils
-
 from phalanx.data import ShardedInput, shard_input
 from phalanx.data.shuffling import Shuffling
 from phalanx.errors import UnsupportedError
+from phalanx.keras_compat.internals import print_msg
 from phalanx.parameter_server.client import HEAD
 from phalanx.parameter_server.server_messages import RequestStop
 from phalanx.training import callback_list
@@ -82,7 +81,7 @@ class ParameterServerTrainer:
         state.use_callbacks(self._build_callbacks(state.arguments, source))
         if worker.is_chief and not self._is_announced and state.arguments.verbose != 0:
             self._is_announced = True
-            io_utils.print_msg(worker.describe())
+            print_msg(worker.describe())
         make_agreement = self._make_agreement or (lambda fit: ChiefDecides(fit, worker, remote_model))
         evaluate = self._original("evaluate")
         coordination = ParameterServerCoordination(

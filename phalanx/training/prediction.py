@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from keras.src import tree
+from keras import tree
 
 from phalanx.data import ShardedInput
 from phalanx.errors import UnsupportedError

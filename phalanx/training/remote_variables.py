@@ -11,9 +11,10 @@ from typing import Any
 import keras
 import numpy as np
 
-from phalanx.engines.updater import OptimizerSlot, check_optimizer, clipped, clips_by_norm, slots_of_model
+from phalanx.engines.updater import check_optimizer, clipped, clips_by_norm
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat.object_config import config_json_of, configuration_of
+from phalanx.keras_compat.optimizer_slots import OptimizerSlot, slots_of_model
 from phalanx.parameter_server.client import HEAD, PlacedVariables
 from phalanx.parameter_server.server_messages import (
     AssignVariables,

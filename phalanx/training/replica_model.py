@@ -7,14 +7,13 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import keras
-from keras.src import backend as keras_backend
-from keras.src import tree
-from keras.src.utils import io_utils
+from keras import tree
 
 from phalanx.data import ShardedInput, shard_input
 from phalanx.data.shuffling import Shuffling
 from phalanx.engines import make_engine
 from phalanx.engines.engine import Engine
+from phalanx.keras_compat.internals import compute_output_spec, print_msg
 from phalanx.training import callback_list, state_sync
 from phalanx.training.consistency import compare_inputs, compare_samples
 from phalanx.training.fit_arguments import capped
@@ -172,7 +171,7 @@ class ReplicaModel:
         """The engine, with the layers' variables created: a model need not be compiled to predict."""
         self._make_engine(source, method)
         if not all(layer.built for layer in self.model._flatten_layers()):
-            keras_backend.compute_output_spec(self.model, _keras_tensors(source.peek().data[0]), training=False)
+            compute_output_spec(self.model, _keras_tensors(source.peek().data[0]), training=False)
         return self.engine
 
     def _make_engine(self, source: ShardedInput, method: str) -> None:
@@ -263,7 +262,7 @@ class ReplicaModel:
         if not self.replica.is_chief:
             return
         line = source.policy_line
-        for write, wanted in ((logger.info, True), (io_utils.print_msg, verbose != 0)):
+        for write, wanted in ((logger.info, True), (print_msg, verbose != 0)):
             if wanted and (write, line) not in self._announced:
                 self._announced.add((write, line))
                 write(line)
@@ -273,7 +272,7 @@ def _keras_tensors(arrays: Any) -> Any:
     """Symbolic tensors like these arrays."""
 
     def symbolic(array: Any) -> Any:
-        kind = "string" if array.dtype.kind in "OSU" else keras_backend.standardize_dtype(array.dtype)
-        return keras_backend.KerasTensor(array.shape, kind)
+        kind = "string" if array.dtype.kind in "OSU" else keras.backend.standardize_dtype(array.dtype)
+        return keras.KerasTensor(array.shape, kind)
 
     return tree.map_structure(lambda array: None if array is None else symbolic(array), arrays)

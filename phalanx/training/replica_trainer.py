@@ -13,12 +13,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import keras
-from keras.src.trainers.data_adapters import data_adapter_utils
-from keras.src.utils.python_utils import pythonify_logs
 
 from phalanx.checkpoint.result_encoding import decode_history, decode_outputs, encode_history, encode_outputs
 from phalanx.engines.engine import Engine
 from phalanx.errors import UnsupportedError
+from phalanx.keras_compat.internals import class_weight_to_sample_weights, pythonify_logs
 from phalanx.monitoring import timeline
 from phalanx.training import callback_list
 from phalanx.training.evaluation import evaluate_on_replicas
@@ -147,7 +146,7 @@ class ReplicaTrainer:
         if class_weight is not None:
             if sample_weight is not None:
                 raise ValueError("Arguments `sample_weight` and `class_weight` cannot be specified at the same time.")
-            sample_weight = data_adapter_utils.class_weight_to_sample_weights(y, class_weight)
+            sample_weight = class_weight_to_sample_weights(y, class_weight)
         batch = self._single_batch("train_on_batch", x, y, sample_weight)
         self._reset_metrics_of_a_single_batch()
         with self._running_engine() as engine:

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 import keras
 
-KINDS = (keras.layers.Layer, keras.optimizers.Optimizer, keras.metrics.Metric)
+from phalanx.keras_compat.hook import OBJECT_KINDS
+
+KINDS = OBJECT_KINDS
 """The objects that are named; models are layers."""
 
 

@@ -19,12 +19,14 @@ from typing import Any, NoReturn
 
 import keras
 import numpy as np
-from keras.src import tree
-from keras.src.models.functional import Functional
+from keras import tree
 
 from phalanx.engines.engine import Engine
-from phalanx.engines.updater import OptimizerSlot, why_not_by_rows
+from phalanx.engines.updater import why_not_by_rows
 from phalanx.errors import ConfigurationError, UnsupportedError
+from phalanx.keras_compat.internals import Functional
+from phalanx.keras_compat.optimizer_slots import OptimizerSlot
+from phalanx.keras_compat.patching import override_methods, restore_methods, set_untracked
 from phalanx.parameter_server.table_rows import NUMBER, padded, power_of_two
 
 logger = logging.getLogger(__name__)
@@ -193,12 +195,13 @@ class _Compact:
     def enter(self) -> None:
         layer = self._table.layer
         _exchange(layer, [self._table.variable], [self._rows, self._numbers])
-        vars(layer).update(_embeddings=_Absent(str(self._table)), call=self._call, save_own_variables=_refuse_to_save)
+        set_untracked(layer, _embeddings=_Absent(str(self._table)))
+        override_methods(layer, call=self._call, save_own_variables=_refuse_to_save)
 
     def leave(self) -> None:
         layer = self._table.layer
-        del vars(layer)["call"], vars(layer)["save_own_variables"]
-        vars(layer)["_embeddings"] = self._table.variable
+        restore_methods(layer, "call", "save_own_variables")
+        set_untracked(layer, _embeddings=self._table.variable)
         _exchange(layer, [self._rows, self._numbers], [self._table.variable])
 
     def values(self, numbers: Array, rows: Array) -> list[tuple[Any, Array]]:

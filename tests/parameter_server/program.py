@@ -20,7 +20,7 @@ def main() -> None:
     import numpy as np
 
     import phalanx
-    from phalanx.keras_compat import hook
+    from phalanx.training import model_dispatch
     from phalanx.training.steps.parameter_server_step import ParameterServerMerge
 
     folder, kind, epochs = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
@@ -84,7 +84,7 @@ def main() -> None:
 
     def ask(batch: int, logs: object) -> None:
         if strategy.rank == 1 and not (folder / "asked").exists():
-            hook.ask_all_to_stop(model)
+            model_dispatch.request_stop(model)
             (folder / "asked").touch()
             while not (folder / "go").exists():  # with a step in hand, without which the epoch does not end
                 time.sleep(0.05)

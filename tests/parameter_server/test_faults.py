@@ -354,7 +354,7 @@ def test_what_a_description_leaves_out_and_names_that_are_given_twice() -> None:
     import keras
     import numpy as np
 
-    from phalanx.engines.updater import OptimizerSlot, slots_of_model
+    from phalanx.keras_compat.optimizer_slots import OptimizerSlot, slots_of_model
 
     class Odd(keras.optimizers.SGD):
         def __init__(self, boost: float = 1.0, **options: object) -> None:
@@ -372,7 +372,7 @@ def test_what_a_description_leaves_out_and_names_that_are_given_twice() -> None:
     optimizer.build([weight])
     assert {OptimizerSlot(0, "moment"), OptimizerSlot(0, "moment#2")} <= set(slots_of_model(optimizer, [weight]))
     optimizer.boost = 5.0
-    with pytest.raises(UnsupportedError, match="does not tell `boost`"):
+    with pytest.raises(UnsupportedError, match="leaves out `boost`"):
         slots_of_model(optimizer, [weight])
 
 

@@ -14,6 +14,7 @@ import phalanx
 from phalanx import ReduceOp
 from phalanx.keras_compat import hook
 from phalanx.strategies.strategy import Strategy
+from phalanx.training import model_dispatch
 from tests.support.seeds import set_random_seed
 from tests.training.scenarios.common import FEATURES, classifier, features, labels, numbers, regressor
 from tests.training.scenarios.registry import BACKENDS, Setting, Table
@@ -272,10 +273,10 @@ def models_outside_scopes_are_kerass_own(setting: Setting) -> dict[str, Any]:
     after a scope was used, and with the hook taken out."""
     with setting.strategy.scope():
         inside = classifier()
-    assert hook.member_of(inside) is not None
+    assert model_dispatch.member_of(inside) is not None
     history, weights = _train_own_data(setting.rank)
     model = classifier()
-    assert hook.member_of(model) is None
+    assert model_dispatch.member_of(model) is None
     hook.uninstall()
     other_history, other_weights = _train_own_data(setting.rank)
     assert history == other_history

@@ -15,6 +15,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from phalanx.keras_compat.patching import overridden_methods
+
 _DTYPES = ("float32", "float64")
 """What nearly all weights are; in half precision Keras rounds in between, and the kernel does not."""
 
@@ -50,11 +52,8 @@ def fused(optimizer: Any) -> Iterator[None]:
             grad=tf.cast(gradient, dtype),
         )
 
-    vars(optimizer)["update_step"] = update
-    try:
+    with overridden_methods(optimizer, update_step=update):
         yield
-    finally:
-        del vars(optimizer)["update_step"]
 
 
 def _handle(variable: Any) -> Any:

@@ -19,8 +19,9 @@ from typing import Any
 
 import keras
 import torch
-from keras.src.backend.torch.optimizers.torch_adam import Adam
-from keras.src.backend.torch.optimizers.torch_adamw import AdamW
+
+from phalanx.keras_compat.patching import overridden_methods
+from phalanx.keras_compat.torch_internals import Adam, AdamW
 
 # What the kernel can be given; all weights of one model nearly always are float32.
 _DTYPES = (torch.float32, torch.float64)
@@ -39,11 +40,8 @@ def fused(optimizer: Any) -> Iterator[None]:
         if not _update_in_one_pass(optimizer, gradients, variables, learning_rate):
             update(gradients, variables, learning_rate)
 
-    vars(optimizer)["_parallel_update_step"] = update_step
-    try:
+    with overridden_methods(optimizer, _parallel_update_step=update_step):
         yield
-    finally:
-        del vars(optimizer)["_parallel_update_step"]
 
 
 def updated(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> bool:

@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from keras.src.backend.common import KerasVariable
-from keras.src.backend.torch import numpy as keras_numpy
 from torch.autograd import forward_ad
 
 from phalanx.keras_compat.patching import PatchedFunction
+from phalanx.keras_compat.torch_internals import KerasVariable, keras_numpy
 
 LEAST_FLOP = 6_000_000
 """For smaller products, what has to be done in Python takes longer than what is saved."""

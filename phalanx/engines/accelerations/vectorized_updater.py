@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from phalanx.arrays.flat_buffer import FlatBuffer
-from phalanx.engines.updater import OptimizerSlot, Updater, UpdaterPiece
+from phalanx.engines.updater import Updater, UpdaterPiece
+from phalanx.keras_compat.optimizer_slots import OptimizerSlot
 
 Array = np.ndarray[Any, Any]
 Make = Callable[[str, Sequence[UpdaterPiece]], Updater]

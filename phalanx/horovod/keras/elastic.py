@@ -24,7 +24,7 @@ from phalanx.errors import ConfigurationError
 from phalanx.horovod.elastic import ObjectState, State, run
 from phalanx.horovod.keras.functions import broadcast_variables
 from phalanx.horovod.operation_request import Array
-from phalanx.keras_compat.hook import synchronise_variables
+from phalanx.keras_compat.model_state import sync_jax_state
 from phalanx.training.state_sync import variables_of
 
 
@@ -59,20 +59,20 @@ class KerasState(ObjectState):
 
     def restore(self) -> None:
         """See `State.restore`."""
-        synchronise_variables(self.model)
+        sync_jax_state(self.model)
         for variable, array in zip(self._variables(), self._saved, strict=True):
             variable.assign(array)
         super().restore()
 
     def sync(self) -> None:
         """See `State.sync`."""
-        synchronise_variables(self.model)
+        sync_jax_state(self.model)
         broadcast_variables([v for v in self._variables() if "seed_generator_state" not in v.path], 0)
         super().sync()
         self._keep()
 
     def _keep(self) -> None:
-        synchronise_variables(self.model)
+        sync_jax_state(self.model)
         self._saved: list[Array] = [np.array(keras.ops.convert_to_numpy(v.value)) for v in self._variables()]
 
     def _variables(self) -> list[Any]:

@@ -20,7 +20,9 @@ from phalanx.engines.step_layout import MergeWeight, StepLayout
 from phalanx.horovod import operations, step_reports
 from phalanx.horovod.operations import Average
 from phalanx.keras_compat import hook
+from phalanx.keras_compat.patching import set_untracked
 from phalanx.monitoring import timeline
+from phalanx.training import model_dispatch
 from phalanx.training.steps.gradient_merge import MergeBuffers
 
 Array = np.ndarray[Any, Any]
@@ -36,7 +38,7 @@ def _train_function(model: Any, make: Callable[[], None]) -> Callable[..., Any] 
     from phalanx.horovod.keras.optimizer import way_of
 
     way = way_of(model.optimizer)
-    if way is None or hook.member_of(model) is not None:
+    if way is None or model_dispatch.member_of(model) is not None:
         return None
     backend = keras.backend.backend()
     if backend == "jax":
@@ -76,7 +78,7 @@ class _JaxFunction:
         data = next(iterator)
         # Where the engine, as Keras, keeps the state between steps.
         names = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
-        vars(model).update(_jax_state=dict(zip(names, state, strict=True)), _jax_state_synced=False)
+        set_untracked(model, _jax_state=dict(zip(names, state, strict=True)), _jax_state_synced=False)
         timeline.current.enter("forward/backward")
         with merged_already():
             self._step(data)

@@ -18,6 +18,7 @@ from phalanx.horovod.keras import fit_hook
 from phalanx.horovod.operation_request import HorovodOp
 from phalanx.horovod.operations import Average, check_op
 from phalanx.horovod.process_sets import ProcessSet, global_process_set
+from phalanx.keras_compat.patching import insert_mixin, remove_mixin, set_untracked
 
 _MODULES = {"jax": "jax", "tensorflow": "tensorflow.tape", "torch": "torch.gradients"}
 _state = threading.local()
@@ -211,11 +212,8 @@ def PartialDistributedOptimizer(
 
 def make_merging(optimizer: Any, way: MergeOptions) -> None:
     """Let the optimizer merge gradients first, from now on."""
-    own = type(optimizer)
-    merging = type(own.__name__, (_Merging, own), {"__module__": own.__module__, "__qualname__": own.__qualname__})
-    optimizer.__class__ = merging
-    # Past Keras's tracking of attributes, which an optimizer that is built refuses.
-    vars(optimizer)["_hvd_way"] = way
+    insert_mixin(optimizer, _Merging)
+    set_untracked(optimizer, _hvd_way=way)
 
 
 def way_of(optimizer: Any) -> MergeOptions | None:
@@ -234,13 +232,11 @@ def way_of(optimizer: Any) -> MergeOptions | None:
     agree = inner is not optimizer and accumulation_of(inner) > 1 and keras.backend.backend() != "jax"
     wanted = inner if agree else optimizer
     if present is not wanted:
-        present.__class__ = type(present).__bases__[1]
+        remove_mixin(present)
         make_merging(wanted, way)
     if agree and not isinstance(optimizer, _Agreeing):
-        own = type(optimizer)
-        names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
-        optimizer.__class__ = type(own.__name__, (_Agreeing, own), names)
-        vars(optimizer)["_hvd_way"] = way
+        insert_mixin(optimizer, _Agreeing)
+        set_untracked(optimizer, _hvd_way=way)
     return way
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import keras
 
-from phalanx.engines.global_batch_norm import moments
 from phalanx.errors import ConfigurationError, UnsupportedError
 from phalanx.horovod import basics
 from phalanx.horovod.operations import Sum
+from phalanx.keras_compat.global_batch_norm import moments
 
 
 @keras.saving.register_keras_serializable(package="phalanx.horovod")

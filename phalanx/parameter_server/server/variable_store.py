@@ -15,8 +15,9 @@ from phalanx.arrays.allocation import copy_arrays
 from phalanx.cluster.compatibility import describe_difference
 from phalanx.engines import make_updater
 from phalanx.engines.step_layout import MergeWeight
-from phalanx.engines.updater import OptimizerSlot, Updater, UpdaterPiece
+from phalanx.engines.updater import Updater, UpdaterPiece
 from phalanx.errors import CollectiveTimeoutError, DisagreementError
+from phalanx.keras_compat.optimizer_slots import OptimizerSlot
 from phalanx.parameter_server.server.connected_workers import CHIEF, Worker
 from phalanx.parameter_server.server.embedding_tables import EmbeddingTableUpdater
 from phalanx.parameter_server.server.replication import LOST, Record, ReplicaStream

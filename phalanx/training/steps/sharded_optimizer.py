@@ -52,9 +52,10 @@ from phalanx.config.job_config import uses_sharded_optimizer
 from phalanx.engines import make_updater
 from phalanx.engines.accelerations.vectorized_updater import is_elementwise
 from phalanx.engines.engine import Engine
-from phalanx.engines.updater import OptimizerSlot, UpdaterPiece, slots_of_model
+from phalanx.engines.updater import UpdaterPiece
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat.object_config import config_json_of
+from phalanx.keras_compat.optimizer_slots import OptimizerSlot, slots_of_model
 from phalanx.monitoring import timeline
 from phalanx.runtime import progress
 from phalanx.training.joint_batches import JointBatch

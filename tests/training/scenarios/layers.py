@@ -329,7 +329,7 @@ def strings_in_and_out(setting: Setting) -> dict[str, Any]:
     }
 
 
-@scenario(plain=False, error=dict.fromkeys(BACKENDS, ("UnsupportedError", "was made with aggregation='sum'")))
+@scenario(plain=False, error=dict.fromkeys(BACKENDS, ("UnsupportedError", "was created with aggregation='sum'")))
 def layer_that_keeps_a_sum(setting: Setting) -> dict[str, Any]:
     class Count(layers.Layer):
         def build(self, shape: Any) -> None:

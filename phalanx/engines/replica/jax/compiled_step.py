@@ -7,11 +7,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from keras.src import tree
+from keras import tree
 
 from phalanx.engines.engine import Batch, MergeProtocol
+from phalanx.engines.loss_scales import loss_scales
 from phalanx.errors import UnsupportedError
-from phalanx.keras_compat.global_losses import GloballyScaledLosses, scales
+from phalanx.keras_compat.global_losses import GloballyScaledLosses
 from phalanx.keras_compat.model_state import samples
 from phalanx.keras_compat.step_means import WeightedStepMeans
 
@@ -81,7 +82,7 @@ class CompiledStep:
                 "step. Reduce the loss with reduction='sum' and divide by a constant instead."
             ) from error
         own = [None if denominator is None else np.asarray(denominator) for denominator in denominators]
-        return self._run(share_of_step, *arguments, scales(own, self._merge, share))
+        return self._run(share_of_step, *arguments, loss_scales(own, self._merge, share))
 
     def _trace(self, share: Any, *arguments: Any) -> Any:
         *arguments_of_step, given = arguments

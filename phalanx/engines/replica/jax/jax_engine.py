@@ -26,16 +26,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
-from keras.src import backend as keras_backend
-from keras.src import tree
-from keras.src.backend.jax.trainer import JAXTrainer
+from keras import tree
 
 from phalanx.arrays.tree import map_leaves
 from phalanx.data.elements import ElementStructure
+from phalanx.engines import step_logs
+from phalanx.engines.batch_packing import Packing
 from phalanx.engines.engine import Batch, Exchange, MergeProtocol
 from phalanx.engines.replica.jax.compiled_step import CompiledStep
-from phalanx.engines.replica.jax.gradient_probe import only_call, probe
 from phalanx.engines.replica.jax.host_memory import SAME_ON_ALL, computes_on_host, pinned_memory, wide_vectors
 from phalanx.engines.replica.jax.output_packing import OutputPacking
 from phalanx.engines.step_layout import SMALL, SMALL_ON_THE_BUS, WEIGHT_OF_AGGREGATION, MergeWeight, StepLayout, bundles
@@ -43,7 +43,8 @@ from phalanx.engines.tensors import Gradient, HostFunction, Shape, same_shape
 from phalanx.engines.updater import BackendUpdater
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat import model_state
-from phalanx.keras_compat.global_losses import check_losses
+from phalanx.keras_compat.internals import in_stateless_scope
+from phalanx.keras_compat.jax_gradient_probe import only_call, probe
 from phalanx.keras_compat.log_origins import LogOrigins
 
 Array = np.ndarray[Any, Any]
@@ -77,7 +78,7 @@ class _Weights:
         return (jnp.array(value) if isinstance(value, np.ndarray) else value for value in self.values)
 
 
-class JaxEngine(model_state.Packing):
+class JaxEngine(Packing):
     """Steps of one Keras model on the JAX backend; see `phalanx.engines.engine.Engine`."""
 
     def __init__(self, model: Any, merge: MergeProtocol) -> None:
@@ -109,7 +110,7 @@ class JaxEngine(model_state.Packing):
     @property
     def merges_only_gradients(self) -> bool:
         on_host = self._compiled and computes_on_host()
-        return on_host and model_state.only_counts(self._model, JAXTrainer) and not self.layer_state()
+        return on_host and step_logs.logs_only_sums(self._model) and not self.layer_state()
 
     @property
     def in_variables(self) -> bool:
@@ -117,7 +118,7 @@ class JaxEngine(model_state.Packing):
 
     def build(self, data: Batch) -> None:
         self._model._symbolic_build(data_batch=self._as_given(map_leaves(_as_jax_has_it, data)))
-        check_losses(self._model)
+        model_state.check_losses(self._model)
         model_state.check_layers(self._model)
 
     def begin(self) -> None:
@@ -145,7 +146,7 @@ class JaxEngine(model_state.Packing):
         merged = flats if self._pinned is None else recipe.travelling.cut(flats)
         if self._update is None or (self._silent and recipe.logs):
             before = self._silent
-            self._silent = model_state.still_silent(before, self._model, recipe.read(flats)[2])
+            self._silent = step_logs.still_silent(before, self._model, recipe.read(flats)[2])
             if self._update is None or self._silent != before:
                 options = None if self._pinned is None else SAME_ON_ALL
                 self._update = self._jit(self._trace_update(recipe, self._silent), (0, 1, 2), options=options)
@@ -222,13 +223,13 @@ class JaxEngine(model_state.Packing):
         logs = {name: self._logs[name] for name in own} if training else self._test_logs
         weights = self._metric_weights()
         arrays = [np.asarray(value) for value in metrics]
-        arrays += model_state.weigh_last(list(logs.values()), share if training else self._test_share, share)
+        arrays += step_logs.weigh_last(list(logs.values()), share if training else self._test_share, share)
         layout = StepLayout.of(arrays, [*weights, *[MergeWeight.SHARE] * len(logs)])
         values = layout.cut(self._merge(layout, arrays, share))
         merged = [jnp.array(value) for value in values[: len(metrics)]]
         averages = dict(zip(logs, values[len(metrics) :], strict=True))
         self._keep(trainable, non_trainable, optimizer, merged if final else metrics)
-        silent = model_state.silent_metrics(self._model, merged)
+        silent = step_logs.silent_metrics(self._model, merged)
         origins = self.origins if training else self._test_origins
         return self._chosen(averages, merged, silent, origins)
 
@@ -326,15 +327,15 @@ class JaxEngine(model_state.Packing):
         return tuple(WEIGHT_OF_AGGREGATION[v.aggregation] for v in self._model.metrics_variables)
 
     def _watched(self, step: str, origins: LogOrigins) -> AbstractContextManager[Callable[[Mapping[str, Any]], None]]:
-        return origins.watched(of_interest=model_state.logs_differ_from_metrics(self._model, JAXTrainer, step))
+        return origins.watched(of_interest=model_state.logs_differ_from_metrics(self._model, step))
 
     def _chosen(
         self, averages: Mapping[str, Any], metrics: Values, silent: frozenset[str], origins: LogOrigins
     ) -> dict[str, Any]:
         """The logs of a step, of these values of the metrics."""
         mapping = list(zip(self._model.metrics_variables, metrics, strict=True))
-        with keras_backend.StatelessScope(state_mapping=mapping):
-            return model_state.choose_logs(averages, self._model.get_metrics_result, silent, origins.results)
+        with keras.StatelessScope(state_mapping=mapping):
+            return step_logs.choose_logs(averages, self._model.get_metrics_result, silent, origins.results)
 
     # State between steps. It travels as arguments; the model's variables are empty meanwhile, as in Keras's own loop.
 
@@ -388,7 +389,7 @@ def _as_jax_has_it(array: Array) -> Array:
 
 def _own_logs(model: Any, step: str, logs: Any) -> dict[str, Any]:
     """The logs that an overridden step returned; Keras's own steps return metric results, which follow anyhow."""
-    if not model_state.logs_differ_from_metrics(model, JAXTrainer, step):
+    if not model_state.logs_differ_from_metrics(model, step):
         return {}
     return {name: jnp.asarray(value, "float32") for name, value in model_state.flat_logs(logs).items()}
 
@@ -446,7 +447,7 @@ class JaxTensors:
     @property
     def merges_in_apply(self) -> bool:
         # `stateless_apply` runs inside compiled functions, which cannot wait for others: who calls it has merged.
-        return not keras_backend.in_stateless_scope()
+        return not in_stateless_scope()
 
     def from_host(self, array: Any) -> Any:
         return jnp.array(array, copy=True)

@@ -20,26 +20,29 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src import tree
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from keras import tree
 
 from phalanx.arrays.tree import leaves, map_leaves
 from phalanx.data.elements import ElementStructure
+from phalanx.engines import step_logs
 from phalanx.engines.accelerations.tensorflow_fused_adam import fused
+from phalanx.engines.batch_packing import Packing
 from phalanx.engines.engine import Batch, GradientRows, MergeProtocol
-from phalanx.engines.global_batch_norm import SynchronizedMoments, trace_key
+from phalanx.engines.loss_scales import loss_scales
 from phalanx.engines.replica.tensorflow.concrete_calls import ConcreteCall
 from phalanx.engines.replica.tensorflow.host_calls import call_in_graph, linear
-from phalanx.engines.replica.tensorflow.trace_cache import trace_apart
 from phalanx.engines.step_layout import MergeWeight, StepLayout
 from phalanx.engines.tensors import Gradient, HostFunction, Shape, same_shape
 from phalanx.engines.updater import BackendUpdater
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat import model_state
-from phalanx.keras_compat.global_losses import GloballyScaledLosses, check_losses, has_samples, scales
+from phalanx.keras_compat.global_batch_norm import SynchronizedMoments, trace_key
+from phalanx.keras_compat.global_losses import GloballyScaledLosses
 from phalanx.keras_compat.log_origins import LogOrigins
-from phalanx.keras_compat.patching import PatchedFunction
+from phalanx.keras_compat.optimizer_applies import merging_applies
 from phalanx.keras_compat.step_means import WeightedStepMeans
+from phalanx.keras_compat.tensorflow_tape import SampleLossGradients
+from phalanx.keras_compat.tensorflow_trace_cache import trace_apart
 
 Array = np.ndarray[Any, Any]
 
@@ -55,7 +58,7 @@ class _HostCallNeeded(Exception):
     """A loss or a layer asks the other ranks in the middle of what XLA compiles, which cannot call the host."""
 
 
-class TensorFlowEngine(model_state.Packing):
+class TensorFlowEngine(Packing):
     """Steps of one Keras model on the TensorFlow backend; see `phalanx.engines.engine.Engine`."""
 
     def __init__(self, model: Any, merge: MergeProtocol) -> None:
@@ -71,7 +74,7 @@ class TensorFlowEngine(model_state.Packing):
         self.origins = LogOrigins(model)
         self._test_origins = LogOrigins(model)
         self._losses = GloballyScaledLosses(self._scale_of)
-        self._gradients_of_vectors = PatchedFunction(tf.GradientTape, "gradient", self._gradient_function())
+        self._gradients_of_vectors = SampleLossGradients(lambda: self._share_in_graph, lambda: self._losses.batch_size)
         self._share_in_graph = tf.Variable(self._share)
         self._means = WeightedStepMeans(lambda: self._share_in_graph)
         # Functions that a model compiles itself would go on asking another engine, or nobody.
@@ -83,7 +86,7 @@ class TensorFlowEngine(model_state.Packing):
     def _make_functions(self, *, xla: bool) -> None:
         self._xla = xla
         self._traces: dict[str, tuple[Any, ConcreteCall]] = {}
-        own = not model_state.overrides(self._model, TensorFlowTrainer, "train_step")
+        own = not model_state.overrides(self._model, "train_step")
         self._train = self._function(self._train_own if own else self._train_overridden)
         self._compiled_part = self._function(self._gradients, jit_compile=xla)
         self._test = self._function(self._test_step, jit_compile=xla)
@@ -101,17 +104,17 @@ class TensorFlowEngine(model_state.Packing):
     def build(self, data: Batch) -> None:
         model = self._model
         only_a_step = type(model).call is keras.Model.call or model_state.has_built_parts(model)
-        if model_state.overrides(model, TensorFlowTrainer, "train_step") and only_a_step:
+        if model_state.overrides(model, "train_step") and only_a_step:
             # Its `train_step` may do anything with its parts, and need not call the model.
             if not model.optimizer.built:
                 model.optimizer.build(model.trainable_variables)
         else:
             model._symbolic_build(data_batch=map_leaves(_described, self._as_given(data)))
-        check_losses(self._model)
+        model_state.check_losses(self._model)
         model_state.check_layers(self._model)
         self._state = model_state.layer_state(self._model)
         self._metrics = list(self._model.metrics_variables)
-        self._weights = model_state.metric_weights(self._model)
+        self._weights = step_logs.metric_weights(self._model)
 
     def begin(self) -> None:
         pass
@@ -135,7 +138,7 @@ class TensorFlowEngine(model_state.Packing):
     def _changed_before_a_merge(self) -> list[Any]:
         """The variables that a step may have changed when it fails."""
         variables = [*self._state, *self._metrics]
-        if model_state.overrides(self._model, TensorFlowTrainer, "train_step"):
+        if model_state.overrides(self._model, "train_step"):
             # The gradients are merged and applied, and then the rest is merged.
             variables += self._model.trainable_variables
             variables += [v for optimizer in model_state.optimizers(self._model) for v in optimizer.variables]
@@ -149,7 +152,7 @@ class TensorFlowEngine(model_state.Packing):
 
     def logs(self) -> Mapping[str, Any]:
         silent = self._silent or frozenset()
-        return model_state.choose_logs(self._averages, lambda: self._results, silent, lambda: self._derived)
+        return step_logs.choose_logs(self._averages, lambda: self._results, silent, lambda: self._derived)
 
     def _run(self, function: str, data: Batch, share: float) -> Any:
         if share != self._share:
@@ -218,7 +221,7 @@ class TensorFlowEngine(model_state.Packing):
             model._loss_tracker.update_state(loss, sample_weight=_batch_size(x))
             scaled = model.optimizer.scale_loss(loss)
         gradients = tape.gradient(scaled, model.trainable_weights)
-        differ = model_state.logs_differ_from_metrics(model, TensorFlowTrainer, "train_step")
+        differ = model_state.logs_differ_from_metrics(model, "train_step")
         with self.origins.watched(of_interest=differ) as find:
             logs = model_state.flat_logs(model.compute_metrics(x, y, y_pred, sample_weight=sample_weight))
             find(logs)
@@ -227,7 +230,7 @@ class TensorFlowEngine(model_state.Packing):
     def _train_overridden(self, data: Batch) -> _Logs:
         before = self._start_metrics()
         assign = _assign if self._merge.updates else None
-        merging = model_state.merging_applies(self._model, self._merge_gradients, fused, assign)
+        merging = merging_applies(self._model, self._merge_gradients, fused, assign)
         with merging, self.origins.watched() as find:
             logs = model_state.flat_logs(self._model.train_step(self._packed(data)))
             find(logs)
@@ -236,7 +239,7 @@ class TensorFlowEngine(model_state.Packing):
 
     def _test_step(self, data: Batch) -> dict[str, Any]:
         """What it logs itself."""
-        differ = model_state.logs_differ_from_metrics(self._model, TensorFlowTrainer, "test_step")
+        differ = model_state.logs_differ_from_metrics(self._model, "test_step")
         with self._test_origins.watched(of_interest=differ) as find:
             logs = model_state.flat_logs(self._model.test_step(self._packed(data)))
             find(logs)
@@ -249,7 +252,7 @@ class TensorFlowEngine(model_state.Packing):
         is_sum = denominator is None
 
         def scale(own: Sequence[Array]) -> list[np.float32]:
-            return [np.float32(scales([None if is_sum else own[0]], self._merge, self._share)[0])]
+            return [np.float32(loss_scales([None if is_sum else own[0]], self._merge, self._share)[0])]
 
         (value,) = self._on_host(scale, [tf.ones([]) if is_sum else denominator], [tf.float32])
         value.set_shape([])
@@ -284,30 +287,6 @@ class TensorFlowEngine(model_state.Packing):
         whole = summed(tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0))
         parts = tf.split(whole, [tensor.shape.num_elements() for tensor in tensors])
         return [tf.reshape(part, tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-
-    def _gradient_function(self) -> Callable[..., Any]:
-        """In the place of `GradientTape.gradient`, which sums a loss that has values for each sample."""
-
-        def gradient(
-            tape: Any, target: Any, sources: Any, output_gradients: Any = None, *others: Any, **named: Any
-        ) -> Any:
-            if output_gradients is None and self._sums_samples(target, sources):
-                output_gradients = tf.ones_like(target) * tf.cast(
-                    tf.math.divide_no_nan(1.0, self._share_in_graph), target.dtype
-                )
-            return self._gradients_of_vectors.original(tape, target, sources, output_gradients, *others, **named)
-
-        return gradient
-
-    def _sums_samples(self, target: Any, sources: Any) -> bool:
-        """Not where the gradient of each sample's own input is asked for, as by a gradient penalty."""
-        return (
-            isinstance(target, tf.Tensor)
-            and target.shape.rank != 0
-            and target.dtype.is_floating
-            and all(isinstance(source, tf.Variable | keras.Variable) for source in tf.nest.flatten(sources))
-            and (target.shape.rank is None or has_samples(target, self._losses.batch_size))
-        )
 
     def _start_metrics(self) -> list[Any]:
         """Begin the step's increments at zero; returns what the metrics held before."""
@@ -400,7 +379,7 @@ class TensorFlowEngine(model_state.Packing):
             flats = self._merge(layout, arrays, self._share)
             if metrics_at is not None and (self._silent is None or self._silent):
                 counted = layout.cut(flats)[metrics_at : metrics_at + len(self._metrics)]
-                self._silent = model_state.still_silent(self._silent, self._model, counted)
+                self._silent = step_logs.still_silent(self._silent, self._model, counted)
             return flats
 
         dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors))
@@ -449,15 +428,15 @@ class TensorFlowEngine(model_state.Packing):
         own = [tf.identity(variable.value) for variable in self._metrics]
         arrays = [np.asarray(value) for value in own]
         last = share if training else self._share
-        arrays += model_state.weigh_last(list(logs.values()), last, share)
+        arrays += step_logs.weigh_last(list(logs.values()), last, share)
         layout = StepLayout.of(arrays, [*self._weights, *[MergeWeight.SHARE] * len(logs)])
         values = layout.cut(self._merge(layout, arrays, share)) if arrays else []
         for variable, value in zip(self._metrics, values, strict=False):
             variable.assign(value)
-        silent = model_state.silent_metrics(self._model, values[: len(own)])
+        silent = step_logs.silent_metrics(self._model, values[: len(own)])
         averages = dict(zip(logs, values[len(own) :], strict=True))
         origins = self.origins if training else self._test_origins
-        results = model_state.choose_logs(averages, self._model.get_metrics_result, silent, origins.results)
+        results = step_logs.choose_logs(averages, self._model.get_metrics_result, silent, origins.results)
         if not final:
             for variable, value in zip(self._metrics, own, strict=True):
                 variable.assign(value)

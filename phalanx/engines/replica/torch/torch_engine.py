@@ -15,30 +15,32 @@ from typing import Any
 import keras
 import numpy as np
 import torch
-from keras.src import tree
-from keras.src.backend.torch.core import convert_to_tensor, get_device
-from keras.src.backend.torch.trainer import TorchTrainer
-from keras.src.trainers.trainer import Trainer
+from keras import tree
 
 from phalanx.arrays.tree import leaves, map_leaves
 from phalanx.data.elements import ElementStructure
+from phalanx.engines import step_logs
 from phalanx.engines.accelerations.torch_fused_adam import fused, updated
 from phalanx.engines.accelerations.torch_onednn_matmul import OneDNNMatmul
+from phalanx.engines.batch_packing import Packing
 from phalanx.engines.engine import Batch, Exchange, MergeProtocol
+from phalanx.engines.loss_scales import loss_scales
 from phalanx.engines.replica.torch.host_copies import all_from_host, all_to_host, from_host, taken, to_host
 from phalanx.engines.replica.torch.module_buffers import buffers
 from phalanx.engines.step_layout import MergeWeight, StepLayout
 from phalanx.engines.tensors import Gradient, HostFunction, Shape, same_shape
 from phalanx.engines.updater import BackendUpdater
 from phalanx.keras_compat import model_state
-from phalanx.keras_compat.global_losses import GloballyScaledLosses, check_losses, scales
+from phalanx.keras_compat.global_losses import GloballyScaledLosses
 from phalanx.keras_compat.log_origins import LogOrigins
+from phalanx.keras_compat.optimizer_applies import merging_applies
 from phalanx.keras_compat.step_means import WeightedStepMeans
+from phalanx.keras_compat.torch_internals import convert_to_tensor, get_device
 
 Array = np.ndarray[Any, Any]
 
 
-class TorchEngine(model_state.Packing):
+class TorchEngine(Packing):
     """Steps of one Keras model on the PyTorch backend; see `phalanx.engines.engine.Engine`."""
 
     def __init__(self, model: Any, merge: MergeProtocol) -> None:
@@ -49,7 +51,7 @@ class TorchEngine(model_state.Packing):
             )
         self._model = model
         self._merge = merge
-        self._own_train_step = not model_state.overrides(model, TorchTrainer, "train_step")
+        self._own_train_step = not model_state.overrides(model, "train_step")
         self._backward = torch.compile(self._run_backward) if model.jit_compile else self._run_backward
         self._layouts: dict[tuple[tuple[int, ...], tuple[str, ...]], StepLayout] = {}
         self._silent: frozenset[str] | None = None
@@ -73,7 +75,7 @@ class TorchEngine(model_state.Packing):
             self._own_train_step
             and self._device.type == "cpu"
             and not self._state
-            and model_state.only_counts(self._model, TorchTrainer)
+            and step_logs.logs_only_sums(self._model)
         )
 
     @property
@@ -82,12 +84,12 @@ class TorchEngine(model_state.Packing):
 
     def build(self, data: Batch) -> None:
         self._model._symbolic_build(data_batch=self._as_given(data))
-        check_losses(self._model)
+        model_state.check_losses(self._model)
         model_state.check_layers(self._model)
         floating = [buffer for buffer in buffers(self._model) if buffer.value.is_floating_point()]
         self._state = [*_layer_state(self._model), *floating]
         self._metrics = list(self._model.metrics_variables)
-        self._weights = model_state.metric_weights(self._model)
+        self._weights = step_logs.metric_weights(self._model)
 
     def begin(self) -> None:
         pass
@@ -126,7 +128,7 @@ class TorchEngine(model_state.Packing):
 
     def logs(self) -> Mapping[str, Any]:
         silent = self._silent or frozenset()
-        return model_state.choose_logs(self._averages, self._model.get_metrics_result, silent, self.origins.results)
+        return step_logs.choose_logs(self._averages, self._model.get_metrics_result, silent, self.origins.results)
 
     def _train_own(self, data: Batch, share: float, metrics_before: list[Any]) -> None:
         weights, logs = self._backward(data)
@@ -152,7 +154,7 @@ class TorchEngine(model_state.Packing):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _scale_of(self, denominator: Any) -> float:
         own = None if denominator is None else to_host(denominator)
-        return float(scales([own], self._merge, self._share)[0])
+        return float(loss_scales([own], self._merge, self._share)[0])
 
     def _run_backward(self, data: Batch) -> tuple[list[Any], dict[str, Any]]:
         # As TorchTrainer.train_step, up to the optimizer; with the metrics before it, so that they travel along.
@@ -173,7 +175,7 @@ class TorchEngine(model_state.Packing):
 
     def _count(self, model: Any, *batch: Any) -> dict[str, Any]:
         """Add a batch to the metrics; returns what the model itself logs about it."""
-        if not model_state.overrides(model, Trainer, "compute_metrics"):
+        if not model_state.overrides(model, "compute_metrics"):
             return model_state.update_metrics(model, *batch)
         with self.origins.watched() as find:
             logs = model_state.update_metrics(model, *batch)
@@ -182,7 +184,7 @@ class TorchEngine(model_state.Packing):
 
     def _train_overridden(self, data: Batch, share: float, metrics_before: list[Any]) -> None:
         assign = _assign if self._merge.updates else None
-        merging = model_state.merging_applies(
+        merging = merging_applies(
             self._model, lambda gradients, weights: self._merge_gradients(gradients, weights, share), fused, assign
         )
         with merging, self.origins.watched() as find:
@@ -243,7 +245,7 @@ class TorchEngine(model_state.Packing):
             layout = self._layouts[key] = StepLayout.of(arrays, weights)
         arrays, tensors = taken(layout, self._merge(layout, arrays, share), self._device)
         of_state, of_metrics, of_logs = accumulate((len(gradients), len(self._state), len(self._metrics)))
-        self._silent = model_state.still_silent(self._silent, self._model, arrays[of_metrics:of_logs])
+        self._silent = step_logs.still_silent(self._silent, self._model, arrays[of_metrics:of_logs])
         with torch.no_grad():
             for variable, value in zip(self._state, tensors[of_state:of_metrics], strict=True):
                 variable.value.copy_(value)
@@ -274,7 +276,7 @@ class TorchEngine(model_state.Packing):
         before = None if share else [variable.value.clone() for variable in self._metrics]
         self._share = share
         self._losses.batch_size = model_state.samples(data)
-        differ = model_state.logs_differ_from_metrics(self._model, TorchTrainer, "test_step")
+        differ = model_state.logs_differ_from_metrics(self._model, "test_step")
         watched = self._test_origins.watched(of_interest=differ)
         with torch.no_grad(), self._losses, self._means, self._products, watched as find:
             logs = model_state.flat_logs(self._model.test_step(self._packed(_to_device(data))))
@@ -288,16 +290,16 @@ class TorchEngine(model_state.Packing):
         own = [variable.value.clone() for variable in self._metrics]
         arrays = [to_host(value) for value in own]
         last = share if training else self._share
-        arrays += model_state.weigh_last([_scalar(value) for value in logs.values()], last, share)
+        arrays += step_logs.weigh_last([_scalar(value) for value in logs.values()], last, share)
         layout = StepLayout.of(arrays, [*self._weights, *[MergeWeight.SHARE] * len(logs)])
         values = layout.cut(self._merge(layout, arrays, share)) if arrays else []
         with torch.no_grad():
             for variable, value in zip(self._metrics, values, strict=False):
                 variable.value.copy_(from_host(value))
-            silent = model_state.silent_metrics(self._model, values[: len(own)])
+            silent = step_logs.silent_metrics(self._model, values[: len(own)])
             averages = dict(zip(logs, values[len(own) :], strict=True))
             origins = self.origins if training else self._test_origins
-            results = model_state.choose_logs(averages, self._model.get_metrics_result, silent, origins.results)
+            results = step_logs.choose_logs(averages, self._model.get_metrics_result, silent, origins.results)
             results = {name: _number(value) for name, value in results.items()} if not final else results
             if not final:
                 _restore(self._metrics, own)

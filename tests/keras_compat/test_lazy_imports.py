@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.runtime.lazy_imports import DEFERRED
+from phalanx.keras_compat.lazy_imports import DEFERRED
 from tests.support.backends import FIRST
 
 BOUND_S = 120.0
@@ -24,8 +24,8 @@ def loaded(folder: Path, after: str) -> list[str]:
 import json, sys, types
 import keras
 {after}
-import phalanx.runtime.lazy_imports as deferral
-executed = [name for name in deferral.DEFERRED if type(sys.modules.get(name)) is types.ModuleType]
+import phalanx.keras_compat.lazy_imports as lazy_imports
+executed = [name for name in lazy_imports.DEFERRED if type(sys.modules.get(name)) is types.ModuleType]
 print(json.dumps(executed + [name for name in ("sklearn", "matplotlib.pyplot", "pandas") if name in sys.modules]))
 """
     )

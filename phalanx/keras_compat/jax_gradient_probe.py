@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from phalanx.errors import UnsupportedError
+from phalanx.keras_compat.patching import overridden_methods
 
 Values = list[Any]
 
@@ -52,11 +53,8 @@ def probe(optimizer: Any) -> Iterator[list[OptimizerCall]]:
         calls.append(OptimizerCall(optimizer_variables, list(grads), trainable_variables, *later))
         return later
 
-    vars(optimizer)["stateless_apply"] = note
-    try:
+    with overridden_methods(optimizer, stateless_apply=note):
         yield calls
-    finally:
-        del vars(optimizer)["stateless_apply"]
 
 
 def only_call(calls: list[OptimizerCall], state: tuple[Any, ...], trainable: Values, optimizer: Values) -> Values:

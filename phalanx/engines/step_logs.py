@@ -1,0 +1,75 @@
+"""What a step logs: results of metrics whose state was merged, and means of what the replicas logged themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from phalanx.engines.step_layout import WEIGHT_OF_AGGREGATION, MergeWeight
+from phalanx.keras_compat.model_state import logs_differ_from_metrics
+
+
+def metric_weights(model: Any) -> tuple[MergeWeight, ...]:
+    """How each of `model.metrics_variables` counts in the sum over ranks."""
+    return tuple(WEIGHT_OF_AGGREGATION[variable.aggregation] for variable in model.metrics_variables)
+
+
+def logs_only_sums(model: Any) -> bool:
+    """Whether all metric variables are sums, and a training step logs nothing but the metrics' results."""
+    return set(metric_weights(model)) <= {MergeWeight.ONE} and not logs_differ_from_metrics(model, "train_step")
+
+
+def silent_metrics(model: Any, merged: Sequence[Any]) -> frozenset[str]:
+    """The names of the metrics that a step did not update: a log of the same name is not their result."""
+    touched = {id(v) for v, value in zip(model.metrics_variables, merged, strict=True) if np.any(value)}
+    return frozenset(m.name for m in model.metrics if not any(id(v) in touched for v in m.variables))
+
+
+def still_silent(before: frozenset[str] | None, model: Any, merged: Sequence[Any]) -> frozenset[str]:
+    """The names of the metrics that no step has updated so far.
+
+    Args:
+        before: the same until the last step; None at the first step.
+        model: a compiled model.
+        merged: the state of its metrics after this step.
+    """
+    if before is not None and not before:
+        return before
+    now = silent_metrics(model, merged)
+    return now if before is None else before & now
+
+
+def weigh_last(values: Sequence[Any], last: float, share: float) -> list[Any]:
+    """The last batch's own logs of a rank, float32, scaled so that merging them by `share` counts them by `last`.
+
+    Args:
+        values: scalars.
+        last: this rank's share of the last global batch; 0 if it had a stand-in batch.
+        share: this rank's share of all batches.
+    """
+    if not last:
+        return [np.zeros((), np.float32) for _ in values]
+    return [np.asarray(value, np.float32) * np.float32(last / share) for value in values]
+
+
+def choose_logs(
+    averages: Mapping[str, Any],
+    results: Callable[[], Mapping[str, Any]],
+    silent: frozenset[str],
+    derived: Callable[[], Mapping[str, Any]] = dict,
+) -> dict[str, Any]:
+    """The logs of a step: metric results where there are any, else the mean of what the ranks logged.
+
+    Args:
+        averages: that mean, of everything that the step logged itself; empty if it logs only metric results.
+        results: returns the results of the metrics by name.
+        silent: names of the metrics that the step did not update.
+        derived: returns logs that follow from the metrics under other names; see `LogOrigins.results`.
+    """
+    merged = dict(results())
+    if not averages:
+        return merged
+    chosen = {name: merged[name] if name in merged and name not in silent else v for name, v in averages.items()}
+    return {**chosen, **derived()}

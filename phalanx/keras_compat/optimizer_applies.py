@@ -1,0 +1,94 @@
+"""Where a model's own `train_step` calls `optimizer.apply`: the gradients are merged there first.
+
+It overrides `apply` on the optimizer object. An optimizer that is none of the model's (one in a global variable) is
+caught by the wrapper that `hook` puts around every `apply`, which asks `stray_merge`.
+
+Tested with Keras 3.12 and 3.15.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+from phalanx.errors import UnsupportedError
+from phalanx.keras_compat.model_state import optimizers
+from phalanx.keras_compat.patching import overridden_methods, override_methods
+
+GradientMerge = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+"""Called with gradients and their weights; returns what is to be applied."""
+
+_strays = threading.local()
+
+
+@contextmanager
+def merging_applies(
+    model: Any,
+    merge: GradientMerge,
+    fused: Callable[[Any], AbstractContextManager[None]],
+    assign: Callable[[Sequence[Any], Sequence[Any]], None] | None = None,
+) -> Iterator[None]:
+    """A context in which optimizers merge their gradients before they apply them.
+
+    Args:
+        model: whose optimizers merge; those of other objects merge too, see `stray_merge`.
+        merge: merges the gradients.
+        fused: a context that lets an optimizer use a fused kernel.
+        assign: called instead of the optimizers' own update, with what `merge` returned and the weights.
+    """
+    with ExitStack() as stack:
+        for optimizer in optimizers(model):
+            stack.enter_context(_merging_apply(optimizer, merge, assign or optimizer.apply))
+            stack.enter_context(fused(optimizer))
+        stack.enter_context(_strays_merging(_refuse_stray if assign else merge))
+        yield
+
+
+def stray_merge() -> GradientMerge | None:
+    """The merge for an optimizer that is applied now and is none of the model's; None outside of a train step."""
+    return getattr(_strays, "merge", None)
+
+
+def redirect_apply(optimizer: Any, apply: Callable[[Sequence[Any], Sequence[Any] | None], None]) -> None:
+    """Replace an optimizer's `apply` (and so `apply_gradients` and `stateless_apply`) for good.
+
+    Args:
+        optimizer: a Keras optimizer.
+        apply: called with the gradients and the variables that came with them, or None.
+    """
+
+    def redirected(grads: Any, trainable_variables: Any = None) -> None:
+        apply(list(grads), None if trainable_variables is None else list(trainable_variables))
+
+    override_methods(optimizer, apply=redirected)
+
+
+@contextmanager
+def _strays_merging(merge: GradientMerge | None) -> Iterator[None]:
+    before = stray_merge()
+    _strays.merge = merge
+    try:
+        yield
+    finally:
+        _strays.merge = before
+
+
+def _refuse_stray(gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
+    raise UnsupportedError(
+        "train_step applies an optimizer that is not the model's. With parameter servers the servers update, so pass "
+        "it to compile()."
+    )
+
+
+def _merging_apply(optimizer: Any, merge: GradientMerge, apply: Callable[..., Any]) -> AbstractContextManager[None]:
+    def merged_apply(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
+        if trainable_variables is None:
+            trainable_variables = optimizer._trainable_variables
+        weights = list(trainable_variables)
+        merged = merge(list(grads), weights)
+        with _strays_merging(None):
+            return apply(merged, weights)
+
+    return overridden_methods(optimizer, apply=merged_apply)

@@ -1,0 +1,84 @@
+"""Which of an optimizer's variables belongs to which of the model's: `add_variable_from_reference` knows.
+
+Tested with Keras 3.12 and 3.15.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from phalanx.errors import UnsupportedError
+from phalanx.keras_compat.object_config import clone_from_config
+from phalanx.keras_compat.patching import overridden_methods
+
+
+class OptimizerSlot(NamedTuple):
+    """What one of an optimizer's variables is.
+
+    Attributes:
+        variable: index of the model's variable that it belongs to; -1: to none.
+        name: of the slot, such as "momentum".
+    """
+
+    variable: int
+    name: str
+
+
+def build_noting_slots(optimizer: Any, variables: Sequence[Any]) -> tuple[OptimizerSlot, ...]:
+    """Build a fresh optimizer for variables; returns the slot of each of its own variables."""
+    found: dict[int, OptimizerSlot] = {}
+    index_of = {id(variable): index for index, variable in enumerate(variables)}
+    add = optimizer.add_variable_from_reference
+
+    def add_and_note(reference_variable: Any, name: str | None = None, **options: Any) -> Any:
+        added = add(reference_variable, name=name, **options)
+        found[id(added)] = OptimizerSlot(index_of[id(reference_variable)], name or "var")
+        return added
+
+    with overridden_methods(optimizer, add_variable_from_reference=add_and_note):
+        optimizer.build(variables)
+    # Keras numbers variables without a name (Nadam has one) through the whole process.
+    slots = [
+        found.get(id(variable), OptimizerSlot(-1, re.sub(r"^variable_\d+$", "variable", variable.name)))
+        for variable in optimizer.variables
+    ]
+    # A custom optimizer may give several variables the same name.
+    times: Counter[OptimizerSlot] = Counter()
+    for place, slot in enumerate(slots):
+        times[slot] += 1
+        if times[slot] > 1:
+            slots[place] = slot._replace(name=f"{slot.name}#{times[slot]}")
+    return tuple(slots)
+
+
+def slots_of_model(optimizer: Any, variables: Sequence[Any]) -> tuple[OptimizerSlot, ...]:
+    """The slot of each variable of a built optimizer, found on a clone of it.
+
+    Raises: UnsupportedError if the optimizer's config leaves out an argument.
+    """
+    clone = clone_from_config(optimizer)
+    slots = build_noting_slots(clone, variables)
+    missing = [name for name, value in _plain_attributes(optimizer).items() if vars(clone).get(name, value) != value]
+    if missing:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__}.get_config() leaves out {', '.join(f'`{name}`' for name in missing)}, so "
+            f"the servers would train with another value. Return it there, and take it in __init__."
+        )
+    return slots
+
+
+def set_decaying(optimizer: Any, decays: Sequence[bool], variables: Sequence[Any]) -> None:
+    """Choose the variables to which an optimizer applies its weight decay; one flag for each."""
+    key = optimizer._var_key  # TensorFlow's optimizers pass TensorFlow's variables instead of Keras's
+    decaying = {key(variable): flag for variable, flag in zip(variables, decays, strict=True)}
+    vars(optimizer)["_use_weight_decay"] = lambda variable: decaying[key(variable)]
+    if not any(decays):
+        optimizer.weight_decay = None  # Keras on PyTorch fails if there is nothing to decay
+
+
+def _plain_attributes(optimizer: Any) -> dict[str, Any]:
+    plain = (bool, int, float, str, type(None))
+    return {k: v for k, v in vars(optimizer).items() if type(v) in plain and not k.startswith("_") and k != "built"}

@@ -1,0 +1,14 @@
+"""Internals of Keras's PyTorch backend, used as they are. Import only when Keras runs on PyTorch.
+
+Tested with Keras 3.12 and 3.15. `tests/keras_compat/test_internals.py` checks each.
+"""
+
+from __future__ import annotations
+
+from keras.src.backend.common import KerasVariable
+from keras.src.backend.torch import numpy as keras_numpy
+from keras.src.backend.torch.core import convert_to_tensor, get_device
+from keras.src.backend.torch.optimizers.torch_adam import Adam
+from keras.src.backend.torch.optimizers.torch_adamw import AdamW
+
+__all__ = ["Adam", "AdamW", "KerasVariable", "convert_to_tensor", "get_device", "keras_numpy"]

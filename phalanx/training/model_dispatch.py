@@ -1,0 +1,174 @@
+"""Which trainer runs a model: what the strategies register with `phalanx.keras_compat.hook`.
+
+A model that is constructed or compiled inside `strategy.scope()` belongs to this process's member of the job: its
+place among replicas, or among parameter servers. Its `fit`, `evaluate`, ... then go to a `ReplicaTrainer` or a
+`ParameterServerTrainer`. All other models are left to Keras.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from phalanx.errors import UnsupportedError
+from phalanx.keras_compat import hook
+from phalanx.keras_compat.hook import KerasMethod
+from phalanx.keras_compat.internals import keras_trainer
+from phalanx.keras_compat.model_state import sync_jax_state
+from phalanx.keras_compat.patching import set_untracked
+from phalanx.training import callback_list, shared_saving
+from phalanx.training.central_storage_trainer import CentralStorageTrainer, CentralStorageWorker
+from phalanx.training.fit_resumption import has_checkpoint
+from phalanx.training.parameter_server_trainer import ParameterServerTrainer
+from phalanx.training.parameter_server_worker import ParameterServerWorker
+from phalanx.training.replica import Replica, alone
+from phalanx.training.replica_trainer import ReplicaTrainer
+from phalanx.training.training_policy import EVERY_STEP, TrainingPolicy
+
+_STEPS = {"fit": "train", "evaluate": "test"}  # the other methods begin with the name of their step
+_MEMBER = "_phalanx_member"
+_POLICY = "_phalanx_policy"
+_TRAINER = "_phalanx_trainer"
+
+Member = Replica | ParameterServerWorker
+"""What a model belongs to: this process's place among replicas, or among parameter servers."""
+
+
+class ModelDispatcher:
+    """See `phalanx.keras_compat.hook.Dispatcher`.
+
+    Args:
+        current_member: returns the member that a model constructed or compiled now belongs to; None for Keras's own.
+        merge_gradients: see `Dispatcher.merge_gradients`.
+        current_policy: returns how such a model is to be trained.
+    """
+
+    def __init__(
+        self,
+        current_member: Callable[[], Member | None],
+        merge_gradients: Callable[[list[Any]], list[Any]],
+        current_policy: Callable[[], TrainingPolicy] = lambda: EVERY_STEP,
+    ) -> None:
+        self._current_member = current_member
+        self._current_policy = current_policy
+        self.merge_gradients = merge_gradients
+
+    def register_model(self, model: Any) -> None:
+        """Note the current strategy's member, and that a former trainer is stale."""
+        if (member := self._current_member()) is not None:
+            set_untracked(model, **{_MEMBER: member, _POLICY: self._current_policy()})
+        vars(model).pop(_TRAINER, None)
+
+    def register_object(self, thing: Any) -> None:
+        """Name what is created, so that tasks can refer to it."""
+        if isinstance(member := self._current_member(), ParameterServerWorker):
+            member.made.note(thing)
+
+    def run(self, model: Any, method: KerasMethod, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run `fit` and the like by the model's trainer, or by Keras if the model trains in this process alone."""
+        member = member_of(model)
+        is_alone = member is None or (isinstance(member, Replica) and _trains_alone(model, member))
+        if is_alone and method.name != "fit":
+            return method(model, *args, **kwargs)
+        if isinstance(member, Replica) and callback_list.runs_on_this_rank_only():
+            _refuse_training_in_chief_callback(method)
+            return method(model, *args, **kwargs)
+        arguments = method.bind(model, args, kwargs)
+        if is_alone and not has_checkpoint(arguments.get("callbacks")):
+            return method(model, *args, **kwargs)
+        member = member or alone()
+        _refuse_own_functions(model, member, method.name, validates=arguments.get("validation_data") is not None)
+        return getattr(_trainer_of(model, member), method.name)(**arguments)
+
+    def save(self, model: Any, method: KerasMethod, filepath: Any, overwrite: bool, *args: Any, **kwargs: Any) -> Any:
+        """See `shared_saving.save`."""
+        return shared_saving.save(model, member_of(model), method, filepath, overwrite, *args, **kwargs)
+
+
+def member_of(model: Any) -> Member | None:
+    """What a model belongs to, or None if Keras itself trains it."""
+    member: Member | None = vars(model).get(_MEMBER)
+    return member
+
+
+def is_server_worker(model: Any) -> bool:
+    """Whether parameter servers train the model."""
+    return isinstance(member_of(model), ParameterServerWorker)
+
+
+def request_stop(model: Any) -> None:
+    """Stop `fit` on parameter servers, where the chief alone decides, at the end of the epoch.
+
+    Replicas need no such request: they agree on `model.stop_training`.
+    """
+    trainer = vars(model).get(_TRAINER)
+    if isinstance(trainer, ParameterServerTrainer | CentralStorageTrainer):
+        trainer.request_stop()
+
+
+def update_variables(model: Any) -> None:
+    """Put the newest weights and optimizer state, all of the same step, into the model's variables.
+
+    During `fit` JAX has them among the arguments of its functions, and parameter servers have them themselves, also
+    while a coordinator's functions run.
+    """
+    sync_jax_state(model)
+    member, trainer = member_of(model), vars(model).get(_TRAINER)
+    if isinstance(trainer, ParameterServerTrainer | CentralStorageTrainer):
+        trainer.pull_consistent()
+    if isinstance(member, ParameterServerWorker) and member.is_chief and member.coordinator is not None:
+        member.coordinator.refresh()
+
+
+def _refuse_training_in_chief_callback(method: KerasMethod) -> None:
+    if method.name in ("fit", "train_on_batch"):
+        raise UnsupportedError(
+            f"{method.name}() was called in a callback that only the chief runs, as it derives from one of Keras's "
+            f"that write files (derive it from keras.callbacks.Callback, which runs on every rank), or where a worker "
+            f"that joins a running fit() begins its callbacks."
+        )
+
+
+def _refuse_own_functions(model: Any, member: Member, method: str, *, validates: bool) -> None:
+    """Raise UnsupportedError if the model has its own `make_train_function` or the like.
+
+    The trainers of a job take the steps in functions of their own. Parameter servers leave evaluation and prediction
+    to Keras.
+    """
+    steps = [_STEPS.get(method, method.partition("_")[0]), *(["test"] if validates else [])]
+    for step in [step for step in steps if step == "train" or isinstance(member, Replica)]:
+        name = f"make_{step}_function"
+        if name in vars(model) or getattr(type(model), name) is not getattr(keras_trainer(), name):
+            raise UnsupportedError(
+                f"{method}() of {model.name!r}: the model has its own {name}(), which only Keras in one process calls. "
+                f"Say what a step does in {step}_step(), compute_loss() or call(), or train in a custom loop."
+            )
+    if validates and isinstance(member, Replica) and type(model).evaluate is not keras_trainer().evaluate:
+        raise UnsupportedError(
+            f"fit() of {model.name!r} with validation data: the model has its own evaluate(), by which only Keras in "
+            f"one process validates. Say what is computed in test_step() or compute_metrics(), or call evaluate() in a "
+            f"callback."
+        )
+
+
+def _trains_alone(model: Any, replica: Replica) -> bool:
+    """Whether Keras itself trains the model: no other replica, and nothing to do that Keras does not do."""
+    return replica.is_alone and vars(model)[_POLICY].period is None
+
+
+def _trainer_of(model: Any, member: Member) -> ReplicaTrainer | ParameterServerTrainer | CentralStorageTrainer:
+    trainer: ReplicaTrainer | ParameterServerTrainer | CentralStorageTrainer | None = vars(model).get(_TRAINER)
+    if trainer is None:
+
+        def keras_method(name: str) -> Callable[..., Any]:
+            return functools.partial(hook.keras_method(name), model)
+
+        if isinstance(member, Replica):
+            trainer = ReplicaTrainer(model, member, vars(model).get(_POLICY, EVERY_STEP))
+        elif isinstance(member, CentralStorageWorker):
+            trainer = CentralStorageTrainer(model, member, keras_method)
+        else:
+            trainer = ParameterServerTrainer(model, member, keras_method)
+        set_untracked(model, **{_TRAINER: trainer})
+    return trainer
