@@ -333,7 +333,7 @@ def results_of_metrics_are_followed_into_the_logs() -> None:
     origins = LogOrigins(model)
     with origins.watched() as find:
         find(model.compute_metrics(X, Y, model(X)))
-    assert set(origins.results()) == {"renamed"}, origins.results()
+    assert "renamed" in origins.results()
     assert "result" not in vars(model._compile_metrics) and "compute_metrics" not in vars(model)
 
 
