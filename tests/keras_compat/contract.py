@@ -54,7 +54,8 @@ def trainer_defines_what_is_dispatched() -> None:
     from phalanx.keras_compat.internals import keras_trainer
 
     trainer = keras_trainer()
-    assert issubclass(keras.Model, trainer) and trainer.__name__.lower().startswith(keras.backend.backend())
+    assert issubclass(keras.Model, trainer)
+    assert trainer.__name__.lower().startswith(keras.backend.backend())
     for name in (*DISPATCHED, "train_step", "test_step", "predict_step", "make_train_function"):
         assert name in vars(trainer), name
     assert "force" in parameters(trainer.make_train_function)
@@ -65,7 +66,8 @@ def logs_become_python_numbers() -> None:
     from phalanx.keras_compat.internals import pythonify_logs
 
     logs = pythonify_logs({"loss": keras.ops.convert_to_tensor(1.5), "text": "a", "inner": {"mae": np.float32(2.0)}})
-    assert logs == {"loss": 1.5, "text": "a", "mae": 2.0} and type(logs["loss"]) is float
+    assert logs == {"loss": 1.5, "text": "a", "mae": 2.0}
+    assert type(logs["loss"]) is float
 
 
 @check()
@@ -81,7 +83,8 @@ def validation_split_takes_the_last_samples() -> None:
     from phalanx.keras_compat.internals import train_validation_split
 
     (train,), (validation,) = train_validation_split((np.arange(8),), 0.25)
-    assert train.tolist() == [0, 1, 2, 3, 4, 5] and validation.tolist() == [6, 7]
+    assert train.tolist() == [0, 1, 2, 3, 4, 5]
+    assert validation.tolist() == [6, 7]
 
 
 @check()
@@ -101,7 +104,8 @@ def monitors_know_whether_more_is_better() -> None:
     model.evaluate(X, Y, verbose=0)  # metrics are known by name once they are built
     rule.set_model(model)
     rule._set_monitor_op()
-    assert rule._is_improvement(1.0, 2.0) and not rule._is_improvement(2.0, 1.0)
+    assert rule._is_improvement(1.0, 2.0)
+    assert not rule._is_improvement(2.0, 1.0)
 
 
 @check()
@@ -151,7 +155,8 @@ def torch_adam_updates_in_parallel() -> None:
     vars(optimizer)["_parallel_update_step"] = lambda *arguments: calls.append(arguments)
     optimizer.apply([keras.ops.convert_to_tensor([1.0])], [variable])
     ((gradients, variables, _),) = calls
-    assert variables == [variable] and len(gradients) == 1
+    assert variables == [variable]
+    assert len(gradients) == 1
     assert (optimizer._momentums[0].shape, optimizer._velocities[0].shape) == ((1,), (1,))
 
 
@@ -164,8 +169,10 @@ def torch_products_go_through_matmul() -> None:
     patch = PatchedFunction(keras_numpy, "matmul", lambda *both: calls.append(both) or patch.original(*both))
     with patch:
         keras.layers.Dense(2)(X)
-    assert parameters(patch.original) == ["x1", "x2"] and isinstance(calls[0][1], KerasVariable)
-    assert convert_to_tensor(X).shape == (4, 3) and get_device() in ("cpu", "cuda")
+    assert parameters(patch.original) == ["x1", "x2"]
+    assert isinstance(calls[0][1], KerasVariable)
+    assert convert_to_tensor(X).shape == (4, 3)
+    assert get_device() in ("cpu", "cuda")
 
 
 # hook
@@ -246,7 +253,8 @@ def train_function_is_chosen_where_fit_makes_it() -> None:
     try:
         model = small_model()
         model.fit(X, Y, verbose=0)
-        assert models[0] is model and model.train_function is not None
+        assert models[0] is model
+        assert model.train_function is not None
     finally:
         hook.uninstall()
 
@@ -266,7 +274,9 @@ def losses_are_reduced_in_one_function() -> None:
         weighted = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
         weighted(Y, Y, sample_weight=np.array([1, 1, 0, 0], "float32"))
     assert float(tripled) == 12.0
-    assert asked[0] is None and float(asked[1]) == 2.0 and len(asked) == 2
+    assert asked[0] is None
+    assert float(asked[1]) == 2.0
+    assert len(asked) == 2
 
 
 @check()
@@ -316,7 +326,8 @@ def synchronized_normalization_takes_moments_from_one_function() -> None:
             normalized = layer(inputs, training=True)
     finally:
         hook.uninstall()
-    assert calls == [2, 2] and abs(float(keras.ops.mean(normalized))) < 1e-5
+    assert calls == [2, 2]
+    assert abs(float(keras.ops.mean(normalized))) < 1e-5
 
 
 @check()
@@ -334,7 +345,8 @@ def results_of_metrics_are_followed_into_the_logs() -> None:
     with origins.watched() as find:
         find(model.compute_metrics(X, Y, model(X)))
     assert "renamed" in origins.results()
-    assert "result" not in vars(model._compile_metrics) and "compute_metrics" not in vars(model)
+    assert "result" not in vars(model._compile_metrics)
+    assert "compute_metrics" not in vars(model)
 
 
 # models
@@ -350,7 +362,8 @@ def models_show_their_parts() -> None:
     assert model_state.optimizers(model) == [model.optimizer]
     assert model_state.is_unbuilt(model)
     model._symbolic_build(data_batch=(X, Y, None))
-    assert not model_state.is_unbuilt(model) and model_state.has_built_parts(model)
+    assert not model_state.is_unbuilt(model)
+    assert model_state.has_built_parts(model)
     assert {variable.aggregation for variable in model.metrics_variables} == {"sum"}
     assert [entry.loss.reduction for entry in model._compile_loss._flat_losses] == ["sum_over_batch_size"]
     model_state.check_losses(model)
@@ -366,7 +379,8 @@ def models_have_what_a_step_is_made_of() -> None:
     assert model._call_has_training_arg is True
     assert {"x", "y", "y_pred", "sample_weight", "training"} <= set(parameters(model._compute_loss))
     model._symbolic_build(data_batch=(X, Y, None))
-    assert model._loss_tracker.total.shape == () and model._loss_tracker.count.shape == ()
+    assert model._loss_tracker.total.shape == ()
+    assert model._loss_tracker.count.shape == ()
 
 
 @check("jax")
@@ -384,7 +398,8 @@ def jax_state_travels_as_arguments() -> None:
     state["trainable_variables"] = [value * 0 + 7 for value in state["trainable_variables"]]
     set_untracked(model, _jax_state=state, _jax_state_synced=False)
     sync_jax_state(model)
-    assert model._jax_state_synced is True and all((weight == 7).all() for weight in model.get_weights())
+    assert model._jax_state_synced is True
+    assert all((weight == 7).all() for weight in model.get_weights())
 
 
 @check("jax")
@@ -418,7 +433,8 @@ def optimizers_pass_through_apply() -> None:
     optimizer.build([variable])
     redirect_apply(optimizer, lambda gradients, variables: calls.append(variables))
     optimizer.apply_gradients([(keras.ops.convert_to_tensor([1.0]), variable)])
-    assert calls == [[variable]] and list(optimizer._trainable_variables) == [variable]
+    assert calls == [[variable]]
+    assert list(optimizer._trainable_variables) == [variable]
 
 
 @check()
@@ -453,8 +469,10 @@ def tensorflow_adam_updates_each_variable_in_update_step() -> None:
     optimizer.build([variable])
     vars(optimizer)["update_step"] = lambda *arguments: calls.append(arguments)
     optimizer.apply([keras.ops.convert_to_tensor([1.0])], [variable])
-    assert len(calls) == 1 and optimizer._get_variable_index(calls[0][1]) == 0
-    assert hasattr(optimizer, "iterations") and (optimizer.beta_1, optimizer.beta_2) == (0.9, 0.999)
+    assert len(calls) == 1
+    assert optimizer._get_variable_index(calls[0][1]) == 0
+    assert hasattr(optimizer, "iterations")
+    assert (optimizer.beta_1, optimizer.beta_2) == (0.9, 0.999)
 
 
 @check()
@@ -462,7 +480,8 @@ def accumulated_gradients_are_clipped_when_they_are_applied() -> None:
     optimizer = keras.optimizers.SGD(gradient_accumulation_steps=2)
     variable = keras.Variable([1.0])
     optimizer.build([variable])
-    assert len(optimizer._accumulated_gradients) == 1 and int(optimizer._iterations) == 0
+    assert len(optimizer._accumulated_gradients) == 1
+    assert int(optimizer._iterations) == 0
     if keras.backend.backend() == "torch":
         calls: list[Any] = []
         vars(optimizer)["_clip_gradients"] = lambda gradients: calls.append(gradients) or gradients
@@ -480,7 +499,8 @@ def configs_are_read_without_tensorflow() -> None:
     assert hasattr(serialization_lib.tf, "available")
     optimizer = keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(0.1, 10))
     described = json.loads(config_json_of(optimizer))
-    assert described["module"].startswith("keras.") and described["class_name"] == "Adam"
+    assert described["module"].startswith("keras.")
+    assert described["class_name"] == "Adam"
     assert type(clone_from_config(optimizer)) is type(optimizer)
 
 
@@ -523,11 +543,13 @@ def functions_are_traced_for_each_key() -> None:
 def arrays_are_standardized() -> None:
     from phalanx.keras_compat import data_adapters
 
-    assert data_adapters.is_arrays(X, Y, None) and not data_adapters.is_arrays(iter([X]), None, None)
+    assert data_adapters.is_arrays(X, Y, None)
+    assert not data_adapters.is_arrays(iter([X]), None, None)
     sliceables, samples, batch_size = data_adapters.standardize_arrays(
         X.astype("float64"), Y, None, batch_size=None, steps_per_epoch=None, class_weight=None
     )
-    assert (samples, batch_size) == (4, 32) and sliceables[0][0:2].dtype == "float32"
+    assert (samples, batch_size) == (4, 32)
+    assert sliceables[0][0:2].dtype == "float32"
 
 
 @check()
