@@ -98,23 +98,23 @@ class _JobActions:
         self._say = say
 
     def evict(self, task: str) -> None:
-        self._job.run_soon(lambda: self._job.kill(task))
+        self._job.loop.run_soon(lambda: self._job.kill(task))
 
     def release(self, task: str) -> None:
-        self._job.run_soon(lambda: self._job.release(task))
+        self._job.loop.run_soon(lambda: self._job.release(task))
 
     def finish(self, tasks: Sequence[str]) -> None:
-        self._job.run_soon(lambda: self._job.end_others(tasks))
+        self._job.loop.run_soon(lambda: self._job.finish(tasks))
 
     def fail(self) -> None:
-        self._job.run_soon(self._job.give_up)
+        self._job.loop.run_soon(self._job.abort)
 
     def resize(self, workers: int) -> None:
-        self._job.run_soon(lambda: self._job.recall(workers))
+        self._job.loop.run_soon(lambda: self._job.resize(workers))
 
     def log(self, text: str) -> None:
-        self._job.run_soon(lambda: self._log(text))
+        self._job.loop.run_soon(lambda: self._log(text))
 
     def _log(self, text: str) -> None:
-        if not self._job.is_ending:  # the launcher ends the members itself, which is no news
+        if not self._job.is_shutting_down:  # the launcher ends the members itself, which is no news
             self._say(text)

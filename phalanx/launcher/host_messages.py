@@ -7,22 +7,20 @@ import msgspec
 from phalanx.runtime.crash_report import CrashReport
 
 STOPPED = "T"
-"""The kernel's word for a process that was stopped by a signal."""
+"""The kernel's letter for a process that was stopped by a signal."""
 
 
-class CrashReported(msgspec.Struct, frozen=True):
-    """What is known of a worker's end.
+class WorkerDiagnostics(msgspec.Struct, frozen=True):
+    """What is known about how a worker ended.
 
     Attributes:
         phase, epoch, step: its last progress report; None if there was none.
-        age_s: seconds between that report and its end.
-        state: the kernel's word for what it did when its stacks were asked for (`R`unning, `S`leeping,
-            `D`isk,
-            `T` stopped); empty if they were not.
-        stacks: the Python stacks of its threads, if they were asked for or native code crashed.
+        age_s: seconds between that report and its exit.
+        state: the kernel's letter for what it did when its stacks were requested (`R` running, `S` sleeping, `D`
+            waiting for a disk, `T` stopped); empty if they were not.
+        stacks: the Python stacks of its threads, if they were requested or native code crashed.
         error: the uncaught error that ended it.
-        output: where it failed without one, the last lines that it wrote to its standard error, or to both outputs
-            where they are one.
+        output: if it failed without one, the last lines that it wrote to stderr, or to both outputs where they are one.
     """
 
     phase: str | None = None
@@ -36,7 +34,7 @@ class CrashReported(msgspec.Struct, frozen=True):
 
     @property
     def missed(self) -> str | None:
-        """The task that was lost, or did not answer, if there is an error and it names one."""
+        """The task that was lost or did not answer, if there is an error and it names one."""
         return None if self.error is None else self.error.lost or self.error.silent
 
 
@@ -44,10 +42,10 @@ class CrashReported(msgspec.Struct, frozen=True):
 
 
 class Output(msgspec.Struct, frozen=True, tag="output"):
-    """Bytes that a worker wrote; `error` says to stderr. Several lines, or a part of one."""
+    """Bytes that a worker wrote: several lines, or a part of one."""
 
     rank: int
-    error: bool
+    is_error: bool
     data: bytes
 
 
@@ -57,29 +55,31 @@ class Started(msgspec.Struct, frozen=True, tag="started"):
 
 
 class Exited(msgspec.Struct, frozen=True, tag="exited"):
-    """A worker's end. `returncode` is negative for a signal, and None if its host was lost with it.
+    """A worker's process has exited.
 
-    `result` is the pickled result of a worker that ran a function.
+    Attributes:
+        returncode: negative for a signal; None if the worker was lost with its host.
+        result: pickled; of a worker that ran a function.
     """
 
     rank: int
     returncode: int | None
-    words: CrashReported
+    diagnostics: WorkerDiagnostics
     result: bytes = b""
 
 
-class CheckpointBeforeExit(msgspec.Struct, frozen=True, tag="heeding"):
-    """A worker that was told to end takes a checkpoint first."""
+class CheckpointBeforeExit(msgspec.Struct, frozen=True, tag="checkpoint"):
+    """A worker that received SIGTERM saves a checkpoint first."""
 
     rank: int
 
 
-class StepTimingReported(msgspec.Struct, frozen=True, tag="paced"):
-    """How a worker of a job of fixed size goes, about once a second.
+class StepTimingReported(msgspec.Struct, frozen=True, tag="timing"):
+    """How fast a worker of a job of fixed size runs, about once a second.
 
     Attributes:
-        computed_s, waited_s: seconds since it began, outside of collectives and in them.
-        steps: since it began.
+        computed_s, waited_s: seconds since it started, outside of collectives and inside them.
+        steps: training steps since it started.
     """
 
     rank: int
@@ -95,7 +95,7 @@ class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """The host cannot do what it was asked."""
+    """The host cannot do what was requested."""
 
     reason: str
 
@@ -107,22 +107,26 @@ Event = Output | Started | Exited | CheckpointBeforeExit | StepTimingReported
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
-    """Open ports for this many workers (more) on all addresses, and start them in `folder` later."""
+    """Open ports for this many more workers on all addresses, and start them in `directory` later."""
 
     workers: int
-    folder: str
+    directory: str
 
 
-class HostOrder(msgspec.Struct, frozen=True):
-    """One task to start: its number, its program's command line, its own environment variables.
+class WorkerSpec(msgspec.Struct, frozen=True):
+    """One task to start.
 
     Attributes:
-        trains: whether it has a replica, and so gets cores and GPUs of its own.
-        returns: whether it may be started again, at the same port.
-        keeps: whether it writes snapshots, into files that outlive it.
-        slot: which of the host's ports it gets, and which share of its cores; None: that of its place in the list.
-        folder: where it starts; None: where the launcher is.
-        owns_port: whether nobody is started at its port any more when it has ended well.
+        arguments: its program's command line, as after `python`.
+        environment: the variables that make it this task.
+        interpreter: options of the interpreter itself.
+        function: pickled; run instead of a program.
+        trains: whether it has a replica of the model, and so gets cores and GPUs of its own.
+        restartable: whether it may be restarted, at the same port.
+        has_snapshots: whether it writes snapshots, into files that outlive it.
+        slot: which of the host's ports and shares of cores it gets; None: that of its position in the list.
+        directory: where it starts; None: where the launcher is.
+        frees_port: whether its port is closed once it has exited successfully.
     """
 
     rank: int
@@ -131,21 +135,21 @@ class HostOrder(msgspec.Struct, frozen=True):
     interpreter: tuple[str, ...] = ()
     function: bytes = b""
     trains: bool = True
-    returns: bool = False
-    keeps: bool = False
+    restartable: bool = False
+    has_snapshots: bool = False
     slot: int | None = None
-    folder: str | None = None
-    owns_port: bool = False
+    directory: str | None = None
+    frees_port: bool = False
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
-    """Start tasks, all at once or, in a job whose members come and go, some at a time."""
+    """Start tasks: all of the host at once, or in an elastic job some at a time."""
 
-    orders: list[HostOrder]
+    specs: list[WorkerSpec]
 
 
 class Restart(msgspec.Struct, frozen=True, tag="restart"):
-    """Start a task again that has ended, as it was started first."""
+    """Start a task again that has exited, with its first spec."""
 
     rank: int
 

@@ -2,7 +2,7 @@
 
 What is decided stands in `roster` (who sits where) and `standing` (which hosts are set aside); here are the
 connections. Everything happens in the thread that runs the job, but waiting: for other hosts to answer, and for the
-discovery script. Those threads leave *news*, which the next `tick` takes.
+discovery script. Those threads leave *news*, which the next `update` handles.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from phalanx.errors import PhalanxError, RendezvousError
 from phalanx.launcher.host_blacklist import COOLDOWN_S, HostBlacklist
 from phalanx.launcher.host_discovery import HostDiscovery
 from phalanx.launcher.host_slots import HostShare, own_name
+from phalanx.launcher.hosts.base import WorkerPlacement
 from phalanx.launcher.hosts.local_host import LocalHost, OutputStreams
 from phalanx.launcher.hosts.ssh_host import SSHHost
-from phalanx.launcher.job_supervisor import JobSupervisor, WorkerPlacement
+from phalanx.launcher.job_supervisor import JobSupervisor
 from phalanx.launcher.slot_assignment import HostSlot, SlotAssignment
 from phalanx.launcher.worker_placement import LOOPBACK, NO_REPLICA, START_TIMEOUT_S, WorkerRecipe
 
@@ -222,10 +223,10 @@ class HostPool:
     def begin(self, job: JobSupervisor, membership: MembershipControl) -> None:
         """The job has been started."""
         self._job, self._membership = job, membership
-        self._wake = lambda: job.run_soon(lambda: None)
+        self._wake = job.loop.wake
         for connection in self._connections.values():
             if connection.ports is not None:
-                job.watch(connection.host)
+                job.loop.add(connection.host)
         self._wake()
 
     def close(self) -> None:
@@ -236,10 +237,10 @@ class HostPool:
             self._hang_up(connection)
         self._connections.clear()
 
-    # What the job asks (`job.Seating`).
+    # What the job asks (`SlotProvider`).
 
-    def left(self, rank: int, *, failed: bool) -> bool:
-        """See `Seating.left`."""
+    def worker_exited(self, rank: int, *, failed: bool) -> bool:
+        """See `SlotProvider.worker_exited`."""
         slot = self._roster.slot(rank)
         if slot is None:
             return False
@@ -255,17 +256,17 @@ class HostPool:
         return False
 
     def retire(self, rank: int) -> None:
-        """See `Seating.retire`."""
+        """See `SlotProvider.retire`."""
         self._roster.retire(rank)
         if self._membership is not None:
             self._membership.limit(self._roster.seats)
 
-    def want(self, workers: int) -> None:
-        """See `Seating.want`."""
+    def set_target(self, workers: int) -> None:
+        """See `SlotProvider.set_target`."""
         self._roster.wanted = workers
 
-    def tick(self) -> float | None:
-        """See `Seating.tick`."""
+    def update(self) -> float | None:
+        """See `SlotProvider.update`."""
         now = time.monotonic()
         while not self._news.empty():
             self._take(self._news.get())
@@ -377,7 +378,7 @@ class HostPool:
     def _watch(self, connection: _Connection) -> None:
         if self._job is not None:
             self._say(f"{connection.share.name} takes part now, with {connection.share.workers} slots")
-            self._job.watch(connection.host)
+            self._job.loop.add(connection.host)
 
     def _drop_lost(self, now: float) -> None:
         for name, connection in list(self._connections.items()):
@@ -390,7 +391,7 @@ class HostPool:
 
     def _hang_up(self, connection: _Connection) -> None:
         if self._job is not None:
-            self._job.forget(connection.host)
+            self._job.loop.remove(connection.host)
         if connection.waiter is not None and isinstance(connection.host, SSHHost):
             if connection.ports is None:
                 connection.host.abandon()
@@ -426,12 +427,12 @@ class HostPool:
     def _seat(self) -> None:
         """Start workers where there is room."""
         job, membership = self._job, self._membership
-        if job is None or membership is None or not job.takes_workers:
+        if job is None or membership is None or not job.accepts_workers:
             return
         for rank, slot in self._roster.fill(self._usable):
             self._say(f"{self._tasks[rank]} starts on {slot.host}")
             membership.readmit(self._tasks[rank])
-            job.seat(self._placement(rank, slot))
+            job.start_worker(self._placement(rank, slot))
 
     def _placement(self, rank: int, slot: HostSlot) -> WorkerPlacement:
         assert self._recipe is not None

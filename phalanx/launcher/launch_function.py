@@ -11,13 +11,13 @@ from typing import Any
 
 from phalanx.config.launch_config import LaunchConfig
 from phalanx.errors import ConfigurationError, PeerLostError, PhalanxError
-from phalanx.launcher.host_messages import StepTimingReported
+from phalanx.launcher import failure_report
 from phalanx.launcher.host_slots import MAX_WORKERS, HostShare
 from phalanx.launcher.hosts.local_host import OutputStreams
+from phalanx.launcher.job_observer import JobObserver
 from phalanx.launcher.job_supervisor import JobOutcome, JobSupervisor
-from phalanx.launcher.root_cause import WorkerEnd
+from phalanx.launcher.root_cause import WorkerExit
 from phalanx.launcher.worker_placement import WorkerRecipe, patience, place, task_names
-from phalanx.monitoring import failure_report
 from phalanx.monitoring.console import Console
 from phalanx.runtime.bootstrap import FUNCTION
 
@@ -92,9 +92,7 @@ def launch(
             OutputStreams(merged=True),
             screen.message,
         )
-        job = JobSupervisor(
-            placements, selector, _Narrator(screen), merged=True, grace_s=LaunchConfig.from_environment().grace_s
-        )
+        job = JobSupervisor(placements, selector, _OutputPrinter(screen), LaunchConfig.from_environment(), merged=True)
         job.start()
         outcome = job.run()
     if not outcome.verdict.success:
@@ -117,36 +115,18 @@ def launch(
     return [_value(end, outcome.results[end.rank], function_call) for end in outcome.ends]
 
 
-class _Narrator:
+class _OutputPrinter(JobObserver):
     def __init__(self, screen: Console):
         self._screen = screen
 
     def output(self, rank: int, is_error: bool, data: bytes) -> None:
         self._screen.feed(rank, is_error, data)
 
-    def started(self, rank: int, pid: int) -> None:
-        pass
-
-    def exited(self, end: WorkerEnd) -> None:
+    def exited(self, end: WorkerExit) -> None:
         self._screen.finish(end.rank)
 
-    def paced(self, pace: StepTimingReported) -> None:
-        pass
 
-    def returns(self, end: WorkerEnd, count: str) -> None:
-        pass
-
-    def failed(self, end: WorkerEnd) -> None:
-        pass
-
-    def left_behind(self, end: WorkerEnd) -> None:
-        pass
-
-    def overdue(self, tasks: Sequence[str], seconds: float) -> None:
-        pass
-
-
-def _value(end: WorkerEnd, content: bytes, function_call: Any) -> Any:
+def _value(end: WorkerExit, content: bytes, function_call: Any) -> Any:
     try:
         return function_call.decode_result(content).value
     except Exception as error:
@@ -174,9 +154,9 @@ def _error(outcome: JobOutcome, function_call: Any) -> BaseException:
     return error
 
 
-def _raised(cause: WorkerEnd, content: bytes, function_call: Any) -> Any:
+def _raised(cause: WorkerExit, content: bytes, function_call: Any) -> Any:
     """What the function of a worker raised; with its words alone where its class is not to be had here."""
-    words = cause.words.error
+    words = cause.diagnostics.error
     try:
         result = function_call.decode_result(content)
     except Exception:  # of any kind, since unpickling runs code of the class

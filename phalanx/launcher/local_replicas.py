@@ -28,14 +28,16 @@ from phalanx.config.launch_config import LaunchConfig
 from phalanx.config.variables import JOB_ID, LISTEN_FD, TF_CONFIG
 from phalanx.devices.gpu_assignment import device_variables
 from phalanx.errors import ConfigurationError, PeerLostError, PhalanxError
-from phalanx.launcher.host_messages import HostOrder, StepTimingReported
+from phalanx.launcher import failure_report
+from phalanx.launcher.host_messages import WorkerSpec
+from phalanx.launcher.hosts.base import WorkerPlacement
 from phalanx.launcher.hosts.local_host import LocalHost, listen
-from phalanx.launcher.job_supervisor import JobOutcome, JobSupervisor, WorkerPlacement
+from phalanx.launcher.job_observer import JobObserver
+from phalanx.launcher.job_supervisor import JobOutcome, JobSupervisor
 from phalanx.launcher.program import Program, parse_command, starting_folder
-from phalanx.launcher.root_cause import WorkerEnd
+from phalanx.launcher.root_cause import WorkerExit
 from phalanx.launcher.worker_environment import job_settings, thread_settings
 from phalanx.launcher.worker_placement import LOOPBACK, SECRET_BYTES, task_names
-from phalanx.monitoring import failure_report
 from phalanx.monitoring.console import Console
 from phalanx.runtime import core_affinity, exit_codes
 from phalanx.runtime.core_affinity import host_shares
@@ -58,7 +60,7 @@ class LocalReplicas:
         rank: of this process.
     """
 
-    def __init__(self, count: int, rank: int, watch: _Watch | None = None):
+    def __init__(self, count: int, rank: int, watch: _ReplicaSupervisor | None = None):
         self.count = count
         self.rank = rank
         self._watch = watch
@@ -138,11 +140,13 @@ def _start(count: int, devices: Sequence[str] | None) -> LocalReplicas:
     tasks = task_names(count)
     placements = [
         WorkerPlacement(
-            HostOrder(rank, program.arguments, settings(rank), program.interpreter, folder=folder), tasks[rank], host
+            WorkerSpec(rank, program.arguments, settings(rank), program.interpreter, directory=folder),
+            tasks[rank],
+            host,
         )
         for rank in range(1, count)
     ]
-    watch = _Watch(placements, selector, tasks)
+    watch = _ReplicaSupervisor(placements, selector, tasks)
     watch.start()
     set_variables(thread_settings(shares[0].threads), overwrite=False)
     # The descriptor stays open as long as the process, like an inherited one.
@@ -183,14 +187,15 @@ def _limit_running_libraries(threads: int) -> None:
         torch.set_num_threads(threads)
 
 
-class _Watch:
+class _ReplicaSupervisor(JobObserver):
     """Rank 0's watch over the other replicas: a thread that runs their job and reports how it ended."""
 
     def __init__(self, placements: Sequence[WorkerPlacement], selector: selectors.BaseSelector, tasks: Sequence[str]):
         self._selector = selector
         self._screen = Console(tasks, sys.stderr, sys.stderr)
-        self._grace_s = LaunchConfig.from_environment().grace_s
-        self._job = JobSupervisor(placements, selector, self, grace_s=self._grace_s)
+        config = LaunchConfig.from_environment()
+        self._grace_s = config.grace_s
+        self._job = JobSupervisor(placements, selector, self, config)
         self._thread = threading.Thread(target=self._run, name="phalanx-replicas", daemon=True)
         self._outcome: JobOutcome | None = None
         self._defect = False  # whether the watch itself has failed
@@ -212,26 +217,11 @@ class _Watch:
         if is_error and not (exit_codes.has_failed() and _failed_by_itself()):
             self._screen.feed(rank, is_error, data)
 
-    def started(self, rank: int, pid: int) -> None:
-        logger.debug("rank %d started, pid %d", rank, pid)
+    def started(self, placement: WorkerPlacement, pid: int) -> None:
+        logger.debug("%s started, pid %d", placement.task, pid)
 
-    def exited(self, end: WorkerEnd) -> None:
+    def exited(self, end: WorkerExit) -> None:
         self._screen.finish(end.rank)
-
-    def paced(self, pace: StepTimingReported) -> None:
-        pass
-
-    def returns(self, end: WorkerEnd, count: str) -> None:
-        pass
-
-    def failed(self, end: WorkerEnd) -> None:
-        pass
-
-    def left_behind(self, end: WorkerEnd) -> None:
-        pass
-
-    def overdue(self, tasks: Sequence[str], seconds: float) -> None:
-        pass
 
     # How it ends.
 

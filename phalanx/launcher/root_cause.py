@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from phalanx import errors
-from phalanx.launcher.host_messages import STOPPED, CrashReported
+from phalanx.launcher.host_messages import STOPPED, WorkerDiagnostics
 from phalanx.runtime import exit_codes
 
 _CONSEQUENCE = exit_codes.CONSEQUENCES
@@ -29,7 +29,7 @@ HOST_LOST_CODE = errors.PeerLostError.exit_code
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerEnd:
+class WorkerExit:
     """The end of one worker.
 
     Attributes:
@@ -53,7 +53,7 @@ class WorkerEnd:
     outlived: bool = False
     hung: bool = False
     trains: bool = True
-    words: CrashReported = field(default_factory=CrashReported)
+    diagnostics: WorkerDiagnostics = field(default_factory=WorkerDiagnostics)
 
     @property
     def code(self) -> int:
@@ -61,32 +61,36 @@ class WorkerEnd:
         return HOST_LOST_CODE if self.returncode is None else exit_codes.of_return_code(self.returncode)
 
     @property
-    def remoteness(self) -> int:
+    def distance(self) -> int:
         """How far it is from the cause: 0 for an end of its own, more for the echo of another's, also where the program
         caught it and ended itself. That it is an echo is less sure where only the exit code says so."""
         if self.returncode is None:
             return 0
         by_code = _CONSEQUENCE.get(self.code, 0)
-        if self.words.error is None:
+        if self.diagnostics.error is None:
             return max(0, 2 * by_code - 1)
-        return 2 * max(by_code, _CONSEQUENCE.get(self.words.error.code, 0))
+        return 2 * max(by_code, _CONSEQUENCE.get(self.diagnostics.error.code, 0))
 
     @property
-    def stood_still(self) -> bool:
+    def stalled(self) -> bool:
         """Whether it hung. Servers and evaluators run until they are told to end: of them only one that was stopped."""
-        return self.hung and (self.trains or self.words.state == STOPPED)
+        return self.hung and (self.trains or self.diagnostics.state == STOPPED)
 
     @property
     def has_own_error(self) -> bool:
         """Whether it had recorded an error of its own when it was ended: something kept it from going down."""
-        error = self.words.error
+        error = self.diagnostics.error
         if not self.hung or error is None or error.interrupted:
             return False
         return error.code not in _CONSEQUENCE and error.code != errors.EvictedError.exit_code
 
     @property
     def was_preempted(self) -> bool:
-        return self.code == PREEMPTED_CODE and self.words.error is not None and self.words.error.code == PREEMPTED_CODE
+        return (
+            self.code == PREEMPTED_CODE
+            and self.diagnostics.error is not None
+            and self.diagnostics.error.code == PREEMPTED_CODE
+        )
 
     @property
     def failed(self) -> bool:
@@ -104,7 +108,7 @@ class RootCause:
     """
 
     code: int
-    cause: WorkerEnd | None
+    cause: WorkerExit | None
     reason: str
 
     @property
@@ -112,7 +116,7 @@ class RootCause:
         return self.code == 0
 
 
-def find_root_cause(ends: Sequence[WorkerEnd], *, interrupted_by: int | None = None) -> RootCause:
+def find_root_cause(ends: Sequence[WorkerExit], *, interrupted_by: int | None = None) -> RootCause:
     """The verdict over a job whose workers have all ended.
 
     Args:
@@ -130,34 +134,34 @@ def find_root_cause(ends: Sequence[WorkerEnd], *, interrupted_by: int | None = N
         return RootCause(0, None, "all workers ended without error, or were outlived by those that did")
     lost = _falsely_successful(ends, own)
     if lost is not None:
-        how = "and did not end" if lost.stood_still else "with exit code 0"
+        how = "and did not end" if lost.stalled else "with exit code 0"
         reason = f"{lost.task} left the job {how} while the others still depended on it"
         return RootCause(FALSE_SUCCESS_CODE, lost, reason)
-    cause = min(own, key=lambda end: (end.remoteness, end.by_launcher, end.order))
-    if cause.by_launcher and cause.words.error is not None:
-        return RootCause(cause.words.error.code, cause, _reason(cause, ends))
+    cause = min(own, key=lambda end: (end.distance, end.by_launcher, end.order))
+    if cause.by_launcher and cause.diagnostics.error is not None:
+        return RootCause(cause.diagnostics.error.code, cause, _reason(cause, ends))
     return RootCause(cause.code, cause, _reason(cause, ends))
 
 
-def _falsely_successful(ends: Sequence[WorkerEnd], failed: Sequence[WorkerEnd]) -> WorkerEnd | None:
+def _falsely_successful(ends: Sequence[WorkerExit], failed: Sequence[WorkerExit]) -> WorkerExit | None:
     """The task that ended with code 0, or had left and did not end, and was then missed by all that failed, if that is
     what happened."""
-    if any(end.remoteness == 0 for end in failed):
+    if any(end.distance == 0 for end in failed):
         return None
-    named = Counter(end.words.error.lost for end in failed if end.words.error is not None)
-    done = [end for end in ends if (end.stood_still if end.by_launcher else not end.failed)]
+    named = Counter(end.diagnostics.error.lost for end in failed if end.diagnostics.error is not None)
+    done = [end for end in ends if (end.stalled if end.by_launcher else not end.failed)]
     missed = [end for end in done if named[end.task]]
     return min(missed, key=lambda end: end.order, default=None)
 
 
-def waited_for(cause: WorkerEnd, ends: Sequence[WorkerEnd]) -> list[str]:
+def waited_for(cause: WorkerExit, ends: Sequence[WorkerExit]) -> list[str]:
     """The tasks that stood still while `cause` waited: the one that its error names, if it names one."""
-    return [end.task for end in ends if end.stood_still and cause.words.missed in (None, end.task)]
+    return [end.task for end in ends if end.stalled and cause.diagnostics.missed in (None, end.task)]
 
 
-def _reason(cause: WorkerEnd, ends: Sequence[WorkerEnd]) -> str:
+def _reason(cause: WorkerExit, ends: Sequence[WorkerExit]) -> str:
     who = f"{cause.task} (rank {cause.rank}, pid {cause.pid} on {cause.host})"
-    error = cause.words.error
+    error = cause.diagnostics.error
     if cause.returncode is None:
         return f"{who} was lost with its host: the connection to it ended"
     if cause.returncode < 0 and not (cause.by_launcher and error is not None):

@@ -11,7 +11,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -22,18 +22,21 @@ from phalanx.config.job_config import JobConfig
 from phalanx.config.launch_config import LaunchConfig
 from phalanx.config.parsing import parse_signal
 from phalanx.errors import ConfigurationError, PreemptedError, RendezvousError
+from phalanx.launcher import failure_report
 from phalanx.launcher.elastic_supervisor import ElasticSupervisor, WorkerNumbers
 from phalanx.launcher.host_blacklist import COOLDOWN_S
 from phalanx.launcher.host_messages import StepTimingReported
 from phalanx.launcher.host_pool import DiscoveryScript, HostPool
 from phalanx.launcher.host_slots import HostShare
+from phalanx.launcher.hosts.base import WorkerPlacement
 from phalanx.launcher.hosts.local_host import LocalHost, OutputStreams, TerminalSize
+from phalanx.launcher.job_observer import JobObserver
 from phalanx.launcher.job_registry import registered
-from phalanx.launcher.job_supervisor import EVALUATORS, JobOutcome, JobSupervisor, WorkerPlacement
+from phalanx.launcher.job_supervisor import JobOutcome, JobSupervisor
 from phalanx.launcher.restart_policy import SHORT_S, RestartPolicy
-from phalanx.launcher.root_cause import WorkerEnd
+from phalanx.launcher.root_cause import WorkerExit
+from phalanx.launcher.task_table import EVALUATORS
 from phalanx.launcher.worker_placement import WorkerRecipe, patience, place
-from phalanx.monitoring import failure_report
 from phalanx.monitoring.console import Console, prefixes, width
 from phalanx.runtime import exit_codes
 from phalanx.runtime.orphan_guard import adopt_orphans, end_orphans
@@ -103,7 +106,6 @@ def run(
         preemption_signal: name of a signal that, like SIGTERM, means to save and end.
     """
     launch = LaunchConfig.from_environment()
-    graces = launch.grace_s, launch.evaluator_grace_s, launch.preemption_grace_s
     ending: tuple[signal.Signals, ...] = _ENDING_SIGNALS
     if preemption_signal is not None and parse_signal(preemption_signal) not in ending:
         ending = (*ending, parse_signal(preemption_signal))
@@ -138,7 +140,7 @@ def run(
                 members=members,
                 preemption_signal=preemption_signal,
                 ending=ending,
-                graces=graces,
+                config=replace(launch, restarts=restarts),
                 verbose=verbose,
             )
 
@@ -211,7 +213,7 @@ def _run_once(
     members: Members | None,
     preemption_signal: str | None,
     ending: Sequence[signal.Signals],
-    graces: tuple[float, float, float],
+    config: LaunchConfig,
     verbose: bool,
 ) -> JobOutcome:
     """One life of the job; the arguments are those of `run`."""
@@ -268,18 +270,14 @@ def _run_once(
             placements,
             selector,
             narrator,
+            config,
             merged=merged,
-            restarts=restarts,
-            seating=pool,
-            grace_s=graces[0],
-            evaluator_grace_s=graces[1],
-            preemption_grace_s=graces[2],
+            slots=pool,
         )
-        narrator.placements = job.placements
 
         def resize() -> None:
             screen.columns = shutil.get_terminal_size().columns
-            first = job.placements.get(0)
+            first = job.placement(0)
             if first is not None and isinstance(first.host, LocalHost):
                 first.host.resize(_terminal_size(prefix))
 
@@ -287,7 +285,7 @@ def _run_once(
         try:
             job.start()
             if pool is not None and keeping is not None and members is not None:
-                trains = sum(placement.order.trains for placement in placements)
+                trains = sum(placement.spec.trains for placement in placements)
                 expected = min(members.begin or trains, trains)
                 secret, job_id = keeping.identity
                 stack.enter_context(registered(job_id, keeping.address, secret, arguments, tls))
@@ -298,47 +296,46 @@ def _run_once(
             end_orphans()
 
 
-class _Narrator:
+class _Narrator(JobObserver):
     """Puts what happens in a job on the screen."""
 
     def __init__(self, screen: Console, *, verbose: bool):
         self._screen = screen
-        self.placements: Mapping[int, WorkerPlacement] = {}
         self._verbose = verbose
         self._comparison: StragglerWatch | None = None
 
     def output(self, rank: int, is_error: bool, data: bytes) -> None:
         self._screen.feed(rank, is_error, data)
 
-    def started(self, rank: int, pid: int) -> None:
+    def started(self, placement: WorkerPlacement, pid: int) -> None:
         if self._verbose:
-            placement = self.placements[rank]
-            self._screen.message(f"phalanx: {placement.task} (rank {rank}) started on {placement.host.name}, pid {pid}")
+            task = f"{placement.task} (rank {placement.spec.rank})"
+            self._screen.message(f"phalanx: {task} started on {placement.host.name}, pid {pid}")
 
-    def exited(self, end: WorkerEnd) -> None:
+    def exited(self, end: WorkerExit) -> None:
         self._screen.finish(end.rank)
         if self._comparison is not None:
             self._comparison.forget(end.rank)
         if self._verbose:
             self._screen.message(f"phalanx: {end.task} (rank {end.rank}) ended with exit code {end.code}")
 
-    def paced(self, pace: StepTimingReported) -> None:
+    def step_timing(self, task: str, timing: StepTimingReported) -> None:
         if self._comparison is None:
             from phalanx.launcher.straggler_watch import StragglerWatch  # which the first steps need not wait for
 
             self._comparison = StragglerWatch()
-        for text in self._comparison.add(pace, self.placements[pace.rank].task, time.monotonic()):
+        for text in self._comparison.add(timing, task, time.monotonic()):
             self._screen.message(f"phalanx: {text}")
 
-    def returns(self, end: WorkerEnd, count: str) -> None:
+    def restarting(self, end: WorkerExit, count: str) -> None:
         self._screen.message(f"phalanx: {end.task} {exit_codes.ending(end.returncode)}; starting it again ({count})")
 
-    def failed(self, end: WorkerEnd) -> None:
+    def failed(self, end: WorkerExit) -> None:
         if end.was_preempted:
             return  # all leave, each with its own word
         self._screen.message(f"phalanx: {end.task} (rank {end.rank}) failed with exit code {end.code}; ending the job")
 
-    def left_behind(self, end: WorkerEnd) -> None:
+    def left_behind(self, end: WorkerExit) -> None:
         self._screen.message(
             f"phalanx: {end.task} (rank {end.rank}) {exit_codes.ending(end.returncode)}; the others go on without it"
         )
@@ -372,7 +369,7 @@ def _signals(job: JobSupervisor, ending: Sequence[signal.Signals], resize: Calla
         handlers[signal.SIGCHLD] = signal.SIG_DFL
     if resize is not None:
         handlers[signal.SIGWINCH] = on_resize
-    previous_wakeup = signal.set_wakeup_fd(job.wakeup_fd, warn_on_full_buffer=False)
+    previous_wakeup = signal.set_wakeup_fd(job.loop.wakeup_fd, warn_on_full_buffer=False)
     previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from phalanx.errors import ConfigurationError
-from phalanx.launcher.host_messages import HostOrder
+from phalanx.launcher.host_messages import WorkerSpec
 from phalanx.launcher.host_slots import HostShare
+from phalanx.launcher.hosts.base import WorkerHost, WorkerPlacement
 from phalanx.launcher.hosts.local_host import LocalHost, OutputStreams
 from phalanx.launcher.hosts.ssh_host import SSHHost
-from phalanx.launcher.job_supervisor import WorkerHost, WorkerPlacement
 from phalanx.launcher.worker_environment import job_settings
 
 # Bytes of randomness: as long as the HMAC-SHA256 key that is made of it.
@@ -92,20 +92,20 @@ class WorkerRecipe:
 
         Args:
             addresses: of all tasks.
-            slot: see `HostOrder`.
+            slot: see `WorkerSpec`.
         """
         task = self.tasks[rank]
         secret, job_id = self.identity
-        order = HostOrder(
+        spec = WorkerSpec(
             rank=rank,
             arguments=tuple(self.arguments),
             interpreter=tuple(self.interpreter),
             function=self.function,
             trains=not task.startswith(NO_REPLICA),
-            returns=self.returns,
-            keeps=self.returns and task.startswith("ps/"),
+            restartable=self.returns,
+            has_snapshots=self.returns and task.startswith("ps/"),
             slot=slot,
-            owns_port=self.keeper is None,
+            frees_port=self.keeper is None,
             environment=job_settings(
                 tasks=self.tasks,
                 addresses=addresses,
@@ -119,7 +119,7 @@ class WorkerRecipe:
                 preemption_signal=self.preemption_signal,
             ),
         )
-        return WorkerPlacement(order, task, host)
+        return WorkerPlacement(spec, task, host)
 
 
 def place(

@@ -7,8 +7,8 @@ Run as a file with the program's own command line behind it, so that `ps` shows 
     python .../phalanx/runtime/bootstrap.py --function
 
 The user's program sees what it would see under plain `python`: the same `sys.argv`, `sys.path[0]`, `__main__`
-and tracebacks. PHALANX_WORKER_BOOTSTRAP (`WorkerBootstrap`) holds everything else that the worker needs; it is removed from
-the environment at once, so that processes started by the program do not inherit it.
+and tracebacks. PHALANX_WORKER_BOOTSTRAP (`WorkerBootstrap`) holds everything else that the worker needs; it is removed
+from the environment at once, so that processes started by the program do not inherit it.
 """
 # ruff: noqa: E402
 

@@ -269,7 +269,7 @@ def test_an_interrupt_ends_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(job_supervisor.JobSupervisor, "_act", interrupt)
+    monkeypatch.setattr(job_supervisor.JobSupervisor, "_advance", interrupt)
     with pytest.raises(KeyboardInterrupt):
         launch(own_rank)
 

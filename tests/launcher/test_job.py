@@ -8,21 +8,24 @@ from collections.abc import Sequence
 
 import pytest
 
+from phalanx.config.launch_config import LaunchConfig
 from phalanx.errors import EvictedError, LinkTimeoutError, PeerLostError, RendezvousError
 from phalanx.launcher import job_supervisor as job_module
 from phalanx.launcher.host_messages import (
     CheckpointBeforeExit,
-    CrashReported,
     Event,
     Exited,
-    HostOrder,
     Output,
     Started,
-    StepTimingReported,
+    WorkerDiagnostics,
+    WorkerSpec,
 )
-from phalanx.launcher.job_supervisor import JobSupervisor, ShutdownStep, WorkerPlacement, after_failure, after_signal
+from phalanx.launcher.hosts.base import WorkerPlacement
+from phalanx.launcher.job_observer import JobObserver
+from phalanx.launcher.job_supervisor import JobSupervisor
 from phalanx.launcher.restart_policy import RestartPolicy
-from phalanx.launcher.root_cause import WorkerEnd
+from phalanx.launcher.root_cause import WorkerExit
+from phalanx.launcher.shutdown import ShutdownStep, after_failure, after_signal
 from phalanx.runtime.crash_report import CrashReport
 
 
@@ -41,9 +44,9 @@ class FakeHost:
         self.closed = False
         self.counts_starts = False
 
-    def start(self, orders: list[HostOrder]) -> list[Event]:
-        self.calls += [("start", order.rank, 0) for order in orders if self.counts_starts]
-        return [Started(order.rank, 100 + order.rank) for order in orders]
+    def start(self, specs: list[WorkerSpec]) -> list[Event]:
+        self.calls += [("start", spec.rank, 0) for spec in specs if self.counts_starts]
+        return [Started(spec.rank, 100 + spec.rank) for spec in specs]
 
     def events(self) -> list[Event]:
         events = self._pending + (self._script.pop(0) if self._script else [])
@@ -60,13 +63,13 @@ class FakeHost:
     def signal(self, rank: int, number: int) -> None:
         self.calls.append(("signal", rank, number))
         if number in self._mortal:
-            self._pending.append(Exited(rank, -number, CrashReported()))
+            self._pending.append(Exited(rank, -number, WorkerDiagnostics()))
 
     def close(self) -> None:
         self.closed = True
 
 
-class Recorder:
+class Recorder(JobObserver):
     def __init__(self) -> None:
         self.text: list[tuple[int, bool, bytes]] = []
         self.failures: list[int] = []
@@ -77,22 +80,13 @@ class Recorder:
     def output(self, rank: int, is_error: bool, data: bytes) -> None:
         self.text.append((rank, is_error, data))
 
-    def started(self, rank: int, pid: int) -> None:
-        pass
-
-    def exited(self, end: WorkerEnd) -> None:
-        pass
-
-    def paced(self, pace: StepTimingReported) -> None:
-        pass
-
-    def returns(self, end: WorkerEnd, count: str) -> None:
+    def restarting(self, end: WorkerExit, count: str) -> None:
         self.returned.append(f"{end.task} {count}")
 
-    def failed(self, end: WorkerEnd) -> None:
+    def failed(self, end: WorkerExit) -> None:
         self.failures.append(end.rank)
 
-    def left_behind(self, end: WorkerEnd) -> None:
+    def left_behind(self, end: WorkerExit) -> None:
         self.behind.append(end.task)
 
     def overdue(self, tasks: Sequence[str], seconds: float) -> None:
@@ -112,13 +106,15 @@ class Clock:
 
 def make(host: FakeHost, workers: int = 2, restarts: int = 0) -> tuple[JobSupervisor, Recorder]:
     recorder = Recorder()
-    orders = [HostOrder(rank, (), {}, returns=restarts > 0) for rank in range(workers)]
-    placements = [WorkerPlacement(order, f"worker/{order.rank}", host) for order in orders]
-    return JobSupervisor(placements, selectors.DefaultSelector(), recorder, restarts=restarts, clock=Clock()), recorder
+    specs = [WorkerSpec(rank, (), {}, restartable=restarts > 0) for rank in range(workers)]
+    placements = [WorkerPlacement(spec, f"worker/{spec.rank}", host) for spec in specs]
+    return JobSupervisor(
+        placements, selectors.DefaultSelector(), recorder, LaunchConfig(restarts=restarts), clock=Clock()
+    ), recorder
 
 
 def done(rank: int, code: int | None = 0) -> Exited:
-    return Exited(rank, code, CrashReported())
+    return Exited(rank, code, WorkerDiagnostics())
 
 
 def test_a_job_ends_when_all_workers_have() -> None:
@@ -189,7 +185,7 @@ def test_ctrl_c_after_a_signal_kills_at_once(first: signal.Signals, code: int) -
 
 
 def test_a_signal_that_is_repeated_takes_no_time_from_a_checkpoint() -> None:
-    host = FakeHost([[], [CheckpointBeforeExit(0)], *([[]] * 30), [done(0)]])
+    host = FakeHost([[], [], [CheckpointBeforeExit(0)], *([[]] * 30), [done(0)]])
     job, _ = make(host, workers=1)
     job.start()
     job.stop(signal.SIGTERM)
@@ -290,9 +286,9 @@ class TestRestarts:
 def with_evaluator(host: FakeHost, grace_s: float = 5) -> tuple[JobSupervisor, Recorder]:
     recorder = Recorder()
     tasks = ("worker/0", "ps/0", "evaluator/0")
-    placements = [WorkerPlacement(HostOrder(rank, (), {}), task, host) for rank, task in enumerate(tasks)]
+    placements = [WorkerPlacement(WorkerSpec(rank, (), {}), task, host) for rank, task in enumerate(tasks)]
     return JobSupervisor(
-        placements, selectors.DefaultSelector(), recorder, evaluator_grace_s=grace_s, clock=Clock()
+        placements, selectors.DefaultSelector(), recorder, LaunchConfig(evaluator_grace_s=grace_s), clock=Clock()
     ), recorder
 
 
@@ -336,12 +332,16 @@ def of_servers(
 ) -> tuple[JobSupervisor, Recorder]:
     recorder = Recorder()
     placements = [
-        WorkerPlacement(HostOrder(rank, (), {}, returns=True, trains=not task.startswith("ps")), task, host)
+        WorkerPlacement(WorkerSpec(rank, (), {}, restartable=True, trains=not task.startswith("ps")), task, host)
         for rank, task in enumerate(tasks)
     ]
     clock = Clock()
     return JobSupervisor(
-        placements, selectors.DefaultSelector(), recorder, evaluator_grace_s=5, restarts=restarts, clock=clock
+        placements,
+        selectors.DefaultSelector(),
+        recorder,
+        LaunchConfig(evaluator_grace_s=5, restarts=restarts),
+        clock=clock,
     ), recorder
 
 
@@ -373,11 +373,11 @@ def without(rank: int, task: str = "", *, silent: str = "") -> Exited:
     """The end of a task that lost another, or to which another did not answer."""
     code = PeerLostError.exit_code if task else LinkTimeoutError.exit_code
     return Exited(
-        rank, code, CrashReported(error=CrashReport("Error", "gone", "...", task or None, code, silent=silent))
+        rank, code, WorkerDiagnostics(error=CrashReport("Error", "gone", "...", task or None, code, silent=silent))
     )
 
 
-LATE = CrashReported(error=CrashReport("RendezvousError", "late", "...", code=RendezvousError.exit_code))
+LATE = WorkerDiagnostics(error=CrashReport("RendezvousError", "late", "...", code=RendezvousError.exit_code))
 
 
 @pytest.mark.parametrize("end", [without(1, "ps/0"), without(1, silent="ps/0")])
@@ -448,28 +448,34 @@ class Seats:
         self.moves: dict[int, FakeHost] = {}
         self.job: JobSupervisor | None = None
 
-    def left(self, rank: int, *, failed: bool) -> bool:
+    def worker_exited(self, rank: int, *, failed: bool) -> bool:
         self.heard.append(("left", rank, failed))
         return self.keeps
 
     def retire(self, rank: int) -> None:
         self.heard.append(("retired", rank, False))
 
-    def want(self, workers: int) -> None:
+    def set_target(self, workers: int) -> None:
         self.heard.append(("wanted", workers, False))
 
-    def tick(self) -> float | None:
+    def update(self) -> float | None:
         for rank, host in self.moves.items():
-            if self.job is not None and self.job.takes_workers and ("left", rank, True) in self.heard:
-                self.job.seat(WorkerPlacement(HostOrder(rank, (), {}, returns=True), f"worker/{rank}", host))
+            if self.job is not None and self.job.accepts_workers and ("left", rank, True) in self.heard:
+                self.job.start_worker(
+                    WorkerPlacement(WorkerSpec(rank, (), {}, restartable=True), f"worker/{rank}", host)
+                )
                 self.moves = {}
         return None
 
 
 def elastic(host: FakeHost, seats: Seats) -> tuple[JobSupervisor, Recorder]:
     recorder = Recorder()
-    placements = [WorkerPlacement(HostOrder(rank, (), {}, returns=True), f"worker/{rank}", host) for rank in range(2)]
-    job = JobSupervisor(placements, selectors.DefaultSelector(), recorder, restarts=5, seating=seats, clock=Clock())
+    placements = [
+        WorkerPlacement(WorkerSpec(rank, (), {}, restartable=True), f"worker/{rank}", host) for rank in range(2)
+    ]
+    job = JobSupervisor(
+        placements, selectors.DefaultSelector(), recorder, LaunchConfig(restarts=5), slots=seats, clock=Clock()
+    )
     seats.job = job
     return job, recorder
 
@@ -522,7 +528,7 @@ class GivingUpHost(FakeHost):
 
     def restart(self, rank: int) -> Event:
         if rank == 1:
-            self.job.run_soon(self.job.give_up)
+            self.job.loop.run_soon(self.job.abort)
             self._script = [[], [done(0, RendezvousError.exit_code), done(1, RendezvousError.exit_code)]]
         return super().restart(rank)
 
@@ -551,10 +557,10 @@ def test_a_job_whose_workers_were_all_sent_away_has_not_succeeded() -> None:
 
     def tick() -> float:
         if next(ticks) == 5:
-            job.run_soon(job.give_up)
+            job.loop.run_soon(job.abort)
         return 0.0
 
-    seats.tick = tick  # type: ignore[method-assign]
+    seats.update = tick  # type: ignore[method-assign]
     verdict = job.run().verdict
     assert next(ticks) > 5
     assert verdict.code == RendezvousError.exit_code
@@ -564,7 +570,7 @@ def test_a_job_that_is_over_does_not_wait_for_one_that_cannot_be_killed() -> Non
     host, seats = FakeHost([[done(0)]], mortal=()), Seats()
     job, _ = elastic(host, seats)
     job.start()
-    job.run_soon(lambda: job.end_others(["worker/0"]))
+    job.loop.run_soon(lambda: job.finish(["worker/0"]))
     outcome = job.run()
     assert outcome.verdict.success
     assert ("signal", 1, signal.SIGKILL) in host.calls

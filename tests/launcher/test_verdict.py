@@ -3,52 +3,57 @@ from __future__ import annotations
 import signal
 from dataclasses import replace
 
-from phalanx.launcher.host_messages import CrashReported
-from phalanx.launcher.root_cause import WorkerEnd, find_root_cause
-from phalanx.monitoring import failure_report
+from phalanx.launcher import failure_report
+from phalanx.launcher.host_messages import WorkerDiagnostics
+from phalanx.launcher.root_cause import WorkerExit, find_root_cause
 from phalanx.runtime.crash_report import CrashReport
 
 LOST, TIMEOUT = 71, 69
 
 
-def end(rank: int, code: int | None, order: int, **more: object) -> WorkerEnd:
-    return WorkerEnd(rank, f"worker/{rank}", "host", 100 + rank, code, order, **more)  # type: ignore[arg-type]
+def end(rank: int, code: int | None, order: int, **more: object) -> WorkerExit:
+    return WorkerExit(rank, f"worker/{rank}", "host", 100 + rank, code, order, **more)  # type: ignore[arg-type]
 
 
-def lost(task: str) -> CrashReported:
-    return CrashReported(error=CrashReport("PeerLostError", f"lost {task}", "Traceback ...", task, LOST))
+def lost(task: str) -> WorkerDiagnostics:
+    return WorkerDiagnostics(error=CrashReport("PeerLostError", f"lost {task}", "Traceback ...", task, LOST))
 
 
 def test_codes_of_phalanx_that_the_program_chose_itself_are_ends_of_its_own() -> None:
-    verdict = find_root_cause([end(0, LOST, 0, words=lost("worker/1")), end(1, LOST, 1)])
+    verdict = find_root_cause([end(0, LOST, 0, diagnostics=lost("worker/1")), end(1, LOST, 1)])
     assert verdict.cause is not None
     assert verdict.cause.rank == 1
-    verdict = find_root_cause([end(0, LOST, 0, words=lost("worker/1")), end(1, 75, 1)])
+    verdict = find_root_cause([end(0, LOST, 0, diagnostics=lost("worker/1")), end(1, 75, 1)])
     assert (verdict.code, verdict.cause and verdict.cause.rank) == (75, 1)
-    told = CrashReported(error=CrashReport("PreemptedError", "told to end", "Traceback ...", code=75))
-    assert find_root_cause([end(0, LOST, 0, words=lost("worker/1")), end(1, 75, 1, words=told)]).cause is None
+    told = WorkerDiagnostics(error=CrashReport("PreemptedError", "told to end", "Traceback ...", code=75))
+    assert (
+        find_root_cause([end(0, LOST, 0, diagnostics=lost("worker/1")), end(1, 75, 1, diagnostics=told)]).cause is None
+    )
 
 
 def test_who_catches_the_loss_of_another_is_no_cause() -> None:
-    caught = CrashReported(error=CrashReport("RuntimeError", "wrapped", "Traceback ...", "worker/1", code=LOST))
-    verdict = find_root_cause([end(0, 1, 0, words=caught), end(1, 1, 1)])
+    caught = WorkerDiagnostics(error=CrashReport("RuntimeError", "wrapped", "Traceback ...", "worker/1", code=LOST))
+    verdict = find_root_cause([end(0, 1, 0, diagnostics=caught), end(1, 1, 1)])
     assert verdict.cause is not None
     assert verdict.cause.rank == 1
 
 
 def test_who_does_not_go_down_after_its_own_error_is_the_cause() -> None:
-    own = CrashReported(error=CrashReport("ValueError", "boom", "Traceback ...", code=1))
-    ends = [end(0, LOST, 0, words=lost("worker/1")), end(1, -signal.SIGKILL, 1, by_launcher=True, hung=True, words=own)]
+    own = WorkerDiagnostics(error=CrashReport("ValueError", "boom", "Traceback ...", code=1))
+    ends = [
+        end(0, LOST, 0, diagnostics=lost("worker/1")),
+        end(1, -signal.SIGKILL, 1, by_launcher=True, hung=True, diagnostics=own),
+    ]
     verdict = find_root_cause(ends)
     assert (verdict.code, verdict.cause and verdict.cause.rank) == (1, 1)
     assert "failed with ValueError: boom" in verdict.reason
-    interrupted = CrashReported(error=CrashReport("RuntimeError", "wrapped", "Traceback ...", interrupted=True))
-    for words in (CrashReported(), interrupted):
-        verdict = find_root_cause([ends[0], end(1, -signal.SIGKILL, 1, by_launcher=True, hung=True, words=words)])
+    interrupted = WorkerDiagnostics(error=CrashReport("RuntimeError", "wrapped", "Traceback ...", interrupted=True))
+    for words in (WorkerDiagnostics(), interrupted):
+        verdict = find_root_cause([ends[0], end(1, -signal.SIGKILL, 1, by_launcher=True, hung=True, diagnostics=words)])
         assert (verdict.code, verdict.cause and verdict.cause.rank) == (LOST, 1)
         assert "left the job and did not end" in verdict.reason
-    evicted = CrashReported(error=CrashReport("EvictedError", "left out", "Traceback ...", code=73))
-    assert find_root_cause([end(0, 0, 0), end(1, 73, 1, by_launcher=True, words=evicted)]).success
+    evicted = WorkerDiagnostics(error=CrashReport("EvictedError", "left out", "Traceback ...", code=73))
+    assert find_root_cause([end(0, 0, 0), end(1, 73, 1, by_launcher=True, diagnostics=evicted)]).success
 
 
 def test_a_job_without_failure_succeeds() -> None:
@@ -79,7 +84,7 @@ def test_who_was_ended_by_the_launcher_is_no_cause() -> None:
 
 
 def test_leaving_early_without_error_is_the_cause_when_others_missed_that_task() -> None:
-    verdict = find_root_cause([end(0, LOST, 1, words=lost("worker/1")), end(1, 0, 0), end(2, 0, 2)])
+    verdict = find_root_cause([end(0, LOST, 1, diagnostics=lost("worker/1")), end(1, 0, 0), end(2, 0, 2)])
     assert verdict.code == LOST
     assert verdict.cause is not None
     assert verdict.cause.rank == 1
@@ -108,7 +113,7 @@ def test_told_to_end_the_job_ends_with_that_signals_code() -> None:
 
 
 def test_the_page_says_who_where_and_what_to_check() -> None:
-    words = CrashReported(
+    words = WorkerDiagnostics(
         phase="all_reduce",
         epoch=1,
         step=37,
@@ -116,14 +121,14 @@ def test_the_page_says_who_where_and_what_to_check() -> None:
         error=CrashReport("ValueError", "boom", "Traceback ...\nValueError: boom\n"),
     )
     ends = [
-        end(1, 1, 0, words=words),
+        end(1, 1, 0, diagnostics=words),
         end(
             0,
             -15,
             1,
             by_launcher=True,
             hung=True,
-            words=CrashReported(phase="evaluate", state="S", stacks='File "x.py"'),
+            diagnostics=WorkerDiagnostics(phase="evaluate", state="S", stacks='File "x.py"'),
         ),
     ]
     text = failure_report.render(find_root_cause(ends), ends, log_dir="/logs")
@@ -137,18 +142,18 @@ def test_the_page_says_who_where_and_what_to_check() -> None:
 
 
 def test_where_the_lost_task_lived_the_network_is_to_be_looked_at() -> None:
-    ends = [end(0, LOST, 0, words=lost("ps/0")), end(1, 0, 1), end(2, -15, 2, by_launcher=True)]
+    ends = [end(0, LOST, 0, diagnostics=lost("ps/0")), end(1, 0, 1), end(2, -15, 2, by_launcher=True)]
     ends[2] = replace(ends[2], task="ps/0", trains=False)
     assert "Check: the network between worker/0 and ps/0, which was still there" in failure_report.render(
         find_root_cause(ends), ends
     )
     ends[2] = replace(ends[2], hung=True)  # as servers do, until they are told to end
     assert "Check: the network between" in failure_report.render(find_root_cause(ends), ends)
-    ends[2] = replace(ends[2], words=CrashReported(state="T"))
+    ends[2] = replace(ends[2], diagnostics=WorkerDiagnostics(state="T"))
     assert "ps/0 left the job and did not end" in find_root_cause(ends).reason
 
 
 def test_a_worker_lost_with_its_host_is_the_cause_of_what_others_lost() -> None:
-    verdict = find_root_cause([end(0, LOST, 0, words=lost("worker/1")), end(1, None, 1)])
+    verdict = find_root_cause([end(0, LOST, 0, diagnostics=lost("worker/1")), end(1, None, 1)])
     assert verdict.cause is not None
     assert verdict.cause.rank == 1

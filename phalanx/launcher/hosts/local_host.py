@@ -28,13 +28,13 @@ from phalanx.devices.gpu_assignment import worker_gpu_variables
 from phalanx.devices.gpu_count import HIDE_GPUS, count_gpus
 from phalanx.launcher.host_messages import (
     CheckpointBeforeExit,
-    CrashReported,
     Event,
     Exited,
-    HostOrder,
     Output,
     Started,
     StepTimingReported,
+    WorkerDiagnostics,
+    WorkerSpec,
 )
 from phalanx.launcher.worker_environment import worker_environment
 from phalanx.runtime import bootstrap, crash_report, progress
@@ -95,7 +95,7 @@ class _Worker:
 class _Place:
     """What a worker is started with, and started again. `files` outlive the process."""
 
-    order: HostOrder
+    spec: WorkerSpec
     listener: socket.socket
     cores: tuple[int, ...]
     environment: dict[str, str]
@@ -149,30 +149,30 @@ class LocalHost:
         self._listeners += opened
         return [listener.getsockname()[1] for listener in opened]
 
-    def start(self, orders: Sequence[HostOrder]) -> list[Event]:
-        """Start workers, for which `prepare` has opened ports: all at once, or, if their orders name slots, some."""
-        if not orders:
+    def start(self, specs: Sequence[WorkerSpec]) -> list[Event]:
+        """Start workers, for which `prepare` has opened ports: all at once, or, if their specs name slots, some."""
+        if not specs:
             return []
         self._hear_of_ends()
-        orders = [replace(order, slot=i) if order.slot is None else order for i, order in enumerate(orders)]
-        self._not_training |= {order.slot for order in orders if order.slot is not None and not order.trains}
+        specs = [replace(spec, slot=i) if spec.slot is None else spec for i, spec in enumerate(specs)]
+        self._not_training |= {spec.slot for spec in specs if spec.slot is not None and not spec.trains}
         base = process_environment()
         shares, devices = self._divide()
         events: list[Event] = []
-        for order in orders:
-            assert order.slot is not None
-            listener, share, device = self._listeners[order.slot], shares[order.slot], devices[order.slot]
-            environment = worker_environment(base, {**device, **order.environment}, share.threads, order.folder)
-            files = (_unnamed_file(), _unnamed_file()) if order.keeps else ()
+        for spec in specs:
+            assert spec.slot is not None
+            listener, share, device = self._listeners[spec.slot], shares[spec.slot], devices[spec.slot]
+            environment = worker_environment(base, {**device, **spec.environment}, share.threads, spec.directory)
+            files = (_unnamed_file(), _unnamed_file()) if spec.has_snapshots else ()
             if files:
                 environment[SNAPSHOTS] = ":".join(f"/dev/fd/{file.fileno()}" for file in files)
-            place = _Place(order, listener, share.cores, environment, files)
+            place = _Place(spec, listener, share.cores, environment, files)
             worker = self._start(place)
-            if order.returns:
-                self._returning[order.rank] = place
+            if spec.restartable:
+                self._returning[spec.rank] = place
             else:
                 listener.close()
-            events.append(Started(order.rank, worker.process.pid))
+            events.append(Started(spec.rank, worker.process.pid))
         return events
 
     def _hear_of_ends(self) -> None:
@@ -199,16 +199,16 @@ class LocalHost:
         )
 
     def _start(self, place: _Place) -> _Worker:
-        order, listener = place.order, place.listener
+        spec, listener = place.spec, place.listener
         line = OrphanGuard()
         record, stacks, error = _anonymous_file(), _anonymous_file(), _anonymous_file()
         function, result = _anonymous_file(), _anonymous_file()
         record.write(progress.blank())
         record.flush()
-        if order.function:
-            function.write(order.function)
+        if spec.function:
+            function.write(spec.function)
             function.seek(0)
-        stdin, stdout, stderr, reading = self._connect(order.rank)
+        stdin, stdout, stderr, reading = self._connect(spec.rank)
         child_order = bootstrap.WorkerBootstrap(
             cores=place.cores,
             parent=os.getpid(),
@@ -216,12 +216,12 @@ class LocalHost:
             lifeline=line.worker_end,
             stacks=stacks.fileno(),
             error=error.fileno(),
-            function=function.fileno() if order.function else -1,
-            result=result.fileno() if order.function else -1,
+            function=function.fileno() if spec.function else -1,
+            result=result.fileno() if spec.function else -1,
         )
         passed = [listener.fileno(), line.worker_end, record.fileno(), stacks.fileno(), error.fileno()]
         passed += [file.fileno() for file in place.files]
-        if order.function:
+        if spec.function:
             passed += [function.fileno(), result.fileno()]
         environment = {
             **place.environment,
@@ -230,12 +230,12 @@ class LocalHost:
             PROGRESS_FILE: f"/dev/fd/{record.fileno()}",
         }
         process = subprocess.Popen(
-            [sys.executable, *order.interpreter, bootstrap.__file__, *order.arguments],
+            [sys.executable, *spec.interpreter, bootstrap.__file__, *spec.arguments],
             stdin=stdin,
             stdout=stdout,
             stderr=stderr,
             env=environment,
-            cwd=order.folder,
+            cwd=spec.directory,
             pass_fds=passed,
             start_new_session=True,  # its own group, so that what it starts can be ended with it
         )
@@ -244,8 +244,8 @@ class LocalHost:
             os.close(fd)
         function.close()
         line.started()
-        worker = _Worker(order.rank, process, line, record, stacks, error, result, reading, _open_pidfd(process.pid))
-        self._workers[order.rank] = worker
+        worker = _Worker(spec.rank, process, line, record, stacks, error, result, reading, _open_pidfd(process.pid))
+        self._workers[spec.rank] = worker
         for fd in (*reading, *([worker.pidfd] if worker.pidfd >= 0 else [])):
             self._selector.register(fd, selectors.EVENT_READ)
         return worker
@@ -330,19 +330,19 @@ class LocalHost:
         result = _content(worker.result)
         self._release(worker)
         place = self._returning.get(worker.rank)
-        if returncode == 0 and place is not None and place.order.owns_port:
+        if returncode == 0 and place is not None and place.spec.frees_port:
             place.listener.close()  # it does not return: who asks there whether the job goes on must find nobody
         events.append(Exited(worker.rank, returncode, words_, result))
         return events
 
-    def _last_words(self, worker: _Worker) -> CrashReported:
+    def _last_words(self, worker: _Worker) -> WorkerDiagnostics:
         last = progress.parse(_content(worker.progress))
         stacks = bootstrap.without_own_frames(_content(worker.stacks).decode(errors="replace"))
         stacks = stacks[:MAX_STACK_CHARACTERS]
         error = crash_report.parse(_content(worker.error))
         if last is None:
-            return CrashReported(state=worker.state, stacks=stacks, error=error)
-        return CrashReported(
+            return WorkerDiagnostics(state=worker.state, stacks=stacks, error=error)
+        return WorkerDiagnostics(
             phase=last.phase,
             epoch=last.epoch,
             step=last.step,

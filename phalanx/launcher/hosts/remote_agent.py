@@ -1,7 +1,7 @@
 """The far end of `phalanx run --hosts`: runs workers on its host for a launcher at the other end of ssh.
 
 Commands come on stdin and answers go to stdout, one JSON object (`messages.py`) a line. The secret travels in
-the orders, so through the encrypted connection and on no command line. The end of stdin is the end of the launcher or
+the specs, so through the encrypted connection and on no command line. The end of stdin is the end of the launcher or
 of the connection: every worker here is then killed, and should the agent itself be killed, the workers' lifelines do
 the same.
 """
@@ -82,8 +82,8 @@ class RemoteAgent:
                     self._answer(Refused(f"cannot work in {folder}: {error.strerror}. It must exist there too"))
                     return
                 self._answer(Prepared(self._host.prepare(workers, address=None)))
-            case Start(orders):
-                for event in self._host.start(orders):
+            case Start(specs):
+                for event in self._host.start(specs):
                     self._answer(event)
             case Restart(rank):
                 self._answer(self._host.restart(rank))

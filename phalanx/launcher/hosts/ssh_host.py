@@ -22,17 +22,17 @@ from phalanx.errors import ConfigurationError, RendezvousError
 from phalanx.launcher.host_messages import (
     Answer,
     Command,
-    CrashReported,
     DumpStacks,
     Event,
     Exited,
-    HostOrder,
     Prepare,
     Prepared,
     Refused,
     Restart,
     Signal,
     Start,
+    WorkerDiagnostics,
+    WorkerSpec,
 )
 from phalanx.launcher.host_slots import HostShare
 from phalanx.launcher.hosts.remote_agent import LineReader
@@ -159,30 +159,30 @@ class SSHHost:
                     if isinstance(answer, Refused):
                         raise ConfigurationError(f"{self.name}: {answer.reason}.")
 
-    def start(self, orders: Sequence[HostOrder]) -> list[Event]:
+    def start(self, specs: Sequence[WorkerSpec]) -> list[Event]:
         """Start workers, as `LocalHost.start` does; from the first call on, `events` hears of the host."""
         environment = forwarded(self._environ)
-        orders = [msgspec.structs.replace(order, environment={**environment, **order.environment}) for order in orders]
+        specs = [msgspec.structs.replace(spec, environment={**environment, **spec.environment}) for spec in specs]
         process = self._process
         assert process is not None
         assert process.stdout is not None
         if self.lost:
-            return [Exited(order.rank, None, CrashReported()) for order in orders]
-        self._running |= {order.rank for order in orders}
+            return [Exited(spec.rank, None, WorkerDiagnostics()) for spec in specs]
+        self._running |= {spec.rank for spec in specs}
         if not self._registered:
             os.set_blocking(process.stdout.fileno(), False)
             self._selector.register(process.stdout.fileno(), selectors.EVENT_READ)
             if process.stderr is not None and not process.stderr.closed:
                 self._selector.register(process.stderr.fileno(), selectors.EVENT_READ)
             self._registered = True
-        if orders:
-            self._send(Start(orders))
+        if specs:
+            self._send(Start(specs))
         return []
 
     def restart(self, rank: int) -> Event | None:
         """Start a worker again that has ended; its `Started` is among the events to come."""
         if not self._registered:  # the host is gone
-            return Exited(rank, None, CrashReported())
+            return Exited(rank, None, WorkerDiagnostics())
         self._running.add(rank)
         self._send(Restart(rank))
         return None
@@ -268,7 +268,7 @@ class SSHHost:
         self._relay(self._selector, reads=LAST_READS)
         self._unregister()
         self.lost = True
-        lost = [Exited(rank, None, CrashReported()) for rank in sorted(self._running)]
+        lost = [Exited(rank, None, WorkerDiagnostics()) for rank in sorted(self._running)]
         self._running.clear()
         return list(lost)
 
@@ -328,6 +328,6 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _whose(text: str, command: Command) -> str:
-    """`NAME=`, if the text is the value of an environment variable of an order."""
-    orders = command.orders if isinstance(command, Start) else []
-    return next((f"{name}=" for order in orders for name, value in order.environment.items() if value == text), "")
+    """`NAME=`, if the text is the value of an environment variable of a task."""
+    specs = command.specs if isinstance(command, Start) else []
+    return next((f"{name}=" for spec in specs for name, value in spec.environment.items() if value == text), "")

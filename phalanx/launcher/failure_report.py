@@ -11,8 +11,8 @@ from typing import BinaryIO
 import msgspec
 
 from phalanx.errors import ConfigurationError
-from phalanx.launcher.host_messages import STOPPED, CrashReported
-from phalanx.launcher.root_cause import RootCause, WorkerEnd, waited_for
+from phalanx.launcher.host_messages import STOPPED, WorkerDiagnostics
+from phalanx.launcher.root_cause import RootCause, WorkerExit, waited_for
 from phalanx.runtime import exit_codes
 
 PAGE_FILE = "failure.txt"
@@ -41,7 +41,7 @@ class TaskReport(msgspec.Struct, frozen=True):
     exit_code: int
     by_launcher: bool
     hung: bool
-    words: CrashReported
+    diagnostics: WorkerDiagnostics
 
 
 class FailureReport(msgspec.Struct, frozen=True):
@@ -55,7 +55,7 @@ class FailureReport(msgspec.Struct, frozen=True):
     tasks: list[TaskReport]
 
 
-def report(verdict: RootCause, ends: Sequence[WorkerEnd]) -> FailureReport:
+def report(verdict: RootCause, ends: Sequence[WorkerExit]) -> FailureReport:
     """The page's content as one value."""
     meaning = exit_codes.meaning(verdict.code)
     return FailureReport(
@@ -73,7 +73,7 @@ def report(verdict: RootCause, ends: Sequence[WorkerEnd]) -> FailureReport:
                 exit_code=end.code,
                 by_launcher=end.by_launcher,
                 hung=end.hung,
-                words=end.words,
+                diagnostics=end.diagnostics,
             )
             for end in sorted(ends, key=lambda end: end.rank)
         ],
@@ -82,7 +82,7 @@ def report(verdict: RootCause, ends: Sequence[WorkerEnd]) -> FailureReport:
 
 def render(
     verdict: RootCause,
-    ends: Sequence[WorkerEnd],
+    ends: Sequence[WorkerExit],
     *,
     log_dir: str | None = None,
     full: bool = True,
@@ -98,8 +98,8 @@ def render(
     cause = verdict.cause
     meaning = exit_codes.meaning(verdict.code)
     lines = [_RULE, f"The job ended: {verdict.reason}"]
-    if cause is not None and cause.words.phase is not None:
-        lines.append(f"  it was in: {_describe(cause.words)}")
+    if cause is not None and cause.diagnostics.phase is not None:
+        lines.append(f"  it was in: {_describe(cause.diagnostics)}")
     lines.append(f"Exit code {verdict.code}: {meaning.name} - {meaning.sentence}")
     lines.append(f"Check: {_check(verdict, ends)}")
     lines += ["", "Each task's end and last progress:"]
@@ -107,23 +107,23 @@ def render(
     lines += [f"  {end.task:<{name_width}}  {_end(end)}; {_last(end)}" for end in ends]
     for end in ends:
         interrupted = cause is None  # and where everyone was is all that there is to say
-        if end.words.stacks and (full or end.hung or end is cause or interrupted):
-            lines += ["", f"Stacks of {end.task}{_state(end.words)} (innermost call first):"]
-            lines += _indent(_innermost(end.words.stacks, full))
+        if end.diagnostics.stacks and (full or end.hung or end is cause or interrupted):
+            lines += ["", f"Stacks of {end.task}{_state(end.diagnostics)} (innermost call first):"]
+            lines += _indent(_innermost(end.diagnostics.stacks, full))
     if log_dir is not None:
         lines += [
             "",
             f"The whole output of each task, and this page as {PAGE_FILE} and {JSON_FILE}: {log_dir}",
         ]
-    if traceback and cause is not None and cause.words.error is not None:
-        lines += ["", f"{cause.task} said:", cause.words.error.traceback.rstrip("\n")]
-    elif cause is not None and cause.words.output:
-        lines += ["", f"{cause.task} said last:", cause.words.output]
+    if traceback and cause is not None and cause.diagnostics.error is not None:
+        lines += ["", f"{cause.task} said:", cause.diagnostics.error.traceback.rstrip("\n")]
+    elif cause is not None and cause.diagnostics.output:
+        lines += ["", f"{cause.task} said last:", cause.diagnostics.output]
     lines.append(_RULE)
     return "\n".join(lines) + "\n"
 
 
-def write(folder: Path, verdict: RootCause, ends: Sequence[WorkerEnd]) -> None:
+def write(folder: Path, verdict: RootCause, ends: Sequence[WorkerExit]) -> None:
     """Write the page and its JSON form into the log directory."""
     (folder / PAGE_FILE).write_text(render(verdict, ends, log_dir=str(folder)), encoding="utf-8", errors="replace")
     (folder / JSON_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(report(verdict, ends)), indent=2))
@@ -154,7 +154,7 @@ def open_logs(folder: Path | None, tasks: Sequence[str]) -> Iterator[list[Binary
         yield logs
 
 
-def _check(verdict: RootCause, ends: Sequence[WorkerEnd]) -> str:
+def _check(verdict: RootCause, ends: Sequence[WorkerExit]) -> str:
     """The first thing to look at."""
     cause = verdict.cause
     if cause is None:
@@ -169,43 +169,43 @@ def _check(verdict: RootCause, ends: Sequence[WorkerEnd]) -> str:
     hung = waited_for(cause, ends)
     if hung and cause.code in exit_codes.CONSEQUENCES:
         return f"the stacks of {', '.join(hung)} below: that is where the job stood still"
-    missed = cause.words.missed
+    missed = cause.diagnostics.missed
     if missed in [end.task for end in ends if end.by_launcher and end.returncode is not None]:
         return f"the network between {cause.task} and {missed}, which was still there when the launcher ended it"
-    if cause.returncode > 0 and cause.words.error is None:
+    if cause.returncode > 0 and cause.diagnostics.error is None:
         return "the end of its output, and where the program ends itself with this code (`sys.exit`)"
     return exit_codes.meaning(verdict.code).check
 
 
-def _end(end: WorkerEnd) -> str:
+def _end(end: WorkerExit) -> str:
     if end.returncode is None:
         return "lost with its host"
     if end.by_launcher:
-        stopped = f"; {_STATES[STOPPED]}" if end.words.state == STOPPED and not end.words.stacks else ""
+        stopped = f"; {_STATES[STOPPED]}" if end.diagnostics.state == STOPPED and not end.diagnostics.stacks else ""
         return "ended by the launcher" + (" after the grace time" if end.hung else "") + stopped
     if end.returncode < 0:
         return f"killed by {exit_codes.signal_name(-end.returncode)}"
-    if end.words.error is not None:
-        return f"exit code {end.returncode} ({end.words.error.kind})"
+    if end.diagnostics.error is not None:
+        return f"exit code {end.returncode} ({end.diagnostics.error.kind})"
     return f"exit code {end.returncode}"
 
 
-def _last(end: WorkerEnd) -> str:
-    if end.returncode is None and end.words.phase is None:
+def _last(end: WorkerExit) -> str:
+    if end.returncode is None and end.diagnostics.phase is None:
         return "nothing is known of what it did last"
-    if end.words.phase is None:
+    if end.diagnostics.phase is None:
         return "it had not begun to run the program"
-    return f"last in {_describe(end.words)}, {end.words.age_s:.1f} s before"
+    return f"last in {_describe(end.diagnostics)}, {end.diagnostics.age_s:.1f} s before"
 
 
-def _describe(words: CrashReported) -> str:
-    where = [f"epoch {words.epoch}"] if words.epoch is not None else []
-    where += [f"step {words.step}"] if words.step is not None else []
-    return ", ".join([words.phase or "?", *where])
+def _describe(diagnostics: WorkerDiagnostics) -> str:
+    where = [f"epoch {diagnostics.epoch}"] if diagnostics.epoch is not None else []
+    where += [f"step {diagnostics.step}"] if diagnostics.step is not None else []
+    return ", ".join([diagnostics.phase or "?", *where])
 
 
-def _state(words: CrashReported) -> str:
-    return f"; {_STATES[words.state]}" if words.state in _STATES else ""
+def _state(diagnostics: WorkerDiagnostics) -> str:
+    return f"; {_STATES[diagnostics.state]}" if diagnostics.state in _STATES else ""
 
 
 def _innermost(stacks: str, full: bool) -> list[str]:

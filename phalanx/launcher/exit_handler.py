@@ -1,0 +1,133 @@
+"""What happens to a task whose process has exited: it is restarted, waits for another slot, or has exited for good."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from msgspec.structs import replace as replace_fields
+
+from phalanx.launcher.host_messages import Event, Exited, WorkerDiagnostics
+from phalanx.launcher.job_observer import JobObserver
+from phalanx.launcher.output_tail import OutputTails
+from phalanx.launcher.restart_policy import RestartPolicy
+from phalanx.launcher.root_cause import WorkerExit
+from phalanx.launcher.shutdown import ShutdownPlan
+from phalanx.launcher.slot_provider import SlotProvider
+from phalanx.launcher.task_table import TaskRecord, TaskState, TaskTable
+
+# Once the chief and all servers have finished, a worker that they excluded has nothing to do.
+EXCLUDED_GRACE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class ExitHandler:
+    """Records exits in the job's table and plan; `JobSupervisor` owns both. See its arguments for the others.
+
+    Attributes:
+        evaluator_grace_s: seconds that an evaluator may run after the training.
+        on_loss: called with the name of a task whose process has failed, before it is decided what becomes of it.
+    """
+
+    tasks: TaskTable
+    plan: ShutdownPlan
+    policy: RestartPolicy
+    tails: OutputTails
+    observer: JobObserver
+    slots: SlotProvider | None
+    evaluator_grace_s: float
+    clock: Callable[[], float]
+    on_loss: Callable[[str], None]
+
+    def handle(self, event: Exited) -> None:
+        """The process of a task has exited."""
+        record, code = self.tasks[event.rank], event.returncode
+        record.kill_at = record.give_up_at = None
+        record.result = event.result or record.result
+        end = self._describe(record, event)
+        self.observer.exited(end)
+        if end.failed:
+            self.on_loss(end.task)
+        may_restart = not self.plan.is_shutting_down and self.tasks.may_restart(record, outlived=end.outlived)
+        slots = self.slots if record.trains else None
+        released = record.is_released and not self.plan.is_shutting_down
+        if slots is not None and (released or (code is None and may_restart)):
+            slots.worker_exited(record.rank, failed=not released)
+            record.state = TaskState.VACANT
+            return
+        delay_s: float | None = None
+        if may_restart:
+            delay_s = self.policy.delay_s(record.rank, code, record.lived_s(self.clock()), outlived=end.outlived)
+        if delay_s is None:
+            self._finish(record, end)
+            return
+        record.previous = end
+        if slots is not None and not slots.worker_exited(record.rank, failed=True):
+            record.state = TaskState.VACANT
+            return
+        record.state, record.restart_at = TaskState.RESTARTING, self.clock() + delay_s
+        self.observer.restarting(end, self.policy.describe(record.rank))
+
+    def give_up_on(self, record: TaskRecord) -> None:
+        """Count a killed task as exited, although its process still exists."""
+        self.handle(Exited(record.rank, -signal.SIGKILL, WorkerDiagnostics()))
+
+    def restart_if_due(self, record: TaskRecord) -> Event | None:
+        """Restart a task; if that has become pointless, its last exit was its final one."""
+        if self.plan.is_shutting_down:
+            self.abandon_restart(record)
+        elif self.tasks.training_is_over:
+            # Of all tasks only the chief may have left something undone.
+            self._finish(record, self.abandon_restart(record, by_launcher=record is not self.tasks.chief))
+        elif record.restart_at <= self.clock():
+            record.state = TaskState.RUNNING
+            return record.placement.host.restart(record.rank)
+        return None
+
+    def abandon_restart(self, record: TaskRecord, *, by_launcher: bool = False) -> WorkerExit:
+        """A task that waits for its restart is not restarted after all."""
+        last = record.previous
+        assert last is not None
+        record.exit = replace(last, order=len(self.tasks.exits), by_launcher=last.by_launcher or by_launcher)
+        record.state = TaskState.EXITED
+        return record.exit
+
+    @property
+    def optional_grace_s(self) -> float:
+        """Seconds for tasks that no other waits for: evaluators have work to do, excluded workers have none."""
+        evaluates = any(record.is_evaluator for record in self.tasks.open)
+        return self.evaluator_grace_s if evaluates else min(self.evaluator_grace_s, EXCLUDED_GRACE_S)
+
+    def _describe(self, record: TaskRecord, event: Exited) -> WorkerExit:
+        code, diagnostics = event.returncode, event.diagnostics
+        if code and diagnostics.error is None:
+            diagnostics = replace_fields(diagnostics, output=self.tails.last_lines(record.rank))
+        shutting_down = self.plan.is_shutting_down
+        return WorkerExit(
+            rank=record.rank,
+            task=record.name,
+            host=record.placement.host.name,
+            pid=record.pid,
+            returncode=code,
+            order=len(self.tasks.exits),
+            by_launcher=self.plan.has_signalled or self.tasks.is_caused_by_job(record, code),
+            outlived=self.tasks.is_outlived(record, code, diagnostics, is_shutting_down=shutting_down),
+            hung=record.is_hung,
+            trains=record.trains,
+            diagnostics=diagnostics,
+        )
+
+    def _finish(self, record: TaskRecord, end: WorkerExit) -> None:
+        """A task has exited for good."""
+        record.exit, record.state = end, TaskState.EXITED
+        if self.slots is not None:
+            self.slots.retire(end.rank)
+        if end.failed and not end.by_launcher:
+            if not end.outlived:
+                if self.plan.fail(self.clock()):
+                    self.observer.failed(end)
+            elif self.slots is None and not self.plan.has_begun:  # in an elastic job the slot provider reports it
+                self.observer.left_behind(end)
+        if self.tasks.only_optional_left(self.clock()):
+            self.plan.finish_within(self.clock(), self.optional_grace_s)

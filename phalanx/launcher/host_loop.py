@@ -1,0 +1,78 @@
+"""The selector of one job and the hosts that it listens to."""
+
+from __future__ import annotations
+
+import selectors
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+from phalanx.launcher.host_messages import Event
+from phalanx.launcher.hosts.base import WorkerHost
+from phalanx.launcher.selector_waker import SelectorWaker
+
+POLL_S = 0.05
+"""Between two looks at hosts that cannot wake the selector."""
+IDLE_S = 1.0
+"""The longest sleep: hosts collect step timings and reap orphans about this often."""
+
+
+class HostLoop:
+    """Sleeps until a host has something to report or another thread calls.
+
+    Except for `run_soon` and `wake`, all calls come from the thread that runs the job.
+    """
+
+    def __init__(self, selector: selectors.BaseSelector, hosts: Sequence[WorkerHost]):
+        self._selector = selector
+        self._waker = SelectorWaker(selector)
+        self._hosts = list(hosts)
+        self._callbacks: deque[Callable[[], None]] = deque()  # append and popleft are atomic, so no lock
+
+    @property
+    def wakeup_fd(self) -> int:
+        """For `signal.set_wakeup_fd`: a signal then interrupts the sleep at once."""
+        return self._waker.fileno()
+
+    @property
+    def hosts(self) -> list[WorkerHost]:
+        return list(self._hosts)
+
+    def run_soon(self, callback: Callable[[], None]) -> None:
+        """Call `callback` in the thread that runs the job. May be called from any thread and from signal handlers."""
+        self._callbacks.append(callback)
+        self._waker.wake()
+
+    def wake(self) -> None:
+        """End the present sleep. May be called from any thread and from signal handlers."""
+        self._waker.wake()
+
+    def add(self, host: WorkerHost) -> None:
+        """Listen to this host, on which workers may be started later."""
+        if host not in self._hosts:
+            self._hosts.append(host)
+            host.start([])
+
+    def remove(self, host: WorkerHost) -> None:
+        """Nothing runs on this host any more."""
+        if host in self._hosts:
+            self._hosts.remove(host)
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until something happens, at most this long, then run the callbacks."""
+        longest_s = POLL_S if any(host.needs_polling for host in self._hosts) else IDLE_S
+        self._selector.select(min(timeout_s, longest_s))
+        # Drained before the callbacks run: a wake-up for one that is added meanwhile must not be lost.
+        self._waker.drain()
+        while self._callbacks:
+            self._callbacks.popleft()()
+
+    def events(self) -> Iterator[Event]:
+        """What the hosts report now."""
+        for host in self.hosts:
+            yield from host.events()
+
+    def close(self) -> None:
+        """Close all hosts, which kills what still runs there. Safe to call twice."""
+        for host in self._hosts:
+            host.close()
+        self._waker.close()

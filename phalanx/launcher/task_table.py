@@ -1,0 +1,294 @@
+"""The tasks of a running job: what state each is in, and what follows from that for the others.
+
+No process and no clock comes near this file. `JobSupervisor` records here what its hosts report, and asks.
+
+    RUNNING ── exits, restartable ───────────────> RESTARTING ── its time comes ──> RUNNING
+       ├────── exits, its slot is gone (elastic) ─> VACANT ───── a slot is found ──> RUNNING
+       └────── exits for good ────────────────────> EXITED
+
+A task has *left* once it is no longer RUNNING, and is *open* until it is EXITED or VACANT.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from phalanx.errors import EvictedError, PeerLostError, PreemptedError, RendezvousError
+from phalanx.launcher.host_messages import WorkerDiagnostics
+from phalanx.launcher.hosts.base import WorkerPlacement
+from phalanx.launcher.root_cause import WorkerExit
+from phalanx.runtime.exit_codes import CONSEQUENCES
+
+EVALUATORS = "evaluator/"
+SERVERS = "ps/"
+CHIEF_RANK = 0
+# A task that was restarted so shortly before the chief or the servers exited may never have connected to them.
+RECENT_RESTART_S = 10.0
+
+
+class TaskState(enum.Enum):
+    """See the top of this file."""
+
+    RUNNING = "running"
+    RESTARTING = "restarting"
+    VACANT = "vacant"
+    EXITED = "exited"
+
+
+@dataclass
+class TaskRecord:
+    """What is known of one task. Times are by the job's clock, in seconds.
+
+    Attributes:
+        placement: where it runs, or ran last.
+        pid, started_at: of its present process, or the last one.
+        restart_at: when a RESTARTING task is due.
+        kill_at: when it is killed, if it has been released from an elastic job and does not exit.
+        give_up_at: when a killed task counts as exited, although its process still exists.
+        previous: the exit before its last restart.
+        exit: its final exit.
+        is_released: whether its exit is neither a failure nor the end of the job.
+        is_unneeded: whether the others have finished the job without it.
+        is_hung: whether it still ran when the grace period after a failure was over.
+        result: pickled; of a task that ran a function.
+    """
+
+    placement: WorkerPlacement
+    state: TaskState = TaskState.RUNNING
+    pid: int = 0
+    started_at: float | None = None
+    restart_at: float = 0.0
+    kill_at: float | None = None
+    give_up_at: float | None = None
+    previous: WorkerExit | None = None
+    exit: WorkerExit | None = None
+    is_released: bool = False
+    is_unneeded: bool = False
+    is_hung: bool = False
+    result: bytes = b""
+
+    @property
+    def rank(self) -> int:
+        return self.placement.spec.rank
+
+    @property
+    def name(self) -> str:
+        return self.placement.task
+
+    @property
+    def trains(self) -> bool:
+        return self.placement.spec.trains
+
+    @property
+    def is_server(self) -> bool:
+        return self.name.startswith(SERVERS)
+
+    @property
+    def is_evaluator(self) -> bool:
+        return self.name.startswith(EVALUATORS)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the job waits for it."""
+        return self.state in (TaskState.RUNNING, TaskState.RESTARTING)
+
+    @property
+    def has_succeeded(self) -> bool:
+        return self.exit is not None and not self.exit.failed
+
+    @property
+    def next_due(self) -> float | None:
+        """When something is to be done about it; None if nothing is planned."""
+        dues = [self.kill_at, self.give_up_at, self.restart_at if self.state is TaskState.RESTARTING else None]
+        return min((due for due in dues if due is not None), default=None)
+
+    def lived_s(self, now: float) -> float:
+        """Seconds since its process was started."""
+        return 0.0 if self.started_at is None else now - self.started_at
+
+    def restarted_recently(self, now: float) -> bool:
+        return self.previous is not None and self.lived_s(now) < RECENT_RESTART_S
+
+
+class TaskTable:
+    """All tasks of a job, by rank.
+
+    Args:
+        elastic: whether the job continues without workers that it loses.
+        restarts: whether tasks may be restarted at all.
+    """
+
+    def __init__(self, placements: Sequence[WorkerPlacement], *, elastic: bool, restarts: bool):
+        self._elastic = elastic
+        self._restarts = restarts
+        self._tasks = {placement.spec.rank: TaskRecord(placement) for placement in placements}
+        self._is_complete = False
+
+    def __getitem__(self, rank: int) -> TaskRecord:
+        return self._tasks[rank]
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self._tasks
+
+    def __iter__(self) -> Iterator[TaskRecord]:
+        return iter(list(self._tasks.values()))
+
+    def named(self, task: str) -> list[TaskRecord]:
+        return [record for record in self if record.name == task]
+
+    def place(self, placement: WorkerPlacement) -> TaskRecord:
+        """A worker of an elastic job is about to start, in a slot that may be another one than before."""
+        rank = placement.spec.rank
+        previous = self._tasks.get(rank)
+        self._tasks[rank] = TaskRecord(placement, previous=None if previous is None else previous.previous)
+        return self._tasks[rank]
+
+    @property
+    def exits(self) -> list[WorkerExit]:
+        """The final exits, by rank."""
+        return [record.exit for _, record in sorted(self._tasks.items()) if record.exit is not None]
+
+    @property
+    def open(self) -> list[TaskRecord]:
+        return [record for record in self if record.is_open]
+
+    @property
+    def is_deserted(self) -> bool:
+        """Whether no worker of an elastic job is left, though others may still join."""
+        workers = [record for record in self if record.trains]
+        return self._elastic and bool(workers) and all(record.state is TaskState.VACANT for record in workers)
+
+    @property
+    def has_servers(self) -> bool:
+        return any(record.is_server for record in self)
+
+    @property
+    def chief(self) -> TaskRecord | None:
+        return self._tasks.get(CHIEF_RANK)
+
+    @property
+    def chief_has_exited(self) -> bool:
+        return self.chief is not None and self.chief.exit is not None
+
+    @property
+    def servers_have_finished(self) -> bool:
+        """Whether a server has exited successfully, as servers do when the job is over."""
+        return any(record.is_server and record.has_succeeded for record in self)
+
+    @property
+    def training_is_over(self) -> bool:
+        """Whether the training has ended, successfully or not: with the chief, or in an elastic job with any member."""
+        if self._elastic:
+            return self._is_complete or any(record.trains and record.has_succeeded for record in self)
+        return self.chief_has_exited or self.servers_have_finished
+
+    def complete(self) -> None:
+        """The members of an elastic job have finished it: no other needs to join them."""
+        self._is_complete = True
+
+    def only_optional_left(self, now: float) -> bool:
+        """Whether no task waits for those that still run: evaluators; servers whose workers have all exited; and, if
+        chief and servers have exited, workers that they excluded."""
+        left = self.open
+        servers = [record for record in left if record.is_server]
+        if self.has_servers:
+            restarting = any(record.state is TaskState.RESTARTING for record in left)
+            if not restarting and not any(record.trains for record in left):
+                return True
+            # A task that was restarted when the job was already over does not learn of its end.
+            if self.chief_has_exited and all(record.restarted_recently(now) for record in servers):
+                return True
+            chief = self.chief
+            if chief is not None and chief.exit is None and self.servers_have_finished and not servers:
+                return chief.restarted_recently(now) or all(record.is_evaluator for record in left)
+        return all(record.is_evaluator for record in left)
+
+    def may_restart(self, record: TaskRecord, *, outlived: bool) -> bool:
+        """Whether a task that has exited still has something to do in a job that is not being ended."""
+        if not record.placement.spec.restartable or self.training_is_over:
+            return False
+        # A member of an elastic job needs another one to get the training's state from.
+        return not self._elastic or not record.trains or outlived
+
+    def was_excluded(self, record: TaskRecord) -> bool:
+        """Whether this worker exits after the chief and all servers have finished: they do not wait for a worker that
+        they excluded, and it cannot know that they are done."""
+        servers = [other for other in self if other.is_server]
+        chief = self.chief
+        return (
+            bool(servers)
+            and record.trains
+            and chief is not None
+            and all(other.has_succeeded for other in [chief, *servers])
+        )
+
+    def is_caused_by_job(self, record: TaskRecord, returncode: int | None) -> bool:
+        """Whether a task exits because the job is over, whatever its exit code says."""
+        return (
+            record.is_unneeded
+            or (returncode == EvictedError.exit_code and self.chief_has_exited)
+            or (returncode == PeerLostError.exit_code and self.was_excluded(record))
+        )
+
+    def is_outlived(
+        self, record: TaskRecord, returncode: int | None, diagnostics: WorkerDiagnostics, *, is_shutting_down: bool
+    ) -> bool:
+        """Whether the other tasks continue without one that has just exited."""
+        if not record.trains:
+            return False
+        # Once all others have finished, none of them does what this one was about to do.
+        others = [other for other in self if other.trains and other is not record]
+        if self._elastic and returncode != 0 and any(other.state is TaskState.RUNNING for other in others):
+            return True
+        return not is_shutting_down and self._has_lost_contact(record, returncode, diagnostics)
+
+    def _has_lost_contact(self, record: TaskRecord, returncode: int | None, diagnostics: WorkerDiagnostics) -> bool:
+        """Whether one worker among servers has lost its host, or its way to servers or chief, and the others have not.
+        If a server is gone for good, the chief misses it too and the job ends."""
+        if record.rank == CHIEF_RANK or not self.has_servers or not self._restarts:
+            return False
+        if returncode is None or self._misses_a_task(record, diagnostics):
+            return True
+        error, previous = diagnostics.error, record.previous
+        is_late = error is not None and error.code == RendezvousError.exit_code
+        return is_late and previous is not None and previous.outlived
+
+    def _misses_a_task(self, record: TaskRecord, diagnostics: WorkerDiagnostics) -> bool:
+        """Whether a worker exited because it alone, as far as is known, lost a server or the chief."""
+        if (diagnostics.missed or "").startswith(SERVERS):
+            return True
+        others = [other for other in self.open if other.trains and other.rank not in (CHIEF_RANK, record.rank)]
+        chief = self.chief
+        return (
+            chief is not None
+            and diagnostics.missed == chief.name
+            and any(other.state is not TaskState.RESTARTING for other in others)
+        )
+
+
+def exits_to_judge(table: TaskTable, exits_before: int) -> list[WorkerExit]:
+    """The exits that explain why an elastic job was given up.
+
+    A worker that found no member left was failed by those it lost, even if these were being restarted. What became of
+    the restarted ones is a consequence, unless they ran again and met an error of their own.
+
+    Args:
+        exits_before: how many tasks had exited for good when the job was given up.
+    """
+    causes = []
+    for exit_ in table.exits:
+        previous = table[exit_.rank].previous
+        causes.append(previous if previous is not None and _is_echo(exit_, exits_before) else exit_)
+    vacant = [record.previous for record in table if record.state is TaskState.VACANT]
+    causes += [previous for previous in vacant if previous is not None]
+    return [replace(cause, outlived=False) for cause in causes]
+
+
+def _is_echo(exit_: WorkerExit, exits_before: int) -> bool:
+    """Whether a task exited because the job ended."""
+    error = exit_.diagnostics.error
+    not_own = (*CONSEQUENCES, RendezvousError.exit_code, EvictedError.exit_code, PreemptedError.exit_code)
+    own = error is not None and not error.interrupted and error.code not in not_own
+    return (exit_.by_launcher or exit_.order >= exits_before) and not own
