@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from phalanx import errors
-from phalanx.launcher.job_supervisor import INTERRUPT_GRACE_S
+from phalanx.launcher.shutdown import INTERRUPT_GRACE_S
 from tests.launcher.conftest import JOB_BOUND_S, Launcher, wait_until
 
 # How long a job may take to end after its launcher or a worker was killed.
