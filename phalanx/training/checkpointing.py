@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+
+from phalanx.checkpoint.checkpoint_callback import write_ledger
+from phalanx.checkpoint.checkpoint_directory import Snapshot
+from phalanx.data.sample_ledger import SampleLedger
+from phalanx.errors import PreemptedError
+from phalanx.keras_compat.internals import serialize_weights
+from phalanx.monitoring import timeline
 from phalanx.training.fit_position import FitRecorder, restart_epoch
-from phalanx.training.fit_resumption import FitResumption, FitSnapshot
+from phalanx.training.fit_resumption import STATE, FitResumption, FitSnapshot, variables_beyond_weights
 from phalanx.training.fit_state import ReplicaFitState
 from phalanx.training.replica_model import ReplicaModel
 from phalanx.training.state_sync import gather_random_states
 from phalanx.training.steps.stepper import RetryOnMembershipChange
+from phalanx.transport.serialization import encode
 
 
 class FitCheckpointing:
-    """Connects a running `fit` with its checkpoints (`FitResumption`). All ranks call its methods.
-
-    Attributes:
-        saver: writes them.
-    """
+    """Restores a `fit` from its checkpoints, and writes them while it runs. All ranks call its methods; only the chief
+    writes."""
 
     def __init__(
         self,
@@ -25,12 +38,15 @@ class FitCheckpointing:
         resumption: FitResumption,
         retry: RetryOnMembershipChange,
     ) -> None:
-        self.saver = resumption.saver
-        self._resumption = resumption
         self._model = replica_model
+        self._replica = replica_model.replica
         self._state = state
         self._recorder = recorder
+        self._resumption = resumption
         self._retry = retry
+        self._epochs_in_ledger = 0
+        self._saved_at = 0
+        self._saved_time = time.monotonic()
 
     @property
     def has_checkpoint(self) -> bool:
@@ -40,7 +56,7 @@ class FitCheckpointing:
     def restore(self) -> FitSnapshot | None:
         """Continue from the newest checkpoint and return it; None if there is none.
 
-        Raises: ConfigurationError if the checkpoint is of other data.
+        Raises: ConfigurationError if the checkpoint is of another model, or of other data.
         """
         state = self._state
         snapshot = self._retry(self._resumption.restore)
@@ -52,21 +68,64 @@ class FitCheckpointing:
         self._recorder.restore(snapshot.position, restart)
         return snapshot
 
+    def start(self) -> None:
+        """The steps begin. Those that this process took to warm up gave no notice."""
+        self._note_saved()
+        self._resumption.notice.is_preempted = self._resumption.notice.is_save_due = False
+
+    def announce(self, *, steps: int = 0) -> None:
+        """Before the ranks merge: let the merge tell all whether the chief is to save after so many steps more."""
+        is_due = self._replica.is_chief and self._is_due(self._recorder.applied + steps)
+        self._resumption.notice.request_save(is_due and not self._resumption.writer.busy)
+
     def save_if_due(self, *, ends_epoch: bool = False) -> None:
-        """Between two steps: save, or stop, if it is time to.
+        """Between two steps: save in the background, or stop, if it is time to.
 
         Raises: PreemptedError if the job was told to stop.
         """
         if not self._state.stepper.is_merged:
             return
-        if self.saver.notice.is_preempted:
-            self.saver.stop(self._snapshot, self._recorder.ledger, self._retry)
-        if self.saver.is_save_due(ends_epoch=ends_epoch):
-            self.saver.save(self._retry(self._snapshot), self._recorder.ledger)
+        notice, checkpoint = self._resumption.notice, self._resumption.checkpoint
+        if notice.is_preempted:
+            self._stop()
+        saves_each_epoch = checkpoint.every_steps is None and checkpoint.every_seconds is None
+        if notice.is_save_due or (ends_epoch and saves_each_epoch):
+            snapshot = self._retry(self._snapshot)
+            notice.is_save_due = False
+            self._note_saved()
+            if self._replica.is_chief and not self._resumption.writer.busy:
+                timeline.current.enter("checkpoint")
+                self._resumption.writer.begin(*self._copy(snapshot))
+                timeline.current.leave()
 
     def finish(self) -> None:
-        """The training is over."""
-        self.saver.finish(self._retry(lambda: self._snapshot(is_over=True)), self._recorder.ledger)
+        """The training is over, and so the state final."""
+        snapshot = self._retry(lambda: self._snapshot(is_over=True))
+        if self._replica.is_chief:
+            self._resumption.writer.wait()
+            self._resumption.directory.sweep()  # a chief before this one may have been killed while it wrote
+            self._resumption.writer.write(*self._copy(snapshot))
+
+    def _stop(self) -> None:
+        """The job was preempted: save, and let no rank exit before that is done."""
+
+        def save() -> Any:
+            snapshot, path = self._snapshot(), None
+            if self._replica.is_chief:
+                path = self._resumption.writer.write(*self._copy(snapshot))
+            return self._replica.broadcast_from_chief(None if path is None else str(path))
+
+        path: Any = self._retry(save)
+        saved = f"It resumes from {path} when it is started again." if path else "Its last state could NOT be saved."
+        raise PreemptedError(f"The job was told to end, after {self._recorder.applied} steps. {saved}")
+
+    def _note_saved(self) -> None:
+        self._saved_at, self._saved_time = self._recorder.applied, time.monotonic()
+
+    def _is_due(self, applied: int) -> bool:
+        steps, seconds = self._resumption.checkpoint.every_steps, self._resumption.checkpoint.every_seconds
+        by_steps = steps is not None and applied // steps > self._saved_at // steps
+        return by_steps or (seconds is not None and time.monotonic() - self._saved_time >= seconds)
 
     def _snapshot(self, *, is_over: bool = False) -> FitSnapshot:
         pooled = dict(self._state.stepper.pooled())
@@ -79,5 +138,30 @@ class FitCheckpointing:
             stopped=bool(self._model.model.stop_training),
             seed=self._resumption.seed(),
             pooled=pooled,
-            random_states=gather_random_states(self._model.replica),
+            random_states=gather_random_states(self._replica),
         )
+
+    def _copy(self, snapshot: FitSnapshot) -> tuple[Snapshot, int, Callable[[], Mapping[str, Any]]]:
+        """Copies of all that changes with the next step; the function does the rest of the work, in any thread."""
+        model, ledger = self._model.model, self._recorder.ledger
+        if hasattr(model, "jax_state_sync"):
+            model.jax_state_sync()
+        variables = variables_beyond_weights(model)
+        snapshot.variables = [np.array(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
+        frozen = None if ledger is None else ledger.frozen()
+
+        def finish() -> Mapping[str, Any]:
+            if frozen is not None:
+                snapshot.position.ledger = frozen.encoded()
+                self._write_ledger(frozen)
+            return {STATE: base64.b64encode(encode(snapshot.to_plain())).decode()}
+
+        return serialize_weights(model), snapshot.position.applied, finish
+
+    def _write_ledger(self, ledger: SampleLedger) -> None:
+        if len(ledger.epochs) == self._epochs_in_ledger:
+            return
+        self._epochs_in_ledger = len(ledger.epochs)
+        with contextlib.suppress(OSError):  # then the checkpoint cannot be written either, and says so
+            self._resumption.ledger.parent.mkdir(parents=True, exist_ok=True)
+        write_ledger(self._resumption.ledger, ledger.readable())

@@ -38,7 +38,7 @@ class FitPosition:
         logs: of the last epoch that is over.
         callbacks: for each one that was passed, its class and what it has learnt.
         ledger: the `SampleLedger`, encoded; empty without one.
-        applied: steps in all epochs so far, where checkpoints are written.
+        applied: steps in all epochs so far.
     """
 
     epoch: int
@@ -55,16 +55,23 @@ class FitPosition:
 
 
 class FitRecorder:
-    """Records, in jobs that another process may continue, what it would need: positions and the sample ledger."""
+    """Records, in jobs that another process may continue, what it would need: positions and the sample ledger.
+
+    Attributes:
+        ledger: None where the samples have no numbers.
+        applied: steps in all epochs so far.
+    """
 
     def __init__(self, replica_model: ReplicaModel, state: ReplicaFitState) -> None:
         self.ledger = SampleLedger.of(state.source)
+        self.applied = 0
         self._model = replica_model
         self._state = state
         self._callback_states = CallbackStateTracker(state.arguments.callbacks)
 
     def record_step(self, batch: JointBatch) -> None:
         """A step was taken; where the stepper does not merge every step, only by each rank for itself."""
+        self.applied += 1
         if self.ledger is None:
             return
         source, stepper = self._state.source, self._state.stepper
@@ -102,6 +109,7 @@ class FitRecorder:
             history={name: [as_plain_value(value) for value in values] for name, values in history.history.items()},
             logs={name: as_plain_value(value) for name, value in state.logs.items()},
             callbacks=self.callback_states(),
+            applied=self.applied,
         )
 
     def restore(self, position: FitPosition, restart_epoch: Callable[[], None] | None) -> None:
@@ -111,7 +119,7 @@ class FitRecorder:
             restart_epoch: begins the epoch for the callbacks; None: the position is between two epochs.
         """
         state = self._state
-        state.epoch, state.logs = position.epoch, dict(position.logs)
+        state.epoch, state.logs, self.applied = position.epoch, dict(position.logs), position.applied
         if self.ledger is not None and position.ledger:
             self.ledger.load(position.ledger)
         if state.validation is not None:

@@ -10,29 +10,21 @@ from __future__ import annotations
 import base64
 import contextlib
 import logging
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import keras
-import numpy as np
-
 from phalanx.checkpoint import checkpoint_directory
-from phalanx.checkpoint.checkpoint_callback import Checkpoint, CheckpointWriter, write_ledger
+from phalanx.checkpoint.checkpoint_callback import Checkpoint, CheckpointWriter
 from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory, StoredCheckpoint
-from phalanx.data.sample_ledger import SampleLedger
 from phalanx.engines.random_state import set_random_state
-from phalanx.errors import ConfigurationError, PreemptedError
+from phalanx.errors import ConfigurationError
 from phalanx.keras_compat.callback_bases import flatten_callbacks
-from phalanx.keras_compat.internals import serialize_weights
-from phalanx.monitoring import timeline
 from phalanx.training import state_sync
 from phalanx.training.fit_position import FitPosition
 from phalanx.training.preemption import PreemptionNotice, notified_by_signals
 from phalanx.training.replica import Replica, seed_from_program
-from phalanx.training.steps.stepper import RetryOnMembershipChange
 from phalanx.transport.serialization import decode, encode
 
 logger = logging.getLogger(__name__)
@@ -87,17 +79,23 @@ class FitResumption:
     """The checkpoints of one call of `fit`, on one rank; made by `resumable`.
 
     Attributes:
-        saver: writes them.
+        checkpoint: the callback.
+        directory: of the checkpoints of this `fit`.
+        ledger: file of the sample ledger.
+        writer: writes them in the background.
+        notice: what the merges of the steps say about saving and preemption.
     """
 
     def __init__(self, checkpoint: Checkpoint, model: Any, replica: Replica, number: int) -> None:
         basename = f"fit{number}"
-        directory = CheckpointDirectory(checkpoint.directory, basename=basename, keep=checkpoint.keep)
-        self.saver = FitSaver(checkpoint, model, replica, directory, directory.directory / f"{basename}-ledger.json")
+        self.checkpoint = checkpoint
+        self.directory = CheckpointDirectory(checkpoint.directory, basename=basename, keep=checkpoint.keep)
+        self.ledger = self.directory.directory / f"{basename}-ledger.json"
+        self.writer = CheckpointWriter(self.directory)
+        self.notice = PreemptionNotice()
         self._model = model
         self._replica = replica
         self._number = number
-        self._directory = directory
         self._seed: int | None = None
         self._found: tuple[StoredCheckpoint, FitSnapshot] | None = None
         self._problem = ""
@@ -143,7 +141,6 @@ class FitResumption:
         snapshot = FitSnapshot.from_plain(content)
         state_sync.synchronise(self._model, self._replica, metrics=True)
         set_random_state(snapshot.random_states, self._replica.rank)
-        self.saver.count_from(snapshot.position.applied)
         return snapshot
 
     def check(self, snapshot: FitSnapshot, samples: int | None, batches: int | None) -> None:
@@ -155,7 +152,7 @@ class FitResumption:
         for what, then, now in pairs:
             if then is not None and now is not None and then != now:
                 raise ConfigurationError(
-                    f"The checkpoint in {self._directory.directory} is of a `fit` over data with {then} {what}; the "
+                    f"The checkpoint in {self.directory.directory} is of a `fit` over data with {then} {what}; the "
                     f"data have {now} now, so training cannot resume at the same place. Pass the same data and batch "
                     f"size, or another directory to start from the beginning."
                 )
@@ -166,15 +163,15 @@ class FitResumption:
             return
         self._is_searched = True
         try:
-            self._directory.sweep()
-            found = self._directory.newest()
+            self.directory.sweep()
+            found = self.directory.newest()
             if found is not None:
                 self._found = found, FitSnapshot.from_plain(decode(base64.b64decode(found.state[STATE])))
         except (ConfigurationError, OSError) as error:
             self._problem = str(error)
         except (KeyError, TypeError) as error:
             self._problem = (
-                f"The checkpoints in {self._directory.directory} were not written by this version of "
+                f"The checkpoints in {self.directory.directory} were not written by this version of "
                 f"phalanx.callbacks.Checkpoint ({error}). Give another directory."
             )
 
@@ -186,134 +183,13 @@ class FitResumption:
         file, snapshot = self._found
         try:
             checkpoint_directory.load(self._model, file.path)
-            for variable, value in zip(_variables_beyond_weights(self._model), snapshot.variables, strict=True):
+            for variable, value in zip(variables_beyond_weights(self._model), snapshot.variables, strict=True):
                 variable.assign(value)
         except (ConfigurationError, OSError, ValueError) as error:
             return encode([str(error), None])
         position = snapshot.position
         logger.info("Resuming from %s: epoch %d, step %d.", file.path, position.epoch + 1, position.step)
         return encode(["", {**snapshot.to_plain(), "variables": []}])
-
-
-class FitSaver:
-    """Writes the checkpoints of one call of `fit`. All ranks call its methods; only the chief writes.
-
-    Attributes:
-        notice: what the merges of the steps say about saving and preemption.
-        applied: steps in all epochs so far.
-    """
-
-    def __init__(
-        self, checkpoint: Checkpoint, model: Any, replica: Replica, directory: CheckpointDirectory, ledger: Path
-    ) -> None:
-        self.notice = PreemptionNotice()
-        self.applied = 0
-        self._checkpoint = checkpoint
-        self._model = model
-        self._replica = replica
-        self._directory = directory
-        self._writer = CheckpointWriter(directory)
-        self._ledger_file = ledger
-        self._epochs_in_ledger = 0
-        self._saved_at = 0
-        self._saved_time = time.monotonic()
-
-    def count_from(self, applied: int) -> None:
-        """So many steps were taken before this process takes part. Steps that it took to warm up gave no notice."""
-        self.applied = applied
-        self._note_saved()
-        self.notice.is_preempted = self.notice.is_save_due = False
-
-    def step_done(self) -> None:
-        """A step was applied."""
-        self.applied += 1
-
-    def announce(self, *, steps: int = 0) -> None:
-        """Before the ranks merge: let the merge tell all whether the chief is to save after so many steps more."""
-        is_due = self._replica.is_chief and self._is_due(self.applied + steps) and not self._writer.busy
-        self.notice.request_save(is_due)
-
-    def is_save_due(self, *, ends_epoch: bool) -> bool:
-        """Between two steps, whether it is time to save; the same on all ranks."""
-        saves_each_epoch = self._checkpoint.every_steps is None and self._checkpoint.every_seconds is None
-        return self.notice.is_save_due or (ends_epoch and saves_each_epoch)
-
-    def save(self, snapshot: FitSnapshot, ledger: SampleLedger | None) -> None:
-        """Save in the background."""
-        self.notice.is_save_due = False
-        self._note_saved()
-        if self._replica.is_chief and not self._writer.busy:
-            timeline.current.enter("checkpoint")
-            self._writer.begin(*self._copy(snapshot, ledger))
-            timeline.current.leave()
-
-    def stop(
-        self, capture: Callable[[], FitSnapshot], ledger: SampleLedger | None, retry: RetryOnMembershipChange
-    ) -> None:
-        """The job was preempted: save, and let no rank exit before that is done. All ranks call it after the same step.
-
-        Args:
-            capture: takes the snapshot, on all ranks together.
-
-        Raises: PreemptedError, always.
-        """
-
-        def save() -> Any:
-            path, snapshot = None, capture()
-            if self._replica.is_chief:
-                path = self._writer.write(*self._copy(snapshot, ledger))
-            return self._replica.broadcast_from_chief(None if path is None else str(path))
-
-        path: Any = retry(save)
-        saved = f"It resumes from {path} when it is started again." if path else "Its last state could NOT be saved."
-        raise PreemptedError(f"The job was told to end, after {self.applied} steps. {saved}")
-
-    def finish(self, snapshot: FitSnapshot, ledger: SampleLedger | None) -> None:
-        """The training is over, and so the state final."""
-        if self._replica.is_chief:
-            self._writer.wait()
-            self._directory.sweep()  # a chief before this one may have been killed while it wrote
-            self._writer.write(*self._copy(snapshot, ledger))
-
-    def close(self) -> None:
-        """Let the last checkpoint be finished."""
-        self._writer.wait()
-
-    def _note_saved(self) -> None:
-        self._saved_at, self._saved_time = self.applied, time.monotonic()
-
-    def _is_due(self, applied: int) -> bool:
-        steps, seconds = self._checkpoint.every_steps, self._checkpoint.every_seconds
-        by_steps = steps is not None and applied // steps > self._saved_at // steps
-        return by_steps or (seconds is not None and time.monotonic() - self._saved_time >= seconds)
-
-    def _copy(
-        self, snapshot: FitSnapshot, ledger: SampleLedger | None
-    ) -> tuple[checkpoint_directory.Snapshot, int, Callable[[], Mapping[str, Any]]]:
-        """Copies of all that changes with the next step; the function does the rest of the work, in any thread."""
-        model = self._model
-        if hasattr(model, "jax_state_sync"):
-            model.jax_state_sync()
-        snapshot.position.applied = self.applied
-        variables = _variables_beyond_weights(model)
-        snapshot.variables = [np.array(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
-        frozen = None if ledger is None else ledger.frozen()
-
-        def finish() -> Mapping[str, Any]:
-            if frozen is not None:
-                snapshot.position.ledger = frozen.encoded()
-                self._write_ledger(frozen)
-            return {STATE: base64.b64encode(encode(snapshot.to_plain())).decode()}
-
-        return serialize_weights(model), self.applied, finish
-
-    def _write_ledger(self, ledger: SampleLedger) -> None:
-        if len(ledger.epochs) == self._epochs_in_ledger:
-            return
-        self._epochs_in_ledger = len(ledger.epochs)
-        with contextlib.suppress(OSError):  # then the checkpoint cannot be written either, and says so
-            self._ledger_file.parent.mkdir(parents=True, exist_ok=True)
-        write_ledger(self._ledger_file, ledger.readable())
 
 
 @contextlib.contextmanager
@@ -332,14 +208,14 @@ def resumable(callbacks: Any, model: Any, replica: Replica) -> Iterator[FitResum
     directory = Path(checkpoint.directory).absolute()
     number = _finished.get(directory, 0)
     resumption = FitResumption(checkpoint, model, replica, number)
-    checkpoint.driven, replica.notice = True, resumption.saver.notice
+    checkpoint.driven, replica.notice = True, resumption.notice
     try:
-        with notified_by_signals(resumption.saver.notice):
+        with notified_by_signals(resumption.notice):
             yield resumption
             _finished[directory] = number + 1
     finally:
         checkpoint.driven, replica.notice = False, None
-        resumption.saver.close()
+        resumption.writer.wait()
 
 
 def has_checkpoint(callbacks: Any) -> bool:
@@ -347,6 +223,6 @@ def has_checkpoint(callbacks: Any) -> bool:
     return any(isinstance(callback, Checkpoint) for callback in flatten_callbacks(callbacks))
 
 
-def _variables_beyond_weights(model: Any) -> list[Any]:
+def variables_beyond_weights(model: Any) -> list[Any]:
     """Variables that a file of weights does not have: of random layers and of metrics."""
     return [*[generator.state for generator in state_sync.seed_generators(model)], *model.metrics_variables]

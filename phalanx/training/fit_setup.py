@@ -111,7 +111,7 @@ def _begin_fit(replica_model: ReplicaModel, arguments: FitArguments, resumption:
     if elastic is None and resumption is None:
         return ReplicaFit(replica_model, state)
     recorder = FitRecorder(replica_model, state)
-    recovery = None if elastic is None else ElasticRecovery(replica_model, elastic, state, recorder, resumption)
+    recovery = None if elastic is None else ElasticRecovery(replica_model, elastic, state, recorder)
     fit = ReplicaFit(replica_model, state, recorder, recovery)
     if resumption is None:
         return fit

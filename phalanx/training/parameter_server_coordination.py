@@ -74,23 +74,18 @@ class WorkerAgreement(Protocol):
 
     def synchronise(self) -> None:
         """Before the first step."""
-        ...
 
     def merge_logs(self, logs: dict[str, Any]) -> dict[str, Any]:
         """An epoch's logs for callbacks and history."""
-        ...
 
     def stops_within_epoch(self) -> bool:
         """Whether no further step of the running epoch is to be taken."""
-        ...
 
     def stops_after_epoch(self, *, is_fit_over: bool) -> bool:
         """Whether there are no more epochs."""
-        ...
 
     def final_callbacks(self, callbacks: Any) -> AbstractContextManager[None]:
         """Around `on_train_end`, where callbacks may set weights."""
-        ...
 
 
 class ChiefDecides:

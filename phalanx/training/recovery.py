@@ -24,7 +24,6 @@ from phalanx.errors import MembershipChangedError, PeerLostError
 from phalanx.runtime import progress
 from phalanx.training import callback_list, state_sync
 from phalanx.training.fit_position import FitPosition, FitRecorder
-from phalanx.training.fit_resumption import FitResumption
 from phalanx.training.fit_state import ReplicaFitState
 from phalanx.training.joint_batches import JointBatch
 from phalanx.training.replica_model import ReplicaModel
@@ -46,13 +45,11 @@ class ElasticRecovery:
         elastic: ElasticGroup,
         state: ReplicaFitState,
         recorder: FitRecorder,
-        resumption: FitResumption | None,
     ) -> None:
         self._model = replica_model
         self._replica = replica_model.replica
         self._elastic = elastic
         self._state = state
-        self._resumption = resumption
         self._recorder = recorder
         self.ends_epoch = False
         self._was_chief = self._replica.is_chief
@@ -166,7 +163,6 @@ class ElasticRecovery:
         if self._replica.is_chief:
             position = self._recorder.position()
             position.ledger = b"" if self._recorder.ledger is None else self._recorder.ledger.encoded()
-            position.applied = 0 if self._resumption is None else self._resumption.saver.applied
             validation_randomness = b"" if state.validation is None else state.validation.randomness
             flags = [state.watched, state.watched_validation, state.stop_requested, state.chief_adds_logs]
             payload = encode([asdict(position), validation_randomness, flags])
@@ -188,8 +184,6 @@ class ElasticRecovery:
         content, validation_randomness, flags = decode(payload)
         position = FitPosition(**content)
         self._regroup_inputs()
-        if self._resumption is not None:
-            self._resumption.saver.count_from(position.applied)
         state.watched, state.watched_validation, state.stop_requested, state.chief_adds_logs = flags
         if state.validation is not None:
             state.validation.continue_with(validation_randomness)

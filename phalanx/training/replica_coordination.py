@@ -43,10 +43,16 @@ class ReplicaCoordination:
 
     def begin(self) -> None:
         """See `Coordination.begin`."""
-        state, checkpointing = self._state, self._checkpointing
         if self._recovery is not None and self._replica.is_candidate:
             self._recovery.join()
-            return
+        else:
+            self._begin_alike()
+        if self._checkpointing is not None:
+            self._checkpointing.start()
+
+    def _begin_alike(self) -> None:
+        """Give all ranks the state of a checkpoint, or the chief's."""
+        state, checkpointing = self._state, self._checkpointing
         if checkpointing is not None and checkpointing.has_checkpoint:
             append_to_log_files(state.arguments.callbacks)
         state.callbacks.on_train_begin()
@@ -146,7 +152,7 @@ class ReplicaCoordination:
         self._replica_model.engine.expect(state.source.form)  # what was evaluated meanwhile may have another form
         progress.report("gradients", epoch=state.epoch, step=step)
         if checkpointing is not None and stepper.merges_every_step:
-            checkpointing.saver.announce(steps=1)
+            checkpointing.announce(steps=1)
         timeline.current.enter("forward/backward", epoch=state.epoch, step=step)
         if self._recovery is not None:
             boundary = step % self.steps_per_group == 0
@@ -161,8 +167,6 @@ class ReplicaCoordination:
         assert state.batches is not None
         state.batches.done = step + 1
         self._has_trained = True
-        if checkpointing is not None:
-            checkpointing.saver.step_done()
         if self._recorder is not None:
             self._recorder.record_step(batch)
         merged = stepper.merge_if_due(self._retry)
@@ -250,7 +254,7 @@ class ReplicaCoordination:
 
         def meet() -> None:
             if checkpointing is not None:
-                checkpointing.saver.announce()
+                checkpointing.announce()
             if self._replica.elastic is not None:
                 self._replica.elastic.join_points.at_boundary = True
             self._replica_model.merge.merge_notice()

@@ -29,7 +29,6 @@ class OuterOptimizer(Protocol):
             progress: what the replicas have done since, of the same shapes; not modified.
             velocity: what the last call returned; empty at first; not modified.
         """
-        ...
 
 
 @dataclass(frozen=True)

@@ -37,11 +37,9 @@ class Stepper(Protocol):
         Args:
             last: whether it is the epoch's last; None where that is not known.
         """
-        ...
 
     def logs(self) -> Mapping[str, Any]:
         """The logs of the epoch until now."""
-        ...
 
 
 class ReplicaStepper(Stepper, Protocol):
@@ -50,12 +48,10 @@ class ReplicaStepper(Stepper, Protocol):
     @property
     def merges_every_step(self) -> bool:
         """Whether each step is one of all replicas, which happens on all or on none."""
-        ...
 
     @property
     def is_merged(self) -> bool:
         """Whether the replicas met at the last step, so that decisions may be taken together now."""
-        ...
 
     def begin(self, *, watched: bool, entering: bool) -> None:
         """An epoch begins; the engine has begun.
@@ -64,33 +60,26 @@ class ReplicaStepper(Stepper, Protocol):
             watched: whether callbacks of any rank see the logs of single batches.
             entering: whether this process joins or resumes in the middle of the epoch.
         """
-        ...
 
     def merge_if_due(self, retry: RetryOnMembershipChange) -> Sequence[str]:
         """A step is over: merge if it is time to. Returns the tasks whose unmerged steps have been merged."""
-        ...
 
     def finish(self, retry: RetryOnMembershipChange) -> Sequence[str]:
         """The epoch's steps are done, and the engine has not ended yet: afterwards all replicas are alike. Returns what
         `merge_if_due` does."""
-        ...
 
     def end(self, retry: RetryOnMembershipChange) -> None:
         """`fit` has taken its last step, and the engine has ended."""
-        ...
 
     def admit(self) -> None:
         """While the replicas are merged and the engine has ended: give those who join what the others have. All ranks
         must call."""
-        ...
 
     def pooled(self) -> State:
         """While they are merged: what the replicas keep besides the model, pooled. All ranks must call."""
-        ...
 
     def load_pooled(self, state: State) -> None:
         """Continue from what `pooled` returned; the model has the values of then already."""
-        ...
 
 
 class SynchronousStepper:
