@@ -81,7 +81,7 @@ class FitCheckpointing:
     def save_if_due(self, *, ends_epoch: bool = False) -> None:
         """Between two steps: save in the background, or stop, if it is time to.
 
-        Raises: PreemptedError if the job was told to stop.
+        Raises: PreemptedError if the job was preempted.
         """
         if not self._state.stepper.is_merged:
             return
@@ -117,7 +117,7 @@ class FitCheckpointing:
 
         path: Any = self._retry(save)
         saved = f"It resumes from {path} when it is started again." if path else "Its last state could NOT be saved."
-        raise PreemptedError(f"The job was told to end, after {self._recorder.applied} steps. {saved}")
+        raise PreemptedError(f"The job was preempted after {self._recorder.applied} steps. {saved}")
 
     def _note_saved(self) -> None:
         self._saved_at, self._saved_time = self._recorder.applied, time.monotonic()

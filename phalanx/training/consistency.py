@@ -119,7 +119,7 @@ def check_same_configuration(model: Any, call: FitArguments, replica: Replica) -
         for key in dict.fromkeys(itertools.chain(facts[0], others)):
             if (first := facts[0].get(key)) != (other := others.get(key)):
                 raise DisagreementError(
-                    f"The ranks were told different things: {key} is {first} on rank 0, and {other} on rank {rank}. "
+                    f"The ranks got different arguments: {key} is {first} on rank 0, and {other} on rank {rank}. "
                     f"The same program, with the same arguments, must run on every rank."
                 )
 

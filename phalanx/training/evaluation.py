@@ -45,7 +45,7 @@ def _pass(replica_model: ReplicaModel, source: ShardedInput, callbacks: Any, wat
         bar.replicas = replica.world_size
     model.stop_evaluating = False
     model.reset_metrics()
-    own = everyone = 0
+    own_samples = all_samples = 0
     logs: Mapping[str, Any] = {}
     source.reset()  # every evaluation begins with the first batch, also with `validation_steps`
     engine.begin()
@@ -57,17 +57,19 @@ def _pass(replica_model: ReplicaModel, source: ShardedInput, callbacks: Any, wat
                 engine.expect(source.form)
                 engine.test(batch.data, batch.share)
                 timeline.current.leave()
-                own += batch.size
-                everyone += batch.global_size
+                own_samples += batch.size
+                all_samples += batch.global_size
                 if bar is not None:
                     bar.count(batch.global_size)
             if watched:
-                logs = engine.merged_metrics(own / max(everyone, 1), final=False)
+                logs = engine.merged_metrics(own_samples / max(all_samples, 1), final=False)
             callbacks.on_test_batch_end(last, logs)
             if watched and replica.any(model.stop_evaluating):
                 break
         # Without data there is no result: zeros would be the best of all losses.
-        return pythonify_logs(engine.merged_metrics(own / everyone, final=True)) if everyone else {}
+        if not all_samples:
+            return {}
+        return dict(pythonify_logs(engine.merged_metrics(own_samples / all_samples, final=True)))
     finally:
         engine.end()
         timeline.current.leave()

@@ -231,7 +231,7 @@ class ParameterServerCoordination:
         first_epoch = remote_model.model._initial_epoch or state.arguments.initial_epoch
         epoch = remote_model.attach(self._fit, first_epoch, state.callbacks)
         if epoch is None:
-            logger.warning("The others have finished this fit() already, and are in a later one: going on there.")
+            logger.warning("The other workers have finished this fit() and are in a later one; continuing there.")
             remote_model.is_training = False
             self._stops = True
             return
@@ -277,7 +277,7 @@ class ParameterServerCoordination:
         """Go back to the epoch with which a restarted chief continues, if that is the answer."""
         if not isinstance(answer, EpochOver) or answer.back_to < 0:
             return False
-        logger.warning("The chief was started again; going on with epoch %d.", answer.back_to + 1)
+        logger.warning("The chief was restarted; continuing with epoch %d.", answer.back_to + 1)
         self._share_state()
         self._source.start_over()
         self._state.epoch = answer.back_to

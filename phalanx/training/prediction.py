@@ -129,6 +129,6 @@ def _check_rows(rows: Sequence[int], samples: Sequence[int]) -> None:
     if rest or not each or any(count != each * size for count, size in zip(rows, samples, strict=True)):
         raise UnsupportedError(
             f"An output of the model has {list(rows)} rows for {list(samples)} samples on the replicas, each of which "
-            f"predicts its part of a batch: which rows belong to which sample cannot be told. Let each sample have its "
-            f"row, or as many as the others; or predict on one process (a model outside of the strategy's scope)."
+            f"predicts its part of a batch: it is unknown which rows belong to which sample. Return one row for each "
+            f"sample, or the same number for all; or predict in one process (a model outside of the strategy's scope)."
         )

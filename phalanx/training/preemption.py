@@ -42,7 +42,7 @@ class PreemptionNotice:
         self._merged = np.zeros(1, np.float32)
 
     def signal(self) -> None:
-        """This rank was told to stop. May be called by a signal handler."""
+        """This rank got the signal to stop. May be called by a signal handler."""
         self._is_signalled = True
 
     def request_save(self, requested: bool) -> None:

@@ -37,7 +37,7 @@ did not reach never catches up with the others."""
 class RemoteModel:
     """The model, the engine that computes its gradients, and the values that the servers have of it.
 
-    During `fit` the servers have the newest values. This object fetches them for whoever reads the model, and sends
+    During `fit` the servers have the newest values. This object fetches them for callers that read the model, and sends
     what callbacks of the chief have changed.
 
     Attributes:
@@ -89,7 +89,7 @@ class RemoteModel:
         if normalises is not None:
             raise UnsupportedError(
                 f"The layer {normalises.name!r} ({type(normalises).__name__}) sets its own weights when it is called, "
-                f"and parameter servers, which have them, do not hear of it. Use MultiWorkerMirroredStrategy."
+                f"and parameter servers, which store them, do not see that. Use MultiWorkerMirroredStrategy."
             )
         if self._engine is None:
             self._engine = make_engine(model, self.merge)

@@ -95,7 +95,7 @@ class ReplicaTrainer:
                 self._wait_for_result()
                 replica_model.prepare(source, "evaluate")
                 replica_model.synchronise()
-                # A rank may be told to show less than the chief.
+                # `verbose` may differ between the ranks.
                 shows = verbose in ("auto", 1, True) or callback_list.has_batch_hooks(callbacks, "test")
                 watched = replica.retry(lambda: replica.any(shows))
                 callbacks = replica_model.build_callbacks(callbacks, verbose, steps=source.num_batches)

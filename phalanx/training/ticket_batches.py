@@ -59,7 +59,7 @@ class TicketBatches:
             ticket = self._merge.next_ticket(self._fit, epoch)
             if not isinstance(ticket, Ticket) or not (self.is_ended and len(ticket.members) == 1):
                 return ticket
-            # Others may already be taking a step that has several members; nobody takes this one.
+            # A step of several members may already be under way on the others; this one is not.
             self._report_missing(ticket, ends=True)
 
     def batch(self, ticket: Ticket) -> TicketBatch | None:

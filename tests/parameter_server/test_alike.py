@@ -28,7 +28,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
             with Tasks(folder, program, servers=2, workers=2, backend=backend) as tasks:
                 codes = tasks.ends()
                 assert set(codes.values()) == {0}, f"{codes}\n{tasks.everything()}"
-                assert "a later one: going on there" in tasks.said("worker/1")
+                assert "are in a later one; continuing there" in tasks.said("worker/1")
             files = [Path(folder, f"{rank}.json") for rank in range(2)]
             finished[backend] = [json.loads(file.read_text()) for file in files]
         return finished[backend]

@@ -73,6 +73,6 @@ def environment(backend: str, cache: Path) -> dict[str, str]:
         "JAX_COMPILATION_CACHE_DIR": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        # A rank that waits in vain is to say so long before the test's own bound.
+        # A rank that waits for too long reports it well before the bound of the test.
         "PHALANX_TIMEOUT": "240",
     }

@@ -195,9 +195,9 @@ def test_data_of_another_size_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(Broken):
         fit(tmp_path, BreakOff(8))
     x, y = data(SAMPLES + 1)
-    with pytest.raises(ConfigurationError, match="data with 100 samples; now they have 101"):
+    with pytest.raises(ConfigurationError, match="data with 100 samples; the data have 101 now"):
         fit(tmp_path, arguments={"x": x, "y": y})
-    with pytest.raises(ConfigurationError, match="13 batches in an epoch; now they have 10"):
+    with pytest.raises(ConfigurationError, match="13 batches in an epoch; the data have 10 now"):
         fit(tmp_path, arguments={"batch_size": 10})
 
 
@@ -263,7 +263,7 @@ def test_a_signal_saves_and_ends_at_the_next_step(tmp_path: Path) -> None:
         on_train_batch_end=lambda batch, logs: os.kill(os.getpid(), signal.SIGTERM) if batch == 6 else None
     )
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(PreemptedError, match=r"after 8 steps. It goes on from .*fit0-000000008"):
+    with pytest.raises(PreemptedError, match=r"after 8 steps. It resumes from .*fit0-000000008"):
         fit(tmp_path / "b", here, every_steps=1000)
     assert signal.getsignal(signal.SIGTERM) == before
     same(undisturbed, fit(tmp_path / "b", every_steps=1000))

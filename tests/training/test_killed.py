@@ -1,6 +1,6 @@
 """`kill -9` of a worker at a random moment of `fit`: every other process ends at once, and names the one that was lost.
 
-The workers are started by hand, without `phalanx run`, so that nobody else ends them.
+The workers are started by hand, without `phalanx run`, so that no launcher ends them.
 """
 
 from __future__ import annotations
@@ -161,5 +161,5 @@ def test_survivors_whose_layer_waits_for_a_killed_worker_end_and_name_it(tmp_pat
 @pytest.mark.usefixtures("in_shared_memory")
 @pytest.mark.parametrize("repetition", range(20))
 @pytest.mark.parametrize("backend", _backends())
-def test_survivors_end_whoever_is_killed_whenever(tmp_path: Path, backend: str, repetition: int) -> None:
+def test_survivors_end_wherever_and_whenever_a_rank_is_killed(tmp_path: Path, backend: str, repetition: int) -> None:
     _kill_one(tmp_path, backend, random.randrange(WORLD_SIZE), 2 * random.random())

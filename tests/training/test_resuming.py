@@ -179,7 +179,7 @@ def test_a_job_that_is_told_to_end_saves_and_goes_on_when_started_again(
     program.reaches(19, process)
     os.kill(process.pid if told == "launcher" else worker(launcher, 1), signal.SIGTERM)
     said = program.end(process, PreemptedError.exit_code)
-    assert "The job was told to end, after" in said
+    assert "The job was preempted after" in said
     assert "Traceback" not in said
     assert len(list(program.folder.glob("*.weights.h5"))) == 1
     program.run(workers)

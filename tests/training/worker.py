@@ -59,7 +59,7 @@ def _run(scenario: Scenario, strategy: Any, folder: Path) -> dict[str, Any]:
 
 
 def _plain_values(value: Any) -> Any:
-    """Without anything of a backend's, so that whoever compares needs none."""
+    """Without objects of a backend, so that the process that compares needs none."""
     if isinstance(value, dict):
         return {key: _plain_values(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -203,8 +203,8 @@ class LocalSGDStepper:
 
     def _share(self, samples: int) -> float | None:
         """This rank's part of the samples of all ranks; None if there are none."""
-        everyone = sum(self._replica.gather(samples))
-        return samples / everyone if everyone else None
+        total = sum(self._replica.gather(samples))
+        return samples / total if total else None
 
     def _forget_metrics(self) -> None:
         self._engine.end()

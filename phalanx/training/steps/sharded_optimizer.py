@@ -130,7 +130,7 @@ class _OptimizerState:
         per_variable: a variable for each of the model's.
         single: variables that belong to none of the model's.
 
-    Raises: UnsupportedError if that cannot be told.
+    Raises: UnsupportedError if the slots of some variables are unknown.
     """
 
     def __init__(self, model: Any) -> None:

@@ -245,7 +245,7 @@ def state_of_a_layer_of_ones_own(setting: Setting) -> dict[str, Any]:
 
 @scenario(plain=False, quick=BACKENDS)
 def predictions_of_random_layers_differ(setting: Setting) -> dict[str, Any]:
-    """Sampling, as in a variational autoencoder: each batch and each pass draws anew."""
+    """Sampling, as in a variational autoencoder: each batch and each pass draws new numbers."""
 
     class Sampling(layers.Layer):
         def __init__(self) -> None:
@@ -433,7 +433,7 @@ def batch_normalization_over_all_replicas_of_features_whose_number_is_unknown(se
 
 @scenario(backends=("tensorflow",))
 def batch_normalization_over_all_replicas_in_a_function_of_its_own(setting: Setting) -> dict[str, Any]:
-    """It is traced before `fit`, and kept when the model is compiled anew."""
+    """It is traced before `fit`, and kept when the model is compiled again."""
     import tensorflow as tf
 
     class Model(keras.Model):
@@ -455,7 +455,7 @@ def batch_normalization_over_all_replicas_in_a_function_of_its_own(setting: Sett
     first = fitted(model, batch_size=11)
     model.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy")
     second = fitted(model, batch_size=17)
-    model(features()[: 1 + setting.rank], training=True)  # alone: nobody is waited for
+    model(features()[: 1 + setting.rank], training=True)  # alone: no other rank takes part
     return {"first": first, "second": second}
 
 

@@ -461,7 +461,7 @@ def _own_backend_step(model: Any, data: Any, update: Any) -> dict[str, Any]:
 
 
 @scenario(backends=("tensorflow", "torch"))
-def own_train_step_with_an_optimizer_that_is_nobodys(setting: Setting) -> dict[str, Any]:
+def own_train_step_with_an_optimizer_of_no_model(setting: Setting) -> dict[str, Any]:
     """As in the tutorials whose optimizers are global variables."""
     _GLOBAL_OPTIMIZERS[:] = [keras.optimizers.Adam(0.05)]
 
