@@ -25,7 +25,7 @@ from phalanx.evaluator.checkpoint_watcher import CheckpointWatcher, FoundCheckpo
 from phalanx.evaluator.end_of_job import JobEndDetector, JobSignPoller, patience
 from phalanx.monitoring.event_writer import EventWriter
 from phalanx.runtime import progress
-from phalanx.training.steps.stepper import count_steps, inner_optimizer
+from phalanx.training.steps.optimizer_properties import inner_optimizer, set_step_count
 
 logger = logging.getLogger(__name__)
 
@@ -196,7 +196,7 @@ class SidecarEvaluator:
                 f"the evaluator as in training."
             ) from error
         if optimizer is not None:
-            count_steps(optimizer, found.step * (inner_optimizer(optimizer).gradient_accumulation_steps or 1))
+            set_step_count(optimizer, found.step * (inner_optimizer(optimizer).gradient_accumulation_steps or 1))
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(self._data)
         logs: Mapping[str, Any] = model.evaluate(
             x,

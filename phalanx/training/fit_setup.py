@@ -20,7 +20,7 @@ from phalanx.training.fit_state import ReplicaFitState
 from phalanx.training.recovery import ElasticRecovery, build_fit_callbacks
 from phalanx.training.replica import seed_from_program
 from phalanx.training.replica_model import ReplicaModel
-from phalanx.training.steps.stepper import SynchronousStepper
+from phalanx.training.steps.synchronous import SynchronousStepper
 
 T = TypeVar("T")
 

@@ -43,8 +43,8 @@ from phalanx.training.parameter_server_worker import ParameterServerWorker
 from phalanx.training.remote_model import RemoteModel
 from phalanx.training.remote_variables import to_host
 from phalanx.training.sample_orders import OrderUnavailableError, SampleOrders
+from phalanx.training.steps.optimizer_properties import set_step_count
 from phalanx.training.steps.parameter_server_stepper import ParameterServerStepper
-from phalanx.training.steps.stepper import count_steps
 from phalanx.training.ticket_batches import TicketBatch, TicketBatches
 
 logger = logging.getLogger(__name__)
@@ -290,7 +290,7 @@ class ParameterServerCoordination:
         timeline.current.enter("pull", epoch=epoch)
         if not self._worker.is_chief:
             remote_model.pull()
-            count_steps(remote_model.model.optimizer, self._worker.global_step)
+            set_step_count(remote_model.model.optimizer, self._worker.global_step)
         elif epoch == self._first_epoch:  # else it has pulled when the last one ended
             remote_model.pull()
             remote_model.variables.record_values(tables=False)
@@ -459,7 +459,7 @@ class ParameterServerCoordination:
         if worker.is_chief:
             worker.client.request(HEAD, EndFit(self._fit))
         else:
-            count_steps(model.optimizer, worker.global_step)
+            set_step_count(model.optimizer, worker.global_step)
         remote_model.pull_final()
         if state.arguments.epochs > self._first_epoch:
             if model.optimizer.use_ema and not worker.is_chief:

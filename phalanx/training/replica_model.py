@@ -26,15 +26,10 @@ from phalanx.training.joint_batches import (
 from phalanx.training.replica import Replica, seed_from_program
 from phalanx.training.steps.gradient_merge import StepMerge
 from phalanx.training.steps.local_sgd import LocalSGDStepper
+from phalanx.training.steps.optimizer_properties import accumulation_steps, constant_loss_scale, inner_optimizer
 from phalanx.training.steps.sharded_optimizer import ShardedOptimizerStepper, applies, make_sharded_stepper
-from phalanx.training.steps.stepper import (
-    ReplicaStepper,
-    RetryOnMembershipChange,
-    SynchronousStepper,
-    accumulation_steps,
-    inner_optimizer,
-    unit_of_gradients,
-)
+from phalanx.training.steps.stepper import ReplicaStepper, RetryOnMembershipChange
+from phalanx.training.steps.synchronous import SynchronousStepper
 from phalanx.training.training_policy import EVERY_STEP, TrainingPolicy
 
 logger = logging.getLogger(__name__)
@@ -59,7 +54,7 @@ class ReplicaModel:
         self.merge = StepMerge(replica, policy.compression if policy.period is None else None)
         # The same for all steps, because functions are traced for it. Local SGD holds no gradients.
         self.merge.accumulates = policy.period is None and accumulation_steps(model) > 1
-        self.merge.unit = unit_of_gradients(model)
+        self.merge.unit = constant_loss_scale(model)
         self._engine: Engine | None = None
         self._local_sgd: LocalSGDStepper | None = None
         self._sharded: ShardedOptimizerStepper | None = None

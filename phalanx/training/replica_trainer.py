@@ -30,7 +30,7 @@ from phalanx.training.prediction import LocalOutputs, predict_on_replicas
 from phalanx.training.replica import EntryOverError, Replica
 from phalanx.training.replica_coordination import ReplicaCoordination
 from phalanx.training.replica_model import ReplicaModel
-from phalanx.training.steps.stepper import SynchronousStepper
+from phalanx.training.steps.synchronous import SynchronousStepper
 from phalanx.training.training_policy import EVERY_STEP, TrainingPolicy
 from phalanx.transport.serialization import decode, encode
 

@@ -44,7 +44,8 @@ from phalanx.training import state_sync
 from phalanx.training.joint_batches import JointBatch
 from phalanx.training.replica import Replica
 from phalanx.training.steps.gradient_merge import MergeMode, StepMerge
-from phalanx.training.steps.stepper import RetryOnMembershipChange, inner_optimizer
+from phalanx.training.steps.optimizer_properties import inner_optimizer
+from phalanx.training.steps.stepper import RetryOnMembershipChange
 from phalanx.training.steps.weight_exchange import WeightExchange
 from phalanx.training.training_policy import SyncPeriod
 

@@ -61,7 +61,9 @@ from phalanx.runtime import progress
 from phalanx.training.joint_batches import JointBatch
 from phalanx.training.replica import Replica
 from phalanx.training.steps.gradient_merge import StepMerge
-from phalanx.training.steps.stepper import RetryOnMembershipChange, SynchronousStepper, takes_keras_steps
+from phalanx.training.steps.optimizer_properties import takes_keras_steps
+from phalanx.training.steps.stepper import RetryOnMembershipChange
+from phalanx.training.steps.synchronous import SynchronousStepper
 
 Array = np.ndarray[Any, Any]
 

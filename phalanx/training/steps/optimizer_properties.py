@@ -1,0 +1,53 @@
+"""What training steps must know of a model's optimizer: accumulation, loss scales, step counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from phalanx.keras_compat import model_state
+from phalanx.keras_compat.internals import keras_trainer
+
+
+def accumulation_steps(model: Any) -> int:
+    """Over how many steps the replicas may accumulate gradients of this model apart; 1: merge every step."""
+    optimizer = getattr(model, "optimizer", None)  # none before `compile`
+    # Two optimizers may accumulate over different steps, and a custom `train_step` may apply more than once. A dynamic
+    # loss scale skips the very step that overflows, so it must see merged gradients at every step.
+    simple = (
+        optimizer is not None
+        and len(model_state.optimizers(model)) == 1
+        and takes_keras_steps(model)
+        and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    )
+    return (getattr(optimizer, "gradient_accumulation_steps", None) or 1) if simple else 1
+
+
+def constant_loss_scale(model: Any) -> float:
+    """The constant factor of the loss; see `loss_scale` for one that changes."""
+    optimizer = inner_optimizer(getattr(model, "optimizer", None))
+    return float(getattr(optimizer, "loss_scale_factor", None) or 1.0)
+
+
+def inner_optimizer(optimizer: Any) -> Any:
+    """The optimizer inside those that scale the loss."""
+    while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        optimizer = optimizer.inner_optimizer
+    return optimizer
+
+
+def set_step_count(optimizer: Any, steps: int) -> None:
+    """Set the optimizer's count of steps: of batches, also where gradients are accumulated (Keras's `iterations` counts
+    updates then, and cannot be assigned)."""
+    inner_optimizer(optimizer)._iterations.assign(steps)
+
+
+def loss_scale(optimizer: Any) -> Any:
+    """The variable by which the loss is multiplied; None if it is not scaled, or by a constant."""
+    return optimizer.dynamic_scale if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else None
+
+
+def takes_keras_steps(model: Any) -> bool:
+    """Whether the model's `train_step` is Keras's."""
+    return bool(type(model).train_step is keras_trainer().train_step)

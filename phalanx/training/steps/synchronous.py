@@ -1,0 +1,94 @@
+"""Synchronous steps: all replicas take each step together, and merge its gradients before the update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from phalanx.compression.base_compression import State
+from phalanx.engines.engine import Engine
+from phalanx.training import state_sync
+from phalanx.training.joint_batches import JointBatch
+from phalanx.training.replica import Replica
+from phalanx.training.steps.gradient_merge import MergeMode, StepMerge
+from phalanx.training.steps.optimizer_properties import accumulation_steps, inner_optimizer, loss_scale
+from phalanx.training.steps.stepper import RetryOnMembershipChange
+
+
+class SynchronousStepper:
+    """All replicas take each step together. Gradients that the optimizer accumulates are merged when it updates.
+
+    Args:
+        accumulates: whether a replica may keep its gradients until the update; else they are merged at every step.
+    """
+
+    is_merged = merges_every_step = True
+
+    def __init__(
+        self, model: Any, engine: Engine, merge: StepMerge, replica: Replica, *, accumulates: bool = True
+    ) -> None:
+        self._model = model
+        self._engine = engine
+        self._merge = merge
+        self._replica = replica
+        optimizer = model.optimizer
+        self._scale = loss_scale(optimizer)
+        inner = inner_optimizer(optimizer)
+        self._steps = accumulation_steps(model) if accumulates else 1
+        self._iterations = getattr(inner, "_iterations", None)
+        self._accumulators = list(getattr(inner, "_accumulated_gradients", ())) if self._steps > 1 else []
+        self._watched = False
+
+    def begin(self, *, watched: bool, entering: bool = False) -> None:
+        """See `ReplicaStepper.begin`."""
+        self._watched = watched
+        self._merge.reset_counts()
+
+    def train(self, batch: JointBatch, *, last: bool | None = None) -> None:
+        """See `Stepper.train`."""
+        if self._scale is not None and self._merge.separate:
+            self._merge.unit = float(self._engine.read([self._scale])[0])
+        with self._merge.in_mode(self._mode(last)):
+            self._engine.train(batch.data, batch.share)
+
+    def merge_if_due(self, retry: RetryOnMembershipChange) -> Sequence[str]:
+        """See `ReplicaStepper.merge_if_due`."""
+        return ()
+
+    def finish(self, retry: RetryOnMembershipChange) -> Sequence[str]:
+        """See `ReplicaStepper.finish`. Accumulated gradients go to the optimizer, where they can be saved."""
+        if not self._accumulators:
+            return ()
+        merged = self._merge.merge_accumulated([tuple(variable.shape) for variable in self._accumulators])
+        if merged:
+            sums = [a + b.astype(a.dtype) for a, b in zip(self._engine.read(self._accumulators), merged, strict=True)]
+            self._engine.write(list(zip(self._accumulators, sums, strict=True)))
+        return ()
+
+    def logs(self) -> Mapping[str, Any]:
+        """See `Stepper.logs`."""
+        return self._engine.logs()
+
+    def end(self, retry: RetryOnMembershipChange) -> None:
+        """See `ReplicaStepper.end`."""
+
+    def admit(self) -> None:
+        """See `ReplicaStepper.admit`."""
+        state_sync.synchronise(self._model, self._replica, metrics=True)
+        self._merge.synchronise()
+
+    def pooled(self) -> State:
+        """See `ReplicaStepper.pooled`."""
+        return self._merge.pooled()
+
+    def load_pooled(self, state: State) -> None:
+        """See `ReplicaStepper.load_pooled`."""
+        self._merge.load_pooled(state)
+
+    def _mode(self, last: bool | None) -> MergeMode:
+        if self._steps == 1:
+            return MergeMode.UPDATE
+        steps = int(self._engine.read([self._iterations])[0])
+        if (steps + 1) % self._steps == 0:
+            return MergeMode.UPDATE
+        return MergeMode.ACCUMULATE if last is False and not self._watched else MergeMode.ACCUMULATE_GRADIENTS
