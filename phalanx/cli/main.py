@@ -256,7 +256,7 @@ def run(
     from phalanx.config.environment import set_variables
     from phalanx.config.launch_config import LaunchConfig
     from phalanx.launcher import horovodrun_options, run_command
-    from phalanx.launcher.host_pool import DiscoveryScript
+    from phalanx.launcher.host_pool import DiscoveryScript, Members
     from phalanx.launcher.host_slots import HostShare, check_interfaces, choose_hosts
     from phalanx.launcher.program import check_script
     from phalanx.launcher.worker_placement import task_names
@@ -302,7 +302,7 @@ def run(
     if minimum is not None:
         if blacklist_cooldown_range[0] > blacklist_cooldown_range[1]:
             raise click.UsageError("--blacklist-cooldown-range: the shorter time comes first.")
-        members = run_command.Members(minimum, number, begin, script, blacklist_cooldown_range)
+        members = Members(minimum, number, begin, script, blacklist_cooldown_range)
         tasks = task_names(number, evaluator=evaluator)
     else:
         trainers = sum(share.workers for share in shares) - beside

@@ -16,22 +16,7 @@ import msgspec
 from phalanx.cluster.compatibility import TaskDescription
 from phalanx.config.job_config import JobConfig
 from phalanx.config.variables import ELASTIC_COORDINATOR
-from phalanx.elastic.membership_messages import (
-    COORDINATOR,
-    DISAGREEMENT,
-    Dismissed,
-    EntryBegan,
-    FormGeneration,
-    FromCoordinator,
-    GenerationEnded,
-    JoinRequest,
-    JoinResponse,
-    PastEntry,
-    RegroupRequest,
-    ToCoordinator,
-    pack,
-    unpack,
-)
+from phalanx.elastic import membership_messages as messages
 from phalanx.elastic.stragglers import StepTiming
 from phalanx.errors import (
     DisagreementError,
@@ -57,9 +42,9 @@ LINK_UP_S = 5.0
 TIMING_S = 0.5
 IDLE_S = 3600.0
 
-Order = FormGeneration | PastEntry | EntryBegan
+Order = messages.FormGeneration | messages.PastEntry | messages.EntryBegan
 
-_decoder: msgspec.msgpack.Decoder[FromCoordinator] = msgspec.msgpack.Decoder(FromCoordinator)
+_decoder: msgspec.msgpack.Decoder[messages.FromCoordinator] = msgspec.msgpack.Decoder(messages.FromCoordinator)
 
 
 @dataclass(frozen=True)
@@ -115,7 +100,7 @@ class CoordinatorClient:
         self._on_generation_ended = on_generation_ended
         self.measure_timing: Callable[[], StepTiming] = StepTiming
         self.regroup_requested: int | None = None
-        self._orders: queue.SimpleQueue[Order | Dismissed | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[Order | messages.Dismissed | None] = queue.SimpleQueue()
         self._sending = threading.Lock()  # serializes the frames of several threads
         self._closed = threading.Event()
         self.link, self.response = self._connect()
@@ -123,18 +108,19 @@ class CoordinatorClient:
         for name, body in (("orders", self._receive), ("timing", self._send_timings)):
             threading.Thread(target=body, name=f"phalanx-elastic-{name}-{task}", daemon=True).start()
 
-    def send(self, message: ToCoordinator) -> None:
+    def send(self, message: messages.ToCoordinator) -> None:
         """Send a message to the coordinator.
 
         Raises: LinkClosedError or LinkTimeoutError if the coordinator is lost, and with it the job.
         """
-        header, buffers = pack(message)
+        header, buffers = messages.pack(message)
         deadline = time.monotonic() + SEND_S + sum(map(len, buffers)) / SLOWEST_BYTES_PER_S
         with self._sending:
             self.link.send(header, buffers, deadline=deadline)
 
-    def request(self, message: ToCoordinator) -> Order:
-        """Send a message and wait for the next order. The coordinator watches the time and ends a wait that is too long.
+    def request(self, message: messages.ToCoordinator) -> Order:
+        """Send a message and wait for the next order. The coordinator watches the time and ends a wait that is too
+        long.
 
         Raises:
             EvictedError: this process was evicted.
@@ -152,11 +138,11 @@ class CoordinatorClient:
         order = self._orders.get()
         if order is None:
             raise self._launcher_lost()
-        if isinstance(order, Dismissed):
+        if isinstance(order, messages.Dismissed):
             _raise_dismissed(order)
         return order
 
-    def close(self, *, last: ToCoordinator | None) -> None:
+    def close(self, *, last: messages.ToCoordinator | None) -> None:
         """Stop sending, after a last message if there is one; the link stays open for what is on its way."""
         self._closed.set()
         with contextlib.suppress(LinkClosedError, LinkTimeoutError):
@@ -164,18 +150,18 @@ class CoordinatorClient:
                 self.send(last)
             self.link.finish()
 
-    def _connect(self) -> tuple[Link, JoinResponse]:
+    def _connect(self) -> tuple[Link, messages.JoinResponse]:
         config, description = self._dialer.config, self._dialer.description
         assert config.elastic_coordinator is not None
         address = Address.parse(config.elastic_coordinator, where=ELASTIC_COORDINATOR)
-        details = msgspec.msgpack.encode(JoinRequest(msgspec.msgpack.encode(description)))
+        details = msgspec.msgpack.encode(description)
         started_at = time.monotonic()
         while True:
             try:
-                link, welcome = self._dialer.dial(address, "the launcher", COORDINATOR, details)
-                return link, msgspec.msgpack.decode(welcome.details, type=JoinResponse)
+                link, welcome = self._dialer.dial(address, "the launcher", messages.COORDINATOR, details)
+                return link, msgspec.msgpack.decode(welcome.details, type=messages.JoinResponse)
             except RefusedError as error:
-                kind = DisagreementError if error.welcome.refusal == DISAGREEMENT else RendezvousError
+                kind = DisagreementError if error.welcome.refusal == messages.DISAGREEMENT else RendezvousError
                 raise kind(error.welcome.reason) from error
             except (LinkClosedError, LinkTimeoutError) as error:
                 waited_s = time.monotonic() - started_at
@@ -188,16 +174,16 @@ class CoordinatorClient:
     def _receive(self) -> None:
         while True:
             try:
-                order = unpack(_decoder, *self.link.receive(deadline=time.monotonic() + IDLE_S))
+                order = messages.unpack(_decoder, *self.link.receive(deadline=time.monotonic() + IDLE_S))
             except LinkTimeoutError:
                 continue
             except (LinkClosedError, FrameError, msgspec.MsgspecError) as error:
                 logger.debug("the link to the elastic coordinator ended: %s", error)
                 self._orders.put(None)
                 return
-            if isinstance(order, RegroupRequest):
+            if isinstance(order, messages.RegroupRequest):
                 self.regroup_requested = order.generation
-            elif isinstance(order, GenerationEnded):
+            elif isinstance(order, messages.GenerationEnded):
                 self._on_generation_ended(order.generation)
             else:
                 self._orders.put(order)
@@ -211,12 +197,12 @@ class CoordinatorClient:
 
     def _launcher_lost(self) -> RendezvousError:
         return RendezvousError(
-            f"{self._dialer.description.task} lost the launcher, which coordinates the members of the job. It was killed, "
-            f"or the network between them is down."
+            f"{self._dialer.description.task} lost the launcher, which coordinates the members of the job. It was "
+            f"killed, or the network between them is down."
         )
 
 
-def _raise_dismissed(order: Dismissed) -> NoReturn:
+def _raise_dismissed(order: messages.Dismissed) -> NoReturn:
     if order.cause == "evicted":
         raise EvictedError(f"This worker was evicted from the job: {order.reason}.")
     if order.cause == "failed":

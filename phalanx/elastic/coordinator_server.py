@@ -14,20 +14,11 @@ from functools import partial
 import msgspec
 
 from phalanx.cluster.compatibility import TaskDescription
+from phalanx.elastic import membership_messages as messages
 from phalanx.elastic.control_messages import CONTROL, IMPOSSIBLE, HostState, JobState, MemberState, ScaleRequest
 from phalanx.elastic.elastic_coordinator import CoordinatorState, ElasticCoordinator, LossCause, ProcessLost
 from phalanx.elastic.launcher_interface import ElasticJob
 from phalanx.elastic.member_table import MembershipLimits
-from phalanx.elastic.membership_messages import (
-    COORDINATOR,
-    DISAGREEMENT,
-    FAILED,
-    FromCoordinator,
-    JoinRequest,
-    ToCoordinator,
-    pack,
-    unpack,
-)
 from phalanx.elastic.stragglers import StepTiming, StragglerDetector
 from phalanx.errors import ConfigurationError, FrameError, LinkClosedError, LinkTimeoutError
 from phalanx.transport.handshake import Hello, Welcome
@@ -39,12 +30,13 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
 SEND_S = 2.0
-"""For a message of a few kilobytes. A process that does not read it in this time is stopped; its silence reveals that."""
+"""For a message of a few kilobytes. A process that does not read it in this time is stopped; its silence reveals
+that."""
 SLOWEST_BYTES_PER_S = 1e6
 """A large result takes longer on a slow network."""
 IDLE_S = 3600.0
 
-_decoder: msgspec.msgpack.Decoder[ToCoordinator] = msgspec.msgpack.Decoder(ToCoordinator)
+_decoder: msgspec.msgpack.Decoder[messages.ToCoordinator] = msgspec.msgpack.Decoder(messages.ToCoordinator)
 
 
 class CoordinatorServer:
@@ -79,7 +71,7 @@ class CoordinatorServer:
         self.coordinator = ElasticCoordinator(limits, time.monotonic(), job=job_actions, send=self._send)
         self._closed = threading.Event()
         self._listener = Listener(sockets, task="the launcher", secret=secret, job=job, tls=tls)
-        self._listener.register(COORDINATOR, self)
+        self._listener.register(messages.COORDINATOR, self)
         self._listener.register(CONTROL, _ControlService(self))
         self._listener.start()
         self._clock = threading.Thread(target=self._tick, name="phalanx-elastic-clock", daemon=True)
@@ -125,15 +117,16 @@ class CoordinatorServer:
 
     def admit(self, hello: Hello) -> Welcome:
         try:
-            request = msgspec.msgpack.decode(hello.details, type=JoinRequest)
-            description = msgspec.msgpack.decode(request.description, type=TaskDescription)
+            description = msgspec.msgpack.decode(hello.details, type=TaskDescription)
         except msgspec.MsgspecError as error:
-            return Welcome(refusal=DISAGREEMENT, reason=f"{hello.task} runs another version of Phalanx ({error}).")
+            return Welcome(
+                refusal=messages.DISAGREEMENT, reason=f"{hello.task} runs another version of Phalanx ({error})."
+            )
         with self._lock:
             if self.coordinator.failure:
-                return Welcome(refusal=FAILED, reason=f"The job has failed: {self.coordinator.failure}.")
+                return Welcome(refusal=messages.FAILED, reason=f"The job has failed: {self.coordinator.failure}.")
             if reason := self.coordinator.table.disagreement(description):
-                return Welcome(refusal=DISAGREEMENT, reason=reason)
+                return Welcome(refusal=messages.DISAGREEMENT, reason=reason)
             response = self.coordinator.admit(description, time.monotonic())
         return Welcome(details=msgspec.msgpack.encode(response))
 
@@ -202,7 +195,7 @@ class CoordinatorServer:
     def _receive(self, incarnation: str, link: Link) -> None:
         while True:
             try:
-                message = unpack(_decoder, *link.receive(deadline=time.monotonic() + IDLE_S))
+                message = messages.unpack(_decoder, *link.receive(deadline=time.monotonic() + IDLE_S))
             except LinkTimeoutError:
                 continue
             except (LinkClosedError, FrameError, msgspec.MsgspecError) as error:
@@ -228,7 +221,7 @@ class CoordinatorServer:
                 for text in self._stragglers.detect(names, self.coordinator.generation, now):
                     self._job.log(text)
 
-    def _send(self, incarnation: str, message: FromCoordinator) -> None:
+    def _send(self, incarnation: str, message: messages.FromCoordinator) -> None:
         if sender := self._senders.get(incarnation):
             sender.send(message)
 
@@ -239,9 +232,9 @@ class _Sender(threading.Thread):
     def __init__(self, task: str, link: Link):
         super().__init__(name=f"phalanx-elastic-to-{task}", daemon=True)
         self._link = link
-        self._messages: queue.SimpleQueue[FromCoordinator | None] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[messages.FromCoordinator | None] = queue.SimpleQueue()
 
-    def send(self, message: FromCoordinator) -> None:
+    def send(self, message: messages.FromCoordinator) -> None:
         self._messages.put(message)
 
     def finish(self) -> None:
@@ -250,7 +243,7 @@ class _Sender(threading.Thread):
 
     def run(self) -> None:
         while (message := self._messages.get()) is not None:
-            header, buffers = pack(message)
+            header, buffers = messages.pack(message)
             deadline = time.monotonic() + SEND_S + sum(map(len, buffers)) / SLOWEST_BYTES_PER_S
             with contextlib.suppress(LinkClosedError, LinkTimeoutError):  # the receiving thread notices
                 self._link.send(header, buffers, deadline=deadline)

@@ -13,8 +13,8 @@ from phalanx.elastic.elastic_group import ElasticGroup
 
 
 class ElasticCommunicator:
-    """See `communicator.Communicator` for the contract and `elastic_group` for what is added: if the members change, all
-    of them raise `MembershipChangedError` at the same collective, which they can then call again.
+    """See `communicator.Communicator` for the contract and `elastic_group` for what is added: if the members change,
+    all of them raise `MembershipChangedError` at the same collective, which they can then call again.
 
     Attributes:
         group: this process's part in the generations of the job.

@@ -1,7 +1,7 @@
 """The elastic coordinator: decides who takes part in a job whose members join and leave. Knows no socket.
 
-A job has one coordinator, in the launcher. It is the only authority: members that are cut off from it cannot continue on
-their own, so there are never two chiefs. It knows *candidates*, which have started but do not take part yet, and
+A job has one coordinator, in the launcher. It is the only authority: members that are cut off from it cannot continue
+on their own, so there are never two chiefs. It knows *candidates*, which have started but do not take part yet, and
 *members*, which form a *generation*.
 
 A member that meets a loss in a collective leaves the generation and reports where it stands. When every member has
@@ -10,8 +10,8 @@ hand over its result to the others (`elastic_group`). Only if all stand before t
 candidates join: the state that they receive (weights, position) is then the same on all members.
 
 To let candidates join (or members leave) while nothing fails, the coordinator asks the chief to leave the generation
-before the next step, which makes the others report as well. Losing and joining therefore take the same path, and neither
-costs anything in a normal step.
+before the next step, which makes the others report as well. Losing and joining therefore take the same path, and
+neither costs anything in a normal step.
 
 Every loss takes one path, too (`ElasticCoordinator.lose`): a closed link, an exit that the launcher has seen, a silent
 process and an eviction differ only in what is logged and sent.
@@ -25,28 +25,14 @@ from dataclasses import dataclass, replace
 
 from phalanx.cluster.compatibility import TaskDescription
 from phalanx.cluster.spec import CHIEF
+from phalanx.elastic import membership_messages as messages
 from phalanx.elastic.entry_log import EntryLog
 from phalanx.elastic.evictions import EvictionPolicy
 from phalanx.elastic.launcher_interface import ElasticJob
 from phalanx.elastic.member_table import MembershipLimits, MemberTable
-from phalanx.elastic.membership_messages import (
-    Dismissed,
-    EntryBegan,
-    EntryFinished,
-    EntryQuery,
-    FormGeneration,
-    FromCoordinator,
-    GenerationEnded,
-    JoinResponse,
-    LeaveNotice,
-    LossReport,
-    ReadyToJoin,
-    RegroupRequest,
-    ToCoordinator,
-)
 from phalanx.elastic.stragglers import StepTiming
 
-Send = Callable[[str, FromCoordinator], None]
+Send = Callable[[str, messages.FromCoordinator], None]
 """Sends a message to the process of an incarnation."""
 
 _LEAVES = {"evicted": "was evicted", "surplus": "leaves the job"}
@@ -140,42 +126,42 @@ class ElasticCoordinator:
         self._state_since = now
         # The chief of the present generation, and whether it was lost and no other member is chief yet.
         self._chief, self._is_chief_lost = "", False
-        # Incarnations whose exit the launcher has reported. If one of them lives, it must not continue besides its
-        # successor.
+        # Incarnations whose exit the launcher has reported. If one of them lives, it must not
+        # continue next to its successor.
         self._presumed_dead: set[str] = set()
 
     # Events.
 
-    def admit(self, description: TaskDescription, now: float) -> JoinResponse:
+    def admit(self, description: TaskDescription, now: float) -> messages.JoinResponse:
         """A process has arrived."""
         for incarnation in self.table.of_task(description.task):
             self.lose(ProcessLost(incarnation, LossCause.REPLACED), now)
         self.table.add(description, now)
-        return JoinResponse(self.generation > 0, self.table.limits.expected)
+        return messages.JoinResponse(self.generation > 0, self.table.limits.expected)
 
-    def receive(self, incarnation: str, message: ToCoordinator, now: float) -> None:
+    def receive(self, incarnation: str, message: messages.ToCoordinator, now: float) -> None:
         """A process has sent a message."""
         process = self.table.processes.get(incarnation)
         if process is None:  # dismissed before
             if incarnation in self._presumed_dead:
-                self._send(incarnation, Dismissed("the launcher considered it lost", "evicted"))
+                self._send(incarnation, messages.Dismissed("the launcher considered it lost", "evicted"))
             return
         process.last_message_at = now
         match message:
-            case EntryQuery(entry):
+            case messages.EntryQuery(entry):
                 process.queried_entry = entry
-            case ReadyToJoin(entry):
+            case messages.ReadyToJoin(entry):
                 process.ready_entry = entry
-            case LossReport(generation):
+            case messages.LossReport(generation):
                 if generation == self.generation and incarnation in self.table.members:
                     process.report = message
                     self._end_generation(now)
                     self._evictions.reported(message, now, is_first=len(self.table.reports) == 1)
-            case EntryBegan() | EntryFinished():
+            case messages.EntryBegan() | messages.EntryFinished():
                 self.entries.record(message)
             case StepTiming():
                 process.timing = message
-            case LeaveNotice():
+            case messages.LeaveNotice():
                 if incarnation in self.table.members:
                     self.table.finished_tasks.append(process.task)
                 self.table.remove(incarnation)
@@ -262,8 +248,7 @@ class ElasticCoordinator:
                 else:
                     self._finish(now)
             case CoordinatorState.FINISHED if self.table.processes:  # one that arrived late
-                self._dismiss_all("over", FINISHED)
-                self._job.finish(self.table.finished_tasks)
+                self._finish(now)
 
     def _gather(self, now: float) -> None:
         table, limits = self.table, self.table.limits
@@ -312,13 +297,14 @@ class ElasticCoordinator:
             self._fail(f"{remain}, but no other arrived in time", now)
 
     def _request_regroup(self, now: float) -> None:
-        """Ask the chief, once in a generation, if before the next step a process is to join, to leave or to be awaited."""
+        """Ask the chief, once in a generation, if before the next step a process is to join, to leave or to be
+        awaited."""
         table = self.table
         joining = table.candidates(self.entries.joinable)[: table.vacancies]
         is_useful = joining or table.surplus or len(table.members) < table.needed
         if is_useful and self.state is CoordinatorState.RUNNING:
             self._enter(CoordinatorState.REGROUP_REQUESTED, now)
-            self._send(table.members[0], RegroupRequest(self.generation))
+            self._send(table.members[0], messages.RegroupRequest(self.generation))
 
     def _form(self, incarnations: list[str], now: float) -> None:
         processes = self.table.processes
@@ -341,28 +327,31 @@ class ElasticCoordinator:
         self._request_regroup(now)
         broken = self._evictions.broken_links(incarnations)
         for incarnation in incarnations:
-            self._send(incarnation, FormGeneration(self.generation, addresses, broken))
+            self._send(incarnation, messages.FormGeneration(self.generation, addresses, broken))
 
     def _end_generation(self, now: float) -> None:
         if self.state in (CoordinatorState.RUNNING, CoordinatorState.REGROUP_REQUESTED):
             self._enter(CoordinatorState.REGROUPING, now)
             for incarnation in self.table.unreported:
-                self._send(incarnation, GenerationEnded(self.generation))
+                self._send(incarnation, messages.GenerationEnded(self.generation))
 
     def _finish(self, now: float) -> None:
         """The last member has gone."""
         if self._is_chief_lost:  # it may have had work to do after the last step, such as saving the model
             self._fail("the chief was lost after the last step, before its program had ended", now)
             return
-        self._enter(CoordinatorState.FINISHED, now)
-        self._dismiss_all("over", FINISHED)
+        if self.state is not CoordinatorState.FINISHED:
+            self._enter(CoordinatorState.FINISHED, now)
+        for incarnation in list(self.table.processes):
+            self._dismiss(incarnation, "over", FINISHED)
         self._job.finish(self.table.finished_tasks)
 
     def _fail(self, reason: str, now: float) -> None:
         self.failure = reason
         self._enter(CoordinatorState.FAILED, now)
         self._job.log(f"the job has failed: {reason}")
-        self._dismiss_all("failed", reason)
+        for incarnation in list(self.table.processes):
+            self._dismiss(incarnation, "failed", reason)
         self._job.fail()
 
     def _evict(self, incarnations: Sequence[str], reason: str, now: float) -> None:
@@ -370,16 +359,12 @@ class ElasticCoordinator:
             self.lose(ProcessLost(incarnation, LossCause.EVICTED, reason), now)
 
     def _dismiss(self, incarnation: str, cause: str, reason: str) -> None:
-        self._send(incarnation, Dismissed(reason, cause))
+        self._send(incarnation, messages.Dismissed(reason, cause))
         task = self.table.remove(incarnation).task
         if cause in _LEAVES:
             self._job.log(f"{task} {_LEAVES[cause]}: {reason}")
         if cause == "surplus":
             self._job.release(task)
-
-    def _dismiss_all(self, cause: str, reason: str) -> None:
-        for incarnation in list(self.table.processes):
-            self._dismiss(incarnation, cause, reason)
 
 
 def _rank_order(task: str) -> tuple[bool, int]:

@@ -1,11 +1,11 @@
 """A process's part in the generations of an elastic job, and collectives that survive the loss of a member.
 
-*Every member raises `MembershipChangedError` at the same collective.* If a loss interrupts collective k, some members may
-have finished it and be in k + 1, because a member may die after some have its values. No member is further: k + 1 needs
-all of them. (A broadcast does not need its receivers, so here it ends with a barrier.) Members that have finished k keep
-its result and hand it over to the others, whose call then returns as if nothing had happened; then k + 1 raises, on all
-members. Programs that call the same collectives therefore stay in step, and a training step is applied on all members or
-on none.
+*Every member raises `MembershipChangedError` at the same collective.* If a loss interrupts collective k, some members
+may have finished it and be in k + 1, because a member may die after some have its values. No member is further: k + 1
+needs all of them. (A broadcast does not need its receivers, so here it ends with a barrier.) Members that have finished
+k keep its result and hand it over to the others, whose call then returns as if nothing had happened; then k + 1 raises,
+on all members. Programs that call the same collectives therefore stay in step, and a training step is applied on all
+members or on none.
 
 Others join only where all members stand before the merge of the same training step (`join_points`); the coordinator
 ensures that (`elastic_coordinator`).
@@ -168,8 +168,8 @@ class ElasticGroup:
         """Run a collective whose results differ between ranks; a barrier ensures that all have theirs.
 
         If a loss interrupts the barrier, the result of another rank is of no use: this member raises, as those do that
-        meet the loss in the next collective. So whatever is computed from the result must pass another collective before
-        it may be applied.
+        meet the loss in the next collective. So whatever is computed from the result must pass another collective
+        before it may be applied.
         """
 
         def with_barrier(inner: HostCommunicator) -> T:
@@ -223,6 +223,6 @@ class ElasticGroup:
 
     def _membership_changed(self) -> MembershipChangedError:
         return MembershipChangedError(
-            f"the job has {self.inner.world_size} members now (generation {self.generation}): repeat what was begun with "
-            f"other members."
+            f"the job has {self.inner.world_size} members now (generation {self.generation}): repeat what was begun "
+            f"with other members."
         )

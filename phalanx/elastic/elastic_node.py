@@ -10,19 +10,9 @@ from phalanx.cluster.host_identity import host_identity
 from phalanx.cluster.membership import Membership
 from phalanx.cluster.spec import ClusterSpec, Task
 from phalanx.config.job_config import JobConfig
+from phalanx.elastic import membership_messages as messages
 from phalanx.elastic.coordinator_client import CoordinatorClient, Dialer
 from phalanx.elastic.member_links import MemberLinks
-from phalanx.elastic.membership_messages import (
-    GENERATION,
-    EntryBegan,
-    EntryQuery,
-    FormGeneration,
-    LeaveNotice,
-    LossReport,
-    MemberAddress,
-    PastEntry,
-    ReadyToJoin,
-)
 from phalanx.transport.link import wait_until_delivered
 from phalanx.transport.listener import Listener, open_listening_sockets
 from phalanx.transport.tls import load_tls
@@ -41,6 +31,7 @@ class ElasticNode:
     Attributes:
         listener: the port of this process.
         coordinator: the link to the elastic coordinator.
+        links: the links to the other members.
         generation, addresses: the number and the members of the last generation that was ordered, whether or not its
             links could be established.
         is_late: whether this process arrived when the job was already running.
@@ -66,16 +57,16 @@ class ElasticNode:
             facts=facts,
         )
         dialer = Dialer(description, config, tls)
-        self._links = MemberLinks(dialer)
+        self.links = MemberLinks(dialer)
         self.generation = 0
-        self.addresses: tuple[MemberAddress, ...] = ()
+        self.addresses: tuple[messages.MemberAddress, ...] = ()
         self._is_closed = False
         sockets = open_listening_sockets(address, secret=config.secret, listen_fd=config.listen_fd)
         self.listener = Listener(sockets, task=str(task), secret=config.secret, job=config.job_id, tls=tls)
-        self.listener.register(GENERATION, self._links)
+        self.listener.register(messages.GENERATION, self.links)
         self.listener.start()
         try:
-            self.coordinator = CoordinatorClient(dialer, self._links.generation_ended)
+            self.coordinator = CoordinatorClient(dialer, self.links.generation_ended)
         except BaseException:
             self.listener.close()
             raise
@@ -91,39 +82,37 @@ class ElasticNode:
     @property
     def membership(self) -> Membership:
         """The present generation; before the first one, a world of this process alone."""
-        return self._links.membership
+        return self.links.membership
 
     @property
     def is_regroup_requested(self) -> bool:
         """Whether this process, as the chief, is asked to leave the present generation."""
         return self.coordinator.regroup_requested == self.membership.generation
 
-    def take_unreachable(self) -> list[str]:
-        """See `MemberLinks.take_unreachable`."""
-        return self._links.take_unreachable()
-
-    def query_entry(self, entry: int) -> EntryBegan | PastEntry:
+    def query_entry(self, entry: int) -> messages.EntryBegan | messages.PastEntry:
         """As a candidate: wait until the members have begun or finished this entry."""
-        order = self.coordinator.request(EntryQuery(entry))
-        assert isinstance(order, EntryBegan | PastEntry), "only processes that are ready become members"
+        order = self.coordinator.request(messages.EntryQuery(entry))
+        assert isinstance(order, messages.EntryBegan | messages.PastEntry), (
+            "only processes that are ready become members"
+        )
         return order
 
-    def join(self, entry: int) -> PastEntry | None:
+    def join(self, entry: int) -> messages.PastEntry | None:
         """As a candidate: wait until this process is a member, or until the members have finished this entry.
 
         Raises:
             NotFormedError: it became a member, but the generation could not be formed: continue with `regroup`.
             RendezvousError: the others did not arrive, or the job has failed.
         """
-        order = self.coordinator.request(ReadyToJoin(entry))
-        if isinstance(order, PastEntry):
+        order = self.coordinator.request(messages.ReadyToJoin(entry))
+        if isinstance(order, messages.PastEntry):
             return order
-        assert isinstance(order, FormGeneration)
+        assert isinstance(order, messages.FormGeneration)
         self.is_candidate = False
         self._form(order)
         return None
 
-    def regroup(self, report: LossReport) -> None:
+    def regroup(self, report: messages.LossReport) -> None:
         """Leave the present generation; returns when the next one, to which this process belongs, is formed.
 
         Raises:
@@ -131,15 +120,15 @@ class ElasticNode:
             EvictedError, RendezvousError: this process, or the whole job, cannot continue.
         """
         order = self.coordinator.request(report)
-        while not isinstance(order, FormGeneration):  # the answer to an earlier question
+        while not isinstance(order, messages.FormGeneration):  # the answer to an earlier question
             order = self.coordinator.next_order()
         self._form(order)
 
-    def _form(self, order: FormGeneration) -> None:
+    def _form(self, order: messages.FormGeneration) -> None:
         self.generation, self.addresses = order.generation, tuple(order.members)
         if order.generation == 1:
             self.initial_world_size = len(order.members)
-        self._links.form(order)
+        self.links.form(order)
 
     def close(self, *, flush: bool = True) -> None:
         """Leave the job; safe to call twice.
@@ -150,9 +139,9 @@ class ElasticNode:
         if self._is_closed:
             return
         self._is_closed = True
-        self.coordinator.close(last=LeaveNotice() if flush else None)
+        self.coordinator.close(last=messages.LeaveNotice() if flush else None)
         if flush:
-            wait_until_delivered([*self._links.links, self.coordinator.link])
+            wait_until_delivered([*self.links.all, self.coordinator.link])
         self.coordinator.link.close()
         self.listener.close()
-        self._links.close()
+        self.links.close()

@@ -1,8 +1,8 @@
 """The loop that leads an elastic process from one generation to the next, for strategies and for Horovod.
 
-A `Participant` is what works among the members of a generation: a strategy's collectives, or Horovod's controllers. When
-it loses a member, `form_next_generation` gives the generation up, reports to the coordinator, connects to the members of
-the next generation and starts the participant there, until a generation stands.
+A `Participant` is what works among the members of a generation: a strategy's collectives, or Horovod's controllers.
+When it loses a member, `form_next_generation` gives the generation up, reports to the coordinator, connects to the
+members of the next generation and starts the participant there, until a generation stands.
 
 Programs that repeat a function after a change of the members (`phalanx.elastic.run`, `hvd.elastic.run`) are the same
 loop one level higher: `run_until_complete`.
@@ -51,8 +51,8 @@ class Participant(Protocol):
         ...
 
     def abandon(self, error: Exception) -> None:
-        """Give the present generation up because of this error, and let its other members know. Called again if the next
-        generation fails."""
+        """Give the present generation up because of this error, and let its other members know. Called again if the
+        next generation fails."""
         ...
 
 
@@ -95,7 +95,7 @@ def _follow(node: ElasticNode, participant: Participant, error: Exception) -> No
             position.boundary,
             position.needs_state,
             late=str(error) if isinstance(error, CollectiveTimeoutError) else "",
-            missing=node.take_unreachable(),
+            missing=node.links.take_unreachable(),
             linked=not isinstance(error, NotFormedError),
         )
         try:
@@ -140,5 +140,6 @@ def run_until_complete(function: Callable[[], T], program: ElasticProgram) -> T:
 
 
 def is_caused_by(error: BaseException, kind: type[Exception]) -> bool:
-    """Whether an error is of this kind. TensorFlow wraps what is raised inside its functions, and keeps only the text."""
+    """Whether an error is of this kind. TensorFlow wraps what is raised inside its functions, and keeps only the
+    text."""
     return isinstance(error, kind) or kind.__name__ in str(error)

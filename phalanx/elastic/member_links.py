@@ -104,7 +104,7 @@ class MemberLinks:
         return sorted(found)
 
     @property
-    def links(self) -> list[Link]:
+    def all(self) -> list[Link]:
         return list(self._links.values())
 
     def close(self) -> None:

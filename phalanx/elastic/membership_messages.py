@@ -22,14 +22,9 @@ FAILED = "failed"
 """Refusal: the job has failed."""
 
 
-class JoinRequest(msgspec.Struct, frozen=True):
-    """A process introduces itself, inside its `Hello`: `description` is an encoded `TaskDescription`."""
-
-    description: bytes
-
-
 class JoinResponse(msgspec.Struct, frozen=True):
-    """The coordinator's answer to a `JoinRequest`.
+    """The coordinator's answer to a process that has arrived, inside the `Welcome`. The `Hello` holds its
+    `TaskDescription`.
 
     Attributes:
         has_begun: whether the job is already running, so that the process is a candidate.

@@ -23,7 +23,8 @@ Pair = frozenset[str]
 """Two incarnations."""
 
 PATIENCE = 3
-"""Failed generations in a row with a complaint about the same pair, for whatever reason, before it counts as severed."""
+"""Failed generations in a row with a complaint about the same pair, for whatever reason, before it counts as
+severed."""
 
 
 class ConnectionFailures:

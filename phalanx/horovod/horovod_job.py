@@ -81,24 +81,25 @@ class HorovodJob:
         return self._lost or next((failure for failure in failures if isinstance(failure, LOSSES)), None)
 
     def regroup(self) -> None:
-        """Leave this generation of an elastic job; returns when the next one, to which this process belongs, has formed.
+        """Leave this generation of an elastic job; returns when the next one, to which this process belongs, has
+        formed.
 
         It has only the global process set, no pending operations and no cached ones.
 
-        Raises: EvictedError, RendezvousError if this process, or the job, cannot continue. SystemExit if fewer processes
-            are requested.
+        Raises: EvictedError, RendezvousError if this process, or the job, cannot continue. SystemExit if fewer
+            processes are requested.
         """
         node = self.elastic
         assert node is not None, "only elastic jobs regroup"
         error = self.lost or PhalanxError("the members of the job change")
         self.abandon(error)
-        # Programs may be far apart between two operations: a member that was awaited in vain need not be unreachable.
-        node.take_unreachable()
+        # Programs may be far apart between two operations: a member that did not answer need not be unreachable.
+        node.links.take_unreachable()
         form_next_generation(node, self, error)
 
     def position(self) -> Position:
-        """See `Participant.position`. The members need not stand at the same operation: all return to where the first of
-        them has committed."""
+        """See `Participant.position`. The members need not stand at the same operation: all return to where the first
+        of them has committed."""
         node = self.elastic
         assert node is not None
         # A process that has not been a member of a generation that stood has the state only in the first one.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from phalanx.launcher.host_pool import Members
 from phalanx.launcher.host_slots import HostShare, own_name
 from phalanx.launcher.hosts.local_host import listen
 from phalanx.launcher.job_supervisor import JobSupervisor
@@ -16,18 +16,9 @@ if TYPE_CHECKING:
     from phalanx.elastic.launcher_interface import MembershipControl
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerNumbers:
-    """How many workers there may be, and how many the job begins with if they arrive in time."""
-
-    minimum: int
-    maximum: int
-    expected: int
-
-
 class ElasticSupervisor:
-    """Opens the coordinator's port at once, but serves it only when the workers are starting: its imports take as long as
-    theirs. A context manager.
+    """Opens the coordinator's port at once, but serves it only when the workers are starting: its imports take as long
+    as theirs. A context manager.
 
     Args:
         shares: the hosts that are known.
@@ -56,12 +47,15 @@ class ElasticSupervisor:
         else:
             self._listener.close()
 
-    def begin(self, job: JobSupervisor, numbers: WorkerNumbers, say: Callable[[str], None]) -> MembershipControl:
+    def begin(
+        self, job: JobSupervisor, members: Members, started: int, say: Callable[[str], None]
+    ) -> MembershipControl:
         """Serve the members of a job that has been started; returns how the launcher controls them.
 
         Args:
             job: the job, in this process.
-            numbers: how many members there may be.
+            members: how many there may be, and how many the job should begin with.
+            started: the number of workers that have been started.
             say: shows a line to the user. Called in the thread that runs the job.
         """
         from phalanx.config.job_config import JobConfig
@@ -74,9 +68,9 @@ class ElasticSupervisor:
         self._server = CoordinatorServer(
             [self._listener],
             MembershipLimits(
-                minimum=numbers.minimum,
-                maximum=numbers.maximum,
-                expected=numbers.expected,
+                minimum=members.minimum,
+                maximum=members.maximum,
+                expected=min(members.begin or started, started),
                 start_s=self._start_timeout_s or config.rendezvous_timeout_s,
                 timeout_s=config.timeout_s,
             ),

@@ -1,8 +1,8 @@
-"""Hosts that keep failing are set aside for a while. Plain bookkeeping, with the time as an argument.
+"""Hosts that keep failing are blacklisted for a while. Pure bookkeeping; time is an argument.
 
-A host is set aside when several of its workers have failed in short order, or when it cannot be reached. After a while
-it is tried again, *on trial*: the next failure soon after sets it aside again, for twice as long. Horovod's
-`--blacklist-cooldown-range` is the same idea.
+A host is blacklisted if several of its workers fail within a short time, or if it cannot be reached. Afterwards it is
+on probation: the next failure soon after blacklists it again, for twice as long. Horovod's `--blacklist-cooldown-range`
+is the same idea.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 FAILURES = 3
-"""So many failures of a host's workers set it aside. One or two happen to any host: memory ran out, for example."""
+"""This many failures of a host's workers blacklist it. One or two happen on any host, for example for lack of
+memory."""
 WITHIN_S = 60.0
-"""... if they come within this time, in seconds."""
+"""The failures must occur within this many seconds."""
 COOLDOWN_S = (10.0, 600.0)
-"""How long at first, and at most. The first is as long as a worker takes to start; the last still finds a host that was
-repaired in the same hour."""
+"""The first and the longest time in seconds. The first is as long as a worker takes to start; after the longest, a host
+that was repaired is found within the hour."""
 
 
 @dataclass
 class _Record:
     failures: list[float] = field(default_factory=list)  # when
-    times: int = 0  # set aside in a row
+    times: int = 0  # blacklisted in a row
     until: float | None = None
     returned: float | None = None
     reason: str = ""
@@ -30,42 +31,45 @@ class _Record:
 
 @dataclass(frozen=True, slots=True)
 class BlacklistedHost:
-    """A host that is set aside: for how many more seconds, and why."""
+    """For how many more seconds a host is blacklisted, and why."""
 
     seconds: float
     reason: str
 
 
 class HostBlacklist:
-    """Args:
-    cooldown_s: seconds for which a host is set aside, at first and at most.
+    """The hosts that are not used for a while.
+
+    Args:
+        cooldown_s: the first and the longest time for which a host is blacklisted, in seconds.
     """
 
     def __init__(self, cooldown_s: tuple[float, float] = COOLDOWN_S):
-        self._first_s, self._most_s = cooldown_s
+        self._first_s, self._longest_s = cooldown_s
         self._records: dict[str, _Record] = {}
 
-    def failed(self, host: str, now: float) -> float | None:
-        """A worker of the host has failed; for how many seconds that sets it aside, None if it does not."""
+    def worker_failed(self, host: str, now: float) -> BlacklistedHost | None:
+        """Record the failure of a worker; returns for how long that blacklists its host, None if it does not."""
         record = self._record(host)
-        if self.is_aside(host, now):
-            return None  # those that still run there fail with the others
+        if self.is_blacklisted(host, now):
+            return None  # the workers that still run there fail together with the others
         record.failures = [when for when in record.failures if now - when < WITHIN_S] + [now]
-        on_trial = record.returned is not None and now - record.returned < WITHIN_S
-        if len(record.failures) < FAILURES and not on_trial:
-            return None
+        is_on_probation = record.returned is not None and now - record.returned < WITHIN_S
         count = len(record.failures)
-        return self._set_aside(record, now, f"{count} of its workers failed" if count > 1 else "a worker failed again")
+        if count < FAILURES and not is_on_probation:
+            return None
+        reason = f"{count} of its workers failed" if count > 1 else "a worker failed again"
+        return BlacklistedHost(self._add(record, now, reason), reason)
 
     def unreachable(self, host: str, now: float) -> float:
-        """The host was lost, or cannot be reached; for how many seconds it is set aside."""
+        """Record that a host is lost or cannot be reached; returns for how many seconds it is blacklisted."""
         record = self._record(host)
         if record.until is not None and now < record.until:
             return record.until - now
-        return self._set_aside(record, now, "it could not be reached")
+        return self._add(record, now, "it could not be reached")
 
-    def is_aside(self, host: str, now: float) -> bool:
-        """Whether the host is not to be used now."""
+    def is_blacklisted(self, host: str, now: float) -> bool:
+        """Whether the host must not be used now."""
         record = self._records.get(host)
         if record is None or record.until is None:
             return False
@@ -75,21 +79,21 @@ class HostBlacklist:
         record.failures.clear()
         return False
 
-    def aside(self, now: float) -> Mapping[str, BlacklistedHost]:
-        """All hosts that are not to be used now."""
+    def hosts(self, now: float) -> Mapping[str, BlacklistedHost]:
+        """All hosts that are blacklisted now."""
         return {
             host: BlacklistedHost(record.until - now, record.reason)
             for host, record in self._records.items()
-            if self.is_aside(host, now) and record.until is not None
+            if self.is_blacklisted(host, now) and record.until is not None
         }
 
     def _record(self, host: str) -> _Record:
         return self._records.setdefault(host, _Record())
 
-    def _set_aside(self, record: _Record, now: float, reason: str) -> float:
-        if record.returned is not None and now - record.returned >= max(WITHIN_S, self._most_s):
-            record.times = 0  # it has done well since
-        seconds = min(self._first_s * 2.0**record.times, self._most_s)
+    def _add(self, record: _Record, now: float, reason: str) -> float:
+        if record.returned is not None and now - record.returned >= max(WITHIN_S, self._longest_s):
+            record.times = 0  # it has worked well since then
+        seconds = min(self._first_s * 2.0**record.times, self._longest_s)
         record.times += 1
         record.until, record.reason = now + seconds, reason
         return seconds

@@ -1,28 +1,27 @@
-"""The hosts of an elastic job: connected, filled with workers, set aside, given back.
+"""The hosts of an elastic job: connected, filled with workers, blacklisted, withdrawn.
 
-What is decided stands in `roster` (who sits where) and `standing` (which hosts are set aside); here are the
-connections. Everything happens in the thread that runs the job, but waiting: for other hosts to answer, and for the
-discovery script. Those threads leave *news*, which the next `update` handles.
+`slot_assignment` decides which worker runs where, `host_blacklist` which hosts are not used for a while;
+`host_connections` connects them. Everything happens in the thread that runs the job, except waiting for other hosts and
+for the discovery script. Those threads queue *events*, which the next `update` runs.
 """
 
 from __future__ import annotations
 
 import queue
 import selectors
-import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from phalanx.config.variables import DEFAULT_RENDEZVOUS_TIMEOUT_S
-from phalanx.errors import PhalanxError, RendezvousError
+from phalanx.errors import RendezvousError
 from phalanx.launcher.host_blacklist import COOLDOWN_S, HostBlacklist
+from phalanx.launcher.host_connections import HostConnection, HostConnections
 from phalanx.launcher.host_discovery import HostDiscovery
 from phalanx.launcher.host_slots import HostShare, own_name
 from phalanx.launcher.hosts.base import WorkerPlacement
-from phalanx.launcher.hosts.local_host import LocalHost, OutputStreams
-from phalanx.launcher.hosts.ssh_host import SSHHost
+from phalanx.launcher.hosts.local_host import OutputStreams
 from phalanx.launcher.job_supervisor import JobSupervisor
 from phalanx.launcher.slot_assignment import HostSlot, SlotAssignment
 from phalanx.launcher.worker_placement import LOOPBACK, NO_REPLICA, START_TIMEOUT_S, WorkerRecipe
@@ -32,9 +31,8 @@ if TYPE_CHECKING:
     from phalanx.elastic.launcher_interface import MembershipControl
 
 GATHER_POLL_S = 0.5
-CLOSE_S = 5.0
-VACANT = "vacant-{}.invalid:1"
-"""The address of a worker that has none: TF_CONFIG names all, and in elastic jobs nobody dials by it."""
+NO_ADDRESS = "vacant-{}.invalid:1"
+"""The address of a task that has none: TF_CONFIG names all tasks, and elastic jobs do not use these addresses."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +40,10 @@ class DiscoveryScript:
     """A host discovery script.
 
     Attributes:
-        command: as for a shell.
-        slots: of a host that is printed without their number.
-        every_s, timeout_s: seconds between two questions, and for an answer.
+        command: the command line, as for a shell.
+        slots: the number of slots of a host that is printed without one.
+        every_s: seconds between two runs.
+        timeout_s: seconds that a run may take.
     """
 
     command: str
@@ -53,51 +52,95 @@ class DiscoveryScript:
     timeout_s: float
 
 
-@dataclass
-class _Connection:
-    """A host that takes part, or is about to. `ports` is None until it has answered; `asked` counts those to come."""
-
-    share: HostShare
-    host: LocalHost | SSHHost
-    name: str
-    asked: int
-    ports: list[int] | None = None
-    waiter: threading.Thread | None = field(default=None, repr=False)
-
-
 @dataclass(frozen=True)
-class _Found:
-    shares: list[HostShare]
+class Members:
+    """The members of an elastic job.
+
+    Attributes:
+        minimum, maximum: the number of workers; below the minimum the job waits.
+        begin: the number of workers with which the job begins if there are enough slots in time; None: the minimum, or
+            as many as fit.
+        script: the script that discovers the hosts; None: they are known.
+        cooldown_s: see `HostBlacklist`.
+    """
+
+    minimum: int
+    maximum: int
+    begin: int | None = None
+    script: DiscoveryScript | None = None
+    cooldown_s: tuple[float, float] = COOLDOWN_S
 
 
-@dataclass(frozen=True)
-class _Answered:
-    connection: _Connection
-    ports: list[int] | Exception
+class ElasticPlacements:
+    """Where the tasks of an elastic job run: workers in the slots that they are assigned, other tasks (parameter
+    servers, evaluators) on the last host for good.
 
+    Args:
+        tasks: all tasks of the job, those that train first.
+        slots: the slots of the workers.
+        connections: the hosts.
 
-@dataclass(frozen=True)
-class _Said:
-    text: str
+    Attributes:
+        recipe: what the tasks have in common. Set before the first placement.
+    """
 
+    def __init__(self, tasks: Sequence[str], slots: SlotAssignment, connections: HostConnections):
+        self._tasks, self._slots, self._connections = tasks, slots, connections
+        self._others = [rank for rank, task in enumerate(tasks) if task.startswith(NO_REPLICA)]
+        self._fixed: dict[int, str] = {}  # the addresses of the other tasks
+        self.recipe: WorkerRecipe | None = None
 
-@dataclass(frozen=True)
-class _Relayed:
-    text: str
+    @property
+    def others(self) -> int:
+        """The number of tasks that do not train."""
+        return len(self._others)
+
+    def worker(self, rank: int, slot: HostSlot) -> WorkerPlacement:
+        connection = self._connections.ready(slot.host)
+        assert connection is not None
+        return self._place(rank, connection, slot.number)
+
+    def other_tasks(self, host: str) -> list[WorkerPlacement]:
+        """The placements of the tasks that do not train.
+
+        Raises: RendezvousError or the error of the connection if the host has not answered.
+        """
+        if not self._others:
+            return []
+        connection = self._connections.ready(host)
+        if connection is None or connection.ports is None:
+            raise self._connections.error or RendezvousError(f"{host} did not answer in time.")
+        first = len(connection.ports) - len(self._others)
+        slots = {rank: first + position for position, rank in enumerate(self._others)}
+        self._fixed = {rank: connection.address(slot) for rank, slot in slots.items()}
+        return [self._place(rank, connection, slot) for rank, slot in slots.items()]
+
+    def _place(self, rank: int, connection: HostConnection, slot: int) -> WorkerPlacement:
+        assert self.recipe is not None
+        addresses = [self._address(each) for each in range(len(self._tasks))]
+        return self.recipe.placement(rank, addresses, connection.host, slot)
+
+    def _address(self, rank: int) -> str:
+        slot = self._slots.slot(rank)
+        connection = None if slot is None else self._connections.ready(slot.host)
+        if slot is not None and connection is not None:
+            return connection.address(slot.number)
+        return self._fixed.get(rank, NO_ADDRESS.format(rank))
 
 
 class HostPool:
-    """See the top of this file. `gather`, then `first`, then `begin`; a context manager.
+    """See the top of the file. Call `gather`, then `first`, then `begin`. A context manager.
 
     Args:
-        tasks: of the job, those that train first.
-        minimum: of workers.
-        begin: so many slots are waited for, if the script names as many in time; None: the minimum.
-        shares: the hosts, if they are known; else `script` tells them.
-        start_timeout_s: for the hosts at the start; None: a minute, and five for a script's first ones.
-        cooldown_s: see `HostBlacklist`.
-        say: shows a line.
-        relay: shows what a host says, which names it.
+        tasks: the tasks of the job, those that train first.
+        selector: wakes the launcher when a host has sent something.
+        streams: where the output of local workers goes.
+        members: how many workers there may be, and where the hosts come from.
+        shares: the hosts, unless a script discovers them.
+        start_timeout_s: seconds to wait for the hosts at the start; None: one minute, or five for a script's first
+            hosts.
+        log: shows a line.
+        relay: shows a line of a host, which names it.
     """
 
     def __init__(
@@ -105,49 +148,44 @@ class HostPool:
         tasks: Sequence[str],
         selector: selectors.BaseSelector,
         streams: OutputStreams,
+        members: Members,
         *,
-        minimum: int,
-        begin: int | None = None,
-        shares: Sequence[HostShare] | None,
-        script: DiscoveryScript | None = None,
+        shares: Sequence[HostShare],
         start_timeout_s: float | None = None,
-        cooldown_s: tuple[float, float] = COOLDOWN_S,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         relay: Callable[[str], None],
     ):
-        self._tasks = tasks
-        self._others = [rank for rank, task in enumerate(tasks) if task.startswith(NO_REPLICA)]
-        self._minimum = minimum
-        self._enough = begin or minimum
-        self._selector, self._streams = selector, streams
+        self._tasks, self._members, self._log = tasks, members, log
         self._start_timeout_s = start_timeout_s
-        self._say, self._relay = say, relay
-        self._news: queue.SimpleQueue[_Found | _Answered | _Said | _Relayed] = queue.SimpleQueue()
-        self._wake: Callable[[], None] = lambda: None
-        self._roster = SlotAssignment(
-            [rank for rank in range(len(tasks)) if rank not in self._others], len(tasks) - len(self._others)
+        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._connections = HostConnections(
+            selector,
+            streams,
+            start_timeout_s=start_timeout_s,
+            blacklist=HostBlacklist(members.cooldown_s),
+            log=log,
+            relay=relay,
+            post=self._post,
         )
-        self._standing = HostBlacklist(cooldown_s)
+        trained = [rank for rank, task in enumerate(tasks) if not task.startswith(NO_REPLICA)]
+        self._slots = SlotAssignment(trained, len(trained))
+        self._placements = ElasticPlacements(tasks, self._slots, self._connections)
         self._shares: dict[str, HostShare] = {}
-        self._connections: dict[str, _Connection] = {}
-        self._error: Exception | None = None
-        self._fixed_addresses: dict[int, str] = {}  # of those that do not train
-        self._recipe: WorkerRecipe | None = None
         self._job: JobSupervisor | None = None
         self._membership: MembershipControl | None = None
-        self._shown: tuple[HostState, ...] = ()
-        self._fixed = script is None
+        self._shown: list[HostState] = []
         self._discovery: HostDiscovery | None = None
-        if script is not None:
+        if (script := members.script) is not None:
             self._discovery = HostDiscovery(
                 script.command,
                 slots=script.slots,
                 every_s=script.every_s,
                 timeout_s=script.timeout_s,
-                found=lambda shares: self._tell(_Found(shares)),
-                say=lambda text: self._tell(_Said(text)),
+                found=lambda found: self._post(lambda: self._offer(found)),
+                say=lambda text: self._post(lambda: log(text)),
             )
-        self._take(_Found(list(shares or ())))
+        else:
+            self._offer(shares)
 
     def __enter__(self) -> HostPool:
         return self
@@ -163,312 +201,169 @@ class HostPool:
     @property
     def stays_here(self) -> bool:
         """Whether no worker will ever run on another host."""
-        return self._fixed and all(share.is_loopback for share in self.shares)
+        return self._discovery is None and all(share.is_loopback for share in self.shares)
 
     # Before the job.
 
     def gather(self) -> None:
-        """Connect to the hosts, until there are slots enough to begin.
+        """Connect to the hosts until there are enough slots to begin.
 
-        Raises: RendezvousError, ConfigurationError or OSError if there are not, in time.
+        Raises: RendezvousError, ConfigurationError or OSError if there are not enough in time.
         """
-        patience_s = START_TIMEOUT_S if self._fixed else DEFAULT_RENDEZVOUS_TIMEOUT_S
+        minimum, enough = self._members.minimum, self._members.begin or self._members.minimum
+        patience_s = START_TIMEOUT_S if self._discovery is None else DEFAULT_RENDEZVOUS_TIMEOUT_S
         deadline = time.monotonic() + (self._start_timeout_s or patience_s)
         if self._discovery is not None:
             self._discovery.start()
         while True:
-            self._connect(time.monotonic())
-            waiting = any(connection.ports is None for connection in self._connections.values())
-            if not waiting and self._slots >= self._enough:
-                return
-            if self._fixed and not waiting:
+            self._connect()
+            slots = sum(min(share.workers, self._connections.usable_slots(share.name)) for share in self.shares)
+            if not self._connections.is_waiting and (slots >= enough or self._discovery is None):
                 break
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 break
             try:
-                self._take(self._news.get(timeout=min(GATHER_POLL_S, left_s)))
+                self._events.get(timeout=min(GATHER_POLL_S, left_s))()
             except queue.Empty:
                 continue
-        if self._slots >= self._minimum:
-            return  # without those that still have not come
-        if self._error is not None:
-            raise self._error
+        if slots >= minimum:
+            return  # without the hosts that have not answered
+        if self._connections.error is not None:
+            raise self._connections.error
         problem = "" if self._discovery is None else self._discovery.problem
         raise RendezvousError(
-            f"{self._slots} slots were found in time, and {self._minimum} are needed"
+            f"{slots} slots were found in time, and {minimum} are needed"
             + (f"; of the host discovery script: {problem}" if problem else "")
             + ". --start-timeout allows more time."
         )
 
     def first(self, recipe: WorkerRecipe) -> list[WorkerPlacement]:
         """The workers with which the job begins, and its other tasks."""
-        self._recipe = recipe
-        placed = self._roster.fill(self._usable)
-        placements: list[WorkerPlacement] = []
-        if self._others:
-            last = self._connections.get(self.shares[-1].name)
-            if last is None or last.ports is None:
-                raise self._error or RendezvousError(f"{self.shares[-1].name} did not answer in time.")
-            slots = range(len(last.ports) - len(self._others), len(last.ports))
-            self._fixed_addresses = {
-                rank: f"{last.name}:{last.ports[slot]}" for rank, slot in zip(self._others, slots, strict=True)
-            }
-            placements += [
-                recipe.placement(rank, self._addresses(), last.host, slot)
-                for rank, slot in zip(self._others, slots, strict=True)
-            ]
-        return [*(self._placement(rank, slot) for rank, slot in placed), *placements]
+        self._placements.recipe = recipe
+        assigned = self._slots.assign(self._connections.usable_slots)
+        others = self._placements.other_tasks(self.shares[-1].name) if self.shares else []
+        return [*(self._placements.worker(rank, slot) for rank, slot in assigned), *others]
 
     def begin(self, job: JobSupervisor, membership: MembershipControl) -> None:
         """The job has been started."""
         self._job, self._membership = job, membership
-        self._wake = job.loop.wake
-        for connection in self._connections.values():
-            if connection.ports is not None:
+        for name in self._connections.names:
+            if connection := self._connections.ready(name):
                 job.loop.add(connection.host)
-        self._wake()
+        self._connections.on_ready = self._watch
+        self._connections.on_closed = lambda connection: job.loop.remove(connection.host)
+        job.loop.wake()
 
     def close(self) -> None:
-        """Hang up, and stop asking. Safe to call twice."""
+        """Close all connections, and stop the discovery script. Safe to call twice."""
         if self._discovery is not None:
             self._discovery.close()
-        for connection in self._connections.values():
-            self._hang_up(connection)
-        self._connections.clear()
+        self._connections.close(self._connections.names)
 
-    # What the job asks (`SlotProvider`).
+    # See `SlotProvider`.
 
     def worker_exited(self, rank: int, *, failed: bool) -> bool:
-        """See `SlotProvider.worker_exited`."""
-        slot = self._roster.slot(rank)
+        slot, now = self._slots.slot(rank), time.monotonic()
         if slot is None:
             return False
-        connection = self._connections.get(slot.host)
-        if failed and connection is not None and not connection.host.lost and self._is_one_of_several(slot.host):
-            seconds = self._standing.failed(slot.host, time.monotonic())
-            if seconds is not None:
-                reason = self._standing.aside(time.monotonic())[slot.host].reason
-                self._say(f"{slot.host} is set aside for {seconds:g} s: {reason}")
-        if failed and self._roster.stays(rank) and self._usable(slot.host):
+        # The only host is not blacklisted: that would help nothing.
+        others = any(self._connections.usable_slots(name) for name in self._shares if name != slot.host)
+        connection = self._connections.ready(slot.host)
+        if failed and connection is not None and not connection.host.lost and others:
+            blacklisted = self._connections.blacklist.worker_failed(slot.host, now)
+            if blacklisted is not None:
+                self._log(f"{slot.host} is blacklisted for {blacklisted.seconds:g} s: {blacklisted.reason}")
+        if failed and self._slots.keeps_slot(rank) and self._connections.usable_slots(slot.host):
             return True
-        self._roster.leave(rank)
+        self._slots.free(rank)
         return False
 
     def retire(self, rank: int) -> None:
-        """See `SlotProvider.retire`."""
-        self._roster.retire(rank)
+        self._slots.retire(rank)
         if self._membership is not None:
-            self._membership.limit(self._roster.seats)
+            self._membership.limit(self._slots.max_workers)
 
     def set_target(self, workers: int) -> None:
-        """See `SlotProvider.set_target`."""
-        self._roster.wanted = workers
+        self._slots.target = workers
 
     def update(self) -> float | None:
-        """See `SlotProvider.update`."""
         now = time.monotonic()
-        while not self._news.empty():
-            self._take(self._news.get())
-        self._drop_lost(now)
-        for name in self._roster.left_behind(self._connections):
-            self._hang_up(self._connections.pop(name))
-        self._connect(now)
-        self._grow()
-        self._send_away()
-        self._seat()
-        self._show(now)
-        waits = [aside.seconds for name, aside in self._standing.aside(now).items() if name in self._shares]
-        return min(waits, default=None)
+        while not self._events.empty():
+            self._events.get()()
+        self._connections.update(self._shares, now)
+        self._connections.close(self._slots.unused_hosts(self._connections.names))
+        self._connect()
+        if self._membership is not None:
+            self._withdraw(self._membership)
+            self._start_workers(self._membership)
+            self._show(self._membership, now)
+        blacklisted = self._connections.blacklist.hosts(now)
+        return min((host.seconds for name, host in blacklisted.items() if name in self._shares), default=None)
 
     # Inside.
 
-    def _tell(self, news: _Found | _Answered | _Said | _Relayed) -> None:
-        self._news.put(news)
-        self._wake()
-
-    def _take(self, news: _Found | _Answered | _Said | _Relayed) -> None:
-        match news:
-            case _Found(shares):
-                most = len(self._tasks)  # more are of no use, and each costs a socket
-                shares = [replace(share, workers=min(share.workers, most)) for share in shares]
-                self._shares = {share.name: share for share in shares}
-                self._roster.offer({share.name: share.workers for share in shares})
-                if self._job is not None:
-                    names = ", ".join(f"{share.name}:{share.workers}" for share in shares) or "none"
-                    self._say(f"the hosts are now: {names}")
-            case _Answered(connection, ports):
-                self._answered(connection, ports)
-            case _Said(text):
-                self._say(text)
-            case _Relayed(text):
-                self._relay(text)
-
-    @property
-    def _slots(self) -> int:
-        return sum(min(share.workers, self._usable(share.name)) for share in self.shares)
-
-    def _usable(self, name: str) -> int:
-        """How many slots of a host can be used now."""
-        connection = self._connections.get(name)
-        if connection is None or connection.host.lost or self._standing.is_aside(name, time.monotonic()):
-            return 0
-        return len(connection.ports or ())
-
-    def _is_one_of_several(self, name: str) -> bool:
-        """Whether there is another host to go to: it would help nobody to set the only one aside."""
-        return any(self._usable(other) for other in self._shares if other != name)
-
-    def _connect(self, now: float) -> None:
-        for share in self._shares.values():
-            if share.name not in self._connections and not self._standing.is_aside(share.name, now):
-                self._connect_to(share)
-
-    def _connect_to(self, share: HostShare) -> None:
-        own = share.is_here
-        host: LocalHost | SSHHost
-        if own:
-            host = LocalHost(self._selector, streams=self._streams)
-        else:
-            host = SSHHost(self._selector, share, say=lambda text: self._tell(_Relayed(text)))
-        name = share.name
-        if share.is_loopback:
-            name = LOOPBACK if self._fixed else own_name([other for other in self.shares if not other.is_here])
-        slots = share.workers
-        if self._fixed and share is self.shares[-1]:
-            slots += len(self._others)
-        connection = self._connections[share.name] = _Connection(share, host, name, slots)
-        if isinstance(host, LocalHost):
-            host.name = share.name
-            connection.ports = host.prepare(slots, address=LOOPBACK if self._fixed and share.is_loopback else None)
-            self._watch(connection)
-            return
-        host.share = HostShare(share.name, slots, share.user)
-        deadline = time.monotonic() + (self._start_timeout_s or START_TIMEOUT_S)
-        try:
-            host.connect()
-        except (PhalanxError, OSError) as error:
-            self._tell(_Answered(connection, error))
-            return
-        connection.waiter = threading.Thread(
-            target=self._wait_for, args=(connection, host, deadline), name=f"phalanx-host-{share.name}", daemon=True
-        )
-        connection.waiter.start()
-
-    def _wait_for(self, connection: _Connection, host: SSHHost, deadline: float) -> None:
-        try:
-            ports: list[int] | Exception = host.ports(deadline)
-        except (PhalanxError, OSError) as error:
-            ports = error
-        self._tell(_Answered(connection, ports))
-
-    def _answered(self, connection: _Connection, ports: list[int] | Exception) -> None:
-        name = connection.share.name
-        if self._connections.get(name) is not connection:
-            return  # it was given up meanwhile
-        if isinstance(ports, Exception):
-            seconds = self._standing.unreachable(name, time.monotonic())
-            self._say(f"{name} takes no part: {ports} It is tried again in {seconds:g} s.")
-            self._error = self._error or ports
-            self._hang_up(self._connections.pop(name))
-            return
-        connection.ports = ports
-        self._watch(connection)
-
-    def _watch(self, connection: _Connection) -> None:
+    def _post(self, event: Callable[[], None]) -> None:
+        """Run a function in the thread that runs the job. Called from any thread."""
+        self._events.put(event)
         if self._job is not None:
-            self._say(f"{connection.share.name} takes part now, with {connection.share.workers} slots")
+            self._job.loop.wake()  # an `update` follows
+
+    def _offer(self, shares: Sequence[HostShare]) -> None:
+        """Replace the hosts on which workers may run."""
+        most = len(self._tasks)  # more slots are of no use, and each costs a socket
+        shares = [replace(share, workers=min(share.workers, most)) for share in shares]
+        self._shares = {share.name: share for share in shares}
+        self._slots.offer({share.name: share.workers for share in shares})
+        if self._job is not None:
+            names = ", ".join(f"{share.name}:{share.workers}" for share in shares) or "none"
+            self._log(f"the hosts are now: {names}")
+
+    def _connect(self) -> None:
+        is_fixed, connected = self._discovery is None, self._connections.names
+        for share in self.shares:
+            name = share.name
+            if name in connected:
+                continue
+            if share.is_loopback:
+                name = LOOPBACK if is_fixed else own_name([other for other in self.shares if not other.is_here])
+            is_last = is_fixed and share is self.shares[-1]  # the other tasks run there
+            slots = share.workers + (self._placements.others if is_last else 0)
+            self._connections.connect(share, name=name, slots=slots, loopback=is_fixed and share.is_loopback)
+
+    def _watch(self, connection: HostConnection) -> None:
+        """A host has answered while the job runs."""
+        self._log(f"{connection.share.name} joined with {connection.share.workers} slots")
+        if self._job is not None:
             self._job.loop.add(connection.host)
 
-    def _drop_lost(self, now: float) -> None:
-        for name, connection in list(self._connections.items()):
-            if connection.host.lost:
-                offered = name in self._shares
-                seconds = self._standing.unreachable(name, now)
-                again = f"; it is tried again in {seconds:g} s" if offered else ""
-                self._say(f"{name} is lost: the connection has ended{again}")
-                self._hang_up(self._connections.pop(name))
-
-    def _hang_up(self, connection: _Connection) -> None:
-        if self._job is not None:
-            self._job.loop.remove(connection.host)
-        if connection.waiter is not None and isinstance(connection.host, SSHHost):
-            if connection.ports is None:
-                connection.host.abandon()
-            connection.waiter.join(CLOSE_S)
-        connection.host.close()
-
-    def _grow(self) -> None:
-        """A host may have got more slots."""
-        for name, connection in self._connections.items():
-            ports = connection.ports
-            if ports is None or name not in self._shares:
-                continue
-            if isinstance(connection.host, SSHHost):
-                ports += connection.host.new_ports
-                connection.host.new_ports.clear()
-            more = self._shares[name].workers - connection.asked
-            if more > 0:
-                connection.asked += more
-                if isinstance(connection.host, SSHHost):
-                    connection.host.grow(more)
-                else:
-                    ports += connection.host.prepare(more, address=None)
-
-    def _send_away(self) -> None:
-        membership = self._membership
-        if membership is None:
-            return
-        for rank in self._roster.send_away():
-            slot = self._roster.slot(rank)
-            self._say(f"{self._tasks[rank]} is to leave before a next step: {slot.host if slot else ''} is taken back")
+    def _withdraw(self, membership: MembershipControl) -> None:
+        for rank in self._slots.withdraw():
+            slot = self._slots.slot(rank)
+            host = slot.host if slot else ""
+            self._log(f"{self._tasks[rank]} leaves before a next step: {host} is withdrawn")
             membership.withdraw(self._tasks[rank])
 
-    def _seat(self) -> None:
-        """Start workers where there is room."""
-        job, membership = self._job, self._membership
-        if job is None or membership is None or not job.accepts_workers:
+    def _start_workers(self, membership: MembershipControl) -> None:
+        """Start workers where there are free slots."""
+        if self._job is None or not self._job.accepts_workers:
             return
-        for rank, slot in self._roster.fill(self._usable):
-            self._say(f"{self._tasks[rank]} starts on {slot.host}")
+        for rank, slot in self._slots.assign(self._connections.usable_slots):
+            self._log(f"{self._tasks[rank]} starts on {slot.host}")
             membership.readmit(self._tasks[rank])
-            job.start_worker(self._placement(rank, slot))
+            self._job.start_worker(self._placements.worker(rank, slot))
 
-    def _placement(self, rank: int, slot: HostSlot) -> WorkerPlacement:
-        assert self._recipe is not None
-        return self._recipe.placement(rank, self._addresses(), self._connections[slot.host].host, slot.number)
-
-    def _addresses(self) -> list[str]:
-        """Of all tasks, as far as they have one."""
-        addresses = []
-        for rank in range(len(self._tasks)):
-            slot = self._roster.slot(rank)
-            connection = None if slot is None else self._connections.get(slot.host)
-            if rank in self._fixed_addresses:
-                addresses.append(self._fixed_addresses[rank])
-            elif slot is not None and connection is not None and connection.ports is not None:
-                addresses.append(f"{connection.name}:{connection.ports[slot.number]}")
-            else:
-                addresses.append(VACANT.format(rank))
-        return addresses
-
-    def _show(self, now: float) -> None:
-        """Have `phalanx status` know the hosts."""
-        if self._membership is None:
-            return
+    def _show(self, membership: MembershipControl, now: float) -> None:
+        """Update the hosts in `phalanx status`."""
         from phalanx.elastic.control_messages import HostState
 
-        aside = self._standing.aside(now)
-        states = tuple(
-            HostState(
-                name=name,
-                slots=share.workers,
-                taken=len(self._roster.ranks_on(name)),
-                blacklisted_until=round(now + aside[name].seconds, 3) if name in aside else None,
-                reason=aside[name].reason if name in aside else "",
-            )
-            for name, share in self._shares.items()
-        )
+        blacklisted = self._connections.blacklist.hosts(now)
+        states = []
+        for name, share in self._shares.items():
+            host = blacklisted.get(name)
+            # Rounded, because the clock passes between two calls: an unchanged state is not sent again.
+            until, reason = (None, "") if host is None else (round(now + host.seconds, 3), host.reason)
+            states.append(HostState(name, share.workers, len(self._slots.ranks_on(name)), until, reason))
         if states != self._shown:
             self._shown = states
-            self._membership.show_hosts(states)
+            membership.show_hosts(states)

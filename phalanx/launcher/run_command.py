@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -23,10 +23,9 @@ from phalanx.config.launch_config import LaunchConfig
 from phalanx.config.parsing import parse_signal
 from phalanx.errors import ConfigurationError, PreemptedError, RendezvousError
 from phalanx.launcher import failure_report
-from phalanx.launcher.elastic_supervisor import ElasticSupervisor, WorkerNumbers
-from phalanx.launcher.host_blacklist import COOLDOWN_S
+from phalanx.launcher.elastic_supervisor import ElasticSupervisor
 from phalanx.launcher.host_messages import StepTimingReported
-from phalanx.launcher.host_pool import DiscoveryScript, HostPool
+from phalanx.launcher.host_pool import HostPool, Members
 from phalanx.launcher.host_slots import HostShare
 from phalanx.launcher.hosts.base import WorkerPlacement
 from phalanx.launcher.hosts.local_host import LocalHost, OutputStreams, TerminalSize
@@ -57,24 +56,6 @@ OWN_FILES = 32
 FILES_PER_TASK = 8
 # Narrower than this a progress bar is no use, and wrapping lines are the lesser evil.
 MIN_COLUMNS = 20
-
-
-@dataclass(frozen=True)
-class Members:
-    """A job whose members come and go.
-
-    Attributes:
-        minimum, maximum: of workers; below the minimum the job waits.
-        begin: with how many it begins, if they come in time; None: with as many as there is room for.
-        script: that tells the hosts; None: those are known.
-        cooldown_s: for how long a host that keeps failing is set aside, at first and at most.
-    """
-
-    minimum: int
-    maximum: int
-    begin: int | None = None
-    script: DiscoveryScript | None = None
-    cooldown_s: tuple[float, float] = COOLDOWN_S
 
 
 def run(
@@ -248,13 +229,10 @@ def _run_once(
                     tasks,
                     selector,
                     streams,
-                    minimum=members.minimum,
-                    begin=members.begin,
-                    shares=None if members.script else shares,
-                    script=members.script,
+                    members,
+                    shares=shares,
                     start_timeout_s=start_timeout_s,
-                    cooldown_s=members.cooldown_s,
-                    say=say,
+                    log=say,
                     relay=screen.message,
                 )
             )
@@ -286,11 +264,9 @@ def _run_once(
             job.start()
             if pool is not None and keeping is not None and members is not None:
                 trains = sum(placement.spec.trains for placement in placements)
-                expected = min(members.begin or trains, trains)
                 secret, job_id = keeping.identity
                 stack.enter_context(registered(job_id, keeping.address, secret, arguments, tls))
-                numbers = WorkerNumbers(members.minimum, members.maximum, expected)
-                pool.begin(job, keeping.begin(job, numbers, say))
+                pool.begin(job, keeping.begin(job, members, trains, say))
             return job.run()
         finally:
             end_orphans()

@@ -1,8 +1,8 @@
-"""Which worker of an elastic job runs where. No process comes near it.
+"""Assigns the workers of an elastic job to slots of hosts. Pure bookkeeping.
 
-A job has as many *seats* as it may have workers; each keeps its name (`worker/2`) for the life of the job. Hosts come
-and go, and each has *slots*. A seat that is vacant (its worker was lost with its host, or sent away) takes a free slot,
-on whatever host that is.
+A job has as many workers as it may have at most; each keeps its rank and its name (`worker/2`) for the life of the job.
+Hosts join and leave, and each has *slots*. A worker without a slot (its process was lost with its host, or left) gets a
+free slot on any host.
 """
 
 from __future__ import annotations
@@ -13,93 +13,94 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HostSlot:
-    """One worker's place on a host, `number` counted from 0."""
+    """One slot of a host; `number` counts from 0."""
 
     host: str
     number: int
 
 
 class SlotAssignment:
-    """See the top of this file.
+    """See the top of the file.
 
     Args:
-        seats: ranks of those tasks of the job that train.
-        wanted: how many of them are to be taken.
+        ranks: the ranks of the tasks that train.
+        target: the number of workers that should run.
+
+    Attributes:
+        target: as given; may be changed.
     """
 
-    def __init__(self, seats: Sequence[int], wanted: int):
-        self.wanted = wanted
-        self._seats = list(seats)
-        self._taken: dict[int, HostSlot] = {}
-        self._going: set[int] = set()
+    def __init__(self, ranks: Sequence[int], target: int):
+        self.target = target
+        self._ranks = list(ranks)
+        self._assigned: dict[int, HostSlot] = {}
+        self._leaving: set[int] = set()
         self._offered: dict[str, int] = {}
 
-    @property
-    def offered(self) -> Mapping[str, int]:
-        """The hosts that workers may run on, and their numbers of slots."""
-        return self._offered
-
     def offer(self, hosts: Mapping[str, int]) -> None:
-        """These are the hosts now. Those known already stay first, in their order: older hosts get lower ranks."""
+        """Replace the hosts and their numbers of slots. Known hosts stay first, in their order: older hosts get lower
+        ranks."""
         known = [host for host in self._offered if host in hosts]
         self._offered = {host: hosts[host] for host in [*known, *hosts]}
 
     @property
-    def seats(self) -> int:
-        """How many workers the job can have at most, from now on."""
-        return len(self._seats)
+    def max_workers(self) -> int:
+        """The number of workers that the job can still have at most."""
+        return len(self._ranks)
 
     def slot(self, rank: int) -> HostSlot | None:
-        """Where a worker sits."""
-        return self._taken.get(rank)
+        """The slot of a worker."""
+        return self._assigned.get(rank)
 
     def ranks_on(self, host: str) -> list[int]:
-        """The workers that sit on a host."""
-        return sorted(rank for rank, slot in self._taken.items() if slot.host == host)
+        """The workers on a host."""
+        return sorted(rank for rank, slot in self._assigned.items() if slot.host == host)
 
-    def stays(self, rank: int) -> bool:
-        """Whether a worker's slot is still there, and the worker not on its way out."""
-        slot = self._taken.get(rank)
-        return slot is not None and rank not in self._going and self._is_offered(slot)
+    def keeps_slot(self, rank: int) -> bool:
+        """Whether a worker's slot still exists, and the worker is not about to leave it."""
+        slot = self._assigned.get(rank)
+        return slot is not None and rank not in self._leaving and self._is_offered(slot)
 
-    def leave(self, rank: int) -> None:
-        """A worker has ended: its seat is vacant."""
-        self._taken.pop(rank, None)
-        self._going.discard(rank)
+    def free(self, rank: int) -> None:
+        """A worker has ended: its slot is free."""
+        self._assigned.pop(rank, None)
+        self._leaving.discard(rank)
 
     def retire(self, rank: int) -> None:
-        """A worker was given up: its seat is not taken any more."""
-        self.leave(rank)
-        if rank in self._seats:
-            self._seats.remove(rank)
+        """A worker has ended for good: it gets no other slot."""
+        self.free(rank)
+        if rank in self._ranks:
+            self._ranks.remove(rank)
 
-    def send_away(self) -> list[int]:
-        """The workers whose slots are not there any more; each is named once."""
-        going = [r for r, slot in sorted(self._taken.items()) if r not in self._going and not self._is_offered(slot)]
-        self._going |= set(going)
-        return going
+    def withdraw(self) -> list[int]:
+        """The workers whose slots no longer exist; each is returned once."""
+        leaving = [
+            r for r, slot in sorted(self._assigned.items()) if r not in self._leaving and not self._is_offered(slot)
+        ]
+        self._leaving |= set(leaving)
+        return leaving
 
-    def fill(self, slots: Callable[[str], int]) -> list[tuple[int, HostSlot]]:
-        """Give vacant seats free slots, first seats first; hosts are filled in their order.
+    def assign(self, usable: Callable[[str], int]) -> list[tuple[int, HostSlot]]:
+        """Assign free slots to workers without one, in rank order; hosts are filled in their order.
 
         Args:
-            slots: how many slots of a host can be used now.
+            usable: returns how many slots of a host can be used now.
         """
-        taken = set(self._taken.values())
+        taken = set(self._assigned.values())
         free = [
             slot
             for host, offered in self._offered.items()
-            for number in range(min(offered, slots(host)))
+            for number in range(min(offered, usable(host)))
             if (slot := HostSlot(host, number)) not in taken
         ]
-        vacant = [rank for rank in self._seats if rank not in self._taken]
-        room = max(0, self.wanted - len(self._taken.keys() - self._going))
-        placed = list(zip(vacant[:room], free, strict=False))
-        self._taken.update(placed)
-        return placed
+        waiting = [rank for rank in self._ranks if rank not in self._assigned]
+        missing = max(0, self.target - len(self._assigned.keys() - self._leaving))
+        assigned = list(zip(waiting[:missing], free, strict=False))
+        self._assigned.update(assigned)
+        return assigned
 
-    def left_behind(self, connected: Collection[str]) -> list[str]:
-        """The hosts that are not offered any more and that nobody sits on."""
+    def unused_hosts(self, connected: Collection[str]) -> list[str]:
+        """The connected hosts that are no longer offered and have no workers."""
         return [host for host in connected if host not in self._offered and not self.ranks_on(host)]
 
     def _is_offered(self, slot: HostSlot) -> bool:

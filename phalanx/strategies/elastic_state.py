@@ -104,8 +104,8 @@ class State:
         for variable in self._variables():
             if id(variable) not in known:
                 raise ConfigurationError(
-                    f"The variable {variable.path!r} was created after the last commit, so it can't be restored. Create "
-                    f"all variables, and commit, before the first step."
+                    f"The variable {variable.path!r} was created after the last commit, so it can't be restored. "
+                    f"Create all variables, and commit, before the first step."
                 )
         vars(self).update(decode(values))
         for variable, array in arrays:

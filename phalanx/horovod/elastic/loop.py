@@ -26,8 +26,8 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
     In a job of fixed size (`phalanx run` without a range of workers), and in a single process, it is called once, after
     all ranks have received rank 0's state.
 
-    A worker that joins later calls it when its program reaches it. Before that call there must be no operations that the
-    others do not repeat, apart from those of the function itself.
+    A worker that joins later calls it when its program reaches it. Before that call there must be no operations that
+    the others do not repeat, apart from those of the function itself.
 
     Raises: what the function raises. Errors that would occur again, for example different shapes, end the job.
     """

@@ -1,7 +1,7 @@
 """The state of an elastic program, equal on all members. Names, arguments and meaning are Horovod's.
 
-A commit is atomic: it first does everything that needs the other members, and only then keeps anything. A member that is
-lost in the middle of a commit therefore leaves no mixture of two states.
+A commit is atomic: it first does everything that needs the other members, and only then keeps anything. A member that
+is lost in the middle of a commit therefore leaves no mixture of two states.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Elastic jobs over several hosts, which come, go and fail: through a fake ssh, with members that have no model."""
+"""Elastic jobs over several hosts that join, leave and fail: through a fake ssh, with members that have no model."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_host_is_lost_and_its_workers_go_to_where_there_is_room(run: Callable[
     job = run("--hosts", f"{A}:2,{B}:2", "--workers", "1:3", "--blacklist-cooldown-range", "2", "10")
     agent = job.takes_steps(0, members=3, host=A)["agent"]
     os.kill(agent, signal.SIGKILL)
-    job.says(f"{A} is lost: the connection has ended; it is tried again in 2 s")
+    job.says(f"{A} is lost: the connection has ended; next attempt in 2 s")
     job.takes_steps(2, host=B, rank=0)  # the others go on, the next one as chief
     job.says(f"worker/0 starts on {B}")
     job.takes_steps(0, host=B)
@@ -117,7 +117,7 @@ def test_hosts_are_discovered_and_taken_back(run: Callable[..., Running], launch
     job.says("the host discovery script cat hosts gave no answer: it ended with exit code 1")
     hosts(launcher.folder, f"{B}\n{C}:4\n")
     job.says("the host discovery script cat hosts answers again")
-    job.says(f"worker/0 is to leave before a next step: {A} is taken back")
+    job.says(f"worker/0 leaves before a next step: {A} is withdrawn")
     job.says("worker/0 leaves the job: its host is withdrawn")
     job.says(f"worker/0 starts on {C}")  # which has room
     job.takes_steps(0, members=3, host=C)
@@ -146,7 +146,7 @@ def test_a_host_that_keeps_failing_is_set_aside_for_a_while(run: Callable[..., R
     bad.touch()
     launcher_children = [p for p in launcher.processes() if p.ppid() == agent["agent"]]
     launcher_children[0].kill()
-    job.says(f"{B} is set aside for 8 s: 3 of its workers failed")
+    job.says(f"{B} is blacklisted for 8 s: 3 of its workers failed")
     state = job.status()
     assert f"{B}  0 of 1 slots taken; blacklisted, 3 of its workers failed: next attempt in" in state, state
     assert f"{A}  1 of 1 slots taken" in state
