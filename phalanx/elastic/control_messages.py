@@ -7,6 +7,7 @@ import time
 import msgspec
 
 from phalanx.config.job_config import TLSFiles
+from phalanx.elastic.stragglers import StepSeconds, StepTiming
 from phalanx.errors import ConfigurationError
 from phalanx.transport.address import Address
 from phalanx.transport.dial import RefusedError, dial
@@ -26,32 +27,27 @@ class ScaleRequest(msgspec.Struct, frozen=True):
     workers: int | None = None
 
 
-class MemberState(msgspec.Struct, frozen=True):
+class MemberStatus(msgspec.Struct, frozen=True):
     """A process of the job; `rank` is -1 for a candidate.
 
     Attributes:
-        phase, epoch, step: its position in the program according to its last message, `age_s` seconds before it.
+        timing: its last sign of life, with its position in the program.
         silent_s: seconds since its last message.
-        compute_s, wait_s: seconds per step outside of collectives and inside them, over the last seconds; None if
-            unknown.
-        slow: whether the others wait for it.
+        step_seconds: how it divides the time of a step, over the last seconds; None if unknown.
+        is_slow: whether the others wait for it.
     """
 
     rank: int
     task: str
     host: str
     pid: int
-    phase: str
-    epoch: int | None
-    step: int | None
-    age_s: float
+    timing: StepTiming
     silent_s: float
-    compute_s: float | None = None
-    wait_s: float | None = None
-    slow: bool = False
+    step_seconds: StepSeconds | None = None
+    is_slow: bool = False
 
 
-class HostState(msgspec.Struct, frozen=True):
+class HostStatus(msgspec.Struct, frozen=True):
     """A host on which workers may run.
 
     Attributes:
@@ -67,7 +63,7 @@ class HostState(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-class JobState(msgspec.Struct, frozen=True):
+class ElasticJobStatus(msgspec.Struct, frozen=True):
     """The state of an elastic job.
 
     Attributes:
@@ -84,13 +80,13 @@ class JobState(msgspec.Struct, frozen=True):
     maximum: int
     activity: str
     steps_per_s: float
-    members: list[MemberState]
-    hosts: list[HostState] = []
+    members: list[MemberStatus]
+    hosts: list[HostStatus] = []
 
 
 def send_request(
     coordinator: str, secret: str, job: str, request: ScaleRequest, *, tls: TLSFiles | None = None
-) -> JobState:
+) -> ElasticJobStatus:
     """Send a request to the elastic coordinator of a job; returns the state of the job.
 
     Args:
@@ -116,4 +112,4 @@ def send_request(
     except RefusedError as error:
         raise ConfigurationError(error.welcome.reason) from error
     link.close()
-    return msgspec.msgpack.decode(welcome.details, type=JobState)
+    return msgspec.msgpack.decode(welcome.details, type=ElasticJobStatus)

@@ -15,7 +15,7 @@ import msgspec
 
 from phalanx.cluster.compatibility import TaskDescription
 from phalanx.elastic import membership_messages as messages
-from phalanx.elastic.control_messages import CONTROL, IMPOSSIBLE, HostState, JobState, MemberState, ScaleRequest
+from phalanx.elastic.control_messages import CONTROL, IMPOSSIBLE, HostStatus, ElasticJobStatus, MemberStatus, ScaleRequest
 from phalanx.elastic.elastic_coordinator import CoordinatorState, ElasticCoordinator, LossCause, ProcessLost
 from phalanx.elastic.launcher_interface import ElasticJob
 from phalanx.elastic.member_table import MembershipLimits
@@ -67,7 +67,7 @@ class CoordinatorServer:
         self._job = job_actions
         self._slots = limits.maximum
         self._stragglers = StragglerDetector(timeout_s=limits.timeout_s)
-        self._hosts: list[HostState] = []
+        self._hosts: list[HostStatus] = []
         self.coordinator = ElasticCoordinator(limits, time.monotonic(), job=job_actions, send=self._send)
         self._closed = threading.Event()
         self._listener = Listener(sockets, task="the launcher", secret=secret, job=job, tls=tls)
@@ -109,7 +109,7 @@ class CoordinatorServer:
         with self._lock:
             self.coordinator.limit(workers, time.monotonic())
 
-    def show_hosts(self, hosts: Sequence[HostState]) -> None:
+    def show_hosts(self, hosts: Sequence[HostStatus]) -> None:
         with self._lock:
             self._hosts = list(hosts)
 
@@ -138,7 +138,7 @@ class CoordinatorServer:
         receive = partial(self._receive, hello.incarnation, link)
         threading.Thread(target=receive, name=f"phalanx-elastic-from-{hello.task}", daemon=True).start()
 
-    def control(self, request: ScaleRequest) -> JobState:
+    def control(self, request: ScaleRequest) -> ElasticJobStatus:
         """Fulfil a user's request; returns the state of the job.
 
         Raises: ConfigurationError if it cannot be fulfilled.
@@ -156,31 +156,25 @@ class CoordinatorServer:
                 self._job.resize(request.workers)
             return self._state(now)
 
-    def _state(self, now: float) -> JobState:
+    def _state(self, now: float) -> ElasticJobStatus:
         coordinator, table = self.coordinator, self.coordinator.table
         ranks = {incarnation: rank for rank, incarnation in enumerate(table.members)}
-        states = []
-        for incarnation, process in table.processes.items():
-            seconds, timing = self._stragglers.step_seconds(incarnation), process.timing
-            states.append(
-                MemberState(
-                    rank=ranks.get(incarnation, -1),
-                    task=process.task,
-                    host=process.description.host,
-                    pid=process.description.pid,
-                    phase=timing.phase,
-                    epoch=timing.epoch,
-                    step=timing.step,
-                    age_s=timing.age_s,
-                    silent_s=now - process.last_message_at,
-                    compute_s=None if seconds is None else seconds.compute_s,
-                    wait_s=None if seconds is None else seconds.wait_s,
-                    slow=self._stragglers.is_slow(incarnation),
-                )
+        states = [
+            MemberStatus(
+                rank=ranks.get(incarnation, -1),
+                task=process.task,
+                host=process.description.host,
+                pid=process.description.pid,
+                timing=process.timing,
+                silent_s=now - process.last_message_at,
+                step_seconds=self._stragglers.step_seconds(incarnation),
+                is_slow=self._stragglers.is_slow(incarnation),
             )
+            for incarnation, process in table.processes.items()
+        ]
         is_regrouping = coordinator.state in (CoordinatorState.REGROUPING, CoordinatorState.SHORT_OF_MEMBERS)
         is_gathering = coordinator.state is CoordinatorState.GATHERING
-        return JobState(
+        return ElasticJobStatus(
             generation=coordinator.generation,
             minimum=table.limits.minimum,
             maximum=table.limits.maximum,

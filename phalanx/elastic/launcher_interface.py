@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from phalanx.elastic.control_messages import HostState
+from phalanx.elastic.control_messages import HostStatus
 
 
 class ElasticJob(Protocol):
@@ -56,6 +56,6 @@ class MembershipControl(Protocol):
         """There will never be more worker processes than this: the job need not wait for others."""
         ...
 
-    def show_hosts(self, hosts: Sequence[HostState]) -> None:
+    def show_hosts(self, hosts: Sequence[HostStatus]) -> None:
         """The hosts that `phalanx status` displays from now on."""
         ...

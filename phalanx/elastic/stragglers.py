@@ -53,8 +53,7 @@ class StepTiming(msgspec.Struct, frozen=True, tag="timing"):
     steps: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class StragglerReport:
+class StepSeconds(msgspec.Struct, frozen=True):
     """Seconds per step, outside of collectives and inside them."""
 
     compute_s: float
@@ -94,10 +93,10 @@ class StragglerDetector:
         """Record a timing of a member or of a candidate."""
         self._timings.setdefault(member, deque()).append((now, timing))
 
-    def step_seconds(self, member: str) -> StragglerReport | None:
+    def step_seconds(self, member: str) -> StepSeconds | None:
         """How long the steps of a member take; None if it has taken none recently."""
         sums = self._sums(member)
-        return StragglerReport(sums.computed_s / sums.steps, sums.waited_s / sums.steps) if sums.steps else None
+        return StepSeconds(sums.computed_s / sums.steps, sums.waited_s / sums.steps) if sums.steps else None
 
     def is_slow(self, member: str) -> bool:
         """Whether `detect` has found that the others wait for this member."""

@@ -27,7 +27,7 @@ from phalanx.launcher.slot_assignment import HostSlot, SlotAssignment
 from phalanx.launcher.worker_placement import LOOPBACK, NO_REPLICA, START_TIMEOUT_S, WorkerRecipe
 
 if TYPE_CHECKING:
-    from phalanx.elastic.control_messages import HostState
+    from phalanx.elastic.control_messages import HostStatus
     from phalanx.elastic.launcher_interface import MembershipControl
 
 GATHER_POLL_S = 0.5
@@ -173,7 +173,7 @@ class HostPool:
         self._shares: dict[str, HostShare] = {}
         self._job: JobSupervisor | None = None
         self._membership: MembershipControl | None = None
-        self._shown: list[HostState] = []
+        self._shown: list[HostStatus] = []
         self._discovery: HostDiscovery | None = None
         if (script := members.script) is not None:
             self._discovery = HostDiscovery(
@@ -355,7 +355,7 @@ class HostPool:
 
     def _show(self, membership: MembershipControl, now: float) -> None:
         """Update the hosts in `phalanx status`."""
-        from phalanx.elastic.control_messages import HostState
+        from phalanx.elastic.control_messages import HostStatus
 
         blacklisted = self._connections.blacklist.hosts(now)
         states = []
@@ -363,7 +363,7 @@ class HostPool:
             host = blacklisted.get(name)
             # Rounded, because the clock passes between two calls: an unchanged state is not sent again.
             until, reason = (None, "") if host is None else (round(now + host.seconds, 3), host.reason)
-            states.append(HostState(name, share.workers, len(self._slots.ranks_on(name)), until, reason))
+            states.append(HostStatus(name, share.workers, len(self._slots.ranks_on(name)), until, reason))
         if states != self._shown:
             self._shown = states
             membership.show_hosts(states)

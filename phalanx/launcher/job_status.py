@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import time
 
-from phalanx.elastic.control_messages import HostState, JobState, MemberState, ScaleRequest, send_request
+from phalanx.elastic.control_messages import HostStatus, ElasticJobStatus, MemberStatus, ScaleRequest, send_request
+from phalanx.elastic.stragglers import COLLECTIVE
 from phalanx.errors import ConfigurationError, LinkClosedError, LinkTimeoutError
 from phalanx.launcher.job_registry import RegisteredJob, running
 from phalanx.monitoring.console import write_whole
@@ -67,11 +68,11 @@ def _print(text: str) -> None:
     write_whole(sys.stdout, f"{text}\n")
 
 
-def _send(entry: RegisteredJob, request: ScaleRequest) -> JobState:
+def _send(entry: RegisteredJob, request: ScaleRequest) -> ElasticJobStatus:
     return send_request(entry.keeper, entry.secret, entry.job, request, tls=entry.tls_files)
 
 
-def describe(entry: RegisteredJob, state: JobState, now: float) -> str:
+def describe(entry: RegisteredJob, state: ElasticJobStatus, now: float) -> str:
     """The lines that `phalanx status` prints about a job.
 
     Args:
@@ -91,25 +92,28 @@ def describe(entry: RegisteredJob, state: JobState, now: float) -> str:
     return "\n".join(lines)
 
 
-def _describe_host(host: HostState, now: float) -> str:
+def _describe_host(host: HostStatus, now: float) -> str:
     line = f"  {host.name:10} {host.taken} of {host.slots} slots taken"
     if host.blacklisted_until is None:
         return line
     return f"{line}; blacklisted, {host.reason}: next attempt in {max(0.0, host.blacklisted_until - now):.0f} s"
 
 
-def _describe_member(member: MemberState, members: list[MemberState]) -> str:
+def _describe_member(member: MemberStatus, members: list[MemberStatus]) -> str:
+    timing, seconds = member.timing, member.step_seconds
     place = f"rank {member.rank}" if member.rank >= 0 else "waits to join"
-    where = "" if member.epoch is None or member.step is None else f", epoch {member.epoch}"
-    where += "" if member.step is None else f", step {member.step}"
-    line = f"  {member.task:10} {place:18} pid {member.pid} on {member.host}: {member.phase}{where}"
-    if member.compute_s is not None and member.wait_s is not None:
-        line += f"; computes for {member.compute_s * 1000:.3g} ms and waits for {member.wait_s * 1000:.3g} ms per step"
-    if member.slow and member.silent_s <= STUCK_S:
-        return f"{line}: slow, the others wait for it"
+    where = "" if timing.epoch is None or timing.step is None else f", epoch {timing.epoch}"
+    where += "" if timing.step is None else f", step {timing.step}"
+    line = f"  {member.task:10} {place:18} pid {member.pid} on {member.host}: {timing.phase}{where}"
+    if seconds is not None:
+        line += (
+            f"; computes for {seconds.compute_s * 1000:.3g} ms and waits for {seconds.wait_s * 1000:.3g} ms per step"
+        )
     if member.silent_s > STUCK_S:
         return f"{line}; silent for {member.silent_s:.0f} s: stopped, or its host is overloaded"
-    waiting = [other for other in members if other is not member and other.phase == "all_reduce"]
-    if member.age_s > STUCK_S and member.phase != "all_reduce" and len(waiting) == len(members) - 1 > 0:
-        return f"{line} for {member.age_s:.0f} s: the others wait for it"
+    if member.is_slow:
+        return f"{line}: slow, the others wait for it"
+    waiting = [other for other in members if other is not member and other.timing.phase == COLLECTIVE]
+    if timing.age_s > STUCK_S and timing.phase != COLLECTIVE and len(waiting) == len(members) - 1 > 0:
+        return f"{line} for {timing.age_s:.0f} s: the others wait for it"
     return line

@@ -1,4 +1,4 @@
-"""The job of this process: joined once, shared by all strategies of the program."""
+"""The job of this process: joined once, and shared by all strategies of the program."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from phalanx.training.replica import Replica
 
 
 class CurrentJob:
-    """The members of the job and the communicator between them.
+    """The job that this process has joined.
 
     Attributes:
-        resolver: what the cluster was read from.
-        options: of the communicator.
-        replica: this process's place, as training sees it.
+        resolver: the source of the cluster specification.
+        options: the options of the communicator.
+        replica: this process's place in the job, as training sees it.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class CurrentJob:
         return self._node.membership
 
     def before_leaving(self, function: Callable[[], None]) -> None:
-        """Call `function` first when the job is left."""
+        """Register a function that is called first when this process leaves the job."""
         self._before_leaving.append(function)
 
     def close(self) -> None:
@@ -75,9 +75,16 @@ def join_job(
     options: CommunicationOptions | None,
     cross_device_ops: CrossDeviceOps | None = None,
 ) -> CurrentJob:
-    """This process's job: met now, or, if a strategy has met it before, the same one.
+    """Join the job of this process; returns the same job if a strategy has joined it before.
 
-    Every task of the job must come here; it returns when all have.
+    Every task of the job must call this; it returns when all have.
+
+    Args:
+        resolver: the source of the cluster specification.
+        options: how the members communicate.
+        cross_device_ops: how gradients are merged; None keeps the present choice.
+
+    Raises: ConfigurationError if this process has joined another job, or with other options.
     """
     global _job
     options = CommunicationOptions.of(options)
@@ -86,14 +93,14 @@ def join_job(
         exit_codes.at_exit(leave_job)
     elif resolver.cluster_spec() != _job.resolver.cluster_spec():
         raise ConfigurationError(
-            f"This process is {_job.membership.me.task} of the cluster {_job.resolver.cluster_spec()} already, and "
-            f"a new strategy asks for {resolver.cluster_spec()}. A process belongs to one cluster; leave the first "
+            f"This process is already {_job.membership.me.task} of the cluster {_job.resolver.cluster_spec()}, but a "
+            f"new strategy needs {resolver.cluster_spec()}. A process belongs to one cluster; leave the first one "
             f"with `phalanx.leave_job()`."
         )
     elif options != _job.options:
         raise ConfigurationError(
-            f"The job communicates with {_job.options}, and a new strategy asks for {options}. Use the same options "
-            f"for all strategies of a program."
+            f"The job uses {_job.options}, but a new strategy needs {options}. Use the same options for all strategies "
+            f"of a program."
         )
     if cross_device_ops is not None:
         _job.replica.cross_device_ops = cross_device_ops
@@ -101,12 +108,12 @@ def join_job(
 
 
 def current_replica() -> Replica | None:
-    """This process's place in the job; None if it has joined none."""
+    """This process's place in the job; None if it has not joined one."""
     return None if _job is None else _job.replica
 
 
 def leave_job() -> None:
-    """Leave the job, so that a strategy made afterwards joins anew. Called by itself at the end of the program."""
+    """Leave the job, so that a strategy that is created later joins again. Called automatically at program exit."""
     global _job
     if _job is not None:
         job, _job = _job, None
@@ -149,7 +156,7 @@ def _join(resolver: ClusterResolver, options: CommunicationOptions) -> CurrentJo
 def _join_elastic(
     node: ElasticNode, resolver: ClusterResolver, options: CommunicationOptions, with_timeout: CommunicationOptions
 ) -> CurrentJob:
-    """Take part in a job whose members come and go, or become a candidate for it."""
+    """Become a member of an elastic job, or a candidate if it is already running."""
     try:
         communicator = ElasticCommunicator(ElasticGroup(node, with_timeout))
         node.coordinator.measure_timing = Heartbeat(lambda: communicator.waited_s)

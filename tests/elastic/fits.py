@@ -1,4 +1,4 @@
-"""A loop of one's own that calls `fit`, in a job whose members come and go."""
+"""A custom loop that calls `fit`, in an elastic job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loop of one's own in a job whose members come and go: the sum of numbers, each counted by one member."""
+"""A custom loop in an elastic job: the sum of numbers, each counted by one member."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Trains on digits in a job whose members come and go, and writes down what happened, a line each.
+"""Trains on digits in an elastic job, and logs what happens, one line each.
 
     program.py FOLDER [--epochs N] [--kill TASK:LIFE:SECONDS ...] [--hold SECONDS] [--gate STEP]
 
-`--kill worker/1:1:0.4`: worker 1, in its first life, is killed (-9) 0.4 s after its first step, wherever it is then.
+`--kill worker/1:1:0.4`: worker 1, in its first process, is killed (-9) 0.4 s after its first step, wherever it is then.
 `--kill worker/1:1:10th`: ... after its tenth step.
-`--hold`: a step takes so long while a member is missing, so that one that comes back can be let in.
-`--gate 5`: after its fifth step everybody waits until there is FOLDER/go.
-FOLDER gets one file for each life of a task, `worker-1.2.log`.
+`--hold`: a step takes this long while a member is missing, so that a restarted one can join.
+`--gate 5`: after its fifth step every member waits until FOLDER/go exists.
+FOLDER gets one file for each process of a task, `worker-1.2.log`.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ class Gate:
         until = time.monotonic() + GATE_BOUND_S
         while steps >= self._step and not self._file.exists():
             if time.monotonic() > until:
-                raise TimeoutError(f"nobody made {self._file}")
+                raise TimeoutError(f"{self._file} was not created in time")
             time.sleep(0.02)
 
 
 class Watch(keras.callbacks.Callback):
-    """Notes steps, and dies when it is told to."""
+    """Logs steps, and kills its process at the requested time."""
 
     def __init__(
         self, log: Log, strategy: Any, members: int, kill: str | None, hold_s: float, gate: Gate | None = None

@@ -325,12 +325,12 @@ def test_bytes_and_shapes_of_a_result_that_is_handed_on():
 
 
 class Silence:
-    """Makes a connection half open: the peer's end stays, but nothing comes from here any more, and nobody reads."""
+    """Makes a connection half open: the peer's end stays, but nothing comes from here any more, and nothing is read."""
 
     def __init__(self, link: Link, *, known_here: bool):
         here, far = socket.socketpair()
         here.setblocking(False)  # as the link's own: that lies with the connection, not with its number
-        self._kept = (os.dup(link.fileno()), far)  # nobody closes them as long as this process lives
+        self._kept = (os.dup(link.fileno()), far)  # they stay open as long as this process lives
         os.dup2(here.fileno(), link.fileno())
         here.close()
         if known_here:

@@ -363,7 +363,7 @@ def test_a_member_whose_host_is_taken_back_leaves_before_a_next_step():
     (dismissed,) = job.sent_to("a1", Dismissed)
     assert dismissed.cause == "surplus"
     assert job.released == ["worker/0"]
-    job.arrive("a2")  # of which nobody said that it may
+    job.arrive("a2")  # it was not readmitted
     assert job.sent_to("a2", Dismissed)
     job.coordinator.table.withdrawn.discard("worker/0")
     job.arrive("a3")

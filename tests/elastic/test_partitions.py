@@ -55,7 +55,7 @@ def test_who_is_dead_is_nobodys_quarrel():
 
 
 def test_the_same_pair_again_and_again_without_progress():
-    """Another pair in between, so that it was never told to link up anew right before."""
+    """Another pair in between, so that the pair has not replaced its link right before."""
     failures = ConnectionFailures()
     for generation in range(1, 2 * PATIENCE):
         assert not failures.severed

@@ -90,7 +90,7 @@ def test_with_another_generation_all_begins_anew():
 
 
 def test_one_that_lives_and_does_nothing_is_told_of_once():
-    """Nobody waits for a member that is alone, so nobody evicts it."""
+    """No member waits for one that is alone, so it is not evicted."""
     paces = StragglerDetector(timeout_s=60.0)
     names = {"a": "worker/0 (rank 0)"}
     paces.add("a", StepTiming("gradients", 1, 3, 59.0), 1.0)

@@ -1,4 +1,4 @@
-"""A member of an elastic job that has no model: it takes steps together with the others until it is told to stop.
+"""A member of an elastic job that has no model: it takes steps together with the others until it is stopped.
 
     member.py FOLDER
 
@@ -54,14 +54,14 @@ class Member:
             progress.enter("all_reduce")
             self._group.join_points.at_boundary = True
             try:
-                told = self._communicator.all_reduce([np.array([float((self._folder / "stop").exists())])])
+                stops = self._communicator.all_reduce([np.array([float((self._folder / "stop").exists())])])
             except MembershipChangedError:
                 self._replica.announce_entry()  # its chief may be another one
                 self._welcome()
                 continue
             self._step += 1
             self._note()
-            if told[0][0]:
+            if stops[0][0]:
                 return
 
     def _welcome(self) -> None:
