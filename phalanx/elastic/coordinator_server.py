@@ -15,7 +15,14 @@ import msgspec
 
 from phalanx.cluster.compatibility import TaskDescription
 from phalanx.elastic import membership_messages as messages
-from phalanx.elastic.control_messages import CONTROL, IMPOSSIBLE, HostStatus, ElasticJobStatus, MemberStatus, ScaleRequest
+from phalanx.elastic.control_messages import (
+    CONTROL,
+    IMPOSSIBLE,
+    ElasticJobStatus,
+    HostStatus,
+    MemberStatus,
+    ScaleRequest,
+)
 from phalanx.elastic.elastic_coordinator import CoordinatorState, ElasticCoordinator, LossCause, ProcessLost
 from phalanx.elastic.launcher_interface import ElasticJob
 from phalanx.elastic.member_table import MembershipLimits

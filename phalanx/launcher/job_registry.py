@@ -26,7 +26,7 @@ class RegisteredJob:
 
     Attributes:
         job: its name.
-        keeper: address of its keeper.
+        coordinator: the address of its elastic coordinator.
         secret: of the job.
         pid: of its launcher.
         host: of its launcher, by name.
@@ -36,7 +36,7 @@ class RegisteredJob:
     """
 
     job: str
-    keeper: str
+    coordinator: str
     secret: str
     pid: int
     host: str
@@ -61,7 +61,7 @@ def folder() -> Path:
 
 @contextlib.contextmanager
 def registered(
-    job: str, keeper: str, secret: str, program: Sequence[str], tls: TLSFiles | None = None
+    job: str, coordinator: str, secret: str, program: Sequence[str], tls: TLSFiles | None = None
 ) -> Iterator[None]:
     """While inside, the job is known to `phalanx status` and `phalanx scale`. A folder that cannot be written to is no
     reason not to train."""
@@ -70,7 +70,7 @@ def registered(
     if tls is not None:
         files = (str(tls.certificate.absolute()), str(tls.key.absolute()), str(tls.authority.absolute()))
     shown = " ".join(program).encode(errors="replace").decode()
-    entry = RegisteredJob(job, keeper, secret, os.getpid(), socket.gethostname(), _processes(), shown, files)
+    entry = RegisteredJob(job, coordinator, secret, os.getpid(), socket.gethostname(), _processes(), shown, files)
     with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: a user without a home
         path = folder() / f"{job}.json"
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from phalanx.elastic.control_messages import HostStatus, ElasticJobStatus, MemberStatus, ScaleRequest, send_request
+from phalanx.elastic.control_messages import ElasticJobStatus, HostStatus, MemberStatus, ScaleRequest, send_request
 from phalanx.elastic.stragglers import COLLECTIVE
 from phalanx.errors import ConfigurationError, LinkClosedError, LinkTimeoutError
 from phalanx.launcher.job_registry import RegisteredJob, running
@@ -69,7 +69,7 @@ def _print(text: str) -> None:
 
 
 def _send(entry: RegisteredJob, request: ScaleRequest) -> ElasticJobStatus:
-    return send_request(entry.keeper, entry.secret, entry.job, request, tls=entry.tls_files)
+    return send_request(entry.coordinator, entry.secret, entry.job, request, tls=entry.tls_files)
 
 
 def describe(entry: RegisteredJob, state: ElasticJobStatus, now: float) -> str:

@@ -1,5 +1,5 @@
-"""What a process says of itself twice a second: not only that it lives, but how far it has come, and how long it has
-computed and waited for that. In elastic jobs the keeper is told, in others the launcher."""
+"""The sign of life that a process sends twice a second: its position in the program, and how long it has computed and
+waited since the last one. In elastic jobs the coordinator receives it, in others the launcher."""
 
 from __future__ import annotations
 

@@ -547,7 +547,7 @@ def test_an_elastic_job_that_is_given_up_ended_by_those_whom_it_lost() -> None:
 
 
 def test_a_job_whose_workers_were_all_sent_away_has_not_succeeded() -> None:
-    """Their hosts were taken back before others were there: it waits for those as long as its keeper does."""
+    """Their hosts were taken back before others were there: it waits for those as long as its coordinator does."""
     host, seats = FakeHost([[done(0), done(1)]]), Seats()
     job, _ = elastic(host, seats)
     job.start()
