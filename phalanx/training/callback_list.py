@@ -70,39 +70,28 @@ def _short(number: float) -> str:
 
 
 def build_callback_list(
-    callbacks: Any,
-    *,
-    model: Any,
-    chief: bool,
-    replicas: int,
-    verbose: Any,
-    epochs: int,
-    steps: int | None,
-    history: bool,
-    more: Sequence[Any] = (),
+    callbacks: Any, model: Any, *, is_chief: bool, replicas: int, verbose: Any, **options: Any
 ) -> CallbackList:
     """The callbacks that this rank runs, as Keras's `CallbackList`.
 
     Args:
         callbacks: as they were passed to a method; a `CallbackList` is returned as it is.
-        chief: whether this rank is the chief.
-        more: callbacks of Phalanx.
+        is_chief: whether this rank is the chief.
+        replicas: for the progress bar.
+        options: see `CallbackList`.
     """
     if isinstance(callbacks, CallbackList):  # evaluation inside `fit` uses the list of `fit`
         return callbacks
     verbose = 1 if verbose == "auto" else verbose
-    passed = [*flatten_callbacks(callbacks), *more]
-    own = [callback for callback in passed if chief or not isinstance(callback, CHIEF_ONLY)]
-    if not chief:
+    own = [each for each in flatten_callbacks(callbacks) if is_chief or not isinstance(each, CHIEF_ONLY)]
+    if not is_chief:
         for callback in own:
             if getattr(callback, "verbose", 0):
                 callback.verbose = 0
-    shows = chief and verbose != 0
+    shows = is_chief and verbose != 0
     if shows and not any(isinstance(callback, ProgbarLogger) for callback in own):
         own.append(ReplicaProgbar(replicas))
-    return CallbackList(
-        own, add_history=history, add_progbar=shows, verbose=verbose, epochs=epochs, steps=steps, model=model
-    )
+    return CallbackList(own, add_progbar=shows, verbose=verbose, model=model, **options)
 
 
 def progress_bar(callbacks: CallbackList) -> ReplicaProgbar | None:

@@ -14,6 +14,7 @@ from typing import Any
 from phalanx.data import ShardedInput, shard_input
 from phalanx.data.shuffling import Shuffling
 from phalanx.errors import UnsupportedError
+from phalanx.keras_compat.callback_bases import flatten_callbacks
 from phalanx.keras_compat.internals import print_msg
 from phalanx.parameter_server.client import HEAD
 from phalanx.parameter_server.server_messages import RequestStop
@@ -112,16 +113,16 @@ class ParameterServerTrainer:
     def _build_callbacks(self, arguments: FitArguments, source: ShardedInput) -> Any:
         worker = self._worker
         validates = worker.workers > 1 and arguments.validation_data is not None
+        heartbeat = [ValidationHeartbeat(worker.client)] if validates else []
         return callback_list.build_callback_list(
-            arguments.callbacks,
-            more=[ValidationHeartbeat(worker.client)] if validates else [],
-            model=self._model,
-            chief=worker.is_chief,
+            [*flatten_callbacks(arguments.callbacks), *heartbeat],
+            self._model,
+            is_chief=worker.is_chief,
             replicas=worker.workers,
             verbose=arguments.verbose,
             epochs=arguments.epochs,
             steps=source.num_batches,
-            history=True,
+            add_history=True,
         )
 
     # Keras's own methods, on this worker, with the servers' newest weights.

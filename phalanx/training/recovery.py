@@ -243,7 +243,7 @@ def build_fit_callbacks(replica_model: ReplicaModel, state: ReplicaFitState, cal
     """Let a `fit` run these callbacks, as far as this rank runs them."""
     arguments = state.arguments
     built = replica_model.build_callbacks(
-        callbacks, arguments.verbose, epochs=arguments.epochs, steps=state.source.num_batches, history=True
+        callbacks, arguments.verbose, epochs=arguments.epochs, steps=state.source.num_batches, add_history=True
     )
     callback_list.isolate_chief_hooks(built)
     state.use_callbacks(built)

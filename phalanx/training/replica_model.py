@@ -237,19 +237,11 @@ class ReplicaModel:
 
     # Callbacks and output.
 
-    def build_callbacks(
-        self, callbacks: Any, verbose: Any, *, epochs: int = 1, steps: int | None = None, history: bool = False
-    ) -> Any:
-        """The `CallbackList` of this rank."""
+    def build_callbacks(self, callbacks: Any, verbose: Any, **options: Any) -> Any:
+        """The `CallbackList` of this rank; see `build_callback_list`."""
+        replica = self.replica
         return callback_list.build_callback_list(
-            callbacks,
-            model=self.model,
-            chief=self.replica.is_chief,
-            replicas=self.replica.world_size,
-            verbose=verbose,
-            epochs=epochs,
-            steps=steps,
-            history=history,
+            callbacks, self.model, is_chief=replica.is_chief, replicas=replica.world_size, verbose=verbose, **options
         )
 
     def announce_sharding(self, source: ShardedInput, verbose: Any) -> None:

@@ -98,7 +98,7 @@ class ReplicaTrainer:
                 # `verbose` may differ between the ranks.
                 shows = verbose in ("auto", 1, True) or callback_list.has_batch_hooks(callbacks, "test")
                 watched = replica.retry(lambda: replica.any(shows))
-                callbacks = replica_model.build_callbacks(callbacks, verbose, steps=source.num_batches)
+                callbacks = replica_model.build_callbacks(callbacks, verbose, epochs=1, steps=source.num_batches)
                 logs = evaluate_on_replicas(replica_model, source, callbacks, watched=watched)
                 if replica.elastic is not None:
                     entry.result = encode(logs)
@@ -125,7 +125,7 @@ class ReplicaTrainer:
                 replica_model.synchronise()
                 has_hooks = callback_list.has_batch_hooks(callbacks, "predict")
                 watched = replica.retry(lambda: replica.any(has_hooks))
-                callbacks = replica_model.build_callbacks(callbacks, verbose, steps=source.num_batches)
+                callbacks = replica_model.build_callbacks(callbacks, verbose, epochs=1, steps=source.num_batches)
                 outputs = predict_on_replicas(replica_model, source, callbacks, watched=watched)
                 if replica.elastic is not None:
                     entry.result = encode_outputs(outputs)
