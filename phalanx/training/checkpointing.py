@@ -64,8 +64,8 @@ class FitCheckpointing:
             return None
         self._resumption.check(snapshot, state.source.samples, state.source.num_batches)
         state.stepper.load_pooled(snapshot.pooled)
-        restart = (lambda: restart_epoch(self._model, state)) if snapshot.position.step else None
-        self._recorder.restore(snapshot.position, restart)
+        restart = (lambda: restart_epoch(self._model, state)) if snapshot.step else None
+        self._recorder.restore(snapshot, restart)
         return snapshot
 
     def start(self) -> None:
@@ -131,7 +131,7 @@ class FitCheckpointing:
         pooled = dict(self._state.stepper.pooled())
         source = self._state.source
         return FitSnapshot(
-            position=self._recorder.position(),
+            **vars(self._recorder.position()),
             samples=source.samples,
             batches=source.num_batches,
             is_over=is_over,
@@ -152,11 +152,11 @@ class FitCheckpointing:
 
         def finish() -> Mapping[str, Any]:
             if frozen is not None:
-                snapshot.position.ledger = frozen.encoded()
+                snapshot.ledger = frozen.encoded()
                 self._write_ledger(frozen)
-            return {STATE: base64.b64encode(encode(snapshot.to_plain())).decode()}
+            return {STATE: base64.b64encode(encode(vars(snapshot))).decode()}
 
-        return serialize_weights(model), snapshot.position.applied, finish
+        return serialize_weights(model), snapshot.applied, finish
 
     def _write_ledger(self, ledger: SampleLedger) -> None:
         if len(ledger.epochs) == self._epochs_in_ledger:

@@ -11,7 +11,7 @@ import base64
 import contextlib
 import logging
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,10 @@ _finished: dict[Path, int] = {}  # number of calls of `fit` that have finished i
 
 
 @dataclass(kw_only=True)
-class FitSnapshot:
-    """What a checkpoint contains of a `fit`, besides weights and optimizer.
+class FitSnapshot(FitPosition):
+    """What a checkpoint contains of a `fit`, besides weights and optimizer: its position, and more.
 
     Attributes:
-        position: where the `fit` stands.
         samples: in a pass over the data; None where unknown.
         batches: in an epoch; None where unknown.
         is_over: whether the training has come to its end.
@@ -51,7 +50,6 @@ class FitSnapshot:
         pooled: see `Stepper.pooled`.
     """
 
-    position: FitPosition
     samples: int | None
     batches: int | None
     is_over: bool = False
@@ -60,19 +58,6 @@ class FitSnapshot:
     variables: list[Any] = field(default_factory=list)
     random_states: list[Any] = field(default_factory=list)
     pooled: dict[str, Any] = field(default_factory=dict)
-
-    def to_plain(self) -> dict[str, Any]:
-        """In plain values, flat: as it stands in checkpoints since their first version."""
-        content = asdict(self)
-        position: dict[str, Any] = content.pop("position")
-        return content | position
-
-    @classmethod
-    def from_plain(cls, content: dict[str, Any]) -> FitSnapshot:
-        """From what `to_plain` returned. Raises TypeError or KeyError for anything else."""
-        names = {each.name for each in fields(FitPosition)}
-        position = FitPosition(**{name: content[name] for name in names})
-        return cls(position=position, **{name: value for name, value in content.items() if name not in names})
 
 
 class FitResumption:
@@ -138,15 +123,14 @@ class FitResumption:
             raise ConfigurationError(problem)
         if content is None:
             return None
-        snapshot = FitSnapshot.from_plain(content)
+        snapshot = FitSnapshot(**content)
         state_sync.synchronise(self._model, self._replica, metrics=True)
         set_random_state(snapshot.random_states, self._replica.rank)
         return snapshot
 
     def check(self, snapshot: FitSnapshot, samples: int | None, batches: int | None) -> None:
         """Raise ConfigurationError if the data have another size than when the checkpoint was written."""
-        position = snapshot.position
-        is_mid_pass = position.step > 0 or position.place[1] > 0
+        is_mid_pass = snapshot.step > 0 or snapshot.place[1] > 0
         pairs = [("samples", snapshot.samples, samples)]
         pairs += [("batches in an epoch", snapshot.batches, batches)] if is_mid_pass else []
         for what, then, now in pairs:
@@ -166,7 +150,7 @@ class FitResumption:
             self.directory.sweep()
             found = self.directory.newest()
             if found is not None:
-                self._found = found, FitSnapshot.from_plain(decode(base64.b64decode(found.state[STATE])))
+                self._found = found, FitSnapshot(**decode(base64.b64decode(found.state[STATE])))
         except (ConfigurationError, OSError) as error:
             self._problem = str(error)
         except (KeyError, TypeError) as error:
@@ -187,9 +171,8 @@ class FitResumption:
                 variable.assign(value)
         except (ConfigurationError, OSError, ValueError) as error:
             return encode([str(error), None])
-        position = snapshot.position
-        logger.info("Resuming from %s: epoch %d, step %d.", file.path, position.epoch + 1, position.step)
-        return encode(["", {**snapshot.to_plain(), "variables": []}])
+        logger.info("Resuming from %s: epoch %d, step %d.", file.path, snapshot.epoch + 1, snapshot.step)
+        return encode(["", {**vars(snapshot), "variables": []}])
 
 
 @contextlib.contextmanager

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from phalanx.data import ShardedInput
 from phalanx.engines import step_logs
 from phalanx.keras_compat.callback_bases import ChiefCallback
 from phalanx.keras_compat.internals import pythonify_logs
@@ -42,10 +41,9 @@ from phalanx.training.fit_state import FitState
 from phalanx.training.parameter_server_worker import ParameterServerWorker
 from phalanx.training.remote_model import RemoteModel
 from phalanx.training.remote_variables import to_host
-from phalanx.training.sample_orders import OrderUnavailableError, SampleOrders
 from phalanx.training.steps.optimizer_properties import set_step_count
 from phalanx.training.steps.parameter_server_stepper import ParameterServerStepper
-from phalanx.training.ticket_batches import TicketBatch, TicketBatches
+from phalanx.training.ticket_batches import OrderUnavailableError, TicketBatch, TicketBatches
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +184,6 @@ class ParameterServerCoordination:
 
     Args:
         fit: number of this call of `fit`.
-        orders: of the source's samples.
         evaluate: Keras's own method.
 
     Attributes:
@@ -201,8 +198,7 @@ class ParameterServerCoordination:
         remote_model: RemoteModel,
         worker: ParameterServerWorker,
         state: FitState,
-        source: ShardedInput,
-        orders: SampleOrders,
+        batches: TicketBatches,
         agreement: WorkerAgreement,
         evaluate: Any,
     ) -> None:
@@ -210,13 +206,12 @@ class ParameterServerCoordination:
         self._remote_model = remote_model
         self._worker = worker
         self._state = state
-        self._source = source
-        self._orders = orders
+        self._batches = batches
+        self._source = batches.source
         self._agreement = agreement
         self._evaluate = evaluate
         self.rejoin = FitRejoin(fit, worker, remote_model)
-        self._batches = TicketBatches(fit, source, worker.client, remote_model.merge)
-        state.stepper = ParameterServerStepper(remote_model, self._batches)
+        state.stepper = ParameterServerStepper(remote_model, batches)
         self._first_epoch: int | None = None  # None: the chief is in a later `fit`
         self._answer: EpochOver | FitOver | None = None  # why the running epoch has no more steps
         self._epoch = _EpochCount()
@@ -328,7 +323,7 @@ class ParameterServerCoordination:
         """As the chief: let the servers give out tickets."""
         worker, epoch, steps = self._worker, self._state.epoch, self.rejoin.steps
         layer_state = self._remote_model.engine.layer_state()
-        order, self._orders.drawn = self._orders.drawn, None
+        order, self._batches.drawn_order = self._batches.drawn_order, None
         if order is not None:
             self.rejoin.order = (epoch, order)
         if not self._is_layer_state_sent:

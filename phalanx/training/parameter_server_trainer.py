@@ -31,7 +31,7 @@ from phalanx.training.parameter_server_coordination import (
 )
 from phalanx.training.parameter_server_worker import ParameterServerWorker
 from phalanx.training.remote_model import RemoteModel
-from phalanx.training.sample_orders import SampleOrders
+from phalanx.training.ticket_batches import TicketBatches
 
 OriginalMethod = Callable[[str], Callable[..., Any]]
 """Keras's own method of a name, bound to the model."""
@@ -76,8 +76,8 @@ class ParameterServerTrainer:
         model._assert_compile_called("fit")
         state = FitState(arguments=FitArguments(**arguments))
         fit = worker.next_fit()
-        orders = SampleOrders(fit, worker, remote_model.merge)
-        source = self._open_input(fit, state.arguments, orders)
+        batches = TicketBatches(fit, worker, remote_model.merge)
+        batches.source = source = self._open_input(fit, state.arguments, batches)
         remote_model.prepare(source)
         state.use_callbacks(self._build_callbacks(state.arguments, source))
         if worker.is_chief and not self._is_announced and state.arguments.verbose != 0:
@@ -86,16 +86,16 @@ class ParameterServerTrainer:
         make_agreement = self._make_agreement or (lambda fit: ChiefDecides(fit, worker, remote_model))
         evaluate = self._original("evaluate")
         coordination = ParameterServerCoordination(
-            fit, remote_model, worker, state, source, orders, make_agreement(fit), evaluate
+            fit, remote_model, worker, state, batches, make_agreement(fit), evaluate
         )
         self._rejoin = coordination.rejoin
         history = FitLoop(model, state, coordination).run()
         self._rejoin = None
         return history
 
-    def _open_input(self, fit: int, arguments: FitArguments, orders: SampleOrders) -> ShardedInput:
+    def _open_input(self, fit: int, arguments: FitArguments, batches: TicketBatches) -> ShardedInput:
         worker, remote_model = self._worker, self._remote_model
-        orders.source = source = shard_input(
+        return shard_input(
             arguments.x,
             arguments.y,
             arguments.sample_weight,
@@ -105,10 +105,11 @@ class ParameterServerTrainer:
             class_weight=arguments.class_weight,
             rank=0,
             world_size=1,
-            shuffling=Shuffling(worker.is_chief, peeked=lambda: remote_model.builds_from_a_batch, told=orders.agree),
+            shuffling=Shuffling(
+                worker.is_chief, peeked=lambda: remote_model.builds_from_a_batch, told=batches.agree_on_order
+            ),
             seed=zlib.crc32(f"{worker.seed} {fit}".encode()),
         )
-        return source
 
     def _build_callbacks(self, arguments: FitArguments, source: ShardedInput) -> Any:
         worker = self._worker

@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any, TypeVar
 
 import keras
@@ -165,7 +164,7 @@ class ElasticRecovery:
             position.ledger = b"" if self._recorder.ledger is None else self._recorder.ledger.encoded()
             validation_randomness = b"" if state.validation is None else state.validation.randomness
             flags = [state.watched, state.watched_validation, state.stop_requested, state.chief_adds_logs]
-            payload = encode([asdict(position), validation_randomness, flags])
+            payload = encode([vars(position), validation_randomness, flags])
         self._replica.communicator.broadcast_bytes(payload)
         state.stepper.admit()
 

@@ -61,7 +61,7 @@ class ReplicaCoordination:
         if snapshot is None:
             self._start_from_chief()
         else:
-            self._is_over = snapshot.is_over and (snapshot.stopped or snapshot.position.epoch >= state.arguments.epochs)
+            self._is_over = snapshot.is_over and (snapshot.stopped or snapshot.epoch >= state.arguments.epochs)
         self._replica_model.set_synchronised(True)
 
     def _start_from_chief(self) -> None:

@@ -1,16 +1,36 @@
-"""The batches of one worker among parameter servers: a ticket of the servers' schedule names each of them."""
+"""The batches of one worker among parameter servers: tickets of the servers' schedule name them.
+
+The chief draws the orders of shuffled samples; the others get them from the servers.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from phalanx.data import ShardedInput
 from phalanx.data.batch_split import cut
 from phalanx.data.sharded_input import BatchNotAvailableError
-from phalanx.parameter_server.client import HEAD, ParameterServerClient
+from phalanx.parameter_server.client import HEAD
 from phalanx.parameter_server.server_messages import EndEpoch, EpochOver, FitOver, NoBatch, Ticket
+from phalanx.training.parameter_server_worker import ParameterServerWorker
 from phalanx.training.steps.parameter_server_step import ParameterServerMerge
+
+Array = np.ndarray[Any, Any]
+
+
+class OrderUnavailableError(Exception):
+    """The chief shuffles for no such epoch: it has gone back, or has ended the `fit`.
+
+    Attributes:
+        answer: what the servers say instead.
+    """
+
+    def __init__(self, answer: EpochOver | FitOver) -> None:
+        super().__init__()
+        self.answer = answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +55,37 @@ class TicketBatches:
     """Takes tickets, epoch after epoch, and cuts the batches that they name.
 
     Attributes:
+        source: of the data; set once it was made with `agree_on_order`.
+        drawn_order: on the chief, the order that it has drawn for the epoch that begins, until the servers have it.
         is_ended: whether the chief has ended the running epoch.
     """
 
-    def __init__(
-        self, fit: int, source: ShardedInput, client: ParameterServerClient, merge: ParameterServerMerge
-    ) -> None:
+    source: ShardedInput
+
+    def __init__(self, fit: int, worker: ParameterServerWorker, merge: ParameterServerMerge) -> None:
+        self.drawn_order: Array | None = None
         self.is_ended = False
         self._fit = fit
-        self._source = source
-        self._client = client
+        self._worker = worker
+        self._client = worker.client
         self._merge = merge
         self._ahead: dict[int, TicketBatch] = {}  # by serial of the ticket: batches of steps to come
+
+    def agree_on_order(self, own: Array) -> Array:
+        """The chief's order of the samples in the pass that begins.
+
+        Args:
+            own: the order that this process has drawn.
+
+        Raises: OrderUnavailableError if there is none.
+        """
+        if self._worker.is_chief:
+            self.drawn_order = own
+            return own
+        answer = self._merge.request_sample_order(self._fit, self.source.pass_began)
+        if isinstance(answer, EpochOver | FitOver):
+            raise OrderUnavailableError(answer)
+        return answer
 
     def begin(self) -> None:
         """Another epoch begins."""
@@ -88,7 +127,7 @@ class TicketBatches:
 
     def _read(self, ticket: Ticket) -> TicketBatch | None:
         try:
-            batch = self._source.batch(ticket.batch)
+            batch = self.source.batch(ticket.batch)
         except BatchNotAvailableError:
             self._report_missing(ticket, ends=False)
             return None

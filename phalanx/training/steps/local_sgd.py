@@ -45,12 +45,12 @@ from phalanx.training.joint_batches import JointBatch
 from phalanx.training.replica import Replica
 from phalanx.training.steps.gradient_merge import MergeMode, StepMerge
 from phalanx.training.steps.optimizer_properties import inner_optimizer
-from phalanx.training.steps.stepper import RetryOnMembershipChange
+from phalanx.training.steps.stepper import ReplicaStepper, RetryOnMembershipChange
 from phalanx.training.steps.weight_exchange import WeightExchange
 from phalanx.training.training_policy import SyncPeriod
 
 
-class LocalSGDStepper:
+class LocalSGDStepper(ReplicaStepper):
     """See the top of this file, and `stepper.ReplicaStepper`.
 
     Attributes:

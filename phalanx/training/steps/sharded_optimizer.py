@@ -47,7 +47,6 @@ import numpy as np
 from phalanx.arrays.flat_buffer import UNIT, FlatBuffer
 from phalanx.collectives.factory import shared_block
 from phalanx.collectives.host.shared_segment import SharedSegment
-from phalanx.compression.base_compression import State
 from phalanx.config.job_config import uses_sharded_optimizer
 from phalanx.engines import make_updater
 from phalanx.engines.accelerations.vectorized_updater import is_elementwise
@@ -62,7 +61,7 @@ from phalanx.training.joint_batches import JointBatch
 from phalanx.training.replica import Replica
 from phalanx.training.steps.gradient_merge import StepMerge
 from phalanx.training.steps.optimizer_properties import takes_keras_steps
-from phalanx.training.steps.stepper import RetryOnMembershipChange
+from phalanx.training.steps.stepper import ReplicaStepper, RetryOnMembershipChange
 from phalanx.training.steps.synchronous import SynchronousStepper
 
 Array = np.ndarray[Any, Any]
@@ -196,14 +195,14 @@ class _GradientMissingError(Exception):
     """Some rank has no gradient of some variable."""
 
 
-class ShardedOptimizerStepper:
+class ShardedOptimizerStepper(ReplicaStepper):
     """See the top of this file, and `stepper.ReplicaStepper`.
 
     Attributes:
         shows: whether a callback of any rank shows logs of single batches.
     """
 
-    merges_every_step = is_merged = True
+    merges_every_step = True
 
     def __init__(
         self,
@@ -324,10 +323,6 @@ class ShardedOptimizerStepper:
         progress.enter("update")
         return list(weights)
 
-    def merge_if_due(self, retry: RetryOnMembershipChange) -> Sequence[str]:
-        """See `ReplicaStepper.merge_if_due`."""
-        return ()
-
     def finish(self, retry: RetryOnMembershipChange) -> Sequence[str]:
         """See `ReplicaStepper.finish`."""
         if self._fallback is not None:
@@ -365,16 +360,3 @@ class ShardedOptimizerStepper:
         if self._counted is not None:
             return self._engine.results_of(self._rows.metrics.unpack(self._counted))
         return self._engine.logs()
-
-    def end(self, retry: RetryOnMembershipChange) -> None:
-        """See `ReplicaStepper.end`."""
-
-    def admit(self) -> None:
-        """See `ReplicaStepper.admit`. No process joins: this is for jobs of fixed size."""
-
-    def pooled(self) -> State:
-        """See `ReplicaStepper.pooled`."""
-        return {}
-
-    def load_pooled(self, state: State) -> None:
-        """See `ReplicaStepper.load_pooled`."""

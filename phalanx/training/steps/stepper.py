@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from phalanx.compression.base_compression import State
+from phalanx.training.joint_batches import JointBatch
 
 T = TypeVar("T")
 
@@ -34,18 +36,22 @@ class Stepper(Protocol):
         """The logs of the epoch until now."""
 
 
-class ReplicaStepper(Stepper, Protocol):
-    """Takes the steps of a model that several ranks train, epoch after epoch."""
+class ReplicaStepper(ABC):
+    """Takes the steps of a model that several ranks train, epoch after epoch; see `Stepper`.
 
-    @property
-    def merges_every_step(self) -> bool:
-        """Whether each step is one of all replicas, which happens on all or on none."""
+    Attributes:
+        merges_every_step: whether each step is one of all replicas, which happens on all or on none.
+    """
+
+    merges_every_step: bool
 
     @property
     def is_merged(self) -> bool:
         """Whether the replicas met at the last step, so that decisions may be taken together now."""
+        return True
 
-    def begin(self, *, watched: bool, entering: bool) -> None:
+    @abstractmethod
+    def begin(self, *, watched: bool, entering: bool = False) -> None:
         """An epoch begins; the engine has begun.
 
         Args:
@@ -53,22 +59,34 @@ class ReplicaStepper(Stepper, Protocol):
             entering: whether this process joins or resumes in the middle of the epoch.
         """
 
+    @abstractmethod
+    def train(self, batch: JointBatch, *, last: bool | None = None) -> None:
+        """See `Stepper.train`."""
+
     def merge_if_due(self, retry: RetryOnMembershipChange) -> Sequence[str]:
         """A step is over: merge if it is time to. Returns the tasks whose unmerged steps have been merged."""
+        return ()
 
+    @abstractmethod
     def finish(self, retry: RetryOnMembershipChange) -> Sequence[str]:
         """The epoch's steps are done, and the engine has not ended yet: afterwards all replicas are alike. Returns what
         `merge_if_due` does."""
 
-    def end(self, retry: RetryOnMembershipChange) -> None:
+    @abstractmethod
+    def logs(self) -> Mapping[str, Any]:
+        """See `Stepper.logs`."""
+
+    def end(self, retry: RetryOnMembershipChange) -> None:  # noqa: B027 (a stepper may have nothing to do)
         """`fit` has taken its last step, and the engine has ended."""
 
     def admit(self) -> None:
-        """While the replicas are merged and the engine has ended: give those who join what the others have. All ranks
-        must call."""
+        """In elastic jobs, while the replicas are merged and the engine has ended: give those who join what the others
+        have. All ranks must call."""
+        raise NotImplementedError
 
     def pooled(self) -> State:
         """While they are merged: what the replicas keep besides the model, pooled. All ranks must call."""
+        return {}
 
-    def load_pooled(self, state: State) -> None:
+    def load_pooled(self, state: State) -> None:  # noqa: B027
         """Continue from what `pooled` returned; the model has the values of then already."""

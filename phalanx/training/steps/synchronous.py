@@ -12,17 +12,17 @@ from phalanx.training.joint_batches import JointBatch
 from phalanx.training.replica import Replica
 from phalanx.training.steps.gradient_merge import MergeMode, StepMerge
 from phalanx.training.steps.optimizer_properties import accumulation_steps, inner_optimizer, loss_scale
-from phalanx.training.steps.stepper import RetryOnMembershipChange
+from phalanx.training.steps.stepper import ReplicaStepper, RetryOnMembershipChange
 
 
-class SynchronousStepper:
+class SynchronousStepper(ReplicaStepper):
     """All replicas take each step together. Gradients that the optimizer accumulates are merged when it updates.
 
     Args:
         accumulates: whether a replica may keep its gradients until the update; else they are merged at every step.
     """
 
-    is_merged = merges_every_step = True
+    merges_every_step = True
 
     def __init__(
         self, model: Any, engine: Engine, merge: StepMerge, replica: Replica, *, accumulates: bool = True
@@ -51,10 +51,6 @@ class SynchronousStepper:
         with self._merge.in_mode(self._mode(last)):
             self._engine.train(batch.data, batch.share)
 
-    def merge_if_due(self, retry: RetryOnMembershipChange) -> Sequence[str]:
-        """See `ReplicaStepper.merge_if_due`."""
-        return ()
-
     def finish(self, retry: RetryOnMembershipChange) -> Sequence[str]:
         """See `ReplicaStepper.finish`. Accumulated gradients go to the optimizer, where they can be saved."""
         if not self._accumulators:
@@ -68,9 +64,6 @@ class SynchronousStepper:
     def logs(self) -> Mapping[str, Any]:
         """See `Stepper.logs`."""
         return self._engine.logs()
-
-    def end(self, retry: RetryOnMembershipChange) -> None:
-        """See `ReplicaStepper.end`."""
 
     def admit(self) -> None:
         """See `ReplicaStepper.admit`."""
