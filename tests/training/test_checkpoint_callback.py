@@ -233,7 +233,7 @@ def test_a_disk_that_is_full_for_a_while_loses_nothing(
 
     with pytest.raises(Broken):
         fit(tmp_path / "c", Full(), BreakOff(2 * STEPS + 11), keep=9)
-    assert "The training goes on" in caplog.text
+    assert "Training continues" in caplog.text
     steps = [int(name.partition("-")[2].partition(".")[0]) for name in checkpoints(tmp_path / "c")]
     assert min(steps) < STEPS
     assert max(steps) > 2 * STEPS
