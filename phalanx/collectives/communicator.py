@@ -1,10 +1,15 @@
-"""The contract of every communicator: how the members of one generation merge values."""
+"""The contract of every communicator: how the members of one generation merge values.
+
+`Array` is the only word of this contract that names where values live: host memory. Nothing else in it does, so that
+collectives between devices can take arrays of their own kind; what only host memory can do (`factory.shared_block`)
+lies beside it.
+"""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -14,7 +19,7 @@ Array = np.ndarray[Any, Any]
 
 
 class ReduceOp(enum.Enum):
-    """How values of several ranks become one."""
+    """How the values of several ranks become one."""
 
     SUM = "sum"
     MEAN = "mean"
@@ -23,27 +28,50 @@ class ReduceOp(enum.Enum):
     PRODUCT = "product"
 
 
-class Handle(Protocol):
-    """The result of an asynchronous collective, to be waited for."""
+class CommunicatorStatistics(NamedTuple):
+    """What one rank has done in collectives so far. May be read from any thread.
 
-    def done(self) -> bool: ...
+    Attributes:
+        bytes_sent: bytes sent in collectives, through shared memory or links.
+        bytes_on_links: the part of `bytes_sent` that went over links, packet headers included.
+        collectives: collectives that this rank has started.
+        waited_s: seconds that this rank has spent in collectives, the running one included.
+    """
+
+    bytes_sent: int = 0
+    bytes_on_links: int = 0
+    collectives: int = 0
+    waited_s: float = 0.0
+
+
+class Handle(Protocol):
+    """The pending result of an asynchronous collective."""
+
+    def done(self) -> bool:
+        """Whether `wait` returns at once."""
+        ...
 
     def wait(self, timeout_s: float | None = None) -> Any:
-        """The collective's result, or its error."""
+        """The collective's result.
+
+        Raises:
+            CollectiveTimeoutError: it is not done within `timeout_s`. It continues, and may be waited for again.
+            Exception: the collective's own error.
+        """
         ...
 
 
 class Communicator(Protocol):
     """Collectives among the members of one generation.
 
-    Every rank must call the same methods in the same order with equal shapes, dtypes and operation.
-    If not, all ranks raise `CollectiveMismatchError`. A lost member raises `PeerLostError` on every
-    survivor, a member that does not come within the timeout `CollectiveTimeoutError`. After any of these
-    the communicator can only be closed.
+    Every rank must call the same methods in the same order with equal shapes, dtypes and operation. If not, all ranks
+    raise `CollectiveMismatchError`. If a member is lost, every survivor raises `PeerLostError`. If a member does not
+    come within the timeout, the others raise `CollectiveTimeoutError`. After any of these the communicator can only be
+    closed.
 
-    Arrays may be of any float (bfloat16 and float16 included), integer or boolean dtype, contiguous or not,
-    0-d or empty; inputs are never modified. Reductions run in rank order, 16-bit floats are summed in
-    float32, and the result has the same bits on every rank and in every run.
+    Arrays may have any float (bfloat16 and float16 included), integer or boolean dtype. They may be non-contiguous, 0-d
+    or empty. Inputs are never modified. Reductions run in rank order, 16-bit floats are summed in float32, and the
+    result has the same bits on every rank and in every run.
     """
 
     @property
@@ -55,6 +83,9 @@ class Communicator(Protocol):
     @property
     def world_size(self) -> int: ...
 
+    @property
+    def statistics(self) -> CommunicatorStatistics: ...
+
     def all_reduce(
         self,
         arrays: Sequence[Array],
@@ -63,22 +94,23 @@ class Communicator(Protocol):
         scale: float | Sequence[float] = 1.0,
         out: Sequence[Array] | None = None,
     ) -> list[Array]:
-        """Merge each array over all ranks; all of them travel as one.
+        """Merge each array over all ranks; all of them travel together.
 
         Args:
             arrays: equal in number, shapes and dtypes on all ranks.
-            scale: factor on this rank's floating arrays before they are merged, one for all or one for
-                each. It may differ between ranks. With scale 0 an array of any dtype counts as zeros, NaN
-                included, and is not read. Only for SUM.
-            out: contiguous arrays that receive the result. They may be the inputs themselves, each in its own
-                place; otherwise they must not overlap them.
+            op: how to merge.
+            scale: factor on this rank's floating arrays before they are merged: one for all, or one for each. It may
+                differ between ranks. With scale 0 an array of any dtype counts as zeros, NaN included, and is not read.
+                Only for SUM.
+            out: contiguous arrays that receive the result. They may be the inputs themselves, in the same order;
+                otherwise they must not overlap them.
 
-        Returns: the merged arrays: `out` if given, else fresh ones that the caller owns.
+        Returns: the merged arrays: `out` if given, else new ones that the caller owns.
         """
         ...
 
     def broadcast(self, arrays: Sequence[Array], root: int = 0, *, out: Sequence[Array] | None = None) -> list[Array]:
-        """The arrays of rank `root`, on every rank. Other ranks bring arrays of equal shape and dtype."""
+        """The arrays of rank `root`, on every rank. The other ranks pass arrays of equal shapes and dtypes."""
         ...
 
     def all_gather(self, array: Array) -> list[Array]:
@@ -97,8 +129,8 @@ class Communicator(Protocol):
         """Return when every rank has called it.
 
         Args:
-            what: has been done before, for people; equal on all ranks.
-            nbytes: how much this rank has given to the others before, in memory that all share (`shared_block`).
+            what: what the ranks did before, for messages; equal on all ranks.
+            nbytes: bytes that this rank has passed to the others before by means of its own, for the statistics.
         """
         ...
 
@@ -107,7 +139,7 @@ class Communicator(Protocol):
         ...
 
     def broadcast_bytes(self, payload: bytes, root: int = 0) -> bytes:
-        """Rank `root`'s payload on every rank; what the others pass is ignored."""
+        """The payload of rank `root`, on every rank. The payloads of other ranks are ignored."""
         ...
 
     def all_reduce_async(
@@ -122,22 +154,14 @@ class Communicator(Protocol):
         ...
 
     def run_async(self, name: str, body: Callable[[], Any]) -> Handle:
-        """Run a function in the background that may call several collectives of this communicator, in their turn."""
-        ...
+        """Run a function in the background, in its turn among the collectives of this rank. It may call several.
 
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that this rank has sent in collectives until now, those through shared memory included."""
-        ...
+        All ranks must call this in the same order among their collectives. Blocking collectives wait for it.
 
-    @property
-    def bytes_on_links(self) -> int:
-        """Those of `bytes_sent` that went over the network, packet headers included."""
-        ...
-
-    @property
-    def collectives(self) -> int:
-        """How many collectives this rank has begun."""
+        Args:
+            name: what the function does, for messages.
+            body: the function.
+        """
         ...
 
     def close(self) -> None:

@@ -31,6 +31,7 @@ from phalanx.collectives.host.single_process import SingleProcessAlgorithm
 from phalanx.collectives.options import CommunicationImplementation, CommunicationOptions
 from phalanx.config.job_config import CollectiveConfig
 from phalanx.errors import ConfigurationError, DisagreementError
+from phalanx.monitoring import timeline
 from phalanx.transport.throttle import Throttle
 
 _log = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ def connect(
     *,
     segment_methods: Sequence[str] = segments.METHODS,
     config: CollectiveConfig = _WITHOUT_STALL_WARNINGS,
+    timeline_track: str = timeline.COLLECTIVES,
 ) -> HostCommunicator:
     """A communicator of all members. Every member must call this.
 
@@ -76,6 +78,7 @@ def connect(
         segment_methods: how to make shared memory, in order of preference (see `segment.METHODS`). Empty: not
             at all.
         config: from the environment. Except for stalls and the log, equal on all ranks.
+        timeline_track: the track of the timeline that shows the collectives.
 
     Raises:
         ConfigurationError: NCCL was asked for.
@@ -94,12 +97,13 @@ def connect(
             "host only. Use AUTO or RING."
         )
     mesh = Mesh(membership, None if simulated_mbits is None else Throttle(simulated_mbits * 1e6 / 8))
+    mesh.track = timeline_track
     ranks = range(membership.world_size)
     if len(ranks) == 1:
         return HostCommunicator(mesh, SingleProcessAlgorithm(membership.rank), "single", options.timeout_s)
     links = RingAlgorithm(mesh, ranks, options.bytes_per_pack)
     communicator = HostCommunicator(mesh, links, "ring", options.timeout_s)
-    communicator.warn_of_stalls(config.stall_warning_s)
+    mesh.stalls.warn_after(config.stall_warning_s, options.timeout_s)
     facts = _agree(communicator, options, simulated_mbits, autotune)
     if not _core_for_each(membership.local_ranks, facts):
         mesh.spin_s = 0.0
@@ -109,13 +113,13 @@ def connect(
         algorithm = _algorithm(communicator, options, facts, segment_methods, links, autotune=autotune)
         kind = SHARED_MEMORY if len(membership.hosts) == 1 else "hierarchical"
         if algorithm is not links:
-            communicator.adopt(algorithm, kind)
+            communicator.kind, communicator.runner.algorithm = kind, algorithm
             algorithms = {kind: algorithm, **algorithms}
     if autotune:
         # Each generation of an elastic job tunes again; the file keeps the results of earlier ones.
         append = membership.generation > FIRST_GENERATION
         log = AutotuneLog(config.autotune_log, append=append) if membership.rank == 0 else None
-        communicator.adopt(AutotunedAlgorithm(algorithms, log), communicator.kind)
+        communicator.runner.algorithm = AutotunedAlgorithm(algorithms, log)
     _log.info(
         "rank %d of %d, generation %d: communicator through %s",
         membership.rank,

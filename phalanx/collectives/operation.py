@@ -1,25 +1,34 @@
-"""What a rank calls: the description that all ranks must share, and the running call itself."""
+"""What a rank calls: the description that all ranks must share, and the running call."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import msgspec
 
-from phalanx.collectives.fusion_layout import FusionLayout
+from phalanx.collectives.communicator import Array, ReduceOp
+from phalanx.collectives.fusion_layout import FusionLayout, group_by_dtype
+from phalanx.collectives.reduction import DType, check_reducible
+
+MAX_OPERATIONS = 256
+"""Operations that are kept prepared. A training loop has a handful; varying batches make new ones for ever."""
+
+ArrayKind = tuple[DType, tuple[int | str, ...]]
+"""Dtype and shape of an array; `*` stands for a dimension that may differ between ranks."""
 
 
 class CollectiveDescription(msgspec.Struct, frozen=True):
-    """What must be equal on all ranks, in words: it is compared by its signature and shown in errors.
+    """What must be equal on all ranks, as text. Ranks compare its signature; errors show it.
 
     Attributes:
         name: the method that was called.
         detail: its other arguments, for example `op=sum` or `root=0`; may be empty.
-        arrays: dtype and shape of each array; `*` stands for a dimension that may differ.
+        arrays: dtype and shape of each array, see `describe_kind`.
     """
 
     name: str
@@ -39,13 +48,11 @@ class Operation:
     Attributes:
         description: what all ranks must agree on.
         layouts: for reductions, the arrays grouped by dtype.
-        shapes: for reductions, the arrays' shapes.
-        nbytes: what each rank brings, or root; 0 where that differs between calls.
+        nbytes: bytes that each rank (of a broadcast: the root) contributes; 0 if that differs between calls.
     """
 
     description: CollectiveDescription
     layouts: tuple[FusionLayout, ...] = ()
-    shapes: tuple[tuple[int, ...], ...] = field(default=())
     nbytes: int = 0
 
     @cached_property
@@ -55,15 +62,51 @@ class Operation:
         return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little") or 1
 
 
+@lru_cache(MAX_OPERATIONS)
+def prepare(name: str, detail: str = "", kinds: tuple[ArrayKind, ...] = (), nbytes: int = 0) -> Operation:
+    """The operation of a collective that reduces nothing; arguments as for `CollectiveDescription`."""
+    return Operation(CollectiveDescription(name, detail, tuple(map(describe_kind, kinds))), nbytes=nbytes)
+
+
+@lru_cache(MAX_OPERATIONS)
+def prepare_all_reduce(op: ReduceOp, kinds: tuple[tuple[DType, tuple[int, ...]], ...]) -> Operation:
+    """The operation of an all-reduce. Raises ConfigurationError for arrays that `op` cannot merge."""
+    for dtype, _ in kinds:
+        check_reducible(dtype, op)
+    sizes = [math.prod(shape) for _, shape in kinds]
+    return Operation(
+        CollectiveDescription("all_reduce", f"op={op.value}", tuple(map(describe_kind, kinds))),
+        group_by_dtype([dtype for dtype, _ in kinds], sizes),
+        nbytes=sum(size * dtype.itemsize for size, (dtype, _) in zip(sizes, kinds, strict=True)),
+    )
+
+
+def kinds_of(arrays: Iterable[Array]) -> tuple[tuple[DType, tuple[int, ...]], ...]:
+    """The dtype and shape of each array."""
+    return tuple([(array.dtype, array.shape) for array in arrays])
+
+
+def varying_kind(array: Array) -> ArrayKind:
+    """An array's kind if its first dimension may differ between ranks."""
+    return array.dtype, ("*", *array.shape[1:]) if array.ndim else ()
+
+
+def describe_kind(kind: ArrayKind) -> str:
+    """Dtype and shape, for example `float32 (10, 4)`."""
+    dtype, shape = kind
+    return f"{dtype.name} ({', '.join(map(str, shape))}{',' * (len(shape) == 1)})"
+
+
 @dataclass(slots=True)
 class CollectiveCall:
     """One running collective.
 
     Attributes:
-        number: counts the collectives of this communicator, from 1.
+        number: the number of the collective on this communicator, from 1.
         operation: what was called.
-        started: a value of `time.monotonic()`.
-        deadline: likewise.
+        started: when, by `time.monotonic()`.
+        deadline: when it times out, by `time.monotonic()`.
+        signature: that of the operation.
     """
 
     number: int
@@ -82,10 +125,10 @@ class CollectiveCall:
 def explain_mismatch(descriptions: Mapping[int, CollectiveDescription | None]) -> str:
     """The message of a CollectiveMismatchError: the first difference, with rank and value on both sides.
 
-    The side that most ranks take is the reference (the one with the lowest rank, if two are equal).
+    The reference is what most ranks called (the call of the lowest rank, if two are equally frequent).
 
     Args:
-        descriptions: what each rank called; None for one that left without saying.
+        descriptions: what each rank called; None for a rank that left without saying it.
     """
     known = {rank: description for rank, description in sorted(descriptions.items()) if description}
     counts = Counter(known.values())
@@ -95,12 +138,11 @@ def explain_mismatch(descriptions: Mapping[int, CollectiveDescription | None]) -
     if not differing:
         silent = ", ".join(str(rank) for rank, description in descriptions.items() if not description)
         return f"rank {reference_rank} called {reference}; rank {silent} called something else and left."
-    rank = differing[0]
-    lines = [_difference(rank, known[rank], reference_rank, reference)]
+    message = _difference(differing[0], known[differing[0]], reference_rank, reference)
     if len(differing) > 1:
         others = "; ".join(f"rank {other} called {known[other]}" for other in differing[1:4])
-        lines.append(f"Also: {others}{'; ...' if len(differing) > 4 else ''}.")
-    return " ".join(lines)
+        message += f" Also: {others}{'; ...' if len(differing) > 4 else ''}."
+    return message
 
 
 def _difference(rank: int, mine: CollectiveDescription, reference_rank: int, reference: CollectiveDescription) -> str:
@@ -112,25 +154,16 @@ def _difference(rank: int, mine: CollectiveDescription, reference_rank: int, ref
         )
     if mine.detail != reference.detail:
         return f"{both} All ranks must pass the same {mine.detail.partition('=')[0] or 'arguments'}."
+    pairs = enumerate(zip(mine.arrays, reference.arrays, strict=False))
+    index = next((i for i, (a, b) in pairs if a != b), min(len(mine.arrays), len(reference.arrays)))
     if len(mine.arrays) != len(reference.arrays):
         return (
             f"{mine.name} on rank {rank} got {len(mine.arrays)} arrays; rank {reference_rank} brought "
-            f"{len(reference.arrays)}. All ranks must pass the same arrays: {_both(mine, reference)} Is the "
-            f"model the same on every rank, with the same layers frozen?"
+            f"{len(reference.arrays)}. All ranks must pass the same arrays: the first difference is at array {index}. "
+            f"Is the model the same on every rank, with the same layers frozen?"
         )
-    index = next(i for i, (a, b) in enumerate(zip(mine.arrays, reference.arrays, strict=True)) if a != b)
     return (
         f"{mine.name} on rank {rank} got {mine.arrays[index]} as array {index}; rank {reference_rank} "
         f"brought {reference.arrays[index]}. All ranks must pass equal shapes and dtypes. Pad or drop the "
         f"last partial batch, or look for what differs between the ranks."
     )
-
-
-def _both(mine: CollectiveDescription, reference: CollectiveDescription) -> str:
-    extra = _first_extra(mine.arrays, reference.arrays)
-    return f"the first difference is at array {extra}."
-
-
-def _first_extra(mine: Sequence[str], reference: Sequence[str]) -> int:
-    shorter = min(len(mine), len(reference))
-    return next((index for index in range(shorter) if mine[index] != reference[index]), shorter)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx.cluster.membership import Membership
-from phalanx.collectives.collective_thread import PendingHandle
-from phalanx.collectives.communicator import Array, ReduceOp
+from phalanx.collectives.communicator import Array, CommunicatorStatistics, ReduceOp
+from phalanx.collectives.host.collective_thread import PendingHandle
 from phalanx.collectives.host.host_communicator import HostCommunicator
 from phalanx.elastic.elastic_group import ElasticGroup
 
@@ -40,21 +40,14 @@ class ElasticCommunicator:
         return self.group.inner.world_size
 
     @property
-    def bytes_sent(self) -> int:
-        return self.group.traffic.bytes_sent
-
-    @property
-    def bytes_on_links(self) -> int:
-        return self.group.traffic.bytes_on_links
-
-    @property
-    def collectives(self) -> int:
-        return self.group.traffic.collectives
+    def statistics(self) -> CommunicatorStatistics:
+        """See `Communicator.statistics`; over all generations."""
+        return self.group.statistics
 
     @property
     def waited_s(self) -> float:
         """Seconds that this rank has spent in collectives. May be read from any thread."""
-        return self.group.traffic.waited_s
+        return self.group.statistics.waited_s
 
     def all_reduce(
         self,
@@ -80,7 +73,7 @@ class ElasticCommunicator:
     def run_async(self, name: str, body: Callable[[], Any]) -> PendingHandle:
         """Done when it returns, see `all_reduce_async`."""
         handle = PendingHandle(name)
-        handle._finish(body())
+        handle.finish(body())
         return handle
 
     # A rank may be done with a broadcast before the others are. The barrier keeps all within one collective.

@@ -14,9 +14,10 @@ ensures that (`elastic_coordinator`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from phalanx.cluster import timeline_relay
+from phalanx.collectives.communicator import CommunicatorStatistics
 from phalanx.collectives.factory import connect
 from phalanx.collectives.host.host_communicator import HostCommunicator
 from phalanx.collectives.options import CommunicationOptions
@@ -33,15 +34,6 @@ T = TypeVar("T")
 
 class RegroupingError(PhalanxError):
     """The chief leaves the generation so that others can join or leave; no member is lost."""
-
-
-class Traffic(NamedTuple):
-    """What collectives have sent, and the seconds that this rank has spent in them."""
-
-    bytes_sent: int = 0
-    bytes_on_links: int = 0
-    collectives: int = 0
-    waited_s: float = 0.0
 
 
 class ElasticGroup:
@@ -64,7 +56,7 @@ class ElasticGroup:
         self.needs_state = node.is_candidate
         self._options = options
         self.inner: HostCommunicator = self._connect()
-        self._former = Traffic()  # in former generations
+        self._former = CommunicatorStatistics()  # in former generations
         self._completed = 0
         self._last: Any = None  # the result of the last collective, for members that have not finished it
         # Of the collective that a loss has interrupted: whether others may join before it, and its result in a list of
@@ -101,15 +93,9 @@ class ElasticGroup:
         return tuple(rank for rank, address in enumerate(self.node.addresses) if address.needs_state)
 
     @property
-    def traffic(self) -> Traffic:
-        """In all generations until now. May be called from any thread."""
-        former, inner = self._former, self.inner
-        return Traffic(
-            former.bytes_sent + inner.bytes_sent,
-            former.bytes_on_links + inner.bytes_on_links,
-            former.collectives + inner.collectives,
-            former.waited_s + inner.waited_s,
-        )
+    def statistics(self) -> CommunicatorStatistics:
+        """See `Communicator.statistics`; over all generations."""
+        return CommunicatorStatistics(*map(sum, zip(self._former, self.inner.statistics, strict=True)))
 
     def join(self, entry: int) -> PastEntry | None:
         """As a candidate: wait until this process is a member, or until the members have finished this entry.
@@ -197,11 +183,11 @@ class ElasticGroup:
             if config.timeline is not None and not timeline.current.on:
                 timeline_relay.start_recording(self.node, config.timeline)
         new = self._connect()
-        self._former, self.inner = self.traffic, new
+        self._former, self.inner = self.statistics, new
         self._hand_over()
 
     def abandon(self, error: Exception) -> None:
-        self.inner.give_up(error)
+        self.inner.runner.give_up(error)
         self.inner.close()
 
     def _hand_over(self) -> None:

@@ -101,7 +101,8 @@ class Controller:
         self._bits = np.zeros(_BITS_FROM + knobs.cache_capacity, np.uint8)
         self._merged = np.empty_like(self._bits)
         self._joined: list[int] = []  # in the order in which they did
-        communicator.watch_stalls(knobs.stall_s, self._warn_of_absent)
+        stalls = communicator.runner.stalls
+        stalls.stall_s, stalls.on_stall = knobs.stall_s, lambda call, missing: self._warn_of_absent(missing)
 
     # ------------------------------------------------------------------------------------------------ what callers do
 
@@ -185,13 +186,13 @@ class Controller:
             self._stopped = True
             self._fail(PhalanxError("Horovod has been shut down."))
         if not self._driving.acquire(blocking=False):
-            self.communicator.interrupt()
+            self.communicator.runner.interrupt()
             self._driving.acquire()
         self._driving.release()
         if self._thread is not None:
             self._thread.join()
         if because is not None:
-            self.communicator.give_up(because)
+            self.communicator.runner.give_up(because)
         self.communicator.close()
 
     # ---------------------------------------------------------------------------------------------- who drives, when

@@ -201,8 +201,8 @@ class HorovodJob:
                 autotune=config.autotune,
                 autotune_log=config.autotune_log if whole else None,
             ),
+            timeline_track=track,
         )
-        communicator.on_track(track)
         names = [member.task for member in membership.members]
         tune = self._tell_of_fusion if config.autotune and whole else None
         return Controller(communicator, self._knobs, self._timeout_s, names, tune=tune)

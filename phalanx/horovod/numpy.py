@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.collectives.host.host_communicator import native
+from phalanx.collectives.host.argument_checks import native
 from phalanx.horovod import elastic, exported_names
 from phalanx.horovod.compression import Compression
 from phalanx.horovod.exported_names import *  # noqa: F403

@@ -107,18 +107,17 @@ class Strategy:
     @property
     def bytes_sent(self) -> int:
         """Bytes that this process has sent to merge values until now, those through shared memory included."""
-        return self._replica.communicator.bytes_sent
+        return self._replica.communicator.statistics.bytes_sent
 
     def communication_summary(self) -> str:
         """What this replica has sent until now, in a line for the reader."""
-        communicator = self._replica.communicator
-        sent, network = communicator.bytes_sent, communicator.bytes_on_links
+        sent, network, collectives, _ = self._replica.communicator.statistics
         way = "shared memory" if not network else "the network" if network == sent else "network and shared memory"
         period = self._policy.period
         rhythm = "" if period is None else f", weights exchanged every {period.steps} steps"
         return (
             f"replica {self.rank} of {self.num_replicas_in_sync}: {_bytes(sent)} sent through {way} in "
-            f"{communicator.collectives} collectives, compression: {describe(self._policy.compression)}{rhythm}"
+            f"{collectives} collectives, compression: {describe(self._policy.compression)}{rhythm}"
         )
 
     def __repr__(self) -> str:

@@ -33,7 +33,7 @@ def test_ranks_choose_alike_and_sums_stay_right(hosts: tuple[str, ...], tmp_path
                 expected = sum(rank + call for rank in range(len(hosts)))
                 assert all((array == expected).all() for array in merged)
             communicator.barrier()
-            algorithm = communicator._algorithm
+            algorithm = communicator.runner.algorithm
             assert isinstance(algorithm, AutotunedAlgorithm)
             (search,) = algorithm._searches.values()
             return search.choice, [tuple(tried) for tried in search.results]
@@ -55,7 +55,7 @@ def test_small_calls_are_not_tuned() -> None:
         ) as communicator:
             for _ in range(5):
                 communicator.all_reduce([np.ones(LEAST_BYTES // 8 - 1)])
-            return len(communicator._algorithm._searches)  # type: ignore[attr-defined]
+            return len(communicator.runner.algorithm._searches)  # type: ignore[attr-defined]
 
     assert values(run_ranks(body, 2)) == [0, 0]
 

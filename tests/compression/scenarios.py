@@ -164,9 +164,9 @@ def accumulating_meets_once_per_update(setting: Setting) -> dict[str, Any]:
                 setting, optimizer=keras.optimizers.SGD(0.2, gradient_accumulation_steps=k if k > 1 else None)
             )
             model.fit(features(BATCH), labels(BATCH), batch_size=BATCH, verbose=0)  # all is built
-            before = setting.strategy._replica.communicator.collectives
+            before = setting.strategy._replica.communicator.statistics.collectives
             model.fit(features(samples), labels(samples), batch_size=BATCH, shuffle=False, verbose=0)
-            used.append(setting.strategy._replica.communicator.collectives - before)
+            used.append(setting.strategy._replica.communicator.statistics.collectives - before)
         more[k] = used[1] - used[0]
     assert more == {1: 8 if setting.backend == "tensorflow" else 16, 2: 4, 4: 2}, more
     return {"more": list(more.values())}
@@ -326,9 +326,9 @@ def diloco_sends_little(setting: Setting) -> dict[str, Any]:
         own = _with(setting, phalanx.DiLoCoStrategy, 4)
         model = compiled(own)
         communicator = own.strategy._replica.communicator
-        before = communicator.collectives
+        before = communicator.statistics.collectives
         model.fit(features(samples), labels(samples), batch_size=BATCH, shuffle=False, verbose=0)
-        used.append(communicator.collectives - before)
+        used.append(communicator.statistics.collectives - before)
     assert used[1] - used[0] == 2 * 2, used  # each tells the samples, and merges
     return {"used": used}
 

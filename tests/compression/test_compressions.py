@@ -193,9 +193,9 @@ def test_eight_bits_send_no_more_from_more_ranks() -> None:
     """The bytes that a rank sends stay below a quarter of the sum's own, both ways."""
 
     def body(communicator: HostCommunicator) -> int:
-        before = communicator.bytes_on_links
+        before = communicator.statistics.bytes_on_links
         sums(CompressedReducer(resolve("int8")), communicator, [np.ones((512, 512), np.float32)], [1.0])
-        return communicator.bytes_on_links - before
+        return communicator.statistics.bytes_on_links - before
 
     for ranks in (2, 4):
         assert max(on_ranks(body, ranks, "abcd")) <= 2 * (ranks - 1) / ranks * 512 * 512 * 1.03
@@ -291,13 +291,13 @@ def test_bytes_are_counted() -> None:
     def body(communicator: HostCommunicator) -> dict[str, int]:
         found = {}
         for name in ("", *NAMES):
-            before = communicator.bytes_sent
+            before = communicator.statistics.bytes_sent
             arrays = [np.ones((512, 512), np.float32)]
             if name:
                 sums(CompressedReducer(resolve(name)), communicator, arrays, [1.0])
             else:
                 communicator.all_reduce(arrays)
-            found[name] = communicator.bytes_sent - before
+            found[name] = communicator.statistics.bytes_sent - before
         return found
 
     for sent in on_ranks(body, 2):

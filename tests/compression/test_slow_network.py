@@ -55,10 +55,10 @@ def test_a_slow_network_takes_its_time_and_shares_no_memory() -> None:
     def body(membership: Membership) -> tuple[str, float, int]:
         with connect(membership, config=CollectiveConfig(simulated_mbits=80.0)) as communicator:
             communicator.barrier()
-            before, start = communicator.bytes_on_links, time.monotonic()
+            before, start = communicator.statistics.bytes_on_links, time.monotonic()
             (total,) = communicator.all_reduce([np.ones(250_000, np.float32)])
             assert (total == 2).all()
-            return communicator.kind, time.monotonic() - start, communicator.bytes_on_links - before
+            return communicator.kind, time.monotonic() - start, communicator.statistics.bytes_on_links - before
 
     for kind, seconds, sent in run_threads(body, 2):
         assert kind == "ring"

@@ -1,4 +1,4 @@
-"""The contract of an engine: how values move. The communicator around it does all the rest."""
+"""The contract of a collective algorithm: how values travel. The communicator does everything else."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from phalanx.cluster.membership import Rank
 from phalanx.collectives.communicator import Array, ReduceOp
-from phalanx.collectives.fusion_layout import FusionLayout
+from phalanx.collectives.fusion_layout import FusionLayout, byte_view
 from phalanx.collectives.operation import CollectiveCall
 
 Views = Sequence[memoryview]
@@ -17,12 +19,12 @@ Views = Sequence[memoryview]
 
 @dataclass(slots=True)
 class Reduction:
-    """One all-reduce, as an engine gets it.
+    """One all-reduce, as an algorithm receives it.
 
     Attributes:
         layouts: the arrays, grouped by dtype.
         inputs: flat contiguous arrays.
-        outputs: likewise; of the same dtypes, or of their wire dtypes. May be the inputs.
+        outputs: flat contiguous arrays of the inputs' dtypes, or of their wire dtypes. They may be the inputs.
         scales: a factor for each input.
         op: how to merge.
         divisor: divides the merged values (for MEAN).
@@ -39,16 +41,16 @@ class Reduction:
 class CollectiveAlgorithm(Protocol):
     """Moves values among the ranks of a group: all members of a generation, or some of them.
 
-    Positions (`root`, the order of `incoming`) count within the group. All ranks of the group call the same
-    method with sizes that fit together; the engine compares `call.signature` between them and, if it differs,
-    ends in `Mesh.mismatch`. Sizes that may differ between ranks have been exchanged before.
+    Positions (`root`, the order of `incoming`) count within the group. All ranks of the group call the same method with
+    matching sizes. The algorithm compares `call.signature` between them and calls `Mesh.mismatch` if it differs. Sizes
+    that may differ between ranks have been exchanged before.
     """
 
     ranks: tuple[Rank, ...]
 
     @property
     def name(self) -> str:
-        """How the last collective has moved its values, for people."""
+        """How the last collective moved its values, for messages."""
         ...
 
     def all_reduce(self, call: CollectiveCall, reduction: Reduction) -> None:
@@ -66,22 +68,33 @@ class CollectiveAlgorithm(Protocol):
     def all_to_all(
         self, call: CollectiveCall, outgoing: Sequence[Views], incoming: Sequence[Views], sizes: Sequence[Sequence[int]]
     ) -> None:
-        """Send `outgoing[p]` to position p and fill `incoming[p]` with what p sends here, own included.
+        """Send `outgoing[p]` to position p and fill `incoming[p]` with what p sends here, this rank's own included.
 
         Args:
+            call: the running collective.
+            outgoing: one payload for each position.
+            incoming: memory for one payload from each position.
             sizes: `sizes[p][q]` bytes go from p to q.
         """
         ...
 
     def fail(self) -> None:
-        """This rank gives up: let no other rank go on as if it had done its part."""
+        """This rank gives up: let no other rank continue as if it had done its part."""
         ...
 
     def close(self) -> None: ...
 
 
+def exchange_sizes(algorithm: CollectiveAlgorithm, call: CollectiveCall, own: Sequence[int]) -> list[list[int]]:
+    """Every rank's `own` (equally many numbers on each), in rank order."""
+    table = np.empty((len(algorithm.ranks), len(own)), np.int64)
+    mine = np.array(own, np.int64)
+    algorithm.all_gather(call, [byte_view(mine)], [[byte_view(row)] for row in table])
+    return [[int(number) for number in row] for row in table]
+
+
 def copy_views(source: Views, target: Views) -> None:
-    """Copy byte views to others with the same total length, cut differently or not."""
+    """Copy byte views to others of the same total length, whose boundaries may differ."""
     position = offset = 0
     for view in source:
         start = 0

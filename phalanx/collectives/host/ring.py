@@ -62,9 +62,9 @@ class RingAlgorithm:
         self.ranks = tuple(ranks)
         self.mesh = mesh
         self.name = "direct"
-        self._position = self.ranks.index(mesh.rank)
+        self._position = self.ranks.index(mesh.membership.rank)
         self._size = len(self.ranks)
-        self._others = [rank for rank in self.ranks if rank != mesh.rank]
+        self._others = [rank for rank in self.ranks if rank != mesh.membership.rank]
         self._next = self.ranks[(self._position + 1) % self._size]
         self._previous = self.ranks[self._position - 1]
         self._pack_bytes = bytes_per_pack or PACK_BYTES
@@ -97,7 +97,7 @@ class RingAlgorithm:
     def _reduce_directly(self, reduction: Reduction) -> None:
         rows = [[np.empty(layout.total, layout.wire) for layout in reduction.layouts] for _ in self.ranks]
         for position, rank in enumerate(self.ranks):
-            if rank != self.mesh.rank:
+            if rank != self.mesh.membership.rank:
                 self.mesh.expect(rank, [byte_view(row) for row in rows[position]])
         mine = rows[self._position]
         cuts = [layout.chunks(max(1, layout.total))[0] for layout in reduction.layouts]
@@ -208,7 +208,7 @@ class RingAlgorithm:
     def all_gather(self, call: CollectiveCall, payload: Views, incoming: Sequence[Views]) -> None:
         self.name = "direct"
         for rank, views in zip(self.ranks, incoming, strict=True):
-            if rank != self.mesh.rank:
+            if rank != self.mesh.membership.rank:
                 self.mesh.expect(rank, views)
         for rank in self._in_turn():
             self.mesh.send(rank, payload)
@@ -220,7 +220,7 @@ class RingAlgorithm:
     ) -> None:
         self.name = "direct"
         for rank, views in zip(self.ranks, incoming, strict=True):
-            if rank != self.mesh.rank:
+            if rank != self.mesh.membership.rank:
                 self.mesh.expect(rank, views)
         for rank in self._in_turn():
             self.mesh.send(rank, outgoing[self.ranks.index(rank)])

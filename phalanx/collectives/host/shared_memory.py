@@ -21,32 +21,13 @@ With three ranks or more, step 4 would read every slot on every rank. Large chun
 rounds: each rank merges its share of the chunk, in place, in its own slot (which nobody else reads or writes
 in that range); they synchronise; each copies all shares out.
 
-Ordering. The counter is an aligned 8-byte word that CPython reads and writes with one instruction (a
-memoryview of format `Q` copies 8 bytes of known size). On x86 stores become visible in order; on Arm they
-need not. `_fence()` releases and re-acquires a lock that nobody else ever takes: an atomic operation with
-release semantics followed by one with acquire semantics, which no earlier store and no later load can
-cross, in any C library that implements locks at all. It costs 60 ns. It stands between writing data and
-posting, between seeing a counter and reading data, and between a store and a load in the protocol below.
-
-Sleeping. A rank spins on a counter for a little while, for a little longer it lets its other threads run in
-between (and other processes, if there are more ranks than cores), and then it blocks in `Mesh.pause`, where
-it also notices what happens on the links. Before it blocks it stores whom it waits for in its page, fences,
-and looks at the counter once more; who posts fences after the store and then looks whether anybody waits
-for it, and sends that one a packet. One of the two sees the other's store (Dekker 1965). Each wait is
-bounded all the same.
-
-Failure. A rank that gives up while it waits takes its posts back. A rank that comes later waits for it in
-vain, looks at its links, and finds the reason there; one that has not yet seen the post before is not kept
-from finishing what was complete.
+`SharedCounters` says how ranks post and wait.
 """
 
 from __future__ import annotations
 
-import os
-import threading
-import time
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -55,7 +36,8 @@ from phalanx.cluster.membership import Rank
 from phalanx.collectives.communicator import Array
 from phalanx.collectives.fusion_layout import FusionLayout, LayoutPiece, byte_view, shares, views_between
 from phalanx.collectives.host.algorithm import Reduction, Views, copy_views, total_bytes
-from phalanx.collectives.host.mesh import Mesh, let_threads_run
+from phalanx.collectives.host.mesh import Mesh
+from phalanx.collectives.host.shared_counters import PAGE_BYTES, SharedCounters
 from phalanx.collectives.host.shared_segment import SharedSegment
 from phalanx.collectives.operation import CollectiveCall
 from phalanx.collectives.reduction import finish, load, merge_rows
@@ -72,19 +54,6 @@ CHUNK_CHOICES = (128 * 1024, 256 * 1024, 512 * 1024, 2**20)
 SHARED_MERGE_BYTES = 64 * 1024
 """With three ranks or more, chunks from this size on are merged in shares; below, the second
 synchronisation costs more than reading all slots does."""
-SPIN_S = 100e-6
-"""How long to look at a counter before yielding: longer than a chunk takes, so that ranks in step never
-sleep."""
-YIELD_S = 1e-3
-"""How long to look, letting others run each time, before sleeping, from which it takes some 50 us to wake."""
-
-_PAGE_BYTES = 4096
-_WORDS_PER_PAGE = _PAGE_BYTES // 8
-# Words of a rank's page. The signatures share the counter's cache line, so that one transfer brings both; the
-# word that others read at each post, and its owner writes rarely, has a line of its own.
-_COUNTER = 0
-_SIGNATURES = 1  # to 4
-_WAITS_FOR = 8
 
 
 class _Part(NamedTuple):
@@ -149,28 +118,17 @@ class SharedMemoryAlgorithm:
         self._chunk_bytes = chunk_bytes or slot_bytes
         self.chunk_choices: Sequence[int] = [size for size in CHUNK_CHOICES if size <= slot_bytes]
         self._size = size = len(self.ranks)
-        self._position = self.ranks.index(mesh.rank)
-        self._spin_s = SPIN_S if spin else 0.0
-        pages = size * _PAGE_BYTES
-        self._words = segment.memory[:pages].cast("Q")
+        self._position = self.ranks.index(mesh.membership.rank)
+        pages = size * PAGE_BYTES
+        self._counters = SharedCounters(mesh, self.ranks, segment.memory[:pages], spin=spin)
         memory = np.frombuffer(segment.memory, np.uint8)
         starts = [pages + number * slot_bytes for number in range(SLOTS * size)]
         slots = [memory[start : start + slot_bytes] for start in starts]
         # Position p has slots SLOTS * p to SLOTS * p + SLOTS - 1 of these; here they are by slot, then position.
         self._slots: list[list[Array]] = [slots[number::SLOTS] for number in range(SLOTS)]
         self._slot = 0
-        self._count = 0  # Posts of this rank.
-        self._completed = 0  # Those that all others have been seen to match.
-        self._page = self._position * _WORDS_PER_PAGE
-        self._peers = [
-            (rank, position * _WORDS_PER_PAGE) for position, rank in enumerate(self.ranks) if rank != mesh.rank
-        ]
-        self._waiting_for_me = mesh.rank + 1
         self._chunks: weakref.WeakKeyDictionary[FusionLayout, list[_Chunk]] = weakref.WeakKeyDictionary()
         self._chunks_by_size = {self._chunk_bytes: self._chunks}
-        lock = threading.Lock()
-        lock.acquire()
-        self._release, self._acquire = lock.release, lock.acquire
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -188,10 +146,10 @@ class SharedMemoryAlgorithm:
         outputs, op, divisor = reduction.outputs, reduction.op, reduction.divisor
         self._mesh.bytes_shared += sum(layout.wire_bytes for layout in reduction.layouts)
         if not reduction.layouts:
-            self._synchronise(call)
+            self._counters.synchronise(call)
 
         def merge(count: int, parts: list[_Part]) -> None:
-            self._await(call, count)
+            self._counters.wait(call, count)
             for array, start, stop, whole, rows in parts:
                 merge_rows(rows, outputs[array] if whole else outputs[array][start:stop], op, divisor)
 
@@ -203,7 +161,7 @@ class SharedMemoryAlgorithm:
                 parts = chunk.parts[self._slot] or self._views(chunk, layout)
                 if share_from is None or chunk.size < share_from:
                     fuse(parts, reduction)
-                    posted = self._post(call)
+                    posted = self._counters.post(call)
                     if behind is not None:
                         merge(*behind)
                     behind = posted, parts
@@ -212,7 +170,7 @@ class SharedMemoryAlgorithm:
                         merge(*behind)
                         behind = None
                     fuse(parts, reduction)
-                    self._synchronise(call)
+                    self._counters.synchronise(call)
                     self._merge_shares(call, chunk, layout, reduction)
                 self._slot = (self._slot + 1) % SLOTS
         if behind is not None:
@@ -240,7 +198,7 @@ class SharedMemoryAlgorithm:
             merged = np.empty(high - low, wire)
             merge_rows([row[low:high] for row in slots], merged, reduction.op, reduction.divisor)
             np.copyto(slots[self._position][low:high], merged)
-        self._synchronise(call)
+        self._counters.synchronise(call)
         for array, start, stop, offset, _ in chunk.pieces:
             target = reduction.outputs[array][start:stop]
             for row, (share_low, share_high) in zip(slots, bounds, strict=True):
@@ -308,7 +266,7 @@ class SharedMemoryAlgorithm:
         size = self._slot_bytes
         own = lengths[self._position]
         if not any(lengths):  # a barrier
-            self._synchronise(call)
+            self._counters.synchronise(call)
             return
         self._mesh.bytes_shared += own
         for low in range(0, max(lengths), size):
@@ -316,7 +274,7 @@ class SharedMemoryAlgorithm:
             if low < own:
                 part = views_between(outgoing, low, min(low + size, own))
                 copy_views(part, [slots[self._position]])
-            self._synchronise(call)
+            self._counters.synchronise(call)
             for position, (start, stop, views) in enumerate(wanted):
                 first, last = max(start, low), min(stop, low + size)
                 if first < last and position != self._position:
@@ -326,86 +284,19 @@ class SharedMemoryAlgorithm:
                     )
             self._slot = (self._slot + 1) % SLOTS
 
-    # --------------------------------------------------------- synchronisation
-
-    def _fence(self) -> None:
-        """Order all loads and stores before it with all after it; see the top of this file."""
-        self._release()
-        self._acquire()
-
-    def _synchronise(self, call: CollectiveCall) -> None:
-        """Return when all other ranks have posted as often as this one, this post included."""
-        self._await(call, self._post(call))
-
-    def _post(self, call: CollectiveCall) -> int:
-        """Tell the others that what this rank has written is there; the number of this post."""
-        words, page = self._words, self._page
-        self._count = count = self._count + 1
-        words[page + _SIGNATURES + count % SLOTS] = call.signature
-        self._fence()
-        words[page + _COUNTER] = count
-        self._fence()
-        for rank, peer in self._peers:
-            if words[peer + _WAITS_FOR] == self._waiting_for_me:
-                self._mesh.notify(rank)
-        return count
-
-    def _await(self, call: CollectiveCall, count: int) -> None:
-        """Return when all other ranks have made post `count`."""
-        words, signature = self._words, call.signature
-        for rank, peer in self._peers:
-            if words[peer + _COUNTER] < count:
-                if timeline.current.on:
-                    with timeline.current.span(self._mesh.track, "wait", {"for": rank}):
-                        self._wait_for(rank, peer + _COUNTER, count)
-                else:
-                    self._wait_for(rank, peer + _COUNTER, count)
-        self._fence()
-        which = _SIGNATURES + count % SLOTS
-        for _, peer in self._peers:
-            if words[peer + which] != signature:
-                self._mesh.mismatch()
-        self._completed = count
-
-    def _wait_for(self, rank: Rank, word: int, count: int) -> None:
-        words = self._words
-        until = time.perf_counter() + self._spin_s
-        while time.perf_counter() < until:
-            for _ in range(16):
-                if words[word] >= count:
-                    return
-        until += YIELD_S
-        while time.perf_counter() < until:
-            if words[word] >= count:
-                return
-            let_threads_run(0)
-            if not self._spin_s:
-                os.sched_yield()
-        waits_for = self._page + _WAITS_FOR
-        while True:
-            words[waits_for] = rank + 1
-            self._fence()
-            if words[word] >= count:
-                break
-            self._mesh.pause(lambda: self._missing(count))
-        words[waits_for] = 0
-
-    def _missing(self, count: int) -> Collection[Rank]:
-        return [rank for rank, peer in self._peers if self._words[peer + _COUNTER] < count]
-
     # ----------------------------------------------------------------- endings
 
     def fail(self) -> None:
-        self._words[self._page + _COUNTER] = self._completed
+        self._counters.fail()
 
     def close(self) -> None:
         self._chunks_by_size.clear()
         self._chunks.clear()
         self._slots = []
-        self._words.release()
+        self._counters.close()
         self._segment.close()
 
 
 def segment_bytes(ranks: int, slot_bytes: int) -> int:
     """Bytes that the segment of a group needs."""
-    return ranks * (_PAGE_BYTES + SLOTS * slot_bytes)
+    return ranks * (PAGE_BYTES + SLOTS * slot_bytes)

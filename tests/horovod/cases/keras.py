@@ -287,7 +287,7 @@ class _Traffic:
 
         self._controller, self._submit = Controller, Controller.submit
         self._communicator = current().controllers[0].communicator
-        self._before = self._communicator.bytes_sent
+        self._before = self._communicator.statistics.bytes_sent
         self.merges = 0
 
         def submit(controller, request, *args, **kwargs):
@@ -299,7 +299,7 @@ class _Traffic:
 
     def __exit__(self, *_):
         self._controller.submit = self._submit
-        self.bytes = self._communicator.bytes_sent - self._before
+        self.bytes = self._communicator.statistics.bytes_sent - self._before
 
 
 def check_gradients_are_merged_once_for_each_update() -> None:

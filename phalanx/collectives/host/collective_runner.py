@@ -1,0 +1,158 @@
+"""Runs the collectives of one communicator: one at a time, in order, until one fails or the communicator is closed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+
+from phalanx.collectives.host.algorithm import CollectiveAlgorithm
+from phalanx.collectives.host.collective_thread import CollectiveThread, PendingHandle
+from phalanx.collectives.host.mesh import FLUSH_S, POLL_S, Mesh
+from phalanx.collectives.operation import CollectiveCall, Operation, prepare
+from phalanx.errors import PhalanxError
+from phalanx.monitoring import timeline
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class CollectiveRunner:
+    """The order, deadlines and failure of a communicator's collectives.
+
+    After an error, every later collective raises the same error.
+
+    Attributes:
+        algorithm: moves the values. May be replaced between two collectives, at the same point on all ranks.
+        mesh: the channels to the other ranks.
+        stalls: decides what happens if a collective waits for long.
+        started: how many collectives this rank has started.
+
+    Args:
+        timeout_s: how long one collective may take.
+    """
+
+    def __init__(self, mesh: Mesh, algorithm: CollectiveAlgorithm, timeout_s: float):
+        self.algorithm = algorithm
+        self.mesh = mesh
+        self.stalls = mesh.stalls
+        self.started = 0
+        self._timeout_s = timeout_s
+        self._turn = threading.Lock()  # Held while a collective runs: one at a time.
+        self._waited_s = 0.0
+        self._running_since: float | None = None
+        self._thread: CollectiveThread | None = None
+        self._failure: BaseException | None = None
+        self._is_closed = False
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this rank has spent in collectives, the running one included. May be read from any thread."""
+        since = self._running_since
+        return self._waited_s + (0.0 if since is None else time.monotonic() - since)
+
+    def run(self, operation: Operation, body: Callable[[CollectiveCall], T], nbytes: int = 0) -> T:
+        """Run a collective after all that were submitted before.
+
+        Args:
+            operation: what is called; all ranks must call the same.
+            body: moves the values.
+            nbytes: the bytes that this rank contributes, if `operation` does not say it.
+        """
+        if self._thread is not None:
+            self._thread.drain()
+        return self.run_now(operation, body, nbytes)
+
+    def run_now(self, operation: Operation, body: Callable[[CollectiveCall], T], nbytes: int = 0) -> T:
+        """As `run`, without waiting for submitted collectives: for the thread that runs these."""
+        with self._turn:
+            self.check_usable()
+            call = self._begin(operation)
+            self._running_since = call.started
+            try:
+                # Infinities and NaN are values here, not mistakes: overflow is found where gradients are unscaled.
+                with np.errstate(all="ignore"):
+                    return self._recorded(call, body, nbytes) if timeline.current.on else body(call)
+            except BaseException as error:
+                self._fail(error)
+                raise
+            finally:
+                self._running_since = None
+                self._waited_s += time.monotonic() - call.started
+
+    def submit(self, name: str, body: Callable[[], Any]) -> PendingHandle:
+        """Run a function in the background, in its turn among the collectives."""
+        self.check_usable()
+        if self._thread is None:
+            self._thread = CollectiveThread(f"phalanx-collectives-{self.mesh.membership.rank}")
+        return self._thread.submit(name, body)
+
+    def check_usable(self) -> None:
+        """Raise the error that ended this communicator, if there was one."""
+        if self._is_closed:
+            raise PhalanxError(f"the communicator of rank {self.mesh.membership.rank} is closed; connect again.")
+        if self._failure is not None:
+            # The same object, so that late callers see the cause, and the exit code tells it.
+            raise self._failure
+
+    def interrupt(self) -> None:
+        """Let a collective that waits in another thread fail with a PhalanxError; the other ranks get to know it."""
+        self.mesh.is_interrupted = True
+
+    def give_up(self, error: BaseException) -> None:
+        """Fail with this error and tell the others: in the next collective, not in one that they may still finish."""
+        if self._failure is None and not self._is_closed:
+            with self._turn:
+                self._begin(prepare("barrier"))
+                self._fail(error)
+
+    def close(self) -> None:
+        """Cut short a collective that runs in the background, and free what the algorithm owns. Safe to call twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._thread is not None:
+            self.interrupt()
+            if not self._thread.stop(timeout_s=10 * POLL_S + FLUSH_S):
+                rank = self.mesh.membership.rank
+                _log.warning("rank %d: a collective is still running; its memory is not freed.", rank)
+                return
+        if self._failure is None:
+            self.mesh.leave()
+        self.algorithm.close()
+
+    def _begin(self, operation: Operation) -> CollectiveCall:
+        self.started += 1
+        now = time.monotonic()
+        call = CollectiveCall(self.started, operation, now, now + self._timeout_s)
+        self.mesh.begin(call)
+        return call
+
+    def _recorded(self, call: CollectiveCall, body: Callable[[CollectiveCall], T], nbytes: int) -> T:
+        """Run a collective and record it in the timeline."""
+        operation, mesh, started = call.operation, self.mesh, timeline.now()
+        sent = mesh.bytes_sent + mesh.bytes_shared
+        try:
+            return body(call)
+        finally:
+            args = {
+                "bytes": nbytes or operation.nbytes,
+                "sent": mesh.bytes_sent + mesh.bytes_shared - sent,
+                "algorithm": self.algorithm.name,
+                "arrays": len(operation.description.arrays),
+                "detail": operation.description.detail,
+                "number": call.number,
+            }
+            timeline.current.complete(mesh.track, operation.description.name, started, args)
+
+    def _fail(self, error: BaseException) -> None:
+        """End this communicator: no rank may take the running collective for done."""
+        self._failure = error
+        self.algorithm.fail()
+        self.mesh.abort(error)
+        _log.debug("rank %d: %s", self.mesh.membership.rank, error)
