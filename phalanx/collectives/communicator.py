@@ -43,6 +43,15 @@ class CommunicatorStatistics(NamedTuple):
     collectives: int = 0
     waited_s: float = 0.0
 
+    def plus(self, other: CommunicatorStatistics) -> CommunicatorStatistics:
+        """The sums of both."""
+        return CommunicatorStatistics(
+            self.bytes_sent + other.bytes_sent,
+            self.bytes_on_links + other.bytes_on_links,
+            self.collectives + other.collectives,
+            self.waited_s + other.waited_s,
+        )
+
 
 class Handle(Protocol):
     """The pending result of an asynchronous collective."""

@@ -95,7 +95,7 @@ class ElasticGroup:
     @property
     def statistics(self) -> CommunicatorStatistics:
         """See `Communicator.statistics`; over all generations."""
-        return CommunicatorStatistics(*map(sum, zip(self._former, self.inner.statistics, strict=True)))
+        return self._former.plus(self.inner.statistics)
 
     def join(self, entry: int) -> PastEntry | None:
         """As a candidate: wait until this process is a member, or until the members have finished this entry.
