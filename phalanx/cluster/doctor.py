@@ -31,7 +31,8 @@ from phalanx.errors import ConfigurationError, HandshakeError, PhalanxError, Ren
 from phalanx.transport.address import Address
 from phalanx.transport.dial import RefusedError, retry_delay_s
 from phalanx.transport.link import Link
-from phalanx.transport.listener import Listener, PortTakenError, open_listening_sockets
+from phalanx.transport.listener import Listener
+from phalanx.transport.ports import PortTakenError
 
 DEFAULT_WAIT_S = 10.0
 """How long to try to reach each task: enough to start the command in a few terminals one after the other."""
@@ -194,7 +195,7 @@ def _listen(report: DoctorReport, me: TaskIdentity, service: LinkBenchmarkServic
         return None
     own.state, own.software = "this task; its port can be opened", report.software
     try:
-        sockets = open_listening_sockets(me.address, secret=me.config.secret, listen_fd=me.config.listen_fd)
+        listener = me.open_listener()
     except PortTakenError as error:
         owner = identify_task(me, me.task)
         if isinstance(owner, TaskDescription) and owner.task == str(me.task):
@@ -207,7 +208,6 @@ def _listen(report: DoctorReport, me: TaskIdentity, service: LinkBenchmarkServic
         own.state = "this task; its port cannot be opened"
         report.problems.append(f"{me.task}: {error}")
         return None
-    listener = Listener(sockets, task=str(me.task), secret=me.config.secret, job=me.config.job_id, tls=me.tls)
     listener.register(EXAMINE, service)
     listener.start()
     return listener

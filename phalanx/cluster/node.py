@@ -14,7 +14,7 @@ from phalanx.cluster.resolvers import ClusterResolver
 from phalanx.cluster.spec import EVALUATOR, PS, WORKER, ClusterSpec, Task
 from phalanx.config.job_config import JobConfig
 from phalanx.errors import ConfigurationError, UnsupportedError
-from phalanx.transport.listener import Listener, open_listening_sockets
+from phalanx.transport.listener import Listener
 
 
 class Node:
@@ -138,9 +138,7 @@ def _single_process_node(spec: ClusterSpec, task: Task, config: JobConfig, facts
 
 def _open_probe_port(me: TaskIdentity) -> Listener:
     """A port that only says that the job lives; the launcher has opened it anyway."""
-    config = me.config
-    sockets = open_listening_sockets(me.address, secret=config.secret, listen_fd=config.listen_fd)
-    listener = Listener(sockets, task=str(me.task), secret=config.secret, job=config.job_id, tls=me.tls)
+    listener = me.open_listener()
     listener.register(PROBE, ProbeService(me))
     listener.start()
     return listener

@@ -20,6 +20,8 @@ from phalanx.transport.address import Address
 from phalanx.transport.dial import dial
 from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
+from phalanx.transport.listener import Listener
+from phalanx.transport.ports import open_listening_sockets
 from phalanx.transport.tls import load_tls
 from phalanx.version import __version__
 
@@ -70,6 +72,18 @@ class TaskIdentity:
     @property
     def address(self) -> Address:
         return self.spec.address(self.task)
+
+    def open_listener(self, sockets: list[socket.socket] | None = None) -> Listener:
+        """A listener for this task's port, not yet started.
+
+        Args:
+            sockets: that listen at this task's address already; None opens them.
+
+        Raises: ConfigurationError as `open_listening_sockets`.
+        """
+        config = self.config
+        sockets = sockets or open_listening_sockets(self.address, secret=config.secret, listen_fd=config.listen_fd)
+        return Listener(sockets, task=str(self.task), secret=config.secret, job=config.job_id, tls=self.tls)
 
     def rank_of(self, task: str) -> Rank | None:
         return next((rank for rank, known in enumerate(self.tasks) if str(known) == task), None)

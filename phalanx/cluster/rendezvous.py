@@ -57,7 +57,8 @@ from phalanx.errors import (
 )
 from phalanx.transport.dial import RefusedError
 from phalanx.transport.link import Link
-from phalanx.transport.listener import Listener, PortTakenError, open_listening_sockets
+from phalanx.transport.listener import Listener
+from phalanx.transport.ports import PortTakenError
 
 logger = logging.getLogger(__name__)
 
@@ -137,8 +138,7 @@ def _listen(me: TaskIdentity) -> Listener:
     patience_until = time.monotonic() + PORT_TAKEN_PATIENCE_S
     while True:
         try:
-            sockets = open_listening_sockets(me.address, secret=me.config.secret, listen_fd=me.config.listen_fd)
-            break
+            return me.open_listener()
         except PortTakenError as error:
             owner = identify_task(me, me.task)
             if isinstance(owner, TaskDescription):
@@ -146,7 +146,6 @@ def _listen(me: TaskIdentity) -> Listener:
             if time.monotonic() >= patience_until:
                 raise PortTakenError(f"{me.task} cannot start: {error} Whoever has it: {owner}.") from error
         time.sleep(0.1)
-    return Listener(sockets, task=str(me.task), secret=me.config.secret, job=me.config.job_id, tls=me.tls)
 
 
 def _start_thread(name: str, target: Callable[..., None], *args: object) -> None:

@@ -43,7 +43,6 @@ from phalanx.launcher.launch_function import WorkerTraceback
 from phalanx.runtime import function_call as calls
 from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
-from phalanx.transport.listener import Listener, open_listening_sockets
 
 logger = logging.getLogger(__name__)
 
@@ -132,14 +131,7 @@ class Dispatcher:
         self._came: set[int] = set()
         self._closing = False
         self._paused = False
-        config = me.config
-        self._listener = Listener(
-            open_listening_sockets(me.address, secret=config.secret, listen_fd=config.listen_fd),
-            task=str(me.task),
-            secret=config.secret,
-            job=config.job_id,
-            tls=me.tls,
-        )
+        self._listener = me.open_listener()
         self._listener.register(PURPOSE, self)
         self._listener.register(PROBE, ProbeService(me))
 

@@ -14,7 +14,8 @@ from phalanx.elastic import membership_messages as messages
 from phalanx.elastic.coordinator_client import CoordinatorClient, Dialer
 from phalanx.elastic.member_links import MemberLinks
 from phalanx.transport.link import wait_until_delivered
-from phalanx.transport.listener import Listener, open_listening_sockets
+from phalanx.transport.listener import Listener
+from phalanx.transport.ports import open_listening_sockets
 from phalanx.transport.tls import load_tls
 from phalanx.version import __version__
 

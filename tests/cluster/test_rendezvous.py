@@ -23,6 +23,7 @@ from phalanx.cluster import (
     join,
     missing_tasks,
     peer_dialing,
+    peer_registry,
     rendezvous,
 )
 from phalanx.cluster.admission import DUPLICATE, LEAVING, MESH, RUNNING
@@ -41,7 +42,7 @@ from phalanx.errors import (
 from phalanx.transport.dial import RefusedError
 from phalanx.transport.handshake import Welcome
 from phalanx.transport.link import Link
-from phalanx.transport.listener import _listen
+from phalanx.transport.ports import listen
 from tests.cluster.conftest import SECRET, Meeting, Ports, exchange, wait_until
 from tests.transport.conftest import make_certificates
 
@@ -351,14 +352,14 @@ def test_a_second_process_elsewhere_is_refused_by_the_chief_and_the_job_goes_on(
     ports: Ports, meeting: Meeting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On another host it can open the port; here it gets another one, unknown to the rest."""
-    original = rendezvous.open_listening_sockets
+    original = peer_registry.open_listening_sockets
 
     def open_listening_sockets(*args: object, **options: object) -> list[socket.socket]:
         if threading.current_thread().name == "test-second":
-            return [_listen(socket.AF_INET, ("127.0.0.1", 0))]
+            return [listen(socket.AF_INET, ("127.0.0.1", 0))]
         return original(*args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(rendezvous, "open_listening_sockets", open_listening_sockets)
+    monkeypatch.setattr(peer_registry, "open_listening_sockets", open_listening_sockets)
     added = record_added_links(monkeypatch)
     spec = ports.workers(3)
     meeting.start(spec, Task("worker", 0))
@@ -378,14 +379,14 @@ def test_a_second_chief_elsewhere_finds_the_first_at_its_address(
     ports: Ports, meeting: Meeting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(missing_tasks, "NOTICE_AFTER_S", 0.2)
-    original = rendezvous.open_listening_sockets
+    original = peer_registry.open_listening_sockets
 
     def open_listening_sockets(*args: object, **options: object) -> list[socket.socket]:
         if threading.current_thread().name == "test-second":
-            return [_listen(socket.AF_INET, ("127.0.0.1", 0))]
+            return [listen(socket.AF_INET, ("127.0.0.1", 0))]
         return original(*args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(rendezvous, "open_listening_sockets", open_listening_sockets)
+    monkeypatch.setattr(peer_registry, "open_listening_sockets", open_listening_sockets)
     spec = ports.workers(2)
     meeting.start(spec, Task("worker", 0))
     wait_until(lambda: can_connect([], *endpoint(spec, 0)))

@@ -18,7 +18,8 @@ from phalanx.config.job_config import TLSFiles
 from phalanx.transport.address import Address
 from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
-from phalanx.transport.listener import Listener, _listen
+from phalanx.transport.listener import Listener
+from phalanx.transport.ports import listen
 from phalanx.transport.tls import TLS, load_tls
 
 SECRET = b"a secret for tests only"
@@ -127,7 +128,7 @@ class Port:
 
 @contextlib.contextmanager
 def open_port(*, secret: bytes | None = SECRET, tls: TLS | None = None) -> Iterator[Port]:
-    sockets = [_listen(socket.AF_INET, ("127.0.0.1", 0))]
+    sockets = [listen(socket.AF_INET, ("127.0.0.1", 0))]
     service = Echo()
     with Listener(sockets, task="worker/0", secret=secret, job="job", tls=tls) as listener:
         listener.register("mesh", service)

@@ -16,13 +16,15 @@ import pytest
 
 from phalanx.config.job_config import TLSFiles
 from phalanx.errors import ConfigurationError, HandshakeError, LinkClosedError, LinkTimeoutError
+from phalanx.transport import arrivals, ports
 from phalanx.transport import dial as dial_module
 from phalanx.transport import listener as listener_module
 from phalanx.transport.address import Address
+from phalanx.transport.arrivals import RefusalLog
 from phalanx.transport.dial import RefusedError, dial, retry_delay_s
 from phalanx.transport.handshake import Hello, Welcome, WrongSecretError
 from phalanx.transport.link import Link
-from phalanx.transport.listener import PortTakenError, RefusalCounter, open_listening_sockets
+from phalanx.transport.ports import PortTakenError, open_listening_sockets
 from phalanx.transport.tls import TLS, load_tls
 from tests.transport.conftest import SECRET, Echo, Port, open_port, soon, wait_until
 
@@ -190,19 +192,19 @@ def test_thousands_of_idle_connections_keep_nobody_out(port: Port, caplog: pytes
             with contextlib.suppress(ConnectionError):
                 sock.sendall(b"PHA")
         assert_members_get_in(port)
-        assert len(port.listener._arrivals) <= listener_module.MAX_ARRIVALS
-    assert len(refusals(caplog)) <= listener_module.REFUSALS_PER_MINUTE
+        assert len(port.listener._arrivals) <= arrivals.MAX_ARRIVALS
+    assert len(refusals(caplog)) <= arrivals.REFUSALS_PER_MINUTE
 
 
 def test_a_connection_that_dawdles_is_dropped(
     port: Port, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener_module, "HANDSHAKE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(arrivals, "HANDSHAKE_TIMEOUT_S", 0.2)
     with port.connect() as stranger:
         stranger.sendall(b"PHALANX")
         assert stranger.recv(100) == b""
     wait_until(lambda: refusals(caplog))
-    assert "did not get through the handshake" in refusals(caplog)[0]
+    assert "did not complete the handshake" in refusals(caplog)[0]
 
 
 def test_running_out_of_descriptors_is_survived(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,7 +393,7 @@ def test_a_port_is_free_for_the_next_job_at_once() -> None:
 def test_a_task_on_loopback_listens_there_only_and_any_other_everywhere(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener_module, "_warned_no_secret", False)
+    monkeypatch.setattr(ports, "_has_warned_no_secret", False)
     with socket.create_server(("127.0.0.1", 0)) as sock:
         free = sock.getsockname()[1]
     sockets = open_listening_sockets(Address("localhost", free), secret=None)
@@ -418,7 +420,7 @@ def test_a_descriptor_from_the_launcher_is_used() -> None:
             open_listening_sockets(Address("127.0.0.1", 1), secret=SECRET, listen_fd=inherited.fileno())
     with open(os.devnull) as file, pytest.raises(ConfigurationError, match="PHALANX_LISTEN_FD"):
         open_listening_sockets(address, secret=SECRET, listen_fd=file.fileno())
-    with pytest.raises(ConfigurationError, match="PHALANX_LISTEN_FD=987654 is no socket"):
+    with pytest.raises(ConfigurationError, match="PHALANX_LISTEN_FD=987654 is not a socket"):
         open_listening_sockets(address, secret=SECRET, listen_fd=987654)
 
 
@@ -439,7 +441,7 @@ def test_a_forked_child_closes_no_descriptor_that_has_become_another() -> None:
 
 
 def test_refusals_are_counted_and_their_lines_limited() -> None:
-    counter = RefusalCounter(lines=2, period_s=60)
+    counter = RefusalLog("worker/0", 2222, lines=2, period_s=60)
     assert [counter.may_log(now=when) for when in (0, 1, 2, 3, 61.5)] == [True, True, False, False, True]
     assert counter.take_suppressed() == " (2 more were refused since the last such line.)"
     assert counter.take_suppressed() == ""

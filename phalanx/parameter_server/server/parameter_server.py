@@ -16,7 +16,6 @@ from phalanx.parameter_server.server.shard_group import COPY, LEAD, PURPOSE, SNA
 from phalanx.parameter_server.server.snapshots import Snapshots
 from phalanx.parameter_server.server.step_schedule import POLL_S
 from phalanx.transport.handshake import Hello, Welcome
-from phalanx.transport.listener import Listener, open_listening_sockets
 
 
 class ParameterServer:
@@ -61,9 +60,8 @@ class ParameterServer:
             RendezvousError: the chief did not come in time.
             PeerLostError: the chief was lost and did not come back.
         """
-        me, config = self._me, self._me.config
-        sockets = sockets or open_listening_sockets(me.address, secret=config.secret, listen_fd=config.listen_fd)
-        listener = Listener(sockets, task=str(me.task), secret=config.secret, job=config.job_id, tls=me.tls)
+        me = self._me
+        listener = me.open_listener(sockets)
         listener.register(PROBE, ProbeService(me))
         for group in self._groups:
             listener.register(f"{PURPOSE}/{group.number}", group)

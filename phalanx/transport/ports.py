@@ -1,0 +1,173 @@
+"""Opens the listening sockets of a task, or takes over those that its launcher opened."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import socket
+
+from phalanx.config.variables import LISTEN_FD, SECRET
+from phalanx.errors import ConfigurationError
+from phalanx.transport.address import Address
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 1024
+"""Connections that the kernel queues while the listener's thread does not run: all tasks of a large job at once."""
+
+NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.ENOPROTOOPT)
+"""This host has no address of the family: `::1` is in /etc/hosts even where IPv6 is disabled."""
+
+
+class PortTakenError(ConfigurationError):
+    """Another process listens on the port of this task."""
+
+
+_inherited_sockets: dict[int, int] = {}
+"""Inodes by descriptor of the launcher's listening sockets, which forked children must close."""
+
+_has_warned_no_secret = False
+
+
+def open_listening_sockets(
+    address: Address, *, secret: bytes | None, listen_fd: int | None = None
+) -> list[socket.socket]:
+    """Open listening sockets on the port of a task's address.
+
+    A task whose address is loopback listens there only. Any other task listens on all interfaces, since its
+    address may be translated on the way (containers, NAT); without a secret that logs a warning.
+
+    Args:
+        address: where the cluster says that this task listens.
+        secret: the job's secret, or None.
+        listen_fd: descriptor of a listening socket inherited from the launcher, to use instead.
+
+    Raises:
+        PortTakenError: another process listens on this port.
+        ConfigurationError: the port cannot be opened for another reason; the message says which.
+    """
+    if not address.is_loopback and not secret:
+        _warn_no_secret(address)
+    if listen_fd is not None:
+        return [_take_over(listen_fd, address.port)]
+    try:
+        return _listen_on_loopback(address) if address.is_loopback else [_listen_on_all(address.port)]
+    except OSError as error:
+        raise _describe_failure(address, error) from error
+
+
+def _warn_no_secret(address: Address) -> None:
+    """Warn once for each process."""
+    global _has_warned_no_secret
+    if _has_warned_no_secret:
+        return
+    _has_warned_no_secret = True
+    logger.warning(
+        "%s is not set, so anyone who can reach port %d of this host can join the job or disturb it. Set the "
+        "same random value for all tasks (python -c 'import secrets; print(secrets.token_hex())'), or start "
+        "the job with `phalanx run`, which does so.",
+        SECRET,
+        address.port,
+    )
+
+
+def _take_over(descriptor: int, port: int) -> socket.socket:
+    advice = f"Unset {LISTEN_FD}: `phalanx run` sets it for the processes that it starts itself."
+    try:
+        duplicate = os.dup(descriptor)
+        try:
+            sock = socket.socket(fileno=duplicate)
+        except OSError:
+            os.close(duplicate)
+            raise
+    except OSError as error:
+        raise ConfigurationError(f"{LISTEN_FD}={descriptor} is not a socket ({error.strerror}). {advice}") from error
+    is_listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    is_ip = sock.family in (socket.AF_INET, socket.AF_INET6)
+    if not (is_listening and is_ip and sock.getsockname()[1] == port):
+        sock.close()
+        raise ConfigurationError(
+            f"{LISTEN_FD}={descriptor} is not a socket that listens on this task's port {port}. {advice}"
+        )
+    # The original stays open, so that the process can leave the job and join it again. Neither programs that this
+    # process starts nor processes that it forks may keep the port.
+    with contextlib.suppress(OSError):
+        os.set_inheritable(descriptor, False)
+    _inherited_sockets[descriptor] = os.fstat(descriptor).st_ino
+    return sock
+
+
+def _close_inherited_sockets() -> None:
+    """In a forked child: release the port, which would stay taken for as long as the child lives."""
+    for descriptor, inode in _inherited_sockets.items():
+        with contextlib.suppress(OSError):
+            if os.fstat(descriptor).st_ino == inode:  # otherwise it was closed, and its number is in use again
+                os.close(descriptor)
+    _inherited_sockets.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_inherited_sockets)
+
+
+def _listen_on_loopback(address: Address) -> list[socket.socket]:
+    """On every loopback address of the name: `localhost` may be 127.0.0.1, ::1 or both."""
+    sockets: list[socket.socket] = []
+    failure = OSError(errno.EADDRNOTAVAIL, "the name has no address")
+    with contextlib.ExitStack() as stack:
+        for family, _, _, _, endpoint in socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            try:
+                sockets.append(stack.enter_context(listen(family, endpoint)))
+            except OSError as error:
+                if error.errno not in NO_SUCH_ADDRESS:
+                    raise
+                failure = error
+        stack.pop_all()  # success: keep them open
+    if not sockets:
+        raise failure
+    return sockets
+
+
+def _listen_on_all(port: int) -> socket.socket:
+    try:
+        return listen(socket.AF_INET6, ("::", port), dual=True)
+    except OSError as error:
+        if error.errno not in NO_SUCH_ADDRESS:
+            raise
+        return listen(socket.AF_INET, ("0.0.0.0", port))
+
+
+def listen(family: int, endpoint: tuple[object, ...], *, dual: bool = False) -> socket.socket:
+    """A listening socket; `dual` makes an IPv6 socket accept IPv4 connections too."""
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        # Replaces only connections that are closing: a port with a listener stays taken.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if dual else 1)
+        sock.bind(endpoint)
+        sock.listen(BACKLOG)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _describe_failure(address: Address, error: OSError) -> ConfigurationError:
+    if error.errno == errno.EADDRINUSE:
+        return PortTakenError(
+            f"port {address.port} of this host is taken by another process (`ss -ltnp 'sport = "
+            f":{address.port}'` shows which). Stop it, or give this task another port in the cluster, on all "
+            f"tasks."
+        )
+    if error.errno == errno.EACCES:
+        return ConfigurationError(
+            f"port {address.port} may not be opened by this user: ports below 1024 are the system's. Choose another."
+        )
+    if isinstance(error, socket.gaierror):
+        return ConfigurationError(f"this task's own host name {address.host!r} cannot be resolved ({error}).")
+    return ConfigurationError(f"this task cannot listen at {address}: {error}.")
