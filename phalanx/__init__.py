@@ -87,71 +87,36 @@ if TYPE_CHECKING:
     from phalanx.supervisor import ManagedSession, Saver, Supervisor
     from phalanx.training.steps.outer_optimizer import OuterSGD
 
+# The public names of each module, imported on first use.
 _EXPORTS = {
     "phalanx.cluster": (
-        "ClusterSpec",
-        "KubernetesClusterResolver",
-        "MPIClusterResolver",
-        "SimpleClusterResolver",
-        "SlurmClusterResolver",
-        "TFConfigClusterResolver",
-        "Task",
-        "resolve",
+        "ClusterSpec KubernetesClusterResolver MPIClusterResolver SimpleClusterResolver SlurmClusterResolver "
+        "TFConfigClusterResolver Task resolve"
     ),
     "phalanx.collectives": (
-        "CollectiveCommunication",
-        "CommunicationImplementation",
-        "CommunicationOptions",
-        "HierarchicalCopyAllReduce",
-        "NcclAllReduce",
-        "ReduceOp",
-        "ReductionToOneDevice",
+        "CollectiveCommunication CommunicationImplementation CommunicationOptions HierarchicalCopyAllReduce "
+        "NcclAllReduce ReduceOp ReductionToOneDevice"
     ),
     "phalanx.errors": (
-        "CollectiveMismatchError",
-        "CollectiveTimeoutError",
-        "ConfigurationError",
-        "DisagreementError",
-        "MembershipChangedError",
-        "PeerLostError",
-        "PhalanxError",
-        "RendezvousError",
-        "UnsupportedError",
+        "CollectiveMismatchError CollectiveTimeoutError ConfigurationError DisagreementError MembershipChangedError "
+        "PeerLostError PhalanxError RendezvousError UnsupportedError"
     ),
     "phalanx.data": (
-        "AutoShardPolicy",
-        "DistributedDataset",
-        "DistributedIterator",
-        "InputContext",
-        "InputOptions",
-        "InputReplicationMode",
+        "AutoShardPolicy DistributedDataset DistributedIterator InputContext InputOptions InputReplicationMode"
     ),
-    "phalanx.launcher.launch_function": ("launch",),
+    "phalanx.launcher.launch_function": "launch",
     "phalanx.strategies": (
-        "CentralStorageStrategy",
-        "DiLoCoStrategy",
-        "LocalSGDStrategy",
-        "MirroredStrategy",
-        "MultiWorkerMirroredStrategy",
-        "OneDeviceStrategy",
-        "ParameterServerStrategy",
-        "ReplicaContext",
-        "Server",
-        "Strategy",
-        "ValueContext",
-        "get_replica_context",
-        "get_strategy",
-        "has_strategy",
-        "in_cross_replica_context",
-        "leave_job",
+        "CentralStorageStrategy DiLoCoStrategy LocalSGDStrategy MirroredStrategy MultiWorkerMirroredStrategy "
+        "OneDeviceStrategy ParameterServerStrategy ReplicaContext Server Strategy ValueContext get_replica_context "
+        "get_strategy has_strategy in_cross_replica_context leave_job"
     ),
-    "phalanx.parameter_server.partitioners": ("FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner"),
-    "phalanx.evaluator": ("SidecarEvaluator",),
-    "phalanx.supervisor": ("ManagedSession", "Saver", "Supervisor"),
-    "phalanx.training.steps.outer_optimizer": ("OuterSGD",),
-    "phalanx.strategies.loss_scaling": ("compute_average_loss", "scale_regularization_loss"),
+    "phalanx.parameter_server.partitioners": "FixedShardsPartitioner MaxSizePartitioner MinSizePartitioner",
+    "phalanx.evaluator": "SidecarEvaluator",
+    "phalanx.supervisor": "ManagedSession Saver Supervisor",
+    "phalanx.training.steps.outer_optimizer": "OuterSGD",
+    "phalanx.strategies.loss_scaling": "compute_average_loss scale_regularization_loss",
 }
-_MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
+_MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names.split()}
 
 __all__ = [
     "__version__",
@@ -229,7 +194,7 @@ _MODULES = {*__all__} - {*_MODULE_OF, "__version__"}
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF and name not in _MODULES:
         raise missing_attribute(__name__, name)
-    # Lest a wrong argument of the first strategy end the process as an error of the program's own.
+    # Before the first strategy, so that an error in its arguments ends the process with the exit code of that error.
     importlib.import_module("phalanx.runtime.exit_codes").install()
     if name in _MODULES:
         return importlib.import_module(f"phalanx.{name}")

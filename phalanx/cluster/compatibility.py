@@ -7,23 +7,24 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from phalanx.cluster.spec import CHIEF, PS, TASK_TYPES, WORKER, ClusterSpec
+from phalanx.config.variables import KERAS_BACKEND, SEED
 
 COMPARED_TYPES = (CHIEF, WORKER, PS)
-"""The evaluator may stand in the cluster of some tasks and not of others; nobody waits for it."""
+"""Some tasks may list the evaluator in their cluster and others not, since no task waits for it."""
 
 SAME_BACKEND = "same"
 MIXED_BACKENDS = "mixed"
 
 
 class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the layers above know and the tasks must agree on.
+    """What the layers above contribute to the comparison.
 
     Attributes:
         keras: version of Keras.
         backend: Keras backend of this task.
         backend_policy: `same` if all tasks must have the same backend, `mixed` if each may have its own.
         seed: seed of the job; None if none was set.
-        others: more that must be equal, by name, for example {"floatx": "float32"}.
+        others: further values that must be equal, by name, for example {"floatx": "float32"}.
     """
 
     keras: str = ""
@@ -34,7 +35,7 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TaskDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """What a task says of itself when it meets another one.
+    """How a task describes itself to another task at their first contact.
 
     Attributes:
         task: its name, `worker/1`.
@@ -62,7 +63,12 @@ class TaskDescription(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def describe_difference(variables: Sequence[object], others: Sequence[object], one: str, other: str) -> str | None:
-    """Where two lists of variables part, in words; None if they are the same. `one` and `other` have them."""
+    """The first difference between two lists of variables, as a sentence; None if they are equal.
+
+    Args:
+        variables, others: descriptions of variables, in order.
+        one, other: names of the tasks that have them.
+    """
     for index, (left, right) in enumerate(zip(variables, others, strict=False)):
         if left != right:
             return f"variable {index} is {left} on {one} and {right} on {other}."
@@ -79,10 +85,10 @@ def cluster_by_task(spec: ClusterSpec) -> dict[str, str]:
 
 
 def describe_disagreement(one: TaskDescription, other: TaskDescription) -> str | None:
-    """What two tasks disagree about; None if they agree.
+    """Describe what two tasks disagree about; None if they agree.
 
-    The text names both tasks, each value of both, and what to do. It is the same whichever comes first, so
-    that all tasks of the job end with the same words.
+    The text names both tasks, both values, and the remedy. It does not depend on the order of the arguments, so that
+    all tasks of the job end with the same message.
     """
     first, second = sorted((one, other), key=_order)
     differences = list(_differences(first, second))
@@ -100,48 +106,33 @@ def _order(description: TaskDescription) -> tuple[int, int, str]:
 
 
 def _differences(a: TaskDescription, b: TaskDescription) -> Iterator[str]:
-    def both(what: str, of_a: object, of_b: object, advice: str) -> Iterator[str]:
+    def compare(what: str, of_a: object, of_b: object, advice: str) -> Iterator[str]:
         if of_a != of_b:
             yield f"{what}: {of_a!r} on {a.task}, {of_b!r} on {b.task}. {advice}"
 
-    yield from both(
-        "version of Phalanx",
-        a.phalanx,
-        b.phalanx,
-        "Install the same one everywhere (pip install phalanx==...).",
+    install, set_variable = (
+        "Install the same one everywhere (pip install {}==...).",
+        "Set {} to the same value for all tasks.",
     )
+    yield from compare("version of Phalanx", a.phalanx, b.phalanx, install.format("phalanx"))
     yield from _cluster_differences(a, b)
-    yield from both(
-        "version of Keras",
-        a.facts.keras,
-        b.facts.keras,
-        "Install the same one everywhere (pip install keras==...).",
-    )
-    yield from both(
-        "backend policy",
-        a.facts.backend_policy,
-        b.facts.backend_policy,
-        "Choose one in the program for all tasks.",
-    )
-    if a.facts.backend_policy == b.facts.backend_policy != MIXED_BACKENDS:
-        yield from both(
-            "Keras backend",
-            a.facts.backend,
-            b.facts.backend,
-            "Set KERAS_BACKEND to the same value for all tasks.",
-        )
-    yield from both("seed", a.facts.seed, b.facts.seed, "Set PHALANX_SEED to the same value for all tasks.")
-    for name in sorted({*a.facts.others, *b.facts.others}):
-        yield from both(name, a.facts.others.get(name), b.facts.others.get(name), "Make it the same in every task.")
+    one, other = a.facts, b.facts
+    yield from compare("version of Keras", one.keras, other.keras, install.format("keras"))
+    policies = one.backend_policy, other.backend_policy
+    yield from compare("backend policy", *policies, "Choose one in the program for all tasks.")
+    if policies == (SAME_BACKEND, SAME_BACKEND):
+        yield from compare("Keras backend", one.backend, other.backend, set_variable.format(KERAS_BACKEND))
+    yield from compare("seed", one.seed, other.seed, set_variable.format(SEED))
+    for name in sorted({*one.others, *other.others}):
+        yield from compare(name, one.others.get(name), other.others.get(name), "Make it the same in every task.")
 
 
 def _cluster_differences(a: TaskDescription, b: TaskDescription) -> Iterator[str]:
-    advice = "The cluster in TF_CONFIG must be the same, character by character, in every task."
+    absent = "no address (it is not in the cluster)"
     for task in dict.fromkeys((*a.cluster, *b.cluster)):
-        of_a, of_b = a.cluster.get(task), b.cluster.get(task)
-        if of_a != of_b:
+        if a.cluster.get(task) != b.cluster.get(task):
             yield (
-                f"cluster: {task} is at {of_a or 'no address (it is not in the cluster)'} according to "
-                f"{a.task}, and at {of_b or 'no address (it is not in the cluster)'} according to {b.task}. "
-                f"{advice}"
+                f"cluster: {task} is at {a.cluster.get(task, absent)} according to {a.task}, and at "
+                f"{b.cluster.get(task, absent)} according to {b.task}. The cluster in TF_CONFIG must be the same, "
+                f"character by character, in every task."
             )

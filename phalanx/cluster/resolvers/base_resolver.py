@@ -1,4 +1,4 @@
-"""What every resolver has: the interface of `tf.distribute.cluster_resolver.ClusterResolver`."""
+"""The base of all resolvers, with the interface of `tf.distribute.cluster_resolver.ClusterResolver`."""
 
 from __future__ import annotations
 
@@ -11,20 +11,36 @@ from phalanx.config.variables import DEFAULT_PORT_BASE, PORT_BASE
 from phalanx.devices.gpu_count import count_gpus
 from phalanx.errors import ConfigurationError
 
-DEFAULT_RPC_LAYER = "phalanx"
-"""What `rpc_layer` answers where nothing says otherwise. Only programs that print it depend on it."""
-
 
 class ClusterResolver(abc.ABC):
-    """Finds out which tasks the job has and which one this process is.
+    """Finds out which tasks the job has and which of them this process is.
 
-    A resolver reads the environment when it is asked, not when it is made, and opens nothing.
+    A resolver reads the environment when it is queried, not when it is created, and opens nothing.
+
+    Args:
+        task_type, task_id: this process's task, where the resolver should not find it out itself.
+        rpc_layer: the answer of `rpc_layer`; nothing else depends on it.
+        environ: the variables to read; the process's environment if not given.
     """
 
+    # Defaults for subclasses of a program that do not call __init__.
     _task_type: str | None = None
     _task_id: int | None = None
     _rpc_layer: str | None = None
+    _environment = ""
     _num_accelerators: Mapping[str, int] | None = None
+
+    def __init__(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+        environ: Mapping[str, str] | None = None,
+    ):
+        self._task_type = task_type
+        self._task_id = task_id
+        self._rpc_layer = rpc_layer
+        self._variables = process_environment() if environ is None else environ
 
     @abc.abstractmethod
     def cluster_spec(self) -> ClusterSpec:
@@ -33,10 +49,17 @@ class ClusterResolver(abc.ABC):
         Raises: ConfigurationError if the environment describes it wrongly.
         """
 
+    def _find_task(self) -> Task | None:
+        """This process's task as the environment describes it; None if there is no cluster."""
+        return None
+
     @property
     def task_type(self) -> str | None:
         """The type of this process's task; None if there is no cluster."""
-        return self._task_type
+        if self._task_type is not None:
+            return self._task_type
+        task = self._find_task()
+        return task.type if task else None
 
     @task_type.setter
     def task_type(self, task_type: str | None) -> None:
@@ -45,7 +68,10 @@ class ClusterResolver(abc.ABC):
     @property
     def task_id(self) -> int | None:
         """The index of this process's task within its type; None if there is no cluster."""
-        return self._task_id
+        if self._task_id is not None:
+            return self._task_id
+        task = self._find_task()
+        return task.index if task else None
 
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:
@@ -53,7 +79,7 @@ class ClusterResolver(abc.ABC):
 
     @property
     def rpc_layer(self) -> str | None:
-        """The protocol between the tasks; only for programs that ask, nothing depends on it."""
+        """The protocol between the tasks, for programs that print it."""
         return self._rpc_layer
 
     @rpc_layer.setter
@@ -62,8 +88,8 @@ class ClusterResolver(abc.ABC):
 
     @property
     def environment(self) -> str:
-        """Empty, as for TensorFlow outside Google."""
-        return ""
+        """Empty unless given, as in TensorFlow outside Google."""
+        return self._environment
 
     def task(self) -> Task | None:
         """This process's task; None if there is no cluster.
@@ -80,7 +106,7 @@ class ClusterResolver(abc.ABC):
         return Task(task_type, task_id)
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """The address of a task (this one, if not said otherwise), as `rpc_layer://host:port`.
+        """The address of a task (by default this one), as `rpc_layer://host:port`.
 
         Empty if the cluster has only one task, as in `tf.distribute`.
         """
@@ -101,8 +127,8 @@ class ClusterResolver(abc.ABC):
     ) -> dict[str, int]:
         """Accelerators of this process by kind, for example {"GPU": 2}; {} if it has none.
 
-        Counted without asking a backend: CUDA_VISIBLE_DEVICES if set, else the devices of the kernel. What
-        another task has is not known here, so `task_type`, `task_id` and `config_proto` change nothing.
+        Counted without importing a backend: CUDA_VISIBLE_DEVICES if set, else the kernel's devices. The
+        accelerators of other tasks are unknown, so `task_type`, `task_id` and `config_proto` have no effect.
         """
         del task_type, task_id, config_proto
         if self._num_accelerators is not None:
@@ -116,7 +142,7 @@ def format_master_url(address: str, rpc_layer: str | None) -> str:
 
 
 def whole_number(environment: Mapping[str, str], name: str, *, reader: str) -> int:
-    """A variable that a scheduler sets, as a number.
+    """The value of a variable that a scheduler sets.
 
     Raises: ConfigurationError naming it and the resolver that reads it.
     """
@@ -124,12 +150,12 @@ def whole_number(environment: Mapping[str, str], name: str, *, reader: str) -> i
     if text is None:
         raise ConfigurationError(f"{reader} needs {name}, which is not set. Was this process started by it?")
     if not is_index(text.strip()):
-        raise ConfigurationError(f"{reader} read {name}={text!r}, which is no whole number.")
+        raise ConfigurationError(f"{reader} read {name}={text!r}, which is not a whole number.")
     return int(text)
 
 
 def port_base(environment: Mapping[str, str], given: int | None) -> int:
-    """The port of the first task on each host: as given, else from PHALANX_PORT_BASE, else the default."""
+    """The port of the first task on each host: `given`, else PHALANX_PORT_BASE, else the default."""
     if given is None:
         given = DEFAULT_PORT_BASE
         if environment.get(PORT_BASE):

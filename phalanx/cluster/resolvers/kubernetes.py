@@ -7,13 +7,9 @@ import socket
 from collections.abc import Mapping
 
 from phalanx.cluster.resolvers.base_resolver import ClusterResolver, port_base, whole_number
-from phalanx.cluster.spec import WORKER, ClusterSpec
-from phalanx.config.environment import process_environment
+from phalanx.cluster.spec import WORKER, ClusterSpec, Task
 from phalanx.config.variables import NUM_WORKERS, SERVICE
 from phalanx.errors import ConfigurationError
-
-"""Number of pods: the Job's `completions`, the StatefulSet's `replicas`. Kubernetes does not tell its
-pods."""
 
 _READER = "KubernetesClusterResolver"
 
@@ -43,11 +39,10 @@ class KubernetesClusterResolver(ClusterResolver):
         environ: Mapping[str, str] | None = None,
         hostname: str | None = None,
     ):
+        super().__init__(rpc_layer=rpc_layer, environ=environ)
         self._num_workers = num_workers
         self._service = service
         self._port = port
-        self._rpc_layer = rpc_layer
-        self._variables = process_environment() if environ is None else environ
         self._hostname = hostname
 
     def cluster_spec(self) -> ClusterSpec:
@@ -70,21 +65,8 @@ class KubernetesClusterResolver(ClusterResolver):
         name = self._base_name()
         return ClusterSpec({WORKER: [f"{name}-{pod}.{service}:{port}" for pod in range(count)]})
 
-    @property
-    def task_type(self) -> str | None:
-        return self._task_type if self._task_type is not None else WORKER
-
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:
-        return self._task_id if self._task_id is not None else self._index()
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
+    def _find_task(self) -> Task:
+        return Task(WORKER, self._index())
 
     def _count(self) -> int:
         if self._num_workers is not None:

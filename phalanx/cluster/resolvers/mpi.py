@@ -9,8 +9,7 @@ from pathlib import Path
 
 from phalanx.cluster.resolvers.base_resolver import ClusterResolver, port_base, whole_number
 from phalanx.cluster.resolvers.host_list import HostTasks, expand_counts, expand_host_list, parse_hosts, worker_cluster
-from phalanx.cluster.spec import WORKER, ClusterSpec
-from phalanx.config.environment import process_environment
+from phalanx.cluster.spec import WORKER, ClusterSpec, Task
 from phalanx.config.variables import HOSTS, PORT_BASE
 from phalanx.errors import ConfigurationError
 
@@ -70,31 +69,17 @@ class MPIClusterResolver(ClusterResolver):
         *,
         environ: Mapping[str, str] | None = None,
     ):
+        super().__init__(rpc_layer=rpc_layer, environ=environ)
         self._given_hosts = hosts
         self._port_base = port_base
-        self._rpc_layer = rpc_layer
-        self._variables = process_environment() if environ is None else environ
 
     def cluster_spec(self) -> ClusterSpec:
         hosts = self._hosts()
         self._check_own_place(hosts)
         return worker_cluster(hosts, port_base(self._variables, self._port_base))
 
-    @property
-    def task_type(self) -> str | None:
-        return self._task_type if self._task_type is not None else WORKER
-
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:
-        return self._task_id if self._task_id is not None else self._number(self._launcher().rank)
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
+    def _find_task(self) -> Task:
+        return Task(WORKER, self._number(self._launcher().rank))
 
     def _launcher(self) -> _Launcher:
         for launcher in _LAUNCHERS:

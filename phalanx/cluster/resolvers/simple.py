@@ -1,4 +1,4 @@
-"""A cluster that the program itself describes."""
+"""A cluster described by the program itself."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from phalanx.cluster.spec import ClusterSpec
 
 
 class SimpleClusterResolver(ClusterResolver):
-    """Answers what it was given.
+    """Returns the cluster that it was given.
 
     >>> spec = ClusterSpec({"worker": ["host0:2222", "host1:2222"]})
     >>> resolver = SimpleClusterResolver(spec, task_type="worker", task_id=0)
 
     Args:
-        cluster_spec: the cluster; what `ClusterSpec` takes is taken too.
-        master: what `master()` answers when it is asked for no particular task.
-        num_accelerators: what `num_accelerators()` answers, {} if not given.
+        cluster_spec: the cluster, or what `ClusterSpec` accepts.
+        master: result of `master()` without a task.
+        task_type, task_id: this process's task.
+        environment, rpc_layer: results of the properties of the same name.
+        num_accelerators: result of `num_accelerators()`, {} if not given.
     """
 
     def __init__(
@@ -30,20 +32,14 @@ class SimpleClusterResolver(ClusterResolver):
         num_accelerators: Mapping[str, int] | None = None,
         rpc_layer: str | None = None,
     ):
+        super().__init__(task_type, task_id, rpc_layer)
         self._cluster_spec = ClusterSpec(cluster_spec)
         self._master = master
-        self._task_type = task_type
-        self._task_id = task_id
         self._environment = environment
         self._num_accelerators = num_accelerators or {}
-        self._rpc_layer = rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
         return self._cluster_spec
-
-    @property
-    def environment(self) -> str:
-        return self._environment
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
         """The address of the named task, else the `master` given at construction."""

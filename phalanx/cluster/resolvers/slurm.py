@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from phalanx.cluster.resolvers.base_resolver import ClusterResolver, port_base, whole_number
 from phalanx.cluster.resolvers.host_list import HostTasks, cyclic, expand_counts, expand_host_list, worker_cluster
 from phalanx.cluster.spec import ClusterSpec, Task
-from phalanx.config.environment import process_environment
 from phalanx.errors import ConfigurationError
 
 _READER = "SlurmClusterResolver"
@@ -44,12 +43,11 @@ class SlurmClusterResolver(ClusterResolver):
         *,
         environ: Mapping[str, str] | None = None,
     ):
+        super().__init__(rpc_layer=rpc_layer, environ=environ)
         del gpus_per_node, gpus_per_task, auto_set_gpu
         self._jobs = dict(jobs) if jobs is not None else None
         self._port_base = port_base
         self._tasks_per_node = tasks_per_node
-        self._rpc_layer = rpc_layer
-        self._variables = process_environment() if environ is None else environ
 
     def cluster_spec(self) -> ClusterSpec:
         hosts = self._hosts()
@@ -61,28 +59,12 @@ class SlurmClusterResolver(ClusterResolver):
             cluster.setdefault(task.type, []).append(address)
         return ClusterSpec(cluster)
 
-    @property
-    def task_type(self) -> str | None:
-        return self._task_type if self._task_type is not None else self._own_task().type
-
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:
-        return self._task_id if self._task_id is not None else self._own_task().index
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
-
     def get_task_info(self) -> tuple[str, int]:
         """Type and index of this process's task."""
-        task = self._own_task()
+        task = self._find_task()
         return task.type, task.index
 
-    def _own_task(self) -> Task:
+    def _find_task(self) -> Task:
         tasks = self._tasks(sum(count for _, count in self._hosts()))
         process = whole_number(self._variables, "SLURM_PROCID", reader=_READER)
         if process >= len(tasks):

@@ -8,7 +8,6 @@ from typing import Any
 
 from phalanx.cluster.resolvers.base_resolver import ClusterResolver
 from phalanx.cluster.spec import ClusterSpec, Task, check_task_type, is_index
-from phalanx.config.environment import process_environment
 from phalanx.config.variables import TF_CONFIG
 from phalanx.errors import ConfigurationError
 
@@ -35,11 +34,8 @@ class TFConfigClusterResolver(ClusterResolver):
         *,
         environ: Mapping[str, str] | None = None,
     ):
-        self._task_type = task_type
-        self._task_id = task_id
-        self._rpc_layer = rpc_layer
+        super().__init__(task_type, task_id, rpc_layer, environ)
         self._environment = environment or ""
-        self._variables = process_environment() if environ is None else environ
 
     def _config(self) -> dict[str, Any]:
         return load_tf_config(self._variables.get(TF_CONFIG, ""))
@@ -47,41 +43,19 @@ class TFConfigClusterResolver(ClusterResolver):
     def cluster_spec(self) -> ClusterSpec:
         config = self._config()
         spec = read_cluster(config)
-        task = self._checked_task(config)
+        task = self._find_task()
         if spec and task is not None:
             spec.check_member(task)
         return spec
 
-    def _checked_task(self, config: Mapping[str, Any]) -> Task | None:
-        """The task; None only if there is no cluster."""
-        if not config:
-            return None
+    def _find_task(self) -> Task | None:
         if self._task_type is not None and self._task_id is not None:
             return Task(self._task_type, self._task_id)
+        config = self._config()
+        if not config:
+            return None
         task_type, index = read_task(config)
         return Task(self._task_type or task_type, index if self._task_id is None else self._task_id)
-
-    @property
-    def task_type(self) -> str | None:
-        if self._task_type is not None:
-            return self._task_type
-        task = self._checked_task(self._config())
-        return task.type if task else None
-
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:
-        if self._task_id is not None:
-            return self._task_id
-        task = self._checked_task(self._config())
-        return task.index if task else None
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
 
     @property
     def rpc_layer(self) -> str | None:
@@ -90,10 +64,6 @@ class TFConfigClusterResolver(ClusterResolver):
     @rpc_layer.setter
     def rpc_layer(self, rpc_layer: str | None) -> None:
         self._rpc_layer = rpc_layer
-
-    @property
-    def environment(self) -> str:
-        return self._environment
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
         """As in the base class; `session_master` of TF_CONFIG comes first, as in TensorFlow."""
