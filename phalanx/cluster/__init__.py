@@ -1,4 +1,4 @@
-"""Who is in the job: cluster descriptions, the resolvers that find them, and the rendezvous."""
+"""The members of a job: cluster descriptions, the resolvers that find them, and the rendezvous."""
 
 from __future__ import annotations
 

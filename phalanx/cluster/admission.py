@@ -1,4 +1,4 @@
-"""What a task answers on its port during the rendezvous: to members, to those who ask, to bad news."""
+"""The services on a task's port during the rendezvous: links of members, probes, and failures of the job."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from phalanx.transport.listener import Listener
 MESH = "mesh"
 """Purpose of the links between members."""
 PROBE = "probe"
-"""Purpose of a connection that only asks who is there."""
-FAILURE = "verdict"
-"""Purpose of a connection that says that the job cannot begin, and why."""
+"""Purpose of a connection that only identifies the task."""
+FAILURE = "failure"
+"""Purpose of a connection that reports why the job cannot begin."""
 
 DISAGREEMENT = "disagreement"
-"""Refusal: the two tasks differ in what must be equal. It does not pass."""
+"""Refusal: the two tasks differ in what must be equal. Permanent."""
 DUPLICATE = "duplicate"
-"""Refusal: another process has the same task. Final if it comes from the chief."""
+"""Refusal: another process has the same task. Permanent if it comes from the chief."""
 RUNNING = "running"
-"""Refusal: the job has begun with other processes."""
+"""Refusal: the job has begun with other processes. Permanent."""
 LEAVING = "leaving"
-"""Refusal: the same process was in the job before, which this task has not left yet. It passes."""
+"""Refusal: this task has not left the previous job of the same process yet. Temporary."""
 
 
 def serve_rendezvous(listener: Listener, me: TaskIdentity, registry: PeerRegistry) -> None:
-    """Register all that a task serves during the rendezvous; after it, they answer that the job runs."""
+    """Register the services of the rendezvous. After it, they answer that the job is running."""
     listener.register(MESH, _MeshService(me, registry))
     listener.register(PROBE, ProbeService(me))
     listener.register(FAILURE, _FailureService(registry))
 
 
 class _MeshService:
-    """Links with tasks of higher rank."""
+    """Accepts links from tasks of higher rank."""
 
     def __init__(self, me: TaskIdentity, registry: PeerRegistry):
         self._me = me
         self._registry = registry
 
     def admit(self, hello: Hello) -> Welcome:
-        verdict = self._registry.failure
-        if isinstance(verdict, DisagreementError):
-            return Welcome(refusal=DISAGREEMENT, reason=str(verdict))
+        failure = self._registry.failure
+        if isinstance(failure, DisagreementError):
+            return Welcome(refusal=DISAGREEMENT, reason=str(failure))
         try:
             newcomer = msgspec.msgpack.decode(hello.details, type=TaskDescription)
         except msgspec.MsgspecError as error:
@@ -68,49 +68,53 @@ class _MeshService:
         if rank is None or rank <= self._me.rank:
             return Welcome(
                 refusal=DUPLICATE,
-                reason=f"{newcomer.task} dialled {self._me.task}, which has to dial it: two processes have "
-                f"exchanged their addresses, or one of them has the wrong task.",
+                reason=f"{newcomer.task} dialled {self._me.task}, which should have dialled it: two processes have "
+                f"swapped addresses, or one of them has the wrong task.",
             )
         present = self._registry.last_peers.get(rank)
         if joined and present is not None and _is_same_process(present, newcomer):
-            return Welcome(refusal=LEAVING, reason=f"{self._me.task} has not left the job of before yet")
+            return Welcome(refusal=LEAVING, reason=f"{self._me.task} has not left the previous job yet")
         if joined:
             return Welcome(refusal=RUNNING, reason=_describe_running(rank, present, newcomer))
         if present is not None and _is_other_process(present, newcomer):
             return Welcome(
                 refusal=DUPLICATE,
-                reason=f"{newcomer.task} is here already: {present.description.whereabouts}. This process, pid "
+                reason=f"{newcomer.task} has joined already: {present.description.whereabouts}. This process, pid "
                 f"{newcomer.pid} on {newcomer.host}, has the same task. Give it another task.index in "
-                f"TF_CONFIG, or end the other one.",
+                f"TF_CONFIG, or stop the other one.",
             )
         return Welcome(details=msgspec.msgpack.encode(self._me.description))
 
     def adopt(self, hello: Hello, link: Link) -> None:
         newcomer = msgspec.msgpack.decode(hello.details, type=TaskDescription)
         rank = self._me.rank_of(newcomer.task)
-        assert rank is not None, "checked when it was admitted"
+        assert rank is not None, "checked by `admit`"
         self._registry.add(rank, Peer(newcomer, link))
 
 
 def link_name(incarnation: str, number: int) -> str:
-    """Of one link of a process: what is asked over one that is gone must not be answered in the name of the next."""
+    """The name of one link of a process, so that a request over a lost link is not taken for one over its successor."""
     return f"{incarnation}#{number}"
 
 
 def incarnation_of(link: str) -> str:
-    """The incarnation of the process whose link this is."""
+    """The incarnation of the process that a link name belongs to."""
     return link.partition("#")[0]
 
 
 def admit_worker(
     me: TaskIdentity, hello: Hello, ranks: Container[Rank | None], link_of: Callable[[Rank], tuple[str, Link] | None]
 ) -> Welcome:
-    """Whether a task may link to this one for a purpose beside the rendezvous.
+    """Decide whether a worker may link to this task for a purpose other than the rendezvous.
 
     Args:
-        ranks: of the tasks that may.
-        link_of: the link that there is for this task already, if there is one, and its name. The same process may have
-            lost that one before it was noticed here, and replaces it.
+        me: this task.
+        hello: the introduction of the other task, with its `TaskDescription` as details.
+        ranks: the ranks that are allowed.
+        link_of: returns the name of a rank's present link, and the link. The same process may replace its link, which
+            may have broken without notice here.
+
+    Returns: the answer, with this task's description if it is positive.
     """
     try:
         newcomer = msgspec.msgpack.decode(hello.details, type=TaskDescription)
@@ -120,19 +124,19 @@ def admit_worker(
         return Welcome(refusal=DISAGREEMENT, reason=disagreement)
     rank = me.rank_of(newcomer.task)
     if rank is None or rank not in ranks:
-        return Welcome(refusal=DISAGREEMENT, reason=f"{newcomer.task} is no worker of this cluster.")
+        return Welcome(refusal=DISAGREEMENT, reason=f"{newcomer.task} is not a worker of this cluster.")
     name, present = link_of(rank) or ("", None)
     if present is not None and incarnation_of(name) != newcomer.incarnation and not present.peer_closed():
         return Welcome(
             refusal=DUPLICATE,
-            reason=f"{newcomer.task} is here already. This process, pid {newcomer.pid} on {newcomer.host}, has the "
-            f"same task: give it another task.index in TF_CONFIG, or end the other one.",
+            reason=f"{newcomer.task} has joined already. This process, pid {newcomer.pid} on {newcomer.host}, has the "
+            f"same task: give it another task.index in TF_CONFIG, or stop the other one.",
         )
     return Welcome(details=msgspec.msgpack.encode(me.description))
 
 
 class ProbeService:
-    """Says who is here, before, during and after the rendezvous."""
+    """Identifies this task, before, during and after the rendezvous."""
 
     def __init__(self, me: TaskIdentity):
         self._me = me
@@ -147,14 +151,14 @@ class ProbeService:
 
 
 class _FailureService:
-    """Hears from another task why the job cannot begin."""
+    """Receives from another task why the job cannot begin."""
 
     def __init__(self, registry: PeerRegistry):
         self._registry = registry
 
     def admit(self, hello: Hello) -> Welcome:
         if self._registry.joined:
-            return Welcome(refusal=RUNNING, reason="the job runs already")
+            return Welcome(refusal=RUNNING, reason="the job is running already")
         self._registry.fail(DisagreementError(hello.details.decode(errors="replace")))
         return Welcome()
 
@@ -176,10 +180,10 @@ def _describe_running(rank: Rank, present: Peer | None, newcomer: TaskDescriptio
     process = f"This process, pid {newcomer.pid} on {newcomer.host},"
     if present is None or present.link.peer_closed():
         return (
-            f"the job has begun, and lost {newcomer.task} (rank {rank}). {process} came too late to take its "
-            f"place. Start the whole job again."
+            f"the job has begun, and lost {newcomer.task} (rank {rank}). {process} arrived too late to "
+            f"replace it. Restart the whole job."
         )
     return (
         f"the job has begun, with {present.description.whereabouts} as rank {rank}. {process} has the same "
-        f"task: give it another task.index in TF_CONFIG, or end it."
+        f"task: give it another task.index in TF_CONFIG, or stop it."
     )

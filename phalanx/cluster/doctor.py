@@ -1,8 +1,8 @@
-"""`phalanx doctor`: what this task knows of its cluster, and whether the others can be reached.
+"""`phalanx doctor`: what this task knows about its cluster, and whether it can reach the other tasks.
 
-Run it in place of the program, as each task, with the same environment. Each run looks at its own pairs; those
-that run at the same time answer each other. A task that trains at the moment answers as well, without the
-measurement, which would disturb it.
+Run it as each task, instead of the program and with the same environment. Each doctor examines the links of its task;
+doctors that run at the same time answer each other. A task that is training answers too, but without a measurement,
+which would disturb it.
 """
 
 from __future__ import annotations
@@ -35,20 +35,23 @@ from phalanx.transport.listener import Listener
 from phalanx.transport.ports import PortTakenError
 
 DEFAULT_WAIT_S = 10.0
-"""How long to try to reach each task: enough to start the command in a few terminals one after the other."""
+"""How long to try to reach each task: enough to start the command in several terminals."""
 ATTEMPT_TIMEOUT_S = 5.0
-CLOCK_OFFSET_WORTH_A_WORD_S = 1.0
-"""Training does not depend on clocks, but logs of hosts that are further apart cannot be read side by side."""
+NOTABLE_CLOCK_OFFSET_S = 1.0
+"""Training does not depend on clocks, but the logs of hosts whose clocks differ more are hard to compare."""
 
 
 @dataclass
 class TaskDiagnosis:
-    """What was found out about one task.
+    """The findings about one task.
 
     Attributes:
+        task: the task.
+        address: its address in the cluster.
         addresses: the IP addresses of its host name.
-        state: one line for people: `this task`, `answers`, `trains (pid ...)`, or why it cannot be reached.
-        line: the line from here to it, if it could be measured.
+        state: one line for people: `this task`, `answers`, `is training (pid ...)`, or why it cannot be reached.
+        software: its versions, if it answered.
+        link: the properties of the link to it, if it could be measured.
     """
 
     task: Task
@@ -56,12 +59,12 @@ class TaskDiagnosis:
     addresses: tuple[str, ...] = ()
     state: str = ""
     software: SoftwareVersions | None = None
-    line: LinkMeasurement | None = None
+    link: LinkMeasurement | None = None
 
 
 @dataclass
 class DoctorReport:
-    """What the doctor found. Healthy if there are no `problems`; `remarks` are worth a word."""
+    """The findings of a doctor. The cluster is healthy without `problems`; `notes` are hints."""
 
     resolver: str
     cluster_spec: ClusterSpec
@@ -74,7 +77,7 @@ class DoctorReport:
     tls: bool = False
     tasks: list[TaskDiagnosis] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def healthy(self) -> bool:
@@ -84,9 +87,9 @@ class DoctorReport:
 def run(
     resolver: ClusterResolver | None = None, *, config: JobConfig | None = None, wait_s: float = DEFAULT_WAIT_S
 ) -> int:
-    """Examine, print, and return the exit code: 0 if all is well."""
+    """Examine the cluster, print the report, and return the exit code: 0 if there is no problem."""
     console = Console()
-    with console.status("asking the other tasks"):
+    with console.status("contacting the other tasks"):
         report = examine(resolver, config=config, wait_s=wait_s)
     show(report, console)
     return 0 if report.healthy else RendezvousError.exit_code
@@ -95,11 +98,12 @@ def run(
 def examine(
     resolver: ClusterResolver | None = None, *, config: JobConfig | None = None, wait_s: float = DEFAULT_WAIT_S
 ) -> DoctorReport:
-    """Find out what can be known about the cluster from here.
+    """Find out what this task can know about the cluster.
 
     Args:
-        resolver: where the cluster comes from; what `resolve` picks, if not given.
-        wait_s: how long to try to reach tasks that do not answer.
+        resolver: the source of the cluster; the result of `resolve` if not given.
+        config: the configuration; read from the environment if not given.
+        wait_s: seconds to try to reach tasks that do not answer.
 
     Raises: ConfigurationError if the cluster or the environment is described wrongly.
     """
@@ -115,7 +119,7 @@ def examine(
         tls=config.tls is not None,
     )
     if not spec or task is None:
-        report.remarks.append(
+        report.notes.append(
             "There is no cluster in the environment (no TF_CONFIG, Slurm, MPI or Kubernetes): a program started "
             "like this trains alone."
         )
@@ -127,7 +131,7 @@ def examine(
     report.rank = me.rank if me.rank >= 0 else None
     report.world_size = len(me.tasks)
     _check_addresses(report, config)
-    _meet_the_others(report, me, wait_s)
+    _contact_others(report, me, wait_s)
     _compare(report)
     return report
 
@@ -147,10 +151,10 @@ def _check_addresses(report: DoctorReport, config: JobConfig) -> None:
     if 0 < len(loopback) < len(spec.tasks):
         report.problems.append(
             f"{', '.join(map(str, loopback))} has a loopback address, which only its own host can reach, while other "
-            f"tasks have others. Write the name or IP address of its host."
+            f"tasks are elsewhere. Write the name or IP address of its host."
         )
     if not loopback and not config.secret:
-        report.remarks.append(f"{SECRET} is not set: whoever reaches a port of the job can join or disturb it.")
+        report.notes.append(f"{SECRET} is not set: anyone who can reach a port of the job can join or disturb it.")
 
 
 def _resolve(address: Address) -> tuple[str, ...] | str:
@@ -161,26 +165,26 @@ def _resolve(address: Address) -> tuple[str, ...] | str:
     return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
-def _meet_the_others(report: DoctorReport, me: TaskIdentity, wait_s: float) -> None:
+def _contact_others(report: DoctorReport, me: TaskIdentity, wait_s: float) -> None:
     service = LinkBenchmarkService(LinkBenchmarkAnswer(me.description, report.software), len(report.tasks))
     listener = _listen(report, me, service)
     try:
-        # An evaluator listens nowhere.
+        # Evaluators have no port.
         others = [entry for entry in report.tasks if entry.task not in (me.task,) and entry.task.type != EVALUATOR]
         deadline = time.monotonic() + wait_s
         with ThreadPoolExecutor(max(1, len(others)), thread_name_prefix="phalanx-reach") as pool:
             links = list(pool.map(lambda entry: _reach(report, me, entry, deadline), others))
-        # One after the other, so that the lines do not share this end's bandwidth.
+        # One after the other, so that the links do not share this end's bandwidth.
         for entry, link in zip(others, links, strict=True):
             if link is not None:
                 try:
-                    entry.line = measure(link)
+                    entry.link = measure(link)
                 except PhalanxError as error:
-                    report.problems.append(f"{entry.task} answered, and was lost while measuring: {error}")
+                    report.problems.append(f"{entry.task} answered, but was lost during the measurement: {error}")
                 finally:
                     link.close()
         measuring = {str(entry.task) for entry, link in zip(others, links, strict=True) if link is not None}
-        measuring |= {str(entry.task) for entry in report.tasks if entry.task.type == EVALUATOR}  # whom nobody dials
+        measuring |= {str(entry.task) for entry in report.tasks if entry.task.type == EVALUATOR}  # which no task dials
         if listener is not None:
             service.wait_for(measuring, max(1.0, deadline - time.monotonic()))
     finally:
@@ -189,7 +193,7 @@ def _meet_the_others(report: DoctorReport, me: TaskIdentity, wait_s: float) -> N
 
 
 def _listen(report: DoctorReport, me: TaskIdentity, service: LinkBenchmarkService) -> Listener | None:
-    """Open this task's port and answer on it; None, with the reason in the report, if that cannot be."""
+    """Open this task's port and answer on it; None if that fails, with the reason in the report."""
     own = next((entry for entry in report.tasks if entry.task == me.task), None)
     if own is None or me.task.type == EVALUATOR:
         return None
@@ -199,10 +203,10 @@ def _listen(report: DoctorReport, me: TaskIdentity, service: LinkBenchmarkServic
     except PortTakenError as error:
         owner = identify_task(me, me.task)
         if isinstance(owner, TaskDescription) and owner.task == str(me.task):
-            own.state = f"this task; it runs already (pid {owner.pid} on {owner.host})"
+            own.state = f"this task; it is running already (pid {owner.pid} on {owner.host})"
         else:
             own.state = "this task; its port is taken"
-            report.problems.append(f"{me.task}: {error} Who answers there: {_name(owner)}.")
+            report.problems.append(f"{me.task}: {error} At that port: {_name(owner)}.")
         return None
     except ConfigurationError as error:
         own.state = "this task; its port cannot be opened"
@@ -214,9 +218,9 @@ def _listen(report: DoctorReport, me: TaskIdentity, service: LinkBenchmarkServic
 
 
 def _reach(report: DoctorReport, me: TaskIdentity, entry: TaskDiagnosis, deadline: float) -> Link | None:
-    """Try until it answers or the time is up. A link if the line can be measured."""
+    """Try until the task answers or the deadline passes; a link if it can be measured."""
     started_at = time.monotonic()
-    telling = ""  # what somebody there has answered: that it does not answer any more says less
+    last_answer = ""  # more informative than that there is no answer any longer
     while True:
         now = time.monotonic()
         try:
@@ -225,14 +229,14 @@ def _reach(report: DoctorReport, me: TaskIdentity, entry: TaskDiagnosis, deadlin
         except RefusedError as error:
             found = identify_task(me, entry.task)
             if isinstance(found, TaskDescription):
-                entry.state = f"trains (pid {found.pid} on {found.host})"
+                entry.state = f"is training (pid {found.pid} on {found.host})"
                 _check_description(report, me, entry, found)
                 return None
-            failure = telling = str(error)
+            failure = last_answer = str(error)
         except HandshakeError as error:
-            failure = telling = str(error)
+            failure = last_answer = str(error)
         except (PhalanxError, msgspec.MsgspecError) as error:
-            failure = telling or str(error)
+            failure = last_answer or str(error)
         else:
             entry.state = f"answers (pid {answer.description.pid} on {answer.description.host})"
             entry.software = answer.software
@@ -251,9 +255,9 @@ def _check_description(
     if description.task != str(entry.task):
         report.problems.append(
             f"at the address of {entry.task}, {entry.address}, {description.whereabouts} answers: the tasks have "
-            f"different clusters, or two hosts have exchanged their addresses."
+            f"different clusters, or two hosts have swapped addresses."
         )
-    # A program sets more than the doctor can know of: its seed, and what else it compares.
+    # The doctor does not know the seed and other values that a program sets and compares.
     mine = me.description.facts
     comparable = msgspec.structs.replace(
         description.facts, seed=mine.seed, others=mine.others, backend_policy=mine.backend_policy
@@ -264,13 +268,13 @@ def _check_description(
 
 def _compare(report: DoctorReport) -> None:
     for entry in report.tasks:
-        if entry.line and abs(entry.line.clock_offset_s) > CLOCK_OFFSET_WORTH_A_WORD_S:
-            report.remarks.append(
-                f"The clock of {entry.task} is {entry.line.clock_offset_s:+.1f} s off ours; set both by NTP, or their "
-                f"logs cannot be compared."
+        if entry.link and abs(entry.link.clock_offset_s) > NOTABLE_CLOCK_OFFSET_S:
+            report.notes.append(
+                f"The clock of {entry.task} differs from this one's by {entry.link.clock_offset_s:+.1f} s. Synchronise both with "
+                f"NTP, or their logs cannot be compared."
             )
         if entry.software and entry.software.python != report.software.python:
-            report.remarks.append(
+            report.notes.append(
                 f"{entry.task} runs Python {entry.software.python}, this task {report.software.python}."
             )
 
@@ -292,8 +296,8 @@ def show(report: DoctorReport, console: Console) -> None:
     if report.tasks:
         for table in _tables(report, console.width):
             console.print(table)
-    for remark in report.remarks:
-        console.print(f"[yellow]note[/]  {escape(remark)}", highlight=False)
+    for note in report.notes:
+        console.print(f"[yellow]note[/]  {escape(note)}", highlight=False)
     for problem in report.problems:
         console.print(f"[red]problem[/]  {escape(problem)}", highlight=False)
     if report.healthy:
@@ -301,11 +305,11 @@ def show(report: DoctorReport, console: Console) -> None:
 
 
 WIDE = 130
-"""Columns of a terminal on which a table of all tasks can be read."""
+"""Columns that a terminal needs for a table of all tasks."""
 
 
 def _tables(report: DoctorReport, columns: int) -> list[Table]:
-    """One of all tasks; or, on a narrow terminal, one for each."""
+    """One table of all tasks, or on a narrow terminal, one table for each task."""
     rows = [_row(entry) for entry in report.tasks]
     if columns >= WIDE:
         table = Table(*rows[0])
@@ -321,14 +325,14 @@ def _tables(report: DoctorReport, columns: int) -> list[Table]:
 
 
 def _row(entry: TaskDiagnosis) -> dict[str, str]:
-    line = entry.line
+    link = entry.link
     return {
         "task": str(entry.task),
         "address": escape(entry.address),
         "resolves to": "\n".join(entry.addresses) or "-",
-        "state": escape(entry.state) or "not asked (listens nowhere)",
-        "round trip": f"{line.round_trip_s * 1e3:.2f} ms" if line else "-",
-        "clock": f"{line.clock_offset_s * 1e3:+.1f} ms" if line else "-",
-        "bandwidth": f"{line.bytes_per_s / 1e6:.3g} MB/s" if line else "-",
+        "state": escape(entry.state) or "not contacted (has no port)",
+        "round trip": f"{link.round_trip_s * 1e3:.2f} ms" if link else "-",
+        "clock": f"{link.clock_offset_s * 1e3:+.1f} ms" if link else "-",
+        "bandwidth": f"{link.bytes_per_s / 1e6:.3g} MB/s" if link else "-",
         "software": str(entry.software or "-"),
     }

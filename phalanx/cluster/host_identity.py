@@ -1,4 +1,4 @@
-"""Which host this process is on: two processes with the same answer can share memory."""
+"""The identity of this host: two processes with the same identity can share memory."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def host_identity(override: str | None = None) -> str:
-    """Host name, running kernel and shared-memory file system, in one word.
+    """Host name, running kernel and shared-memory file system, joined by hyphens.
 
-    The name alone would not do: containers of one host often have their own /dev/shm, and hosts made from one
-    image the same name.
+    The name alone is not enough: containers of one host often have separate /dev/shm, and hosts created from one
+    image have the same name.
 
     Args:
-        override: replaces it (PHALANX_HOST_ID).
+        override: the value of PHALANX_HOST_ID, which replaces the identity.
     """
     if override:
         return override
@@ -26,5 +26,5 @@ def host_identity(override: str | None = None) -> str:
         parts.append(_BOOT_ID.read_text().strip()[:8])
         parts.append(f"{os.stat(SHARED_MEMORY).st_dev:x}")
     except OSError:
-        pass  # Not Linux: the name is what there is.
+        pass  # not Linux: only the name is available
     return "-".join(parts)

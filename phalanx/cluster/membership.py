@@ -1,4 +1,4 @@
-"""One generation of a job: who takes part, under which rank, and the links between them."""
+"""One generation of a job: its members, their ranks, and the links between them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from phalanx.transport.link import Link, wait_until_delivered
 
 Rank = int
 
-SEE_TASK_OUTPUT = "Look at the end of that task's output for the cause."
+SEE_TASK_OUTPUT = "See the end of that task's output for the cause."
 CONNECTION_CLOSED = f"its connection closed, so the process or its host died. {SEE_TASK_OUTPUT}"
-"""What is known of a lost task where nothing else is."""
+"""The default explanation for a lost task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,12 @@ class Member:
 
 @dataclass(slots=True)
 class GenerationState:
-    """What becomes of a generation whose members come and go.
+    """What collectives and the elastic node tell each other about a generation. Unused in jobs of fixed size.
 
     Attributes:
-        abort_at: by `time.monotonic`, when a collective that still waits gives up, as the generation has ended. Set by
-            another thread.
-        unresponsive: ranks that this one waited for in vain, or to which its connection broke.
+        abort_at: when waiting collectives give up because the generation has ended, by `time.monotonic`. Set by the
+            node's thread.
+        unresponsive: ranks that did not arrive in time, or to which the connection broke. Set by collectives.
     """
 
     abort_at: float = math.inf
@@ -57,8 +57,8 @@ class Membership:
         generation: grows by one whenever a member leaves or joins.
         rank: the rank of this process.
         members: all members, in rank order.
-        links: an open link to every other rank. Owned by the membership: `close()` closes them.
-        state: what becomes of it.
+        links: an open link to every other rank; `close()` closes them.
+        state: see `GenerationState`.
     """
 
     generation: int
@@ -96,8 +96,9 @@ class Membership:
         """The error that names a lost member.
 
         Args:
+            rank: the lost member.
             during: what this process was doing.
-            why: what is known of its connection, a sentence; empty: it was closed.
+            why: the state of the connection as a sentence; by default, that it closed.
         """
         member = self.members[rank]
         return PeerLostError(
@@ -112,7 +113,7 @@ class Membership:
         """Close the links.
 
         Args:
-            flush: wait until what was sent over them has arrived.
+            flush: whether to wait until all bytes sent over them have arrived.
         """
         if flush:
             wait_until_delivered(self.links.values())

@@ -1,4 +1,4 @@
-"""Saying who is missing, and finding out why."""
+"""Reports which tasks are missing in a rendezvous, and why."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from phalanx.transport.listener import Listener
 logger = logging.getLogger(__name__)
 
 NOTICE_AFTER_S = 2.0
-"""When a task says who is missing: not sooner, since tasks that are started together import for seconds."""
+"""When a task logs which tasks are missing. Tasks that start together import packages for a few seconds."""
 ENDED_POLL_S = 1.0
 ENDED_AFTER_S = 4.0
-"""For so long nobody has listened at the port of a task that has ended: a program may start itself again."""
+"""How long nothing must listen at a task's port before the task counts as exited: a program may restart itself."""
 
 
 def log_missing_tasks(me: TaskIdentity, registry: PeerRegistry, listener: Listener, timeout_s: float) -> None:
-    """After a while, log once who is missing. The body of a thread."""
+    """Log once which tasks are missing, after `NOTICE_AFTER_S`. The body of a thread."""
     if registry.wait_until_over(NOTICE_AFTER_S):
         return
     find_causes(me, registry)
@@ -34,7 +34,7 @@ def log_missing_tasks(me: TaskIdentity, registry: PeerRegistry, listener: Listen
     if not lines or registry.wait_until_over(0):
         return
     logger.warning(
-        "%s waits, for up to %.0f s, for:\n%s%s",
+        "%s waits up to %.0f s for:\n%s%s",
         me.task,
         timeout_s,
         "\n".join(f"  {line}" for line in lines),
@@ -43,10 +43,10 @@ def log_missing_tasks(me: TaskIdentity, registry: PeerRegistry, listener: Listen
 
 
 def watch_for_exited_tasks(me: TaskIdentity, registry: PeerRegistry) -> None:
-    """End the rendezvous if a task that is missing has ended. The body of a thread.
+    """End the rendezvous if a missing task has exited. The body of a thread.
 
-    Only a launcher's tasks can tell: it has opened all ports before it started any task, so a port at which nobody
-    listens was its task's. (An error of that task ends the job anyway; this finds the one that has ended without.)
+    Works only under a launcher, which opens all ports before it starts any task: a port without a listener then means
+    that its task has exited. (The launcher ends the job if a task fails; this detects tasks that exit with success.)
     """
     if me.config.listen_fd is None:
         return
@@ -60,8 +60,9 @@ def watch_for_exited_tasks(me: TaskIdentity, registry: PeerRegistry) -> None:
                 task = me.tasks[rank]
                 registry.fail(
                     PeerLostError(
-                        f"{task} (rank {rank}) has ended before the job began, and {me.task} waited for it: nobody "
-                        f"listens at its port any more, {me.spec.address(task)}. Every task must make the strategy.",
+                        f"{task} (rank {rank}) has ended before the job began, and {me.task} waited for it: "
+                        f"nothing listens at its port {me.spec.address(task)} any longer. Every task must create the "
+                        f"strategy.",
                         rank=rank,
                         task=str(task),
                         host=me.spec.address(task).host,
@@ -79,22 +80,20 @@ def _is_refused(me: TaskIdentity, rank: Rank) -> bool:
 
 
 def timeout_error(me: TaskIdentity, registry: PeerRegistry, listener: Listener, timeout_s: float) -> RendezvousError:
-    """The error of a task that has waited long enough, with all that is known about those that are
-    missing."""
+    """The error of a task whose time is up, with everything known about the missing tasks."""
     find_causes(me, registry)
     lines = "\n".join(f"  {line}" for line in describe_missing(me, registry))
     return RendezvousError(
         f"{me.task} (rank {me.rank}, at {me.address}) has waited {timeout_s:g} s for the "
-        f"{len(me.other_ranks)} other tasks of the job, and does not train without them. "
+        f"{len(me.other_ranks)} other tasks of the job and cannot train without them. "
         f"Missing:\n{lines}{_refused(listener)}\nCheck that each was started, with the same cluster and "
-        f"secret, that the addresses are right and that no firewall is between: `phalanx doctor`, run as "
-        f"each of the tasks, tests that. {RENDEZVOUS_TIMEOUT} is the time to wait in seconds."
+        f"secret, that the addresses are right, and that no firewall blocks them: `phalanx doctor`, run as "
+        f"each of the tasks, tests this. {RENDEZVOUS_TIMEOUT} sets the time to wait in seconds."
     )
 
 
 def find_causes(me: TaskIdentity, registry: PeerRegistry) -> None:
-    """Find out why tasks of higher rank have not called, and whether this task's address is another
-    process's."""
+    """Find out why tasks of higher rank have not connected, and whether another process has this task's address."""
     absent = [rank for rank in me.other_ranks if rank not in registry.peers]
 
     def look(rank: Rank) -> None:
@@ -111,51 +110,50 @@ def find_causes(me: TaskIdentity, registry: PeerRegistry) -> None:
         else:
             registry.set_cause(rank, f"{found.whereabouts} listens there instead")
 
-    # Of lower ranks the threads that dial them know best.
+    # The threads that dial lower ranks record the causes for those.
     ranks = [rank for rank in absent if rank > me.rank]
     run_in_threads(look, [*ranks, me.rank], until=time.monotonic() + PROBE_TIMEOUT_S + 0.5)
 
 
 def describe_owner(me: TaskIdentity, owner: TaskDescription) -> str:
-    """The error for a process whose own address is answered by another one of the job."""
+    """The error for a process whose own address belongs to another process of the job."""
     if owner.task == me.description.task:
         return (
             f"{me.task} runs already: {owner.whereabouts} answers at its address, {me.address}. Two "
             f"processes have the same task: give this one (pid {me.description.pid} on {me.description.host}) "
-            f"another task.index in TF_CONFIG, or end the other one."
+            f"another task.index in TF_CONFIG, or stop the other one."
         )
     return (
         f"{me.task} cannot have its address, {me.address}: {owner.whereabouts} of this job answers there. "
-        f"Either the two processes have different clusters, or two addresses of the cluster lead to one place "
-        f"(`localhost` and `127.0.0.1`): give all tasks the same cluster, and each an address of its own."
+        f"Either the two processes have different clusters, or two addresses of the cluster are the same place "
+        f"(`localhost` and `127.0.0.1`). Give all tasks the same cluster, and each task a distinct address."
     )
 
 
 def describe_missing(me: TaskIdentity, registry: PeerRegistry) -> list[str]:
-    """One line for each missing task, with its address and the reason; or what those that are here wait
-    for."""
+    """One line for each missing task with its address and the reason, or what the present tasks wait for."""
     missing = registry.missing()
     if missing:
         return [
-            f"{task} at {me.spec.address(task)}: {missing[str(task)] or 'has not called yet'}"
+            f"{task} at {me.spec.address(task)}: {missing[str(task)] or 'has not connected yet'}"
             for task in me.tasks
             if str(task) in missing
         ]
     if me.rank != CHIEF_RANK:
-        return [f"{me.tasks[CHIEF_RANK]}, which is here, but waits for others to reach each other"]
+        return [f"{me.tasks[CHIEF_RANK]}, which is present, but waits for others to reach each other"]
     lines = []
     for peer in registry.peers.values():
         name = peer.description.whereabouts
         if peer.missing is None:
-            lines.append(f"{name}: is linked, but says nothing; it may be stopped")
-        lines += [f"{name} to reach {task}: {why or 'not called'}" for task, why in (peer.missing or {}).items()]
+            lines.append(f"{name}: is linked, but sends nothing; it may be stopped")
+        lines += [f"{name} to reach {task}: {why or 'not connected'}" for task, why in (peer.missing or {}).items()]
     return lines
 
 
 def run_in_threads(function: Callable[[Rank], None], ranks: Iterable[Rank], *, until: float) -> None:
-    """Call the function for each rank at once; returns when all are done, or at `until` (monotonic)."""
+    """Call the function for all ranks concurrently; returns when all are done, or at `until` (monotonic)."""
     threads = [
-        threading.Thread(target=function, args=(rank,), name=f"phalanx-ask-{rank}", daemon=True) for rank in ranks
+        threading.Thread(target=function, args=(rank,), name=f"phalanx-probe-{rank}", daemon=True) for rank in ranks
     ]
     for thread in threads:
         thread.start()
@@ -165,4 +163,4 @@ def run_in_threads(function: Callable[[Rank], None], ranks: Iterable[Rank], *, u
 
 def _refused(listener: Listener) -> str:
     refused = listener.refusal_summary()
-    return f"\nRefused connections meanwhile: {refused}" if refused else ""
+    return f"\nRefused connections: {refused}" if refused else ""

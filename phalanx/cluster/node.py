@@ -1,4 +1,4 @@
-"""This process's place in a job, and the one call that takes it."""
+"""A member of a job, and `join`, which makes this process one."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from phalanx.transport.listener import Listener
 
 
 class Node:
-    """Owns what a member of a job has: the links to the other members, and the port for later connections.
+    """Owns the resources of a member: the links to the other members, and the port for later connections.
 
     Attributes:
         task: the task of this process.
         cluster_spec: the whole cluster; empty if there is none.
-        config: what the environment said.
+        config: the configuration of the job.
         membership: the members, with links between them.
-        listener: the port; None in a world of one, unless an evaluator asks there. Further purposes can be registered
-            on it.
+        listener: the port, on which services can be registered; None in a world of one, unless an evaluator probes
+            it.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Node:
         """Leave the job: close the links and free the port. Safe to call twice.
 
         Args:
-            flush: this process has finished, so wait until what it sent has arrived.
+            flush: whether to wait until all bytes sent have arrived, as a process that has finished does.
         """
         self.membership.close(flush=flush)
         if self.listener is not None:
@@ -69,25 +69,25 @@ def join(
     config: JobConfig | None = None,
     timeout_s: float | None = None,
 ) -> Node:
-    """Meet the other tasks of the cluster; returns when all of them are linked to each other.
+    """Find the other tasks of the cluster; returns when all of them are linked to each other.
 
-    A cluster without any tasks, one with a single worker, and the task of an evaluator are a world of one,
-    which waits for nobody. Parameter servers and evaluators never count.
+    A cluster without tasks, one with a single worker, and the task of an evaluator are a world of one, which does
+    not wait. Parameter servers and evaluators never count.
 
     >>> node = join(ClusterSpec({}))
     >>> node.membership.rank, node.membership.world_size
     (0, 1)
 
     Args:
-        cluster: where the cluster and this process's task come from.
-        task: this process's task, if `cluster` is a spec, or instead of what the resolver says.
+        cluster: the cluster, or a resolver for it and this process's task.
+        task: this process's task, if `cluster` is a spec; otherwise it replaces the resolver's.
         facts: what all tasks must agree on, besides the cluster and the version of Phalanx.
-        config: from the environment if not given.
-        timeout_s: how long to wait for the others; PHALANX_RENDEZVOUS_TIMEOUT if not given.
+        config: the configuration; read from the environment if not given.
+        timeout_s: seconds to wait for the others; PHALANX_RENDEZVOUS_TIMEOUT if not given.
 
     Raises:
-        ConfigurationError: the cluster is described wrongly, the port is taken, or the task runs already.
-        RendezvousError: tasks did not come in time; the message names them and the reasons.
+        ConfigurationError: the cluster is described wrongly, the port is taken, or the task is already running.
+        RendezvousError: tasks did not arrive in time; the message names them and the reasons.
         DisagreementError: tasks differ in what must be equal; raised on all of them with the same message.
         HandshakeError: a task has another secret, or something else listens at its address.
         UnsupportedError: this process is a parameter server.
@@ -100,13 +100,13 @@ def join(
         return _single_process_node(spec, task or Task(WORKER, 0), config, facts or JobFacts())
     if task is None:
         raise ConfigurationError(
-            f"the cluster has the tasks {', '.join(map(str, spec.tasks))}, but nothing says which of them "
-            f"this process is. Give `task` in TF_CONFIG, or task_type and task_id to the resolver."
+            f"the cluster has the tasks {', '.join(map(str, spec.tasks))}, but this process does not know "
+            f"which of them it is. Set `task` in TF_CONFIG, or task_type and task_id to the resolver."
         )
     spec.check_member(task)
     if task.type == PS:
         raise UnsupportedError(
-            f"{task} is a parameter server, which takes no part in synchronous training. Run it with "
+            f"{task} is a parameter server, which does not take part in synchronous training. Run it with "
             f"ParameterServerStrategy, or start this process as a worker."
         )
     if task.type == EVALUATOR or len(spec.ranked_tasks) == 1:
@@ -137,7 +137,7 @@ def _single_process_node(spec: ClusterSpec, task: Task, config: JobConfig, facts
 
 
 def _open_probe_port(me: TaskIdentity) -> Listener:
-    """A port that only says that the job lives; the launcher has opened it anyway."""
+    """Answer evaluators that check whether the job is alive, on the port that the launcher opened."""
     listener = me.open_listener()
     listener.register(PROBE, ProbeService(me))
     listener.start()

@@ -1,4 +1,4 @@
-"""How a task reaches those of lower rank: it dials until there is a link, and again when that breaks."""
+"""Links to tasks of lower rank: dialled until they are established, and again when they break."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from phalanx.transport.link import Link
 CHIEF_RANK: Rank = 0
 
 ATTEMPT_TIMEOUT_S = 5.0
-"""For one attempt to reach a task, all of the handshake included."""
+"""For one attempt to reach a task, including the handshake."""
 HANDSHAKE_FAILURES_S = 10.0
-"""A task that hangs up on us for so long has another secret or is none of ours: no use in waiting on. A
-little patience, because a process of an earlier job may be about to free the port."""
+"""A task that has hung up for this long has another secret or belongs to another program, so waiting is useless. Not
+shorter, because a process of an earlier job may be about to free the port."""
 PROBE_TIMEOUT_S = 1.0
-"""To find out who is at an address, for a message: a person waits for it."""
+"""To identify the task at an address, for a message: a person waits for it."""
 
 
 def keep_linked(me: TaskIdentity, registry: PeerRegistry, rank: Rank) -> None:
-    """Keep a link to a task of lower rank until the rendezvous is over. The body of a thread."""
+    """Maintain a link to a task of lower rank until the rendezvous is over. The body of a thread."""
     details = msgspec.msgpack.encode(me.description)
     while registry.wait_until_absent(rank):
         absent_since = time.monotonic()
@@ -55,10 +55,12 @@ def keep_linked(me: TaskIdentity, registry: PeerRegistry, rank: Rank) -> None:
                 failing_since, failure, answer = failing_since or started_at, error, error
                 if isinstance(error, RefusedError):
                     registry.mark_seen(rank)
-                if verdict := permanent_error(error, rank, time.monotonic() - failing_since):
-                    registry.fail(verdict)
-            ended = answer is not None and isinstance(failure, LinkClosedError)
-            registry.set_cause(rank, f"nothing listens there any more; before: {answer}" if ended else str(failure))
+                if permanent := permanent_error(error, rank, time.monotonic() - failing_since):
+                    registry.fail(permanent)
+            has_exited = answer is not None and isinstance(failure, LinkClosedError)
+            registry.set_cause(
+                rank, f"nothing listens there any longer; before: {answer}" if has_exited else str(failure)
+            )
             if registry.wait_until_over(retry_delay_s(time.monotonic() - absent_since)):
                 return
 
@@ -72,12 +74,12 @@ def _decode_description(link: Link, welcome: Welcome) -> TaskDescription:
 
 
 def permanent_error(error: HandshakeError, rank: Rank, failing_s: float) -> PhalanxError | None:
-    """The error with which the rendezvous ends, or None if it is worth trying again.
+    """The error that ends the rendezvous, or None if another attempt may succeed.
 
     Args:
-        error: how the last attempt ended.
-        rank: whom it was meant for.
-        failing_s: for how long all attempts have been answered, but without success.
+        error: the result of the last attempt.
+        rank: the rank that was dialled.
+        failing_s: for how many seconds all attempts have been answered without success.
     """
     if isinstance(error, RefusedError):
         reason = error.welcome.reason
@@ -86,13 +88,13 @@ def permanent_error(error: HandshakeError, rank: Rank, failing_s: float) -> Phal
             return DisagreementError(reason)
         if refusal == RUNNING:
             return RendezvousError(reason)
-        # The chief decides which of two processes is the one. Others may not have heard yet.
+        # The chief decides which of two processes with one task remains. Others may not know its decision yet.
         return ConfigurationError(reason) if refusal == DUPLICATE and rank == CHIEF_RANK else None
     return error if failing_s >= HANDSHAKE_FAILURES_S else None
 
 
 def identify_task(me: TaskIdentity, task: Task, timeout_s: float = PROBE_TIMEOUT_S) -> TaskDescription | str:
-    """Who listens at a task's address: what it says of itself, or why nobody says anything."""
+    """The description of the task that listens at a task's address, or why there is no answer."""
     try:
         link, welcome = me.dial(task, PROBE, deadline=time.monotonic() + timeout_s)
         link.close()

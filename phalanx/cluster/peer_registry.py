@@ -1,4 +1,4 @@
-"""Who of the job's tasks is here: what the threads of a rendezvous share."""
+"""The state that the threads of a rendezvous share: this task's identity, and its links to other tasks."""
 
 from __future__ import annotations
 
@@ -30,10 +30,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Peer:
-    """Another task that is here.
+    """Another task that this one has a link to.
 
     Attributes:
-        missing: at the chief, the tasks that it told us to have no link to, with reasons; None before it did.
+        description: how it described itself.
+        link: the link to it.
+        missing: known to the chief only: the tasks that the peer reported to have no link to, with reasons; None
+            before its first report.
     """
 
     description: TaskDescription
@@ -42,12 +45,13 @@ class Peer:
 
 
 class TaskIdentity:
-    """Who this process is in the cluster, and how it speaks to the other tasks. Does not change.
+    """This process's task in the cluster, and how it connects to the other tasks. Immutable.
 
     Attributes:
         tasks: the tasks that have a rank, in rank order.
-        rank: that of this task; -1 if it has none.
-        other_ranks: all ranks but this one.
+        rank: the rank of this task; -1 if it has none.
+        other_ranks: all other ranks.
+        description: how this task describes itself to others.
     """
 
     def __init__(self, spec: ClusterSpec, task: Task, facts: JobFacts, config: JobConfig):
@@ -86,6 +90,7 @@ class TaskIdentity:
         return Listener(sockets, task=str(self.task), secret=config.secret, job=config.job_id, tls=self.tls)
 
     def rank_of(self, task: str) -> Rank | None:
+        """The rank of a task by its name; None if it has none."""
         return next((rank for rank, known in enumerate(self.tasks) if str(known) == task), None)
 
     def dial(self, task: Task, purpose: str, details: bytes = b"", *, deadline: float) -> tuple[Link, Welcome]:
@@ -108,20 +113,20 @@ class TaskIdentity:
 
 
 class PeerRegistry:
-    """The links made so far, and how the rendezvous ended. All methods may be called from any thread."""
+    """The links established so far, and how the rendezvous ended. All methods may be called from any thread."""
 
     def __init__(self, me: TaskIdentity):
         self._me = me
-        # Protects everything below; notified when a peer comes or goes, and at the end.
+        # Protects everything below; notified when a link is added or removed, and at the end.
         self._changed = threading.Condition()
         self._peers: dict[Rank, Peer] = {}
-        self._departed: dict[Rank, Peer] = {}  # the last one with a broken link
+        self._departed: dict[Rank, Peer] = {}  # the last peer of each rank whose link broke
         self._causes: dict[Rank, str] = {}
         self._seen: set[Rank] = set()
         self._failure: PhalanxError | None = None
         self._joined = False
         self._over = False
-        # Readable when something has happened, for a thread that waits for links too.
+        # Readable when something has changed, for the thread that polls it together with the links.
         self.wakeup, self._wakeup_sender = socket.socketpair()
         self.wakeup.setblocking(False)
         self._wakeup_sender.setblocking(False)
@@ -131,22 +136,22 @@ class PeerRegistry:
         self._wakeup_sender.close()
 
     def add(self, rank: Rank, peer: Peer) -> None:
-        """A link to another task has been made; it replaces a former one."""
+        """Add a link to another task; it replaces a previous one."""
         with self._changed:
-            former = self._peers.get(rank)
-            late = self._over
-            if not late:
+            previous = self._peers.get(rank)
+            is_late = self._over
+            if not is_late:
                 self._peers[rank] = peer
                 self._causes.pop(rank, None)
                 self._changed.notify_all()
-        if late:
+        if is_late:
             peer.link.close()
-        elif former is not None:
-            former.link.close()
+        elif previous is not None:
+            previous.link.close()
         self._wake()
 
     def remove(self, rank: Rank, peer: Peer, cause: str) -> None:
-        """A link is broken; it may be made again, and may have been by now."""
+        """Remove a broken link, unless it has been replaced already. A new one may follow."""
         with self._changed:
             if self._peers.get(rank) is not peer:
                 return
@@ -158,28 +163,29 @@ class PeerRegistry:
         peer.link.close()
 
     def set_cause(self, rank: Rank, cause: str) -> None:
-        """Why there is no link to a task yet."""
+        """Record why there is no link to a task yet."""
         with self._changed:
             self._causes[rank] = cause
 
     def mark_seen(self, rank: Rank) -> None:
-        """A task has been spoken to, whatever came of it."""
+        """Record that a task has answered, successfully or not."""
         with self._changed:
             self._seen.add(rank)
 
     def has_seen(self, rank: Rank) -> bool:
+        """Whether a task has ever answered."""
         with self._changed:
             return rank in self._seen or rank in self._peers or rank in self._departed
 
     def fail(self, error: PhalanxError) -> None:
-        """Let the rendezvous end with this error, unless it is over or has another."""
+        """End the rendezvous with this error, unless it is over or has failed already."""
         with self._changed:
             if self._failure is None and not self._over:
                 self._failure = error
         self._wake()
 
     def finish(self, *, joined: bool) -> None:
-        """Nothing that comes later counts."""
+        """End the rendezvous: later links are closed and later errors ignored."""
         with self._changed:
             self._joined = joined
             self._over = True
@@ -203,12 +209,12 @@ class PeerRegistry:
 
     @property
     def last_peers(self) -> dict[Rank, Peer]:
-        """As `peers`, and those whose link broke last, with that closed link."""
+        """As `peers`, plus peers whose link has broken, with that closed link."""
         with self._changed:
             return {**self._departed, **self._peers}
 
     def missing(self) -> dict[str, str]:
-        """The tasks without a link, with the reason as far as it is known, in rank order."""
+        """The tasks without a link in rank order, each with the reason, or an empty string."""
         with self._changed:
             return {
                 str(self._me.tasks[rank]): self._causes.get(rank, "")
@@ -217,16 +223,16 @@ class PeerRegistry:
             }
 
     def wait_until_absent(self, rank: Rank) -> bool:
-        """Wait as long as there is a link to `rank`; False if all is over."""
+        """Wait until there is no link to `rank`; False if the rendezvous is over."""
         with self._changed:
             self._changed.wait_for(lambda: self._over or rank not in self._peers)
             return not self._over
 
     def wait_until_over(self, timeout_s: float) -> bool:
-        """Wait so long, or until all is over; whether it is."""
+        """Wait until the rendezvous is over, for at most `timeout_s`; whether it is over."""
         with self._changed:
             return self._changed.wait_for(lambda: self._over, timeout=timeout_s)
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # Full, so it is readable anyway; or closed, as all is over.
+        with contextlib.suppress(OSError):  # full, so it is readable anyway; or closed
             self._wakeup_sender.send(b"\0")

@@ -1,24 +1,24 @@
-"""The rendezvous: the tasks of a cluster find each other, compare notes, and become ranks with links.
+"""The rendezvous: the tasks of a cluster find each other, check that they agree, and become linked ranks.
 
-Every task listens on its port and dials all tasks of lower rank; so each pair has one link. At the
-first contact the two compare what must agree (`phalanx.cluster.compatibility`). When a task has a link to every
-other, it says so to the chief; when all have, the chief answers with the list of members, and the job begins.
-Until then a link that breaks is made again: processes may be restarted, in any order, minutes apart.
+Every task listens on its port and dials all tasks of lower rank, so each pair has one link. At their first contact,
+two tasks compare what must agree (`phalanx.cluster.compatibility`). A task with a link to every other task reports
+that to the chief; when all have, the chief answers with the list of members, and the job begins. Until then, broken
+links are replaced: processes may restart in any order, minutes apart.
 
-                        link to all others           all have said so
+                        link to all others           all have reported
     gathering  ------------------------>  ready  -----------------------> joined
         ^                                   |
         +------- a link breaks -------------+
 
-A verdict ends it early: tasks that disagree tell all others by a connection of their own (purpose `verdict`),
-so that every task ends with the same message, whether it has links already or not.
+A failure ends it early: tasks that disagree notify all others over separate connections (purpose `failure`), so that
+every task raises the same message, whether it has links or not.
 
-On the links themselves only the chief and the others talk before the start (`_Status` up, `_Start` down).
-Nobody reads a link between two others, because its first bytes may already belong to a collective of a task
-that was told to start a moment earlier.
+Before the start, only the links of the chief carry messages (`_Status` to it, `_Start` from it). The links between
+other tasks are not read, because their first bytes may already belong to a collective of a task that received its
+`_Start` a moment earlier.
 
-Two processes with the same task: the chief takes the first one and refuses the other, which ends with an
-error. Other tasks may meet the wrong one first; they tell the newcomer to ask again, until that one is gone.
+If two processes have the same task, the chief accepts the first one and refuses the other, which raises an error.
+Other tasks may meet the wrong one first; they refuse the second one temporarily, until the first one is gone.
 """
 
 from __future__ import annotations
@@ -65,22 +65,21 @@ logger = logging.getLogger(__name__)
 FIRST_GENERATION = 1
 
 FAILURE_BROADCAST_S = 2.0
-"""How long a verdict is offered to tasks that do not answer, because they are just starting."""
+"""How long a failure is offered to tasks that do not answer, because they are just starting."""
 PORT_TAKEN_PATIENCE_S = 5.0
-"""How long we try again to open our port while somebody has it who does not answer: a process about to
-end."""
+"""How long to retry opening the port while a process that does not answer holds it: it may be about to exit."""
 POLL_S = 1.0
-"""Longest time between two looks at the clock; whatever happens wakes the loop at once."""
+"""Longest time between two checks of the deadline; events wake the loop at once."""
 
 
 class _Status(msgspec.Struct, frozen=True, tag="status"):
-    """To the chief: the tasks that the sender has no link to, with the reasons. None means ready."""
+    """To the chief: the tasks that the sender has no link to, with the reasons. Empty if it is ready."""
 
     missing: dict[str, str]
 
 
 class _Start(msgspec.Struct, frozen=True, tag="start"):
-    """From the chief: all are ready; these are the members in rank order."""
+    """From the chief: all tasks are ready; these are the members in rank order."""
 
     generation: int
     members: list[Member]
@@ -92,7 +91,7 @@ _Message = TypeVar("_Message", _Status, _Start)
 def gather_members(
     spec: ClusterSpec, task: Task, facts: JobFacts, config: JobConfig, timeout_s: float
 ) -> tuple[Membership, Listener]:
-    """Wait for all ranked tasks of the cluster and link up with them; this task's port stays open.
+    """Wait for all ranked tasks of the cluster and establish links to them; this task's port stays open.
 
     Raises: as `phalanx.cluster.join`.
     """
@@ -144,24 +143,24 @@ def _listen(me: TaskIdentity) -> Listener:
             if isinstance(owner, TaskDescription):
                 raise ConfigurationError(describe_owner(me, owner)) from error
             if time.monotonic() >= patience_until:
-                raise PortTakenError(f"{me.task} cannot start: {error} Whoever has it: {owner}.") from error
+                raise PortTakenError(f"{me.task} cannot start: {error} At that port: {owner}.") from error
         time.sleep(0.1)
 
 
 def _start_thread(name: str, target: Callable[..., None], *args: object) -> None:
-    # Daemons: they end by themselves within one attempt, and nobody waits for that.
+    # Daemons: they end within one attempt once the rendezvous is over, and are not waited for.
     threading.Thread(target=target, args=args, name=f"phalanx-{name}", daemon=True).start()
 
 
 def _gather(me: TaskIdentity, registry: PeerRegistry, deadline: float) -> Membership | None:
-    """React to what happens until the job begins; None if the time is up before."""
+    """React to events until the job begins; None if the deadline passes first."""
     progress = _ChiefProtocol(me, registry) if me.rank == CHIEF_RANK else _MemberProtocol(me, registry)
     while True:
-        if verdict := registry.failure:
-            raise verdict
+        if failure := registry.failure:
+            raise failure
         if start := progress.advance():
             registry.finish(joined=True)
-            # One that was lost since the chief counted it has a closed link: the first collective names it.
+            # A peer lost since the chief counted it has a closed link; the first collective names it.
             peers = registry.last_peers
             return Membership(
                 generation=start.generation,
@@ -175,11 +174,11 @@ def _gather(me: TaskIdentity, registry: PeerRegistry, deadline: float) -> Member
 
 
 def _wait(registry: PeerRegistry, events: dict[Rank, int], timeout_s: float) -> None:
-    """Until a link or the roll call has news."""
+    """Wait until a link or the registry changes."""
     poller = select.poll()
     poller.register(registry.wakeup, select.POLLIN)
     for rank, peer in registry.peers.items():
-        with contextlib.suppress(ValueError, OSError):  # Closed a moment ago.
+        with contextlib.suppress(ValueError, OSError):  # closed a moment ago
             poller.register(peer.link, events.get(rank, 0) | _PEER_CLOSED)
     poller.poll(1000 * max(0.0, timeout_s))
     with contextlib.suppress(BlockingIOError):
@@ -190,7 +189,7 @@ _PEER_CLOSED = getattr(select, "POLLRDHUP", 0)
 
 
 class _ChiefProtocol:
-    """The chief hears from all when they are ready, and says when to start."""
+    """The chief's part: collects the status of all tasks and sends the start."""
 
     def __init__(self, me: TaskIdentity, registry: PeerRegistry):
         self._me = me
@@ -205,7 +204,7 @@ class _ChiefProtocol:
                 while (status := _receive(peer.link, _Status)) is not None:
                     peer.missing = status.missing
             except (LinkClosedError, FrameError) as error:
-                self._registry.remove(rank, peer, f"was here before, but {error}")
+                self._registry.remove(rank, peer, f"was present before, but {error}")
         peers = self._registry.peers
         if len(peers) < len(self._me.other_ranks) or any(peer.missing != {} for peer in peers.values()):
             return None
@@ -219,14 +218,14 @@ class _ChiefProtocol:
         ]
         start = _Start(FIRST_GENERATION, members)
         for peer in peers.values():
-            # If one is lost just now, others have begun already: it is lost in the first collective.
+            # If a peer is lost just now, others may have begun already: the first collective raises PeerLostError.
             with contextlib.suppress(LinkClosedError, LinkTimeoutError):
                 _send(peer.link, start)
         return start
 
 
 class _MemberProtocol:
-    """Any other task tells the chief what it misses, and starts when the chief says so."""
+    """Every other task's part: reports its missing links to the chief and waits for the start."""
 
     def __init__(self, me: TaskIdentity, registry: PeerRegistry):
         self._me = me
@@ -240,7 +239,7 @@ class _MemberProtocol:
         chief = self._registry.peers.get(CHIEF_RANK)
         if chief is not None:
             try:
-                # Before anything else: when the job has begun, a closed link is no reason to wait again.
+                # First: once the job has begun, a closed link is no reason to wait again.
                 if start := _receive(chief.link, _Start):
                     return start
                 self._drop_broken_links()
@@ -250,24 +249,24 @@ class _MemberProtocol:
                     self._last_status = (chief.link, missing)
                 return None
             except (LinkClosedError, LinkTimeoutError, FrameError) as error:
-                self._registry.remove(CHIEF_RANK, chief, f"was here before, but {error}")
+                self._registry.remove(CHIEF_RANK, chief, f"was present before, but {error}")
         self._drop_broken_links()
         return None
 
     def _drop_broken_links(self) -> None:
-        """Links to others than the chief are not read, only watched."""
+        """Watch the links to tasks other than the chief, without reading them."""
         for rank, peer in self._registry.peers.items():
             if rank != CHIEF_RANK and peer.link.peer_closed():
-                self._registry.remove(rank, peer, "was here before, but its process ended or its connection broke")
+                self._registry.remove(rank, peer, "was present before, but its process exited or its connection broke")
 
 
 def _send(link: Link, message: _Status | _Start) -> None:
-    # Some hundred bytes into an empty buffer.
+    # A few hundred bytes into an empty buffer.
     link.send(msgspec.msgpack.encode(message), deadline=time.monotonic() + ATTEMPT_TIMEOUT_S)
 
 
 def _receive(link: Link, kind: type[_Message]) -> _Message | None:
-    """The next message, None if it is not here yet."""
+    """The next message; None if it has not arrived yet."""
     try:
         header, _ = link.receive(deadline=0.0)
     except LinkTimeoutError:
@@ -275,24 +274,24 @@ def _receive(link: Link, kind: type[_Message]) -> _Message | None:
     try:
         return msgspec.msgpack.decode(header, type=kind)
     except msgspec.MsgspecError as error:
-        raise FrameError(f"{link.peer} sent something else than a {kind.__name__}: {error}") from error
+        raise FrameError(f"{link.peer} did not send a {kind.__name__}: {error}") from error
 
 
-def _broadcast_failure(me: TaskIdentity, registry: PeerRegistry, verdict: DisagreementError) -> None:
-    """Tell all others why the job cannot begin; those that were not here yet are given a moment to start."""
+def _broadcast_failure(me: TaskIdentity, registry: PeerRegistry, failure: DisagreementError) -> None:
+    """Send all other tasks the reason why the job cannot begin. Tasks not seen yet get a moment to start."""
     until = time.monotonic() + FAILURE_BROADCAST_S
 
-    def tell(rank: Rank) -> None:
+    def send_failure(rank: Rank) -> None:
         while time.monotonic() < until:
             try:
-                link, _ = me.dial(me.tasks[rank], FAILURE, str(verdict).encode(), deadline=until)
+                link, _ = me.dial(me.tasks[rank], FAILURE, str(failure).encode(), deadline=until)
                 link.close()
                 return
             except RefusedError:
                 return
             except PhalanxError:
                 if registry.has_seen(rank):
-                    return  # It has heard it before, and ended.
+                    return  # it has received the failure already, and exited
                 time.sleep(0.05)
 
-    run_in_threads(tell, me.other_ranks, until=until)
+    run_in_threads(send_failure, me.other_ranks, until=until)

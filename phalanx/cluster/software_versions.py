@@ -1,4 +1,4 @@
-"""Which versions this task would train with, found out without importing Keras or a backend."""
+"""The versions that this task would train with, found without importing Keras or a backend."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from phalanx.config.variables import KERAS_BACKEND
 from phalanx.version import __version__
 
 DEFAULT_KERAS_BACKEND = "tensorflow"
-"""What Keras takes if neither the environment nor its configuration file says otherwise."""
+"""Keras's default if neither the environment nor its configuration file sets a backend."""
 
 _PACKAGES = {
     "jax": ("jax",),
     "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tensorflow-macos", "tf-nightly"),
     "torch": ("torch",),
 }
-"""The packages that a backend may come in."""
+"""The packages that may contain a backend."""
 
 
 class SoftwareVersions(msgspec.Struct, frozen=True, kw_only=True):
-    """Versions by name; empty where something is not installed."""
+    """Versions by name; empty if not installed."""
 
     python: str
     phalanx: str
@@ -40,7 +40,7 @@ class SoftwareVersions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def installed_software(environment: Mapping[str, str] | None = None) -> SoftwareVersions:
-    """The versions of this interpreter's environment."""
+    """The versions that this interpreter would import."""
     backend = keras_backend(process_environment() if environment is None else environment)
     return SoftwareVersions(
         python=platform.python_version(),
@@ -59,7 +59,7 @@ def keras_backend(environment: Mapping[str, str]) -> str:
     try:
         backend = json.loads((home / "keras.json").read_text()).get("backend")
     except (OSError, ValueError, AttributeError):
-        backend = None  # Keras itself treats a missing or broken file like an empty one.
+        backend = None  # Keras too treats a missing or broken file as empty
     return str(backend or DEFAULT_KERAS_BACKEND)
 
 

@@ -1,4 +1,4 @@
-"""The cluster as it is described: which tasks there are, at which addresses, and which rank each has."""
+"""The description of a cluster: its tasks, their addresses, and their ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RANKED_TYPES = (CHIEF, WORKER)
 """The types whose tasks hold a replica, in rank order. Parameter servers and evaluators have no rank."""
 
 _MISTAKEN_TYPES = {"master": CHIEF, "workers": WORKER, "parameter_server": PS, "eval": EVALUATOR}
-"""Names that people write, and what they mean; `master` is what TensorFlow 1 called the chief."""
+"""Common mistakes and their meaning; `master` is TensorFlow 1's name for the chief."""
 
 Tasks = Sequence[str] | Mapping[int, str] | Mapping[str, str]
 
@@ -41,7 +41,7 @@ class Task:
         check_task_type(self.type, where="the task's type")
         if isinstance(self.index, bool) or not isinstance(self.index, int) or self.index < 0:
             raise ConfigurationError(
-                f"the index of a {self.type} task is {self.index!r}. Write a whole number from 0 up."
+                f"the index of a {self.type} task is {self.index!r}. Write a whole number of at least 0."
             )
 
     def __str__(self) -> str:
@@ -52,10 +52,10 @@ class ClusterSpec:
     """The tasks of a cluster and their addresses, with the methods of `tf.train.ClusterSpec`.
 
     Args:
-        cluster: task types with the addresses of their tasks: a list, or a mapping from index to address
-            where some indices are absent, or another ClusterSpec, TensorFlow's among them.
+        cluster: task types with the addresses of their tasks, as a list or, where indices are missing, as a mapping
+            from index to address; or another ClusterSpec, including TensorFlow's.
 
-    Raises: ConfigurationError if a type is unknown, an address is malformed or stands there twice.
+    Raises: ConfigurationError if a type is unknown, or an address is malformed or used twice.
 
     >>> spec = ClusterSpec({"worker": ["a:2222", "b:2222"], "ps": ["c:2222"]})
     >>> [str(task) for task in spec.ranked_tasks]
@@ -83,7 +83,7 @@ class ClusterSpec:
         self._check_addresses_differ()
         if len(self._tasks.get(CHIEF, ())) > 1:
             raise ConfigurationError(
-                f"cluster.chief has {len(self._tasks[CHIEF])} tasks, but a job has one chief at most. "
+                f"cluster.chief has {len(self._tasks[CHIEF])} tasks, but a job has at most one chief. "
                 f"Move the others to cluster.worker."
             )
 
@@ -94,8 +94,8 @@ class ClusterSpec:
                 where = f"cluster.{job_name}[{index}]"
                 if address in first:
                     raise ConfigurationError(
-                        f"{first[address]} and {where} have the same address {address!r}. Each task listens "
-                        f"on its own: give one of them another port or host."
+                        f"{first[address]} and {where} have the same address {address!r}. Give "
+                        f"one of them another port or host."
                     )
                 first[address] = where
 
@@ -113,7 +113,7 @@ class ClusterSpec:
         return f"ClusterSpec({self.as_dict()!r})"
 
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
-        """Task types to addresses: a list, or a dict by index where indices are absent."""
+        """Task types with their addresses: a list, or a dict by index where indices are missing."""
         result: dict[str, list[str] | dict[int, str]] = {}
         for job_name, tasks in self._tasks.items():
             ordered = dict(sorted(tasks.items()))
@@ -123,15 +123,15 @@ class ClusterSpec:
 
     @property
     def jobs(self) -> list[str]:
-        """The task types that occur."""
+        """The task types of the cluster."""
         return list(self._tasks)
 
     def num_tasks(self, job_name: str) -> int:
-        """How many tasks of this type there are."""
+        """The number of tasks of this type."""
         return len(self._job(job_name))
 
     def task_indices(self, job_name: str) -> list[int]:
-        """The indices of this type's tasks, in order."""
+        """The indices of the tasks of this type, in order."""
         return sorted(self._job(job_name))
 
     def task_address(self, job_name: str, task_index: int) -> str:
@@ -144,7 +144,7 @@ class ClusterSpec:
         return tasks[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """The addresses of this type's tasks by index; None where an index is absent."""
+        """The addresses of the tasks of this type by index; None where an index is missing."""
         tasks = self._job(job_name)
         return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
 
@@ -153,7 +153,7 @@ class ClusterSpec:
             raise ConfigurationError(f"the cluster has no {job_name!r} tasks, only {self.jobs}.")
         return self._tasks[job_name]
 
-    # ------------------------------------------------- what tf.train.ClusterSpec has not
+    # ------------------------------------------------- beyond tf.train.ClusterSpec
 
     def __contains__(self, task: Task) -> bool:
         return task.index in self._tasks.get(task.type, {})
@@ -217,7 +217,7 @@ def check_task_type(name: object, *, where: str) -> None:
         return
     meant = _MISTAKEN_TYPES.get(str(name).strip().lower()) or str(name).strip().lower()
     advice = f"Write {meant!r}." if meant in TASK_TYPES else f"Write one of {', '.join(TASK_TYPES)}."
-    raise ConfigurationError(f"{where}: {name!r} is no type of task. There are {', '.join(TASK_TYPES)}. {advice}")
+    raise ConfigurationError(f"{where}: {name!r} is not a task type. The types are {', '.join(TASK_TYPES)}. {advice}")
 
 
 def _indexed(tasks: Any, where: str) -> Iterable[tuple[int, object]]:
@@ -237,7 +237,7 @@ def _index(key: object, where: str) -> int:
 
 
 def is_index(text: str) -> bool:
-    """Whether it is a whole number from 0 up, of no more digits than anybody needs (and Python reads)."""
+    """Whether the text is a whole number of at most 18 ASCII digits; int() also accepts other scripts and `1_0`."""
     return re.fullmatch("[0-9]{1,18}", text) is not None
 
 

@@ -1,7 +1,7 @@
-"""Begins and ends this process's part of a job's timeline (`phalanx.monitoring.timeline`).
+"""Starts and stops this process's part of a job's timeline (`phalanx.monitoring.timeline`).
 
-The file lies on the host of rank 0. Who is on that host writes to it. Who is on another one sends its events to a rank
-that can write, over a link of their own, over which it has first measured how far the two clocks are apart.
+The file is on the host of rank 0, where all ranks of that host write to it. Ranks on other hosts send their events to
+rank 0 over a separate link, over which they first measure the offset of the two clocks.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from phalanx.transport.tls import load_tls
 logger = logging.getLogger(__name__)
 
 TIMELINE = "timeline"
-"""Purpose of the links over which events travel."""
-STEP_S = 5.0
-"""For one message."""
-FAREWELL_S = 2.0
-"""How long who writes for others waits at the end for what they still have: what has come in half a second."""
+"""Purpose of the links that carry events."""
+MESSAGE_TIMEOUT_S = 5.0
+"""For one message and its answer."""
+DRAIN_TIMEOUT_S = 2.0
+"""How long the writer waits at the end for the last events of others, which they send every half a second."""
 BATCH = 5000
 """Events in one message."""
 SEPARATOR = b"\n"
-"""Between events; within one it would be escaped."""
+"""Between events; JSON escapes it inside an event."""
 
 
 class _Ping(msgspec.Struct, frozen=True, tag="ping"):
-    """Asks for the other end's clock."""
+    """A request for the other end's clock."""
 
 
 class _Pong(msgspec.Struct, frozen=True):
@@ -52,7 +52,7 @@ class _Pong(msgspec.Struct, frozen=True):
 
 
 class _Events(msgspec.Struct, frozen=True, tag="events"):
-    """Events follow."""
+    """Events follow as buffers."""
 
 
 _Message = _Ping | _Events
@@ -60,7 +60,7 @@ _LOST = (LinkClosedError, LinkTimeoutError, FrameError, HandshakeError, msgspec.
 
 
 class TimelineNode(Protocol):
-    """What is needed of a `Node` or `ElasticNode`."""
+    """The part of a `Node` or `ElasticNode` that a timeline needs."""
 
     @property
     def task(self) -> Task: ...
@@ -79,81 +79,81 @@ class TimelineNode(Protocol):
 
 
 class TimelineRelay:
-    """Writes for ranks of other hosts (a `transport.listener.Service`)."""
+    """Writes the events of ranks on other hosts (a `transport.listener.Service`)."""
 
     def __init__(self, sink: timeline.TimelineSink):
         self._sink = sink
-        self._changed = threading.Condition()  # protects `_served`
-        self._served = 0
+        self._changed = threading.Condition()  # protects `_senders`
+        self._senders = 0
 
     def admit(self, hello: Hello) -> Welcome:
         """See `Service.admit`."""
-        del hello  # it knows the secret
+        del hello  # the handshake has authenticated it
         return Welcome()
 
     def adopt(self, hello: Hello, link: Link) -> None:
         """See `Service.adopt`."""
         with self._changed:
-            self._served += 1
+            self._senders += 1
         threading.Thread(
             target=self._serve, args=(hello.task, link), name=f"phalanx-timeline-{hello.task}", daemon=True
         ).start()
 
-    def wait_for_the_others(self, timeout_s: float) -> None:
-        """Return when nobody sends any more, or the time is up."""
+    def wait_until_idle(self, timeout_s: float) -> None:
+        """Return when all senders have disconnected, or at the timeout."""
         with self._changed:
-            self._changed.wait_for(lambda: self._served == 0, timeout=timeout_s)
+            self._changed.wait_for(lambda: self._senders == 0, timeout=timeout_s)
 
     def _serve(self, task: str, link: Link) -> None:
         try:
             while True:
-                if not link.wait_readable(deadline=time.monotonic() + STEP_S):
+                if not link.wait_readable(deadline=time.monotonic() + MESSAGE_TIMEOUT_S):
                     continue
-                header, buffers = link.receive(deadline=time.monotonic() + STEP_S)
+                header, buffers = link.receive(deadline=time.monotonic() + MESSAGE_TIMEOUT_S)
                 if isinstance(_decoder.decode(header), _Ping):
                     pong = msgspec.msgpack.encode(_Pong(timeline.now()))
-                    link.send(pong, deadline=time.monotonic() + STEP_S)
+                    link.send(pong, deadline=time.monotonic() + MESSAGE_TIMEOUT_S)
                 else:
                     self._sink.write([event for buffer in buffers for event in bytes(buffer).split(SEPARATOR)])
         except _LOST as error:
-            logger.debug("no more of the timeline of %s: %s", task, error)  # it hangs up when it has finished
+            logger.debug("the timeline of %s is complete: %s", task, error)  # the sender closes the link
         except OSError as error:
             logger.warning("the timeline of %s cannot be written: %s", task, error)
         finally:
             link.close()
             with self._changed:
-                self._served -= 1
+                self._senders -= 1
                 self._changed.notify_all()
 
 
 class RemoteTimelineSink:
-    """Sends events to a rank that can write (a `timeline.Sink`)."""
+    """Sends events to a rank that can write (a `timeline.TimelineSink`)."""
 
     def __init__(self, link: Link):
         self._link = link
 
     def clock_offset(self) -> tuple[float, float]:
-        """By how much the other clock is ahead of this one, and how uncertain that is, in ns (Cristian 1989)."""
-        round_trip, offset = fastest(self._ask)
+        """How far the other clock is ahead of this one, and the uncertainty, in ns (Cristian 1989)."""
+        round_trip, offset = fastest(self._ping)
         return offset, round_trip / 2
 
     def write(self, events: Sequence[bytes]) -> bool:
-        """See `Sink.write`."""
+        """See `TimelineSink.write`."""
         for start in range(0, len(events), BATCH):
             content = SEPARATOR.join(events[start : start + BATCH])
             try:
-                self._link.send(_EVENTS, [content], deadline=time.monotonic() + STEP_S)
+                self._link.send(_EVENTS, [content], deadline=time.monotonic() + MESSAGE_TIMEOUT_S)
             except _LOST as error:
-                raise OSError(f"the rank that writes it does not take it: {error}") from error
+                raise OSError(f"the rank that writes the timeline does not accept events: {error}") from error
         return True
 
     def close(self) -> None:
-        """See `Sink.close`."""
+        """See `TimelineSink.close`."""
         self._link.finish()
         self._link.close()
 
-    def _ask(self) -> tuple[int, float]:
-        deadline = time.monotonic() + STEP_S
+    def _ping(self) -> tuple[int, float]:
+        deadline = time.monotonic() + MESSAGE_TIMEOUT_S
         before = timeline.now()
         self._link.send(_PING, deadline=deadline)
         header, _ = self._link.receive(deadline=deadline)
@@ -168,16 +168,18 @@ _EVENTS = msgspec.msgpack.encode(_Events())
 _relay: TimelineRelay | None = None
 
 
-def start_recording(node: TimelineNode, path: Path, *, anew: bool = False, marks_cycles: bool = False) -> None:
-    """Record this process into the job's timeline, until `end`.
+def start_recording(node: TimelineNode, path: Path, *, overwrite: bool = False, marks_cycles: bool = False) -> None:
+    """Record this process in the job's timeline, until `stop_recording`.
 
     Args:
-        path: on the host of rank 0.
-        anew: rank 0 makes the file anew, even if it is of this job.
+        node: this process's node.
+        path: the file on the host of rank 0.
+        overwrite: whether rank 0 replaces the file even if it belongs to this job.
+        marks_cycles: whether to record negotiation rounds.
 
     Raises:
         ConfigurationError: the file cannot be written.
-        ValueError: this process records already.
+        ValueError: this process is recording already.
     """
     global _relay
     if timeline.current.on:
@@ -186,31 +188,31 @@ def start_recording(node: TimelineNode, path: Path, *, anew: bool = False, marks
     me = membership.me
     if membership.members[0].host == me.host:
         if membership.rank == 0:
-            timeline.create(path, config.job_id, anew=anew)
+            timeline.create(path, config.job_id, anew=overwrite)
         sink: timeline.TimelineSink = timeline.TimelineFileSink(path, config.job_id)
         if node.listener is not None and len(membership.hosts) > 1:
             _relay = TimelineRelay(timeline.TimelineFileSink(path, config.job_id))
             node.listener.register(TIMELINE, _relay)
-        offset = uncertain = 0.0
+        offset = uncertainty = 0.0
     else:
-        found = _find_writer(membership.members[0], str(node.task), config)
-        if found is None:
+        writer = _find_writer(membership.members[0], str(node.task), config)
+        if writer is None:
             return
-        sink, (offset, uncertain) = found
+        sink, (offset, uncertainty) = writer
     tasks = [str(task) for task in node.cluster_spec.ranked_tasks]
-    number = tasks.index(me.task) if me.task in tasks else me.rank  # the same for a task that comes back
+    number = tasks.index(me.task) if me.task in tasks else me.rank  # the same for a task that rejoins
     recorder = timeline.TimelineFileRecorder(
         sink, number, f"{me.task} (rank {me.rank} on {me.host})", offset_ns=round(offset), marks_cycles=marks_cycles
     )
     about = {"job": config.job_id, "world_size": membership.world_size, "generation": membership.generation}
-    clock = {"clock_offset_ms": offset / 1e6, "uncertain_by_ms": uncertain / 1e6}
+    clock = {"clock_offset_ms": offset / 1e6, "uncertain_by_ms": uncertainty / 1e6}
     recorder.instant(timeline.MEMBERSHIP, "begins", {**about, **clock})
     timeline.start(recorder)
 
 
 def start_worker_recording(me: TaskIdentity, path: Path) -> None:
-    """As `begin`, for a worker among parameter servers, which has no links to other workers: those on other hosts than
-    the first one are not in the timeline."""
+    """As `start_recording`, for a worker of a job with parameter servers. Workers have no links to each other there, so
+    the timeline contains only the workers on the host of the first one."""
     config = me.config
     if timeline.current.on:
         return
@@ -223,19 +225,19 @@ def start_worker_recording(me: TaskIdentity, path: Path) -> None:
 
 
 def stop_recording() -> None:
-    """Record no more; rank 0's host waits a moment for what others have to write. Safe to call twice."""
+    """Stop recording; rank 0 waits a moment for the last events of other hosts. Safe to call twice."""
     global _relay
     timeline.stop()
     relay, _relay = _relay, None
     if relay is not None:
-        relay.wait_for_the_others(FAREWELL_S)
+        relay.wait_until_idle(DRAIN_TIMEOUT_S)
 
 
 def _find_writer(chief: Member, task: str, config: JobConfig) -> tuple[RemoteTimelineSink, tuple[float, float]] | None:
-    """The chief, as soon as it listens for events, and its clock (see `RemoteSink.clock_offset`); None, with a warning,
-    if it does not."""
+    """A sink to the chief, once it accepts events, and its clock (see `RemoteTimelineSink.clock_offset`); None, with a
+    warning, if it does not."""
     hello = Hello(purpose=TIMELINE, task=task, job=config.job_id)
-    until = time.monotonic() + STEP_S
+    until = time.monotonic() + MESSAGE_TIMEOUT_S
     while True:
         try:
             link, _ = dial(
@@ -244,7 +246,7 @@ def _find_writer(chief: Member, task: str, config: JobConfig) -> tuple[RemoteTim
                 peer=chief.task,
                 secret=config.secret,
                 tls=load_tls(config.tls),
-                deadline=time.monotonic() + STEP_S,
+                deadline=time.monotonic() + MESSAGE_TIMEOUT_S,
             )
             sink = RemoteTimelineSink(link)
             return sink, sink.clock_offset()

@@ -175,7 +175,7 @@ class HorovodJob:
 
         Raises: as `timeline_relay.begin`.
         """
-        timeline_relay.start_recording(self._node, path.absolute(), anew=True, marks_cycles=marks_cycles)
+        timeline_relay.start_recording(self._node, path.absolute(), overwrite=True, marks_cycles=marks_cycles)
 
     def close(self) -> None:
         """Leave the job; safe to call twice. Does nothing in a fork of this process, which is not a member."""

@@ -1,1 +1,1 @@
-"""Bytes between two processes: links, the handshake that opens them, and the one port of a task."""
+"""Bytes between processes: links, the handshake that opens them, and the one port of a task."""

@@ -1,4 +1,4 @@
-"""Where a task listens: `host:port`, checked when it is read and not when it fails."""
+"""Where a task listens: `host:port`, checked when it is parsed and not when a connection fails."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Address:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only processes of the same host can reach it."""
+        """Whether only processes on the same host can reach it."""
         try:
             return ipaddress.ip_address(self.host.split("%")[0]).is_loopback
         except ValueError:
@@ -34,14 +34,15 @@ class Address:
 
     @classmethod
     def parse(cls, text: object, *, where: str) -> Address:
-        """Read `host:port` or `[IPv6]:port`; spaces around it do not matter.
+        """Parse `host:port` or `[IPv6]:port`, ignoring surrounding spaces.
 
         Args:
-            where: where it stands, for the message, for example `cluster.worker[1]`.
-        Raises: ConfigurationError saying what is wrong and what to write instead.
+            text: the address.
+            where: the source of the address, for messages, for example `cluster.worker[1]`.
+        Raises: ConfigurationError with the mistake and a correction.
         """
         if not isinstance(text, str):
-            raise ConfigurationError(f"{where} is {text!r}, which is no address. Write a string like 'host:2222'.")
+            raise ConfigurationError(f"{where} is {text!r}, which is not an address. Write a string like 'host:2222'.")
         stripped = text.strip()
         bare = re.sub(r"^[A-Za-z][A-Za-z0-9+.-]*://", "", stripped).split("/")[0]
         if bare != stripped:
@@ -52,7 +53,7 @@ class Address:
         if port is None:
             if stripped.count(":") > 1:
                 raise ConfigurationError(
-                    f"{where} is {text!r}: an IPv6 address needs brackets to be told from its port. "
+                    f"{where} is {text!r}: an IPv6 address needs brackets before its port. "
                     f"Write '[{stripped}]:2222', or with another port."
                 )
             raise ConfigurationError(
@@ -60,7 +61,7 @@ class Address:
             )
         if not (re.fullmatch("[0-9]{1,5}", port) and 1 <= int(port) <= 65535):
             raise ConfigurationError(
-                f"{where} is {text!r}, whose port {port!r} is no number from 1 to 65535. "
+                f"{where} is {text!r}, whose port {port!r} is not a number from 1 to 65535. "
                 f"Write for example '{host or 'host'}:2222'."
             )
         if not _is_host(host):
@@ -72,7 +73,7 @@ class Address:
 
 
 def _split(text: str) -> tuple[str, str | None]:
-    """Host (without brackets) and port text; no port is None."""
+    """The host without brackets, and the text of the port or None."""
     if text.startswith("["):
         host, bracket, rest = text[1:].partition("]")
         return (host, rest[1:]) if bracket and rest.startswith(":") else (text, None)

@@ -15,25 +15,25 @@ from phalanx.transport.link import Link
 from phalanx.transport.tls import TLS
 
 CONNECT_TIMEOUT_S = 5.0
-"""For one attempt on one IP address. An address that drops packets must not hold up the next one for long;
-longer than the three seconds after which a lost first packet has been sent again twice."""
+"""For one attempt at one IP address. Short, so that an address that drops packets does not delay the next one for
+long; longer than the 3 s after which a lost first packet has been retransmitted twice."""
 
 FIRST_RETRY_S = 0.01
 LAST_RETRY_S = 1.0
 RETRY_SHARE = 0.05
-"""A retry comes after 5 % of the time waited so far: the wait is never more than 5 % longer than it must be,
-and a peer that is minutes late is asked once a second."""
+"""The next attempt follows after 5 % of the time waited so far: the wait is at most 5 % longer than necessary, and a
+peer that is minutes late is dialled once a second."""
 
 
 class UnreachableError(LinkClosedError):
-    """No way leads to the address now, or its name is not known: nothing is said of who may listen there."""
+    """The address has no route now, or its name is unknown. This says nothing about what listens there."""
 
 
 class RefusedError(HandshakeError):
-    """The other task knows us and says no.
+    """The other task recognised this one and refused it.
 
     Attributes:
-        welcome: what it said.
+        welcome: its answer, with the kind and the reason of the refusal.
     """
 
     def __init__(self, message: str, welcome: Welcome):
@@ -42,7 +42,7 @@ class RefusedError(HandshakeError):
 
 
 def retry_delay_s(waited_s: float) -> float:
-    """How long to wait before the next attempt, after `waited_s` of attempts."""
+    """Seconds to wait before the next attempt, after `waited_s` seconds of attempts."""
     return min(max(waited_s * RETRY_SHARE, FIRST_RETRY_S), LAST_RETRY_S)
 
 
@@ -55,21 +55,24 @@ def dial(
     tls: TLS | None = None,
     deadline: float,
 ) -> tuple[Link, Welcome]:
-    """Connect once, prove the secret, say what for.
+    """Connect once, prove the secret, and state the purpose.
 
     Args:
         address: where the other task listens.
-        peer: its name, for messages.
-        deadline: a value of `time.monotonic()`.
+        hello: this task's introduction, with the purpose of the link.
+        peer: the other task's name, for messages.
+        secret: the job's secret, or None.
+        tls: the TLS contexts of this task, or None for a plain connection.
+        deadline: when to give up, a value of `time.monotonic()`.
 
     Returns: the link, and the other end's answer.
 
     Raises:
-        LinkClosedError: nobody listens there, or it hung up; UnreachableError: there is no way there, or the name is
-            unknown. May pass: try again.
-        LinkTimeoutError: no answer. May pass as well.
+        LinkClosedError: nothing listens there, or it hung up. Temporary: try again.
+        UnreachableError: there is no route, or the name is unknown. Temporary too.
+        LinkTimeoutError: there was no answer. Temporary too.
         RefusedError: the other end did not accept the Hello.
-        HandshakeError: who listens there is none of ours, or has another secret or version.
+        HandshakeError: what listens there is not of this job, or has another secret or version.
     """
     link = Link(_connect(address, peer, tls, deadline), peer)
     try:
@@ -81,7 +84,7 @@ def dial(
             raise RefusedError(f"{peer} at {address} refused: {welcome.reason}", welcome)
     except (msgspec.MsgspecError, FrameError, UnicodeError, RecursionError) as error:
         link.close()
-        raise HandshakeError(f"{peer} at {address} answered something else than expected: {error}") from error
+        raise HandshakeError(f"{peer} at {address} sent an unexpected answer: {error}") from error
     except BaseException:
         link.close()
         raise
@@ -98,7 +101,7 @@ def _connect(address: Address, peer: str, tls: TLS | None, deadline: float) -> s
         ) from error
     failure: OSError | None = None
     for tried, (family, kind, protocol, _, where) in enumerate(candidates):
-        # Each gets its part of what is left: one that drops packets leaves time for the next.
+        # Each address gets its share of the remaining time, so that one that drops packets leaves time for the next.
         timeout_s = min((deadline - time.monotonic()) / (len(candidates) - tried), CONNECT_TIMEOUT_S)
         if timeout_s <= 0:
             break
@@ -110,11 +113,11 @@ def _connect(address: Address, peer: str, tls: TLS | None, deadline: float) -> s
         try:
             sock.settimeout(timeout_s)
             sock.connect(where)
-            # With nobody listening, a port from the range of outgoing ones can be connected to itself.
+            # Without a listener, a port in the range of outgoing ports can be connected to itself.
             if sock.getsockname() == sock.getpeername():
-                raise ConnectionRefusedError("nobody listens")
+                raise ConnectionRefusedError("nothing listens")
             if tls is not None:
-                # The handshake of TLS runs with the first bytes, under the link's deadlines.
+                # The TLS handshake runs with the first bytes, under the link's deadlines.
                 sock.setblocking(False)
                 return tls.dialer.wrap_socket(sock, do_handshake_on_connect=False)
             return sock
@@ -126,7 +129,7 @@ def _connect(address: Address, peer: str, tls: TLS | None, deadline: float) -> s
             raise
     if isinstance(failure, ConnectionRefusedError):
         raise LinkClosedError(f"nothing listens at {address} yet (connection refused)") from failure
-    if isinstance(failure, ConnectionError):  # somebody has answered
+    if isinstance(failure, ConnectionError):  # a host has answered
         raise LinkClosedError(f"{address} cannot be reached ({failure.strerror or failure})") from failure
     if failure is None or isinstance(failure, TimeoutError):
         raise LinkTimeoutError(f"{address} does not answer (wrong address, host down, or a firewall)")
@@ -134,7 +137,7 @@ def _connect(address: Address, peer: str, tls: TLS | None, deadline: float) -> s
 
 
 def _tls_failure(peer: str, error: ssl.SSLError) -> str:
-    """Whose certificate is at fault: an alert is about our own."""
+    """Which end's certificate is at fault: an alert is about our own."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"the certificate of {peer} is not accepted here: {error.verify_message} (PHALANX_TLS_CA of this task)"
     if "ALERT" in str(error):
@@ -164,15 +167,15 @@ def _shake_hands(link: Link, secret: bytes | None, deadline: float) -> None:
     except HandshakeError as error:
         raise HandshakeError(f"what listens at the address of {link.peer} is not it: {error}") from error
     except LinkClosedError as error:
-        # It has seen our proof and hung up without a word, as we do to a stranger.
+        # It saw our proof and hung up without an answer, as a listener does to strangers.
         if handshake.waits_for_proof:
             raise WrongSecretError(
                 f"{link.peer} hung up when it saw our proof of the secret: PHALANX_SECRET differs, or is set "
-                f"at only one of the two ends (or it had no room for one more connection: its log says so)"
+                f"at only one of the two ends (or it had too many connections: its log says so)"
             ) from error
         if isinstance(error.__cause__, ssl.SSLError):
             raise HandshakeError(_tls_failure(link.peer, error.__cause__)) from error
         raise LinkClosedError(
-            f"{link.peer} hung up when we called: its process is about to end, or only one of the two ends "
+            f"{link.peer} hung up during the handshake: its process is exiting, or only one of the two ends "
             f"has TLS (PHALANX_TLS_CERT, _KEY and _CA must be set on all tasks or none)"
         ) from error

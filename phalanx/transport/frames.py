@@ -1,16 +1,16 @@
-"""Frames: the wire format of a link, as bytes in and frames out. No socket comes near this file.
+"""Frames: the wire format of a link, as bytes in and frames out. This file knows no socket.
 
-A frame is a small header (what the message is; msgspec or whatever the layer above speaks) and any number of
-raw buffers (array contents), in this order, integers in network byte order:
+A frame is a small header (a description of the message, encoded by the layer above) and any number of raw buffers
+(array contents), in this order, integers in network byte order:
 
     preamble   4 bytes magic, u32 length of the header, u32 number of buffers
     lengths    one u64 for each buffer
-    header     so many bytes
-    buffers    one after the other, nothing between them
+    header     as many bytes as the preamble says
+    buffers    one after the other, without padding
 
-Everything that a length can make us allocate is compared with a limit first: the preamble bounds the
-lengths and the header together (at most 1.5 MiB), and the sum of the lengths is checked before the first
-buffer is allocated. So a header that claims 4 GB costs us twelve bytes.
+Every length is checked against a limit before memory is allocated for it: the preamble bounds the table of lengths
+and the header, and the sum of the lengths is checked before the first buffer is allocated. A header that claims 4 GB
+costs twelve bytes.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ import numpy as np
 from phalanx.errors import FrameError
 
 Buffer = bytes | bytearray | memoryview | np.ndarray[Any, Any]
-"""Contiguous memory: anything that can be sent as raw bytes without a copy."""
+"""Contiguous memory that can be sent as raw bytes without a copy."""
 
 MAGIC = b"PXF\x01"
 """First bytes of every frame; the last one is the version of this format."""
 
 MAX_HEADER_BYTES = 1 << 23
-"""8 MiB: headers describe, buffers carry. The structure of a model with 10,000 variables and of its optimizer takes a
+"""8 MiB: headers describe, buffers carry the data. A model with 10,000 variables and its optimizer take a
 quarter of it."""
 
 MAX_BUFFERS = 1 << 16
-"""65,536 buffers: more than any model has variables, and their length table takes only 512 KiB."""
+"""65,536 buffers: more than any model has variables, while their table of lengths takes only 512 KiB."""
 
 MAX_PAYLOAD_BYTES = 1 << 36
-"""64 GiB over all buffers of a frame: more than one message of ours carries, less than wraps or kills a host
-by accident. Lower it (`FrameReader(max_payload_bytes=...)`) where a smaller bound is known."""
+"""64 GiB over all buffers of a frame: more than any message carries, and less than overflows. Pass a smaller
+`FrameReader(max_payload_bytes=...)` where a smaller bound is known."""
 
 _PREAMBLE = struct.Struct("!4sII")
 _LENGTH_BYTES = 8
@@ -47,7 +47,7 @@ _LENGTH_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One message: its header, and its buffers, which the receiver owns."""
+    """One message: its header and its buffers, which belong to the receiver."""
 
     header: bytes
     buffers: list[memoryview]
@@ -56,7 +56,7 @@ class Frame:
 def byte_view(buffer: Buffer) -> memoryview:
     """The bytes of a contiguous buffer as a flat view, without a copy.
 
-    Raises: ValueError if the memory is not contiguous: sending it needs a copy, which the caller makes.
+    Raises: ValueError if the memory is not contiguous: the caller must copy it first.
     """
     if isinstance(buffer, np.ndarray):
         if not buffer.flags.c_contiguous:
@@ -77,7 +77,7 @@ def byte_view(buffer: Buffer) -> memoryview:
 def encode_frame(header: bytes, buffers: Sequence[Buffer] = ()) -> list[memoryview]:
     """The pieces of one frame in sending order; the buffers are not copied. Empty pieces are left out.
 
-    Raises: FrameError if the frame is over a limit, so that the sender hears of it and not the receiver.
+    Raises: FrameError if the frame exceeds a limit, so that the sender learns of it and not the receiver.
     """
     views = [byte_view(buffer) for buffer in buffers]
     lengths = [view.nbytes for view in views]
@@ -94,13 +94,16 @@ def encode_frame(header: bytes, buffers: Sequence[Buffer] = ()) -> list[memoryvi
 
 
 class FrameReader:
-    """Puts one stream of bytes together into frames, without a copy.
+    """Assembles frames from a stream of bytes, without a copy.
 
-    The owner of the bytes writes into `get_buffer()` and says how many came with `buffer_updated(n)`, until that
-    returns a frame; then it starts over. `get_buffer()` never reaches beyond the end of the frame, so bytes
-    that follow a frame stay where they are, for whoever reads them next.
+    The caller writes into `get_buffer()` and reports the number of bytes with `buffer_updated(n)`, until that returns
+    a frame (compare `asyncio.BufferedProtocol`). The buffer never extends beyond the end of the frame, so bytes after
+    a frame stay in the socket for the next reader.
 
-    After a FrameError the position in the stream is lost and the reader must not be used again.
+    After a FrameError the position in the stream is lost, and the reader must not be used again.
+
+    Args:
+        max_payload_bytes: largest sum of buffer sizes that is accepted.
     """
 
     def __init__(self, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES):
@@ -117,18 +120,18 @@ class FrameReader:
 
     @property
     def idle(self) -> bool:
-        """True between two frames: no byte of a frame has come yet."""
+        """Whether the stream is between two frames."""
         return self._header_length < 0 and self._position == 0
 
     def get_buffer(self) -> memoryview:
-        """Where the next bytes belong; never empty."""
+        """Where to write the next bytes; never empty."""
         return self._target[self._position :]
 
     def buffer_updated(self, count: int) -> Frame | None:
-        """Take note that `count` bytes were written to `get_buffer()`.
+        """Account for `count` bytes that were written to `get_buffer()`.
 
         Returns: the frame if these bytes completed it, else None.
-        Raises: FrameError if this is no frame, or one over the limits.
+        Raises: FrameError if this is not a frame, or exceeds a limit.
         """
         self._position += count
         while self._position == self._target.nbytes:
@@ -139,7 +142,7 @@ class FrameReader:
         return None
 
     def _advance(self) -> Frame | None:
-        """The piece at hand is complete: read it and open the next one."""
+        """Interpret the completed part and allocate the next one."""
         if self._header_length < 0:
             magic, header_length, buffer_count = _PREAMBLE.unpack(self._target)
             if magic != MAGIC:
@@ -166,7 +169,7 @@ class FrameReader:
 
     def _open_next_buffer(self) -> None:
         if len(self._buffers) < len(self._lengths):
-            # numpy.empty, as a bytearray would be filled with zeros first: a whole pass over the memory.
+            # numpy.empty, because a bytearray would first be filled with zeros: a pass over all of the memory.
             self._open(np.empty(self._lengths[len(self._buffers)], np.uint8).data)
 
     def _open(self, target: memoryview) -> None:
@@ -178,7 +181,7 @@ def _check_limits(header_length: int, buffer_count: int, *, what: str) -> None:
     if header_length > MAX_HEADER_BYTES:
         raise FrameError(
             f"frame {what} with a header of {header_length} bytes; at most {MAX_HEADER_BYTES} are allowed. "
-            f"Large contents belong into the frame's buffers."
+            f"Put large contents into the frame's buffers."
         )
     if buffer_count > MAX_BUFFERS:
         raise FrameError(f"frame {what} with {buffer_count} buffers; at most {MAX_BUFFERS} are allowed.")

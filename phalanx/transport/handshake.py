@@ -5,17 +5,15 @@
     dialer    -> listener   32 bytes HMAC-SHA256(secret, "dialer" | magic | both nonces)
     listener  -> dialer     32 bytes HMAC-SHA256(secret, "listener" | magic | both nonces)
 
-All messages have a fixed length, so nothing that a stranger sends is ever interpreted, and nothing is
-allocated for it. The nonces of both ends make a proof useless in any other connection; the role in it keeps
-one end's proof from being sent back to it as its own. The dialer proves first: who connects to a port of ours
-without the secret gets nothing but a random number.
+All messages have a fixed length, so nothing that a stranger sends is interpreted or allocated for. The nonces of both
+ends make a proof useless in any other connection; the role in it prevents a proof from being reflected to its sender.
+The dialer proves first: a connection without the secret gets nothing but a random number.
 
-After it both ends send one frame each, `Hello` and `Welcome`, and the link is handed to whoever serves the
-purpose. The handshake authenticates; it does not encrypt: that is TLS (`phalanx.transport.tls`), which runs
-below it.
+Then each end sends one frame, `Hello` and `Welcome`, and the link goes to the service of its purpose. The handshake
+authenticates but does not encrypt; TLS (`phalanx.transport.tls`), which runs below it, does.
 
-Source: the challenge-response of RFC 2104 and RFC 4949, mutual, as in SCRAM (RFC 5802) without its salting,
-which protects passwords that people choose: ours are random.
+Source: the challenge-response of RFC 2104 and RFC 4949, mutual as in SCRAM (RFC 5802), without the salting
+that protects passwords chosen by people: secrets here are random.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ import msgspec
 from phalanx.errors import HandshakeError
 
 PROTOCOL_VERSION = 1
-"""Changes whenever old and new tasks would misunderstand each other."""
+"""Incremented whenever old and new tasks would misunderstand each other."""
 
 MAGIC = b"PHALANX" + bytes([PROTOCOL_VERSION])
 NONCE_BYTES = 32
@@ -40,23 +38,25 @@ _OPENING_BYTES = len(MAGIC) + NONCE_BYTES
 
 
 class Role(enum.Enum):
+    """One end of the handshake, with the prefix of its proof."""
+
     DIALER = b"phalanx dialer"
     LISTENER = b"phalanx listener"
 
 
 class WrongSecretError(HandshakeError):
-    """The other end does not know the secret that this end has."""
+    """The other end does not know this end's secret."""
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """The first frame of a connection: who dials, and what for.
+    """The first frame of a connection: the dialling task and its purpose.
 
     Attributes:
         purpose: names the service that gets the link, for example `mesh`.
-        task: who dials, for example `worker/1`.
+        task: the dialling task, for example `worker/1`.
         job: the dialer's job; tasks of another job are refused.
-        incarnation: random, one for each process, so that two processes of one task can be told apart.
-        details: what the purpose adds, in its own encoding.
+        incarnation: random, one for each process, to distinguish two processes of one task.
+        details: data of the purpose, in its own encoding.
     """
 
     purpose: str
@@ -70,9 +70,9 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to a Hello: empty `refusal` if the link is accepted.
 
     Attributes:
-        refusal: the kind of refusal, a word that the purpose's two ends know.
-        reason: why, for people.
-        details: what the purpose adds, in its own encoding.
+        refusal: the kind of refusal, a constant that both ends of the purpose know.
+        reason: an explanation for people.
+        details: data of the purpose, in its own encoding.
     """
 
     refusal: str = ""
@@ -81,14 +81,15 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Handshake:
-    """One end's part in the handshake.
+    """One end of the handshake.
 
-    The owner of the connection sends what `data_to_send()` returns, reads at most `bytes_needed()` bytes and passes
+    The owner of the connection sends the result of `data_to_send()`, reads at most `bytes_needed()` bytes and passes
     them to `receive_data()`, until `done`.
 
     Args:
         role: which end this is.
-        secret: the job's secret; None stands for "no secret", which is proved like any other.
+        secret: the job's secret; None is proved like any other secret.
+        nonce: this end's random number; drawn if not given.
     """
 
     def __init__(self, role: Role, secret: bytes | None, *, nonce: bytes | None = None):
@@ -101,28 +102,27 @@ class Handshake:
         self.done = False
 
     def data_to_send(self) -> bytes:
-        """What is to be sent now; each byte is returned once."""
+        """Bytes to send now; each byte is returned once."""
         data, self._outgoing = self._outgoing, b""
         return data
 
     def bytes_needed(self) -> int:
-        """How many bytes are missing from the message at hand; 0 when the handshake is done."""
+        """How many bytes the current message still needs; 0 when the handshake is done."""
         if self.done:
             return 0
         return (PROOF_BYTES if self._peer_nonce else _OPENING_BYTES) - len(self._incoming)
 
     @property
     def waits_for_proof(self) -> bool:
-        """Whether the other end has shown that it speaks our protocol, but not yet that it knows the
-        secret."""
+        """Whether the other end speaks this protocol, but has not proved the secret yet."""
         return bool(self._peer_nonce) and not self.done
 
     def receive_data(self, data: bytes) -> None:
-        """Take in bytes of the other end, at most `bytes_needed()`.
+        """Process bytes from the other end, at most `bytes_needed()`.
 
         Raises:
             WrongSecretError: it does not know the secret.
-            HandshakeError: it does not speak our protocol, or another version of it.
+            HandshakeError: it does not speak this version of this protocol.
         """
         assert len(data) <= self.bytes_needed()
         self._incoming += data
@@ -138,7 +138,7 @@ class Handshake:
         other = Role.DIALER if self._role is Role.LISTENER else Role.LISTENER
         if not hmac.compare_digest(message, self._proof(other)):
             raise WrongSecretError(
-                "it knows another secret: PHALANX_SECRET differs, or is set at only one of the two ends"
+                "it has another secret: PHALANX_SECRET differs, or is set at only one of the two ends"
             )
         if self._role is Role.LISTENER:
             self._outgoing += self._proof(self._role)
@@ -154,7 +154,7 @@ class Handshake:
 
 
 def check_opening(data: bytes) -> None:
-    """Raise HandshakeError as soon as the first bytes of a connection cannot be our protocol's."""
+    """Raise HandshakeError as soon as the first bytes of a connection cannot be this protocol's."""
     head = data[: len(MAGIC)]
     if MAGIC.startswith(head):
         return
@@ -168,7 +168,7 @@ def check_opening(data: bytes) -> None:
 
 
 def describe_stranger(data: bytes) -> str:
-    """What a connection that does not speak our protocol looks like, judged by its first bytes."""
+    """Describe a connection that does not speak this protocol, judging by its first bytes."""
     start = data[:8]
     if start.split(b" ")[0] in {b"GET", b"POST", b"HEAD", b"PUT", b"OPTIONS", b"CONNECT", b"DELETE", b"PRI"}:
         return f"it is an HTTP client (it sent {data[:24]!r}), perhaps a browser or a health check"

@@ -1,20 +1,20 @@
 """A link: one ordered connection between two processes, carrying frames or raw bytes.
 
-The link owns its socket (TCP, Unix or one half of a socket pair, plain or TLS) and keeps it non-blocking. Two
-layers use it in two ways: messages go through `send` and `receive`, which wait up to a deadline; collectives,
-which move several streams at once, use `try_send` and `try_receive_into` and do their own waiting.
-Both kinds may follow each other on one link, as long as a frame is not cut by raw bytes.
+The link owns its socket (TCP, Unix or one half of a socket pair, plain or TLS) and keeps it non-blocking. It has two
+kinds of users: messages go through `send` and `receive`, which wait up to a deadline; collectives, which move several
+streams at once, use `try_send` and `try_receive_into` and do their own waiting. Both may alternate on one link, as
+long as raw bytes do not interrupt a frame.
 
-How a death is noticed:
+How a dead peer is detected:
 
 - The peer's *process* dies: its kernel closes the connection, and the next call here raises
   `LinkClosedError`.
-- The peer's *host* dies (power, cable): nobody closes anything. An idle connection is then found by TCP
-  keep-alive after `KEEPALIVE_IDLE_S + KEEPALIVE_PROBES * KEEPALIVE_INTERVAL_S` = 25 s. One with bytes in
-  flight sends no keep-alive, and the kernel gives up only after some 15 minutes; `check_alive` finds it
-  after `SILENT_HOST_S`. We do not set TCP_USER_TIMEOUT for this, because Linux applies that also to a peer
-  whose host answers, but whose process does not read for a while (it compiles, it is stopped, it holds
-  the interpreter lock): a slow peer must end in a timeout that says so, not as dead.
+- The peer's *host* dies (power, cable): nothing is closed. TCP keep-alive detects it on an idle connection
+  after `KEEPALIVE_IDLE_S + KEEPALIVE_PROBES * KEEPALIVE_INTERVAL_S` = 25 s. A connection
+  with bytes in flight sends no keep-alive, and the kernel gives up only after about 15 minutes; `check_alive`
+  detects it after `SILENT_HOST_S`. TCP_USER_TIMEOUT was rejected: Linux applies it also to a peer whose host
+  answers, but whose process does not read for a while (it compiles, it is stopped, it holds the interpreter
+  lock). A slow peer must cause a timeout that says so, and must not count as dead.
 """
 
 from __future__ import annotations
@@ -40,33 +40,33 @@ KEEPALIVE_IDLE_S = 10
 KEEPALIVE_INTERVAL_S = 5
 """Seconds between probes."""
 KEEPALIVE_PROBES = 3
-"""Unanswered probes until the connection counts as dead: one or two may be lost on a bad network."""
+"""Unanswered probes until the connection counts as dead. A bad network may lose one or two."""
 SILENT_HOST_S = 25.0
 """Seconds without any acknowledgement, with bytes in flight, after which the peer's host counts as dead.
-Equal to what keep-alive takes on an idle connection; far above what loss and jitter cause."""
+As long as keep-alive takes on an idle connection, and far longer than packet loss and jitter last."""
 UNANSWERED_TRANSMISSIONS = 3
-"""Transmissions that must have gone unanswered too. Silence alone is no sign: the probes of a full window
-are up to 120 s apart."""
+"""Transmissions that must be unanswered too. Silence alone proves nothing: the probes of a full window are up to
+120 s apart."""
 ALIVE_CHECK_INTERVAL_S = 5.0
-"""How often a waiting call looks at the health of its connection."""
+"""How often a waiting call checks its connection."""
 
 DELIVERY_TIMEOUT_S = 30.0
-"""How long who leaves waits for the others' hosts to have what it has sent: some packets may be lost several times."""
+"""How long a leaving process waits until the other hosts have received its bytes: packets may be lost repeatedly."""
 
 _MAX_PIECES = os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 1024
-"""Pieces that one sendmsg takes."""
+"""Buffers that one sendmsg accepts."""
 _TCP_CLOSE = 7
-"""The state of a connection that is none any more, in include/net/tcp_states.h."""
+"""The state of a closed connection, in include/net/tcp_states.h."""
 _TLS_JOIN_BYTES = 16 * 1024
-"""TLS has no sendmsg: small pieces are joined up to the size of one TLS record, larger ones go alone."""
+"""TLS has no sendmsg: small buffers are joined up to the size of one TLS record, larger ones are sent alone."""
 
 
 class Link:
     """One end of a connection. One thread at a time may send and one may receive; any may close.
 
     Args:
-        sock: a connected stream socket; the link owns it from here on.
-        peer: who is at the other end, for messages, for example `worker/1`.
+        sock: a connected stream socket; the link closes it.
+        peer: the name of the other end, for messages, for example `worker/1`.
     """
 
     def __init__(self, sock: socket.socket, peer: str):
@@ -74,10 +74,12 @@ class Link:
         self._sock = sock
         self._tls = isinstance(sock, ssl.SSLSocket)
         self._tcp = sock.family in (socket.AF_INET, socket.AF_INET6)
-        self._tls_calls = threading.Lock()  # OpenSSL takes one call at a time; one thread sends, another receives
+        self._tls_calls = (
+            threading.Lock()
+        )  # OpenSSL allows one call at a time, but one thread sends while another receives
         self._closed = False
         self._reader = FrameReader()
-        # What a call that would have blocked waits for: TLS may have to read in order to write.
+        # The event that a call which would have blocked waits for: TLS may have to read in order to write.
         self._send_waits_for = select.POLLOUT
         self._receive_waits_for = select.POLLIN
         sock.setblocking(False)
@@ -103,22 +105,21 @@ class Link:
     # ------------------------------------------------------------------ frames
 
     def send(self, header: bytes, buffers: Sequence[Buffer] = (), *, deadline: float) -> None:
-        """Send one frame; returns when the kernel has taken all of it.
+        """Send one frame; returns when the kernel has accepted all of it.
 
-        The buffers are not copied: they must not change before this returns. Two ends that send each other
-        frames larger than the sockets' buffers at the same time wait for each other until the deadline:
-        let one receive first.
+        The buffers are not copied: they must not change before this returns. If both ends send frames larger than
+        the sockets' buffers at the same time, both wait until the deadline: let one end receive first.
 
         Args:
-            header: what the message is, at most 1 MiB.
+            header: the description of the message, at most `MAX_HEADER_BYTES`.
             buffers: contiguous memory to send after it.
-            deadline: a value of `time.monotonic()`.
+            deadline: when to give up, a value of `time.monotonic()`.
 
         Raises:
             LinkClosedError: the peer is gone.
-            LinkTimeoutError: the peer did not read. If part of the frame was sent the link is closed, since
-                nothing could follow half a frame.
-            FrameError: the frame is over a limit; nothing was sent.
+            LinkTimeoutError: the peer did not read. If part of the frame was sent, the link is closed, since
+                nothing can follow half a frame.
+            FrameError: the frame exceeds a limit; nothing was sent.
         """
         self.send_bytes(encode_frame(header, buffers), deadline=deadline)
 
@@ -127,8 +128,8 @@ class Link:
 
         Raises:
             LinkClosedError: the peer is gone.
-            LinkTimeoutError: no whole frame came in time. What came is kept; `receive` may be called again.
-            FrameError: what came is no frame; the link is closed.
+            LinkTimeoutError: no complete frame arrived in time. Its first part is kept; call `receive` again.
+            FrameError: the bytes are not a frame; the link is closed.
         """
         reader = self._reader
         while True:
@@ -143,12 +144,12 @@ class Link:
                     return frame.header, frame.buffers
             elif not self._wait(self._receive_waits_for, deadline):
                 progress = "nothing" if reader.idle else "only part of a message"
-                raise self._late(f"sent {progress} before the time was up")
+                raise self._late(f"sent {progress} before the deadline")
 
     # --------------------------------------------------------------- raw bytes
 
     def send_bytes(self, pieces: Sequence[memoryview], *, deadline: float) -> None:
-        """Send all bytes of `pieces` as they are; otherwise as `send`."""
+        """Send all bytes of `pieces` without a frame; otherwise as `send`."""
         total = remaining = sum(piece.nbytes for piece in pieces)
         while remaining:
             count = self.try_send(pieces)
@@ -158,16 +159,17 @@ class Link:
             elif not self._wait(self._send_waits_for, deadline):
                 if remaining < total:
                     self.close()
-                raise self._late(f"did not read: {total - remaining} of {total} bytes were sent before the time was up")
+                raise self._late(f"did not read: {total - remaining} of {total} bytes were sent before the deadline")
 
     def wait_readable(self, *, deadline: float) -> bool:
-        """Wait until `try_receive_into`, which returned 0, may have more; False if the time is up."""
+        """Wait until `try_receive_into`, which returned 0, may have more bytes; False at the deadline."""
         return self._wait(self._receive_waits_for, deadline)
 
     def try_send(self, buffers: Sequence[memoryview]) -> int:
-        """Send what the kernel takes at once; the number of bytes, counted over the buffers in order.
+        """Send what the kernel accepts without blocking.
 
-        Returns: 0 if it would block. Then offer the same bytes again later (TLS insists on that).
+        Returns: the number of bytes sent, counted over the buffers in order; 0 if it would block. Then offer the
+            same bytes again later, as TLS requires.
         Raises: LinkClosedError if the peer is gone.
         """
         try:
@@ -190,8 +192,9 @@ class Link:
             raise self._gone(error) from error
 
     def try_receive_into(self, buffer: memoryview) -> int:
-        """Read what is there, up to the size of `buffer`; the number of bytes, 0 if it would block.
+        """Read available bytes, up to the size of `buffer`.
 
+        Returns: the number of bytes read; 0 if it would block.
         Raises: LinkClosedError if the peer has closed the connection or is dead.
         """
         if not buffer.nbytes:
@@ -217,20 +220,20 @@ class Link:
     # ------------------------------------------------------------------ health
 
     def check_alive(self) -> None:
-        """Ask the kernel whether the peer's host still answers. Cheap; call it every few seconds of waiting.
+        """Check with the kernel that the peer's host still answers. Cheap; call it every few seconds while waiting.
 
-        Raises: LinkClosedError if bytes are in flight and its host has not acknowledged anything for
-            `SILENT_HOST_S` (see the top of this file). Only Linux TCP can tell; elsewhere this does nothing.
+        Raises: LinkClosedError if bytes are in flight and the peer's host has not acknowledged any for
+            `SILENT_HOST_S` (see the top of this file). Only Linux TCP reports that; elsewhere this does nothing.
         """
         silence_s = self._host_silence_s()
         if silence_s >= SILENT_HOST_S:
             raise LinkClosedError(
                 f"the host of {self.peer} has not answered for {silence_s:.0f} s, with data on the way "
-                f"to it: it is down, or the network between is."
+                f"to it: the host or the network is down."
             )
 
     def peer_closed(self) -> bool:
-        """Whether the peer is known to have closed its end; bytes that it sent before may still be there."""
+        """Whether the peer has closed its end, as far as is known; bytes that it sent before may still be readable."""
         if self._closed:
             return True
         poller = select.poll()
@@ -241,8 +244,8 @@ class Link:
         return bool(poller.poll(0))
 
     def unacknowledged_bytes(self) -> int:
-        """How many bytes that were sent the peer's host does not have yet; 0 if the connection is broken. Only Linux
-        TCP can tell; elsewhere this is 0."""
+        """How many sent bytes the peer's host has not received yet; 0 if the connection is broken. Only Linux TCP
+        reports that; elsewhere this is 0."""
         if not self._is_known_to_kernel:
             return 0
         with contextlib.suppress(OSError):
@@ -253,12 +256,12 @@ class Link:
         return 0
 
     def finish(self) -> None:
-        """Tell the peer that nothing more will be sent, after what was sent; receiving goes on."""
-        with contextlib.suppress(OSError):  # The peer may be gone already.
+        """Signal the end of the stream to the peer; receiving continues."""
+        with contextlib.suppress(OSError):  # the peer may be gone already
             socket.socket.shutdown(self._sock, socket.SHUT_WR)
 
     def close(self) -> None:
-        """Close the connection; safe to call twice and from any thread. Waiting calls end with an error."""
+        """Close the connection; safe to call twice and from any thread. Waiting calls raise LinkClosedError."""
         self._closed = True
         # shutdown, since close alone does not wake a thread that waits for this socket.
         with contextlib.suppress(OSError):
@@ -266,7 +269,7 @@ class Link:
         self._sock.close()
 
     def _wait(self, events: int, deadline: float) -> bool:
-        """Wait until the socket is ready; False if it is not by the deadline."""
+        """Wait until the socket is ready; False at the deadline."""
         poller = select.poll()
         try:
             poller.register(self._sock, events)
@@ -283,18 +286,18 @@ class Link:
     def _late(self, what: str) -> LinkTimeoutError:
         silence_s = self._host_silence_s()
         if silence_s:
-            why = f"Its host has not answered for {silence_s:.0f} s: it is down, or the network between is."
+            why = f"Its host has not answered for {silence_s:.0f} s: the host or the network is down."
         else:
             why = "It is connected, so it is busy, stopped or waiting for something else."
         return LinkTimeoutError(f"{self.peer} {what}. {why}", self.peer)
 
     def _host_silence_s(self) -> float:
-        """As `host_silence_s`; 0.0 where that is not known."""
+        """As `host_silence_s`; 0.0 if unknown."""
         return host_silence_s(self._sock) if self._is_known_to_kernel else 0.0
 
     @property
     def _is_known_to_kernel(self) -> bool:
-        """Whether the kernel can be asked about the connection."""
+        """Whether the kernel reports the state of the connection."""
         return self._tcp and not self._closed and hasattr(socket, "TCP_INFO")
 
     def _gone(self, error: Exception) -> LinkClosedError:
@@ -304,10 +307,10 @@ class Link:
 
 
 def wait_until_delivered(links: Collection[Link], at_most_s: float = DELIVERY_TIMEOUT_S) -> None:
-    """Return when the peers' hosts have all that was sent over these links, or the time is up.
+    """Return when the peers' hosts have received all bytes sent over these links, or at the timeout.
 
-    What is still on its way when a process closes its end is lost if the peer sends something meanwhile: the kernel
-    answers that with a reset (RFC 1122, 4.2.2.13), and sends nothing again that the network has lost.
+    If a process closes its end while bytes are on the way and the peer sends something meanwhile, those bytes can be
+    lost: the kernel answers with a reset (RFC 1122, 4.2.2.13) and no longer retransmits.
     """
     until, wait_s = time.monotonic() + at_most_s, 1e-4
     while any(link.unacknowledged_bytes() for link in links) and time.monotonic() < until:
@@ -319,10 +322,10 @@ _links: weakref.WeakSet[Link] = weakref.WeakSet()
 
 
 def _close_inherited_links() -> None:
-    """In a forked child: give up the copies of the parent's sockets, without ending its connections.
+    """In a forked child: close the copies of the parent's sockets, without shutting down its connections.
 
-    Else a data loader's worker processes would keep the connections of a killed task open, and nobody would
-    notice its death. Programs started with exec do not get the sockets (PEP 446).
+    Otherwise a data loader's worker processes would keep the connections of a killed task open, and its peers would
+    not notice its death. Programs started with exec do not inherit the sockets (PEP 446).
     """
     for link in list(_links):
         link._closed = True
@@ -334,7 +337,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def skip_bytes(pieces: Sequence[memoryview], count: int) -> list[memoryview]:
-    """What is left of `pieces` after their first `count` bytes; empty pieces at the start are dropped."""
+    """The rest of `pieces` after their first `count` bytes, without empty pieces at the start."""
     for index, piece in enumerate(pieces):
         if count < piece.nbytes:
             return [piece[count:], *pieces[index + 1 :]]
@@ -343,7 +346,7 @@ def skip_bytes(pieces: Sequence[memoryview], count: int) -> list[memoryview]:
 
 
 def host_silence_s(sock: socket.socket) -> float:
-    """Seconds since the peer's host last acknowledged anything; 0.0 if it owes us no answer. Linux only.
+    """Seconds since the peer's host last acknowledged anything; 0.0 if it owes no answer. Linux only.
 
     Source: struct tcp_info in include/uapi/linux/tcp.h: eight bytes (the third is the number of unanswered
     retransmissions, the fourth that of unanswered probes), then u32 fields of which the 13th is
@@ -358,7 +361,7 @@ def host_silence_s(sock: socket.socket) -> float:
 
 
 def _first_piece(buffers: Sequence[memoryview]) -> memoryview | bytes:
-    """What one TLS write takes: the first large piece, or as many small ones as fit into a record."""
+    """The bytes of one TLS write: the first large piece, or as many small ones as fit into a record."""
     joined: list[memoryview] = []
     size = 0
     for piece in buffers:
@@ -372,10 +375,10 @@ def _first_piece(buffers: Sequence[memoryview]) -> memoryview | bytes:
 
 
 def _configure_tcp(sock: socket.socket) -> None:
-    # Off with Nagle's algorithm: a message's end must not wait for the acknowledgement of its start.
+    # Disable Nagle's algorithm: the end of a message must not wait for the acknowledgement of its start.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # Absent on some systems, which keep their slower settings. macOS calls the first one TCP_KEEPALIVE.
+    # Some systems lack these options and keep their slower defaults. macOS calls the first one TCP_KEEPALIVE.
     idle = getattr(socket, "TCP_KEEPIDLE", None) or getattr(socket, "TCP_KEEPALIVE", None)
     for option, value in (
         (idle, KEEPALIVE_IDLE_S),

@@ -1,4 +1,4 @@
-"""Plain values as bytes: numbers, strings, NumPy arrays, and lists, tuples and dictionaries of them."""
+"""Values as bytes: numbers, strings, NumPy arrays, and lists, tuples and dictionaries of them (MessagePack)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 
 _ARRAY, _TUPLE = "\0array", "\0tuple"
 INTEGERS = (-(2**63), 2**64 - 1)
-"""The least and the greatest that MessagePack has."""
+"""The range of MessagePack's integers."""
 
 
 def is_serializable(value: Any) -> bool:
-    """Whether `encode` takes it."""
+    """Whether `encode` accepts the value."""
     if isinstance(value, (list, tuple)):
         return all(map(is_serializable, value))
     if isinstance(value, dict):
@@ -21,46 +21,46 @@ def is_serializable(value: Any) -> bool:
     if isinstance(value, np.ndarray):
         return not value.dtype.hasobject and value.dtype.names is None and value.dtype.subdtype is None
     if isinstance(value, np.generic):
-        value = value.item()  # what Python has no number for, such as a date, stays what it is
+        value = value.item()  # a date, for example, has no Python number and stays as it is
     if isinstance(value, int):
         return INTEGERS[0] <= value <= INTEGERS[1]
     return isinstance(value, (type(None), float, str, bytes))
 
 
 def encode(value: Any) -> bytes:
-    """Raises: TypeError where it is not plain."""
-    return msgspec.msgpack.encode(_packed(value))
+    """Raises: TypeError unless the value is serializable."""
+    return msgspec.msgpack.encode(_pack(value))
 
 
 def decode(content: bytes) -> Any:
-    """What was encoded; NumPy's numbers come back as Python's."""
-    return _unpacked(msgspec.msgpack.decode(content))
+    """The encoded value, with Python numbers instead of NumPy scalars."""
+    return _unpack(msgspec.msgpack.decode(content))
 
 
-def _packed(value: Any) -> Any:
+def _pack(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         content = value.reshape(-1).tolist() if value.dtype.hasobject else value.tobytes()
         return {_ARRAY: [_name(value.dtype), list(value.shape), content]}
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, tuple):
-        return {_TUPLE: [_packed(item) for item in value]}
+        return {_TUPLE: [_pack(item) for item in value]}
     if isinstance(value, list):
-        return [_packed(item) for item in value]
+        return [_pack(item) for item in value]
     if isinstance(value, dict):
-        return {key: _packed(item) for key, item in value.items()}
+        return {key: _pack(item) for key, item in value.items()}
     return value
 
 
 def _name(dtype: np.dtype[Any]) -> str:
-    """With the order of its bytes, the length of its strings, the unit of its times. Those of `ml_dtypes` have only
-    names: `dtype.str` calls them all void."""
+    """A name that keeps byte order, string length and time unit. The dtypes of `ml_dtypes` have only names: their
+    `dtype.str` is void."""
     return dtype.name if dtype.kind == "V" or dtype.hasobject else dtype.str
 
 
-def _unpacked(value: Any) -> Any:
+def _unpack(value: Any) -> Any:
     if isinstance(value, list):
-        return [_unpacked(item) for item in value]
+        return [_unpack(item) for item in value]
     if not isinstance(value, dict):
         return value
     if _ARRAY in value:
@@ -69,5 +69,5 @@ def _unpacked(value: Any) -> Any:
             return np.array(content, object).reshape(shape)
         return np.ndarray(shape, np.dtype(dtype), bytearray(content))
     if _TUPLE in value:
-        return tuple(_unpacked(item) for item in value[_TUPLE])
-    return {key: _unpacked(item) for key, item in value.items()}
+        return tuple(_unpack(item) for item in value[_TUPLE])
+    return {key: _unpack(item) for key, item in value.items()}

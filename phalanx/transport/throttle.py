@@ -1,4 +1,4 @@
-"""A slow network, simulated: a bound on the bytes that a process sends in a second."""
+"""Simulates a slow network: limits the bytes that a process sends per second."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import time
 from collections.abc import Callable, Sequence
 
 BURST_S = 0.01
-"""Bytes of so many seconds may go at once after a pause: long enough that waiting is not felt as steps of its own."""
+"""Seconds of bytes that may be sent at once after a pause: long enough that waits are few."""
 
 
 class Throttle:
     """A token bucket.
 
     Args:
-        bytes_per_s: what may be sent.
-        clock: seconds, ever growing.
+        bytes_per_s: the rate.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, bytes_per_s: float, clock: Callable[[], float] = time.monotonic):
@@ -25,26 +25,26 @@ class Throttle:
         self._filled = clock()
 
     def available(self, wanted: int) -> int:
-        """How many of so many bytes may be sent now. Half a bucket, or all of them, or none: not each by itself."""
+        """How many of `wanted` bytes may be sent now: at least half a bucket or all of them, or none."""
         now = self._clock()
         self._tokens = min(self._largest, self._tokens + (now - self._filled) * self._rate)
         self._filled = now
-        return min(wanted, int(self._tokens)) if self._tokens >= self._worth(wanted) else 0
+        return min(wanted, int(self._tokens)) if self._tokens >= self._minimum(wanted) else 0
 
     def spend(self, count: int) -> None:
-        """So many have been sent."""
+        """Account for `count` bytes that were sent."""
         self._tokens -= count
 
     def wait_s(self, wanted: int) -> float:
-        """Seconds until some of so many bytes are `available`."""
-        return 0.0 if self.available(wanted) else max(0.0, (self._worth(wanted) - self._tokens) / self._rate)
+        """Seconds until some of `wanted` bytes are `available`."""
+        return 0.0 if self.available(wanted) else max(0.0, (self._minimum(wanted) - self._tokens) / self._rate)
 
-    def _worth(self, wanted: int) -> float:
+    def _minimum(self, wanted: int) -> float:
         return min(wanted, self._largest / 2)
 
 
 def first_bytes(pieces: Sequence[memoryview], count: int) -> list[memoryview]:
-    """The first `count` bytes of byte views laid end to end, as views."""
+    """The first `count` bytes of concatenated byte views, as views."""
     found: list[memoryview] = []
     for piece in pieces:
         if count <= 0:

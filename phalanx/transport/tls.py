@@ -1,8 +1,8 @@
 """TLS between tasks: encrypts, and admits only holders of a certificate that the job's authority signed.
 
-Both ends show a certificate. Names in certificates are not compared with addresses: tasks are addressed by
-names and numbers that schedulers make up, and the authority is the job's own, so that whoever it signed for
-is one of us. Do not use a public authority here. The secret's handshake runs inside and stays necessary.
+Both ends present a certificate. Names in certificates are not compared with addresses: schedulers invent the names and
+numbers of tasks, and the authority is the job's own, so every holder of its certificates belongs to the job. Do not
+use a public authority here. The handshake of the secret runs inside TLS and remains necessary.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from phalanx.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True)
 class TLS:
-    """The two contexts of a task: it listens with one and dials with the other."""
+    """The two contexts of a task: one for listening and one for dialling."""
 
     listener: ssl.SSLContext
     dialer: ssl.SSLContext
@@ -26,7 +26,7 @@ class TLS:
 def load_tls(files: TLSFiles | None) -> TLS | None:
     """The contexts for the given PEM files; None for None.
 
-    Raises: ConfigurationError if they are no certificate, key and authority that belong together.
+    Raises: ConfigurationError unless they are a certificate, its key, and an authority.
     """
     if files is None:
         return None
@@ -42,13 +42,13 @@ def _context(protocol: int, files: TLSFiles) -> ssl.SSLContext:
         context.load_cert_chain(files.certificate, files.key)
     except (OSError, ValueError) as error:
         raise ConfigurationError(
-            f"{TLS_CERT}={str(files.certificate)!r} and {TLS_KEY}={str(files.key)!r} are no certificate "
-            f"with its key, as unencrypted PEM files: {error}."
+            f"{TLS_CERT}={str(files.certificate)!r} and {TLS_KEY}={str(files.key)!r} are not a certificate "
+            f"and its key in unencrypted PEM files: {error}."
         ) from error
     try:
         context.load_verify_locations(files.authority)
     except (OSError, ValueError) as error:
         raise ConfigurationError(
-            f"{TLS_CA}={str(files.authority)!r} is no certificate of an authority in a PEM file: {error}."
+            f"{TLS_CA}={str(files.authority)!r} is not the certificate of an authority in a PEM file: {error}."
         ) from error
     return context

@@ -59,10 +59,10 @@ def test_two_doctors_measure_the_line_between_them(ports: Ports) -> None:
         assert other.state.startswith("answers (pid")
         assert other.addresses == ("127.0.0.1",)
         assert other.software == installed_software()
-        assert other.line is not None
-        assert 0 < other.line.round_trip_s < 1
-        assert abs(other.line.clock_offset_s) < 1
-        assert other.line.bytes_per_s > 1e6
+        assert other.link is not None
+        assert 0 < other.link.round_trip_s < 1
+        assert abs(other.link.clock_offset_s) < 1
+        assert other.link.bytes_per_s > 1e6
         text = text_of(report)
         for piece in ("No problem found", "worker/1", " ms", "MB/s", f"Phalanx {__version__}"):
             assert piece in text
@@ -90,8 +90,8 @@ def test_a_running_job_answers_and_is_not_disturbed(ports: Ports, meeting: Meeti
     meeting.nodes()
     (report,) = examine_all([spec], wait_s=3)
     assert report.problems == []
-    assert "runs already (pid" in report.tasks[0].state
-    assert report.tasks[1].state.startswith("trains (pid")
+    assert "is running already (pid" in report.tasks[0].state
+    assert report.tasks[1].state.startswith("is training (pid")
 
 
 def versions() -> dict[str, str]:
@@ -136,7 +136,7 @@ def test_an_evaluator_measures_its_lines_before_the_others_go(ports: Ports) -> N
     for thread in threads:
         thread.join(BOUND_S)
     assert {name: report.problems for name, report in reports.items()} == {str(task): [] for task in tasks}
-    assert all(entry.line for entry in reports["evaluator/0"].tasks[:2])
+    assert all(entry.link for entry in reports["evaluator/0"].tasks[:2])
 
 
 def test_what_was_answered_says_more_than_that_nobody_answers_any_more(

@@ -62,7 +62,7 @@ def test_a_worker_that_is_alone_says_who_is_missing_and_ends_with_the_code(ports
     event = process.event()
     assert event["type"] == "RendezvousError"
     assert process.end() == 66
-    assert process.log.count("worker/0 waits, for up to 3 s, for:\n  worker/1 at 127.0.0.1:") == 1
+    assert process.log.count("worker/0 waits up to 3 s for:\n  worker/1 at 127.0.0.1:") == 1
 
 
 def test_the_same_task_started_twice_ends_the_second_and_not_the_job(ports: Ports, processes: Processes) -> None:

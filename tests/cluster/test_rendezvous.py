@@ -223,7 +223,7 @@ def test_who_is_missing_is_said_once_while_waiting(
     wait_until(lambda: "waits" in caplog.text)
     (notice,) = [record for record in caplog.records if "waits" in record.getMessage()]
     assert notice.levelno == logging.WARNING
-    pattern = r"worker/0 waits, for up to 60 s, for:\n  worker/1 at .*\n  worker/2 at "
+    pattern = r"worker/0 waits up to 60 s for:\n  worker/1 at .*\n  worker/2 at "
     assert re.search(pattern, notice.getMessage())
     monkeypatch.setattr(missing_tasks, "NOTICE_AFTER_S", 60)
     meeting.start(spec, Task("worker", 1))
@@ -320,7 +320,7 @@ def test_another_secret_ends_the_newcomer_and_is_named_by_the_one_that_waits(
     assert isinstance(results["worker/1"], HandshakeError)
     assert "PHALANX_SECRET differs" in str(results["worker/1"])
     assert isinstance(results["worker/0"], RendezvousError)
-    assert "Refused connections meanwhile: 127.0.0.1" in str(results["worker/0"])
+    assert "Refused connections: 127.0.0.1" in str(results["worker/0"])
     assert "wrong secret" in str(results["worker/0"])
 
 
@@ -368,7 +368,7 @@ def test_a_second_process_elsewhere_is_refused_by_the_chief_and_the_job_goes_on(
     meeting.start(spec, Task("worker", 1), name="second")
     wait_until(lambda: "second" in meeting.results)
     assert isinstance(meeting.results["second"], ConfigurationError)
-    assert "worker/1 is here already: worker/1 (pid" in str(meeting.results["second"])
+    assert "worker/1 has joined already: worker/1 (pid" in str(meeting.results["second"])
     meeting.start(spec, Task("worker", 2))
     meeting.wait()
     del meeting.results["second"]

@@ -190,7 +190,7 @@ def test_mpi_hosts_come_from_our_variable_or_the_scheduler(tmp_path: Path) -> No
         (mpi(4, 4, 0, PHALANX_HOSTS="a:4"), "is not below"),
         (mpi(0, 4, 0, PBS_NODEFILE="/nowhere/nodes"), "PBS_NODEFILE='/nowhere/nodes' cannot be read"),
         (MPIClusterResolver(environ={}), "not started by mpirun or mpiexec"),
-        (MPIClusterResolver(environ={"PMI_RANK": "x", "PMI_SIZE": "2"}), "PMI_.*, which is no whole number"),
+        (MPIClusterResolver(environ={"PMI_RANK": "x", "PMI_SIZE": "2"}), "PMI_.*, which is not a whole number"),
     ],
 )
 def test_an_mpi_environment_that_does_not_do_is_refused(resolver: MPIClusterResolver, message: str) -> None:

@@ -65,7 +65,7 @@ def test_the_chief_has_rank_0_and_servers_and_evaluators_have_none(
     ("cluster", "message"),
     [
         ("worker", "Write a mapping from task types"),
-        ({"wroker": ["a:1"]}, "'wroker' is no type of task. There are chief, worker, ps, evaluator"),
+        ({"wroker": ["a:1"]}, "'wroker' is not a task type. The types are chief, worker, ps, evaluator"),
         ({"master": ["a:1"]}, "Write 'chief'"),
         ({"Worker": ["a:1"]}, "Write 'worker'"),
         ({"worker": "a:1"}, "cluster.worker is 'a:1'. Write a list"),

@@ -71,15 +71,15 @@ def with_task(task: object) -> dict[str, object]:
 
 
 BAD = [
-    ("{'cluster': {}}", "TF_CONFIG is not JSON: .*JSON takes only double quotes. Write for example"),
+    ("{'cluster': {}}", "TF_CONFIG is not JSON: .*JSON requires double quotes. Write for example"),
     ('{"cluster": ', "TF_CONFIG is not JSON"),
-    ("[1]", "TF_CONFIG is '\\[1\\]': JSON, but no object"),
+    ("[1]", "TF_CONFIG is '\\[1\\]': JSON, but not an object"),
     ({"task": {"type": "worker", "index": 0}}, "TF_CONFIG has no 'cluster', only \\['task'\\]"),
     ({"cluster": TWO}, "TF_CONFIG has no 'task', only \\['cluster'\\]"),
     (with_task("worker"), "task in TF_CONFIG is 'worker'. Write"),
     (with_task({"index": 0}), "it has no 'type'"),
     (with_task({"type": "worker"}), "it has no 'index'"),
-    (with_task({"type": "boss", "index": 0}), "'boss' is no type of task"),
+    (with_task({"type": "boss", "index": 0}), "'boss' is not a task type"),
     (with_task({"type": "master", "index": 0}), "Write 'chief'"),
     (with_task({"type": "worker", "index": 2}), "worker/2, but the cluster has only worker/0"),
     (with_task({"type": "worker", "index": -1}), "task.index in TF_CONFIG is -1"),
@@ -105,7 +105,7 @@ BAD = [
         {"cluster": {"worker": ["a:1/"]}, "task": {"type": "worker", "index": 0}},
         "Write only host and port: 'a:1'",
     ),
-    ({"cluster": {"wrk": ["a:1"]}, "task": {"type": "worker", "index": 0}}, "'wrk' is no type of task"),
+    ({"cluster": {"wrk": ["a:1"]}, "task": {"type": "worker", "index": 0}}, "'wrk' is not a task type"),
     ({"cluster": [], "task": {"type": "worker", "index": 0}}, "the cluster is \\[\\]"),
     (
         {"cluster": {"worker": {"0": "a:1", "2": "b:1"}}, "task": {"type": "worker", "index": 0}},

@@ -28,7 +28,7 @@ def said_by(task: str, output: str) -> list[str]:
     return [
         line
         for line in lines
-        if not re.search(r"waits, for up to|has not called yet|before absl::InitializeLog|oneDNN", line)
+        if not re.search(r"waits up to|has not connected yet|before absl::InitializeLog|oneDNN", line)
     ]
 
 

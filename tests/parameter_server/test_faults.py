@@ -124,7 +124,7 @@ def test_a_stopped_server_ends_the_job(start: Start) -> None:
     trains(tasks)
     tasks.send("ps/0", signal.SIGSTOP)
     assert set(tasks.ends("worker/0", "worker/1").values()) == {CollectiveTimeoutError.exit_code}
-    assert "ps/0 sent nothing before the time was up" in tasks.said("worker/0")
+    assert "ps/0 sent nothing before the deadline" in tasks.said("worker/0")
 
 
 def test_another_model_on_one_worker_is_named(start: Start) -> None:

@@ -28,10 +28,10 @@ def test_addresses_are_read(text: str, address: Address) -> None:
     [
         ("host0", "cluster.worker\\[0\\] is 'host0', which has no port. Write 'host0:2222'"),
         ("", "no port. Write 'host:2222'"),
-        ("host0:", "port '' is no number from 1 to 65535. Write for example 'host0:2222'"),
+        ("host0:", "port '' is not a number from 1 to 65535. Write for example 'host0:2222'"),
         ("host0:0", "port '0'"),
         ("host0:65536", "port '65536'"),
-        ("host0:" + "9" * 5000, "is no number from 1 to 65535"),
+        ("host0:" + "9" * 5000, "is not a number from 1 to 65535"),
         ("host0:http", "port 'http'"),
         ("host0:-1", "port '-1'"),
         ("host0:2222/", "is a URL. Write only host and port: 'host0:2222'"),
@@ -41,7 +41,7 @@ def test_addresses_are_read(text: str, address: Address) -> None:
         ("::1:2222", "an IPv6 address needs brackets"),
         ("fe80::1", "an IPv6 address needs brackets"),
         ("[::1]", "an IPv6 address needs brackets|no port"),
-        (2222, "is 2222, which is no address. Write a string like 'host:2222'"),
+        (2222, "is 2222, which is not an address. Write a string like 'host:2222'"),
         (None, "is None"),
     ],
 )

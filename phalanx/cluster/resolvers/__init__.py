@@ -1,4 +1,4 @@
-"""Who finds out which tasks the job has: one resolver per file, and `resolve`, which picks one."""
+"""Cluster resolvers, one per scheduler and file, and `resolve`, which picks one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Picks the resolver that fits how this process was started."""
+"""Picks the resolver that matches how this process was started."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def _in_slurm_step(environ: _Environ) -> bool:
 
 
 _CHOICES: tuple[tuple[Callable[[_Environ], bool], Callable[[_Environ], ClusterResolver]], ...] = (
-    # What somebody wrote on purpose comes first.
+    # An explicit description comes first.
     (lambda environ: bool(environ.get(TF_CONFIG)), lambda environ: TFConfigClusterResolver(environ=environ)),
-    # mpirun inside a Slurm job starts its daemons with srun, so that Slurm's variables describe those.
+    # mpirun inside a Slurm job starts its daemons with srun, so Slurm's variables describe the daemons.
     (_in_open_mpi, lambda environ: MPIClusterResolver(environ=environ)),
-    # srun may set PMI's variables too, but knows more: the hosts.
+    # srun may set PMI's variables too, but its own variables include the hosts.
     (_in_slurm_step, lambda environ: SlurmClusterResolver(environ=environ)),
     (started_by_mpi, lambda environ: MPIClusterResolver(environ=environ)),
     (started_by_kubernetes, lambda environ: KubernetesClusterResolver(environ=environ)),
@@ -43,9 +43,11 @@ _CHOICES: tuple[tuple[Callable[[_Environ], bool], Callable[[_Environ], ClusterRe
 
 
 def as_resolver(given: Any) -> ClusterResolver:
-    """The resolver that a program gave to a strategy; what `resolve` picks if it gave none.
+    """The resolver for the `cluster_resolver` argument of a strategy; the result of `resolve` for None.
 
-    Raises: ConfigurationError for what is none. One of TensorFlow's is asked here and now.
+    TensorFlow's resolvers are queried once, and copied.
+
+    Raises: ConfigurationError if `given` is not a resolver.
     """
     if given is None:
         return resolve()
@@ -53,7 +55,7 @@ def as_resolver(given: Any) -> ClusterResolver:
         return given
     if not all(hasattr(given, name) for name in ("cluster_spec", "task_type", "task_id")):
         raise ConfigurationError(
-            f"cluster_resolver is {given!r}, which is no cluster resolver. Pass one of phalanx's "
+            f"cluster_resolver is {given!r}, which is not a cluster resolver. Pass one of Phalanx's "
             f"(`phalanx.TFConfigClusterResolver()`), or leave it out."
         )
     return SimpleClusterResolver(ClusterSpec(given.cluster_spec()), task_type=given.task_type, task_id=given.task_id)
@@ -62,13 +64,13 @@ def as_resolver(given: Any) -> ClusterResolver:
 def resolve(environ: _Environ | None = None) -> ClusterResolver:
     """The resolver for the way this process was started.
 
-    TF_CONFIG, if set; else Open MPI, Slurm, another MPI launcher, Kubernetes, by the variables that each of
-    them sets. If there is none of these, a resolver with an empty cluster: the process is alone.
+    The order is TF_CONFIG, Open MPI, Slurm, other MPI launchers, Kubernetes, judging by the variables that each of
+    them sets. Without any of these, the result has an empty cluster: the process trains alone.
 
     Args:
-        environ: the environment to look at, the process's environment if not given.
+        environ: the variables to examine; the process's environment if not given.
 
-    Raises: ConfigurationError where torchrun or horovodrun has started several processes, each of which would be alone.
+    Raises: ConfigurationError if torchrun or horovodrun has started several processes, each of which would train alone.
     """
     environ = process_environment() if environ is None else environ
     for fits, make in _CHOICES:
@@ -80,7 +82,7 @@ def resolve(environ: _Environ | None = None) -> ClusterResolver:
     return SimpleClusterResolver(ClusterSpec({}))
 
 
-# With what each tells the processes that it starts, their number first.
+# Unsupported launchers and the variables that they set, the number of processes first.
 _OTHER_LAUNCHERS = (
     ("torchrun", "WORLD_SIZE", "RANK", "TORCHELASTIC_RUN_ID"),
     ("horovodrun", "HOROVOD_SIZE", "HOROVOD_RANK"),
@@ -93,7 +95,7 @@ def _refuse_other_launchers(variables: _Environ) -> None:
         if all(name in variables for name in names) and size.isdecimal() and size not in ("0", "1"):
             found = ", ".join(f"{name}={variables[name]}" for name in names)
             raise ConfigurationError(
-                f"This process was started by {launcher} ({found}), whose processes do not find each other here: each "
+                f"This process was started by {launcher} ({found}), whose processes cannot find each other here: each "
                 f"would train alone. Start the program with `phalanx run --workers {size} ...` instead, or describe "
                 f"the cluster in TF_CONFIG."
             )

@@ -1,4 +1,4 @@
-"""Lists of hosts as schedulers write them, and the tasks that they stand for."""
+"""Parses lists of hosts as schedulers write them, and derives clusters from them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from phalanx.cluster.spec import WORKER, ClusterSpec
 from phalanx.errors import ConfigurationError
 
 MAX_HOSTS = 1 << 16
-"""Bound on what one expression may expand to, so that a slip like [1-999999999] is an error and not a
-hang."""
+"""Limit for the expansion of one expression, so that a typo like [1-999999999] is an error and not a hang."""
 
 HostTasks = list[tuple[str, int]]
 """Hosts in order, each with its number of tasks."""
@@ -40,14 +39,14 @@ def expand_counts(text: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part.strip())
         if match is None:
-            raise ConfigurationError(f"{text!r} is no list of tasks per host: {part!r} is not like '2' or '2(x3)'.")
+            raise ConfigurationError(f"{text!r} is not a list of tasks per host: {part!r} is not like '2' or '2(x3)'.")
         counts.extend([int(match[1])] * int(match[2] or 1))
         _check_size(len(counts), text)
     return counts
 
 
 def parse_hosts(text: str, *, where: str) -> HostTasks:
-    """Hosts with slots, `a:2,b:2`; one slot where none is given.
+    """Hosts with slots, `a:2,b:2`; one slot by default.
 
     >>> parse_hosts("a:2, b", where="PHALANX_HOSTS")
     [('a', 2), ('b', 1)]
@@ -65,9 +64,9 @@ def parse_hosts(text: str, *, where: str) -> HostTasks:
 
 
 def worker_cluster(tasks: HostTasks, first_port: int) -> ClusterSpec:
-    """Workers numbered host by host; on each host ports are counted up from `first_port`.
+    """Workers numbered host by host; the ports of each host count up from `first_port`.
 
-    A host that stands there twice goes on counting.
+    If a host is listed twice, its ports continue.
     """
     used: dict[str, int] = {}
     addresses = []
@@ -80,7 +79,7 @@ def worker_cluster(tasks: HostTasks, first_port: int) -> ClusterSpec:
 
 
 def cyclic(tasks: HostTasks) -> HostTasks:
-    """The same tasks dealt out one by one over the hosts, as `srun --distribution=cyclic` numbers them."""
+    """The same tasks distributed one by one over the hosts, as `srun --distribution=cyclic` numbers them."""
     rounds = max((count for _, count in tasks), default=0)
     return [(host, 1) for turn in range(rounds) for host, count in tasks if turn < count]
 
@@ -108,11 +107,11 @@ def _expand_ranges(ranges: str, text: str) -> Sequence[str]:
             raise ConfigurationError(f"the list of hosts {text!r} has {item!r} in brackets; expected '3' or '1-3'.")
         first, last = int(match[1]), int(match[2] or match[1])
         _check_size(last - first + 1, text)
-        # The width of the first number is the width of all: [01-03] is 01, 02, 03.
+        # All numbers have the width of the first one: [01-03] is 01, 02, 03.
         numbers.extend(str(number).zfill(len(match[1])) for number in range(first, last + 1))
     return numbers
 
 
 def _check_size(count: int, text: str) -> None:
     if count > MAX_HOSTS:
-        raise ConfigurationError(f"the list {text!r} stands for more than {MAX_HOSTS} entries.")
+        raise ConfigurationError(f"the list {text!r} expands to more than {MAX_HOSTS} entries.")

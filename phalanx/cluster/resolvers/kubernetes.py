@@ -1,4 +1,4 @@
-"""The cluster of an indexed Job or a StatefulSet in Kubernetes. The API server is not asked."""
+"""The cluster of an indexed Job or a StatefulSet in Kubernetes. The API server is not queried."""
 
 from __future__ import annotations
 
@@ -17,16 +17,21 @@ _READER = "KubernetesClusterResolver"
 class KubernetesClusterResolver(ClusterResolver):
     """One worker for each pod, numbered as Kubernetes numbers them.
 
-    The index comes from JOB_COMPLETION_INDEX (a Job with `completionMode: Indexed`), else from the end of the
-    pod's host name (StatefulSet: `train-3`). Pod `i` is reached as `<name>-<i>.<service>`, so both kinds
-    need a headless service (`clusterIP: None`, with `publishNotReadyAddresses: true`, as the pods look for
-    each other before they are ready), and the Job's pod template `subdomain: <service>`.
-    All pods listen on the same port, 8888 or PHALANX_PORT_BASE.
+    The index is JOB_COMPLETION_INDEX (a Job with `completionMode: Indexed`), or else the end of the pod's host name
+    (StatefulSet: `train-3`). Pod `i` has the address `<name>-<i>.<service>`, so both kinds need a headless service
+    (`clusterIP: None`, with `publishNotReadyAddresses: true`, since the pods look for each other before they are
+    ready), and a Job's pod template needs `subdomain: <service>`. All pods listen on the same port, 8888 or
+    PHALANX_PORT_BASE.
 
-    Set in the pod template, since Kubernetes does not tell: PHALANX_NUM_WORKERS and PHALANX_SERVICE.
+    Set PHALANX_NUM_WORKERS and PHALANX_SERVICE in the pod template, since Kubernetes does not provide them.
 
     Args:
-        num_workers, service, port: replace the variables.
+        num_workers: the number of pods, instead of PHALANX_NUM_WORKERS.
+        service: the name of the headless service, instead of PHALANX_SERVICE.
+        port: the port of every pod, instead of PHALANX_PORT_BASE.
+        rpc_layer: the result of `rpc_layer`.
+        environ: the variables to read; the process's environment if not given.
+        hostname: this pod's host name; the system's if not given.
     """
 
     def __init__(
@@ -59,7 +64,7 @@ class KubernetesClusterResolver(ClusterResolver):
         service = self._service or self._variables.get(SERVICE)
         if not service:
             raise ConfigurationError(
-                f"{_READER} does not know under which names the {count} pods find each other. Make a "
+                f"{_READER} does not know the addresses of the {count} pods. Create a "
                 f"headless service (clusterIP: None) and set {SERVICE} to its name in the pod template."
             )
         name = self._base_name()
@@ -75,7 +80,7 @@ class KubernetesClusterResolver(ClusterResolver):
             count = whole_number(self._variables, NUM_WORKERS, reader=_READER)
         else:
             raise ConfigurationError(
-                f"{_READER} does not know how many pods the job has: Kubernetes tells them only their index. "
+                f"{_READER} does not know how many pods the job has: Kubernetes provides only their index. "
                 f"Set {NUM_WORKERS} in the pod template to the Job's `completions` or the StatefulSet's "
                 f"`replicas`."
             )
@@ -92,17 +97,17 @@ class KubernetesClusterResolver(ClusterResolver):
         return str(self._ordinal_match()[1])
 
     def _ordinal_match(self) -> re.Match[str]:
-        # The short name: a pod's own host name may be set fully qualified (setHostnameAsFQDN).
+        # The short name: a pod's host name may be fully qualified (setHostnameAsFQDN).
         hostname = (self._hostname or socket.gethostname()).split(".")[0]
         match = re.fullmatch(r"(.+)-([0-9]{1,9})", hostname)
         if match is None:
             raise ConfigurationError(
-                f"this pod is called {hostname!r}, which does not end in an index like 'train-0'. Use a "
+                f"this pod is named {hostname!r}, which does not end in an index like 'train-0'. Use a "
                 f"StatefulSet or a Job with completionMode: Indexed, without `hostname` in the pod template."
             )
         return match
 
 
 def started_by_kubernetes(environ: Mapping[str, str]) -> bool:
-    """Whether this is a pod of an indexed Job, or one that was told the number of workers."""
+    """Whether this is a pod of an indexed Job, or one with PHALANX_NUM_WORKERS."""
     return "KUBERNETES_SERVICE_HOST" in environ and ("JOB_COMPLETION_INDEX" in environ or NUM_WORKERS in environ)

@@ -18,7 +18,7 @@ _READER = "MPIClusterResolver"
 
 @dataclass(frozen=True, slots=True)
 class _Launcher:
-    """The names under which a launcher tells each process its place."""
+    """The variables in which a launcher tells each process its place."""
 
     rank: str
     size: str
@@ -38,7 +38,7 @@ _LAUNCHERS = (
     _Launcher("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
     # MPICH and Intel MPI (Hydra).
     _Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    # Launchers of PMIx that set a size beside it (PRRTE's prun does when asked to).
+    # PMIx launchers that also set a size (PRRTE's prun does on request).
     _Launcher("PMIX_RANK", "PMIX_SIZE", None, None),
 )
 
@@ -47,18 +47,20 @@ class MPIClusterResolver(ClusterResolver):
     """One worker for each process, in the order of MPI's ranks.
 
     Rank and size come from the launcher's variables (Open MPI: OMPI_COMM_WORLD_*, MPICH and Intel MPI: PMI_*
-    and MPI_LOCAL*, MVAPICH: MV2_*, PMIx). MPI tells neither hosts nor ports, which are derived:
+    and MPI_LOCAL*, MVAPICH: MV2_*, PMIx). MPI provides neither hosts nor ports, which are derived:
 
-    - Hosts: all processes are on this host if the launcher's local size equals the size. Else they come from
-      PHALANX_HOSTS (`a:2,b:2`, set with `mpirun -x` or `-genv`), or the scheduler (SLURM_JOB_NODELIST with
+    - Hosts: all processes are on this host if the launcher's local size equals the size. Otherwise the hosts come from
+      PHALANX_HOSTS (`a:2,b:2`, set with `mpirun -x` or `-genv`) or the scheduler (SLURM_JOB_NODELIST with
       SLURM_TASKS_PER_NODE, or the file PBS_NODEFILE). Ranks must be numbered host by host (`--map-by slot`,
       the default).
     - Ports: `port_base` (8888, or PHALANX_PORT_BASE) + the place on its host. Two jobs that share a host
       need different ones.
 
     Args:
-        hosts: as PHALANX_HOSTS.
-        port_base: the first port on each host.
+        hosts: the hosts with their numbers of processes, instead of PHALANX_HOSTS.
+        port_base: the first port on each host, instead of PHALANX_PORT_BASE.
+        rpc_layer: the result of `rpc_layer`.
+        environ: the variables to read; the process's environment if not given.
     """
 
     def __init__(
@@ -107,13 +109,13 @@ class MPIClusterResolver(ClusterResolver):
                 f"{launcher.size}={self._variables[launcher.size]}."
             )
         if self._optional(launcher.local_size) == size:
-            return [("127.0.0.1", size)]  # perhaps on one host of several that a scheduler has given
+            return [("127.0.0.1", size)]  # a scheduler may have allocated more hosts
         listed = self._listed_hosts()
         if listed is None:
             if size == 1:
                 return [("127.0.0.1", size)]
             raise ConfigurationError(
-                f"the launcher started {size} processes and does not say on which hosts. Name them in rank "
+                f"the launcher started {size} processes without naming their hosts. Name them in rank "
                 f"order with the number of processes on each: `mpirun -x {HOSTS}=host0:2,host1:2 ...` (Open "
                 f"MPI) or `mpiexec -genv {HOSTS} host0:2,host1:2 ...` (MPICH), and {PORT_BASE} if 8888 is "
                 f"taken."
@@ -128,7 +130,7 @@ class MPIClusterResolver(ClusterResolver):
         return _first(hosts, size)
 
     def _listed_hosts(self) -> tuple[str, HostTasks] | None:
-        """Where a list of hosts stands, and what it says; None if there is none."""
+        """The source of a list of hosts, and the list; None if there is none."""
         variables = self._variables
         if self._given_hosts:
             return "hosts", parse_hosts(self._given_hosts, where="hosts")
@@ -149,7 +151,7 @@ class MPIClusterResolver(ClusterResolver):
         return None
 
     def _check_own_place(self, hosts: HostTasks) -> None:
-        """Compare this process's place on its host with the launcher's word for it."""
+        """Check that the derived place of this process on its host is the launcher's."""
         launcher = self._launcher()
         local_rank = self._optional(launcher.local_rank)
         if local_rank is None:
@@ -160,14 +162,14 @@ class MPIClusterResolver(ClusterResolver):
         if place != local_rank:
             raise ConfigurationError(
                 f"rank {rank} should be number {place} on {host} according to {_write(hosts)}, but the "
-                f"launcher made it number {local_rank} on {socket.gethostname()}: it does not number ranks "
+                f"launcher made it number {local_rank} on {socket.gethostname()}: ranks are not numbered "
                 f"host by host, or the hosts are in another order. Start it with `--map-by slot`, or "
                 f"correct {HOSTS}."
             )
 
 
 def started_by_mpi(environ: Mapping[str, str]) -> bool:
-    """Whether one of the launchers' variables is there."""
+    """Whether an MPI launcher has set its variables."""
     return any(launcher.rank in environ and launcher.size in environ for launcher in _LAUNCHERS)
 
 

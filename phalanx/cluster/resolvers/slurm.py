@@ -15,20 +15,22 @@ _READER = "SlurmClusterResolver"
 class SlurmClusterResolver(ClusterResolver):
     """One task for each process of the job step, in the order of SLURM_PROCID.
 
-    Read from the environment that `srun` makes: SLURM_PROCID (which process this is),
+    Reads the variables that `srun` sets: SLURM_PROCID (the number of this process),
     SLURM_STEP_NODELIST and SLURM_STEP_TASKS_PER_NODE (hosts and their numbers of processes),
     SLURM_DISTRIBUTION (`block`, the default, or `cyclic`: how processes are numbered over the hosts), and
-    SLURM_NODEID, which must agree with what was derived.
-    Slurm gives no ports: the first process of each host has `port_base` (8888, or PHALANX_PORT_BASE), the
-    next one the next port. Two jobs that share a host need different ones.
+    SLURM_NODEID, which must agree with the derived host.
+    Slurm assigns no ports: the first process of each host gets `port_base` (8888, or PHALANX_PORT_BASE), the
+    next one the next port. Two jobs that share a host need different ports.
 
     Args:
         jobs: how many tasks of each type, in the order of their process numbers, for example
             {"chief": 1, "worker": 3, "evaluator": 1}. All are workers if not given.
         port_base: the first port on each host.
-        tasks_per_node: processes on each host, a number or by host name; from the environment if not given.
-        gpus_per_node, gpus_per_task, auto_set_gpu: for TensorFlow's signature. Slurm binds GPUs to
-            processes itself (`--gpus-per-task`), so nothing is set here.
+        tasks_per_node: processes on each host, one number or a mapping by host name; from the environment if not given.
+        gpus_per_node, gpus_per_task, auto_set_gpu: ignored, for compatibility with TensorFlow. Slurm binds GPUs to
+            processes itself (`--gpus-per-task`).
+        rpc_layer: the result of `rpc_layer`.
+        environ: the variables to read; the process's environment if not given.
     """
 
     def __init__(
@@ -105,12 +107,12 @@ class SlurmClusterResolver(ClusterResolver):
         if distribution == "cyclic":
             return cyclic(hosts)
         raise ConfigurationError(
-            f"SLURM_DISTRIBUTION={distribution!r}: only block and cyclic numbering of the processes are "
-            f"known here. Start the step with `srun --distribution=block`."
+            f"SLURM_DISTRIBUTION={distribution!r}: only block and cyclic numbering of processes are "
+            f"supported. Start the step with `srun --distribution=block`."
         )
 
     def _check_own_place(self, hosts: HostTasks, addresses: list[str]) -> None:
-        """Compare the host that Slurm says this process is on with the derived one."""
+        """Check that the derived host of this process is Slurm's."""
         if "SLURM_NODEID" not in self._variables:
             return
         node = whole_number(self._variables, "SLURM_NODEID", reader=_READER)
@@ -128,7 +130,7 @@ class SlurmClusterResolver(ClusterResolver):
             )
 
     def _variable(self, name: str) -> str:
-        """The step's variable, or the job's, where the step's is not set."""
+        """The step's variable, or else the job's."""
         for full in (f"SLURM_STEP_{name}", f"SLURM_{name}", f"SLURM_JOB_{name}"):
             if self._variables.get(full):
                 return self._variables[full]

@@ -1,4 +1,4 @@
-"""The cluster in the environment variable TF_CONFIG, as TensorFlow has it."""
+"""The cluster in the environment variable TF_CONFIG, in TensorFlow's format."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ EXAMPLE = '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type"
 class TFConfigClusterResolver(ClusterResolver):
     """Reads TF_CONFIG: `cluster` with the addresses by type, `task` with `type` and `index`.
 
-    An evaluator may stand in the cluster or outside it. If TF_CONFIG is not set, or `{}`, the cluster is
-    empty, and the process is alone.
+    The evaluator may be in the cluster or outside it. If TF_CONFIG is not set, or `{}`, the cluster is empty, and the
+    process trains alone.
 
     Args:
-        task_type, task_id: replace what stands in TF_CONFIG, where `task` may then be absent.
+        task_type, task_id: replace `task` of TF_CONFIG, which may then be missing.
         rpc_layer: replaces `rpc_layer` of TF_CONFIG.
+        environment: the result of `environment`.
+        environ: the variables to read; the process's environment if not given.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ def load_tf_config(text: str) -> dict[str, Any]:
     try:
         config = json.loads(text)
     except ValueError as error:
-        hint = " JSON takes only double quotes." if "'" in text and '"' not in text else ""
+        hint = " JSON requires double quotes." if "'" in text and '"' not in text else ""
         raise ConfigurationError(
             f"TF_CONFIG is not JSON: {error}. It is {_shorten(text)}.{hint} Write for example {EXAMPLE}"
         ) from error
@@ -90,14 +92,14 @@ def load_tf_config(text: str) -> dict[str, Any]:
             f"TF_CONFIG is nested too deeply. It is {_shorten(text)}. Write for example {EXAMPLE}"
         ) from error
     if not isinstance(config, dict):
-        raise ConfigurationError(f"TF_CONFIG is {_shorten(text)}: JSON, but no object. Write for example {EXAMPLE}")
+        raise ConfigurationError(f"TF_CONFIG is {_shorten(text)}: JSON, but not an object. Write for example {EXAMPLE}")
     return config
 
 
 def read_cluster(config: Mapping[str, Any]) -> ClusterSpec:
     """The cluster of a loaded TF_CONFIG.
 
-    Raises: ConfigurationError naming the entry that is absent or wrong.
+    Raises: ConfigurationError naming the entry that is missing or wrong.
     """
     if not config:
         return ClusterSpec({})
@@ -120,7 +122,7 @@ def read_cluster(config: Mapping[str, Any]) -> ClusterSpec:
 def read_task(config: Mapping[str, Any]) -> tuple[str, int]:
     """Type and index of the task of a loaded TF_CONFIG.
 
-    Raises: ConfigurationError naming the entry that is absent or wrong.
+    Raises: ConfigurationError naming the entry that is missing or wrong.
     """
     example = '"task": {"type": "worker", "index": 0}'
     if "task" not in config:
@@ -136,12 +138,12 @@ def read_task(config: Mapping[str, Any]) -> tuple[str, int]:
             raise ConfigurationError(f"task in TF_CONFIG is {task!r}: it has no {key!r}. Write {example}.")
     check_task_type(task["type"], where="task.type in TF_CONFIG")
     index = task["index"]
-    # Some job controllers write the index as a string, and TensorFlow takes that too.
+    # Some job controllers write the index as a string, which TensorFlow accepts too.
     if isinstance(index, str) and is_index(index.strip()):
         index = int(index)
     if isinstance(index, bool) or not isinstance(index, int) or index < 0:
         raise ConfigurationError(
-            f"task.index in TF_CONFIG is {_shorten(index)}. Write a whole number from 0 up, without quotes."
+            f"task.index in TF_CONFIG is {_shorten(index)}. Write a whole number of at least 0, without quotes."
         )
     return task["type"], index
 
