@@ -8,7 +8,9 @@ import secrets
 from phalanx.cluster.compatibility import JobFacts, TaskDescription
 from phalanx.cluster.host_identity import host_identity
 from phalanx.cluster.membership import Membership
-from phalanx.cluster.spec import ClusterSpec, Task
+from phalanx.cluster.node import Node, join
+from phalanx.cluster.resolvers.base_resolver import ClusterResolver
+from phalanx.cluster.spec import RANKED_TYPES, ClusterSpec, Task
 from phalanx.config.job_config import JobConfig
 from phalanx.elastic import membership_messages as messages
 from phalanx.elastic.coordinator_client import CoordinatorClient, Dialer
@@ -146,3 +148,19 @@ class ElasticNode:
         self.coordinator.link.close()
         self.listener.close()
         self.links.close()
+
+
+def join_node(cluster: ClusterResolver, facts: JobFacts, config: JobConfig) -> Node | ElasticNode:
+    """Join the job of this process: an elastic one if its launcher runs a coordinator, otherwise one of fixed size.
+
+    Args:
+        cluster: where the cluster and the task of this process come from.
+        facts: what all members must agree on.
+        config: the configuration.
+
+    Raises: as `cluster.node.join` or `ElasticNode`.
+    """
+    task = cluster.task()
+    if config.elastic_coordinator is not None and task is not None and task.type in RANKED_TYPES:
+        return ElasticNode(cluster.cluster_spec(), task, facts, config)
+    return join(cluster, facts=facts, config=config)

@@ -14,16 +14,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from phalanx.arrays import allocation
-from phalanx.cluster import Node, join, timeline_relay
+from phalanx.cluster import Node, timeline_relay
 from phalanx.cluster.compatibility import JobFacts
 from phalanx.cluster.membership import Membership, Rank
 from phalanx.cluster.resolvers.auto_resolver import resolve
-from phalanx.cluster.spec import RANKED_TYPES
 from phalanx.collectives import CommunicationOptions, connect
 from phalanx.collectives.autotune.autotune_log import AutotuneLog
 from phalanx.collectives.autotune.trial_search import TrialSearch
 from phalanx.config.job_config import CollectiveConfig, JobConfig
-from phalanx.elastic.elastic_node import ElasticNode
+from phalanx.elastic.elastic_node import ElasticNode, join_node
 from phalanx.elastic.generation_loop import LOSSES, Position, form_next_generation, join_generation
 from phalanx.errors import ConfigurationError, LinkTimeoutError, PhalanxError
 from phalanx.horovod.controller import Controller
@@ -62,7 +61,10 @@ class HorovodJob:
         self._lost: PhalanxError | None = None  # found outside of an operation
         self._pid = os.getpid()
         self.needs_state = False
+        self.membership = node.membership
+        self._has_started = False
         if isinstance(node, ElasticNode):
+            node.coordinator.measure_timing = Heartbeat()
             join_generation(node, self, ENTRY)
         else:
             self.start()
@@ -103,16 +105,16 @@ class HorovodJob:
         node = self.elastic
         assert node is not None
         # A process that has not been a member of a generation that stood has the state only in the first one.
-        return Position(0, True, self.needs_state if hasattr(self, "membership") else node.generation > 1)
+        return Position(0, True, self.needs_state if self._has_started else node.generation > 1)
 
     def start(self) -> None:
         """See `Participant.start`."""
         node, config = self._node, self._node.config
         membership = node.membership
-        if config.timeline is not None and not hasattr(self, "membership") and not timeline.current.on:
+        if config.timeline is not None and not self._has_started and not timeline.current.on:
             timeline_relay.start_recording(node, config.timeline, marks_cycles=config.timeline_marks_cycles)
         self.controllers = {0: self._controller(membership)}
-        self.membership = membership
+        self.membership, self._has_started = membership, True
         if isinstance(node, ElasticNode):
             self.needs_state = node.addresses[membership.rank].needs_state
 
@@ -204,10 +206,10 @@ class HorovodJob:
             timeline_track=track,
         )
         names = [member.task for member in membership.members]
-        tune = self._tell_of_fusion if config.autotune and whole else None
+        tune = self._log_fusion if config.autotune and whole else None
         return Controller(communicator, self._knobs, self._timeout_s, names, tune=tune)
 
-    def _tell_of_fusion(self, search: TrialSearch[FusionSettings]) -> None:
+    def _log_fusion(self, search: TrialSearch[FusionSettings]) -> None:
         if self.membership.rank == 0:
             AutotuneLog(self._node.config.collectives.autotune_log, append=True).report("fusion, per MiB", search)
 
@@ -239,19 +241,17 @@ def join_world() -> HorovodJob:
     global _world
     with _lock:
         if _world is None:
-            _refuse_strategies()
+            _check_no_strategy_has_joined()
             exit_codes.install()
             allocation.keep_freed_memory()
             knobs, config = HorovodEnvironment.from_environment(), JobConfig.from_environment()
-            node = _node(config)
+            node = join_node(resolve(), JobFacts(others={"interface": "horovod"}), config)
             try:
                 _world = HorovodJob(node, knobs)
             except BaseException as error:
                 timeline_relay.stop_recording()
-                if isinstance(node, ElasticNode):
-                    node.close(flush=isinstance(error, SystemExit))
-                else:
-                    node.close()
+                # A candidate that is not needed has finished; the others lose one that fails.
+                node.close(flush=isinstance(node, Node) or isinstance(error, SystemExit))
                 raise
             exit_codes.at_exit(leave_world)
         return _world
@@ -266,17 +266,7 @@ def leave_world() -> None:
             world.close()
 
 
-def _node(config: JobConfig) -> Node | ElasticNode:
-    cluster, facts = resolve(), JobFacts(others={"interface": "horovod"})
-    task = cluster.task()
-    if config.elastic_coordinator is not None and task is not None and task.type in RANKED_TYPES:
-        node = ElasticNode(cluster.cluster_spec(), task, facts, config)
-        node.coordinator.measure_timing = Heartbeat()
-        return node
-    return join(cluster, facts=facts, config=config)
-
-
-def _refuse_strategies() -> None:
+def _check_no_strategy_has_joined() -> None:
     """Check that no strategy has joined the job: a process has one port, so it can join only once."""
     strategies = sys.modules.get("phalanx.strategies.current_job")
     if strategies is not None and strategies._job is not None:

@@ -7,19 +7,20 @@ from dataclasses import replace
 
 import keras
 
-from phalanx.cluster import Node, join, timeline_relay
+from phalanx.cluster import Node, timeline_relay
 from phalanx.cluster.compatibility import JobFacts
 from phalanx.cluster.membership import Membership
 from phalanx.cluster.resolvers.base_resolver import ClusterResolver
-from phalanx.cluster.spec import EVALUATOR, RANKED_TYPES
+from phalanx.cluster.spec import EVALUATOR
 from phalanx.collectives import connect
 from phalanx.collectives.communicator import Communicator
 from phalanx.collectives.cross_device_ops import CrossDeviceOps
+from phalanx.collectives.host.host_communicator import HostCommunicator
 from phalanx.collectives.options import CommunicationOptions
 from phalanx.config.job_config import JobConfig
 from phalanx.elastic.elastic_communicator import ElasticCommunicator
 from phalanx.elastic.elastic_group import ElasticGroup
-from phalanx.elastic.elastic_node import ElasticNode
+from phalanx.elastic.elastic_node import ElasticNode, join_node
 from phalanx.engines import prepare
 from phalanx.errors import ConfigurationError
 from phalanx.runtime import exit_codes, progress
@@ -132,37 +133,23 @@ def _join(resolver: ClusterResolver, options: CommunicationOptions) -> CurrentJo
         seed=config.seed,
         others={"floatx": keras.config.floatx()},
     )
-    task = resolver.task()
-    if config.elastic_coordinator is not None and task is not None and task.type in RANKED_TYPES:
-        return _join_elastic(ElasticNode(resolver.cluster_spec(), task, facts, config), resolver, options, with_timeout)
-    node = join(resolver, facts=facts, config=config)
+    node = join_node(resolver, facts, config)
     try:
-        if config.timeline is not None and node.task.type != EVALUATOR:
-            timeline_relay.start_recording(node, config.timeline)
-        communicator = connect(node.membership, with_timeout, config=config.collectives)
-        set_random_state(communicator.broadcast_bytes(random_state()))
-    except BaseException:
-        timeline_relay.stop_recording()
-        node.close()
-        raise
-    job = CurrentJob(node, communicator, resolver, options)
-    if communicator.world_size > 1 and progress.is_read():
-        announcer = TimingAnnouncer(lambda: communicator.waited_s)
-        announcer.start()
-        job.before_leaving(announcer.close)
-    return job
-
-
-def _join_elastic(
-    node: ElasticNode, resolver: ClusterResolver, options: CommunicationOptions, with_timeout: CommunicationOptions
-) -> CurrentJob:
-    """Become a member of an elastic job, or a candidate if it is already running."""
-    try:
-        communicator = ElasticCommunicator(ElasticGroup(node, with_timeout))
-        node.coordinator.measure_timing = Heartbeat(lambda: communicator.waited_s)
+        if isinstance(node, ElasticNode):
+            communicator: Communicator = ElasticCommunicator(group := ElasticGroup(node, with_timeout))
+            node.coordinator.measure_timing = Heartbeat(lambda: group.traffic.waited_s)
+        else:
+            if config.timeline is not None and node.task.type != EVALUATOR:
+                timeline_relay.start_recording(node, config.timeline)
+            communicator = connect(node.membership, with_timeout, config=config.collectives)
         job = CurrentJob(node, communicator, resolver, options)
         set_random_state(job.replica.run_recorded(lambda: communicator.broadcast_bytes(random_state())))
     except BaseException:
-        node.close(flush=False)
+        timeline_relay.stop_recording()
+        node.close(flush=isinstance(node, Node))
         raise
+    if isinstance(communicator, HostCommunicator) and communicator.world_size > 1 and progress.is_read():
+        announcer = TimingAnnouncer(lambda: communicator.waited_s)
+        announcer.start()
+        job.before_leaving(announcer.close)
     return job
