@@ -137,7 +137,7 @@ def _join(resolver: ClusterResolver, options: CommunicationOptions) -> CurrentJo
     try:
         if isinstance(node, ElasticNode):
             communicator: Communicator = ElasticCommunicator(group := ElasticGroup(node, with_timeout))
-            node.coordinator.measure_timing = Heartbeat(lambda: group.traffic.waited_s)
+            node.coordinator.measure_timing = Heartbeat(lambda: group.statistics.waited_s)
         else:
             if config.timeline is not None and node.task.type != EVALUATOR:
                 timeline_relay.start_recording(node, config.timeline)
