@@ -195,7 +195,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF and name not in _MODULES:
         raise missing_attribute(__name__, name)
     # Before the first strategy, so that an error in its arguments ends the process with the exit code of that error.
-    importlib.import_module("phalanx.runtime.exit_codes").install()
+    importlib.import_module("phalanx.runtime.process_exit").install()
     if name in _MODULES:
         return importlib.import_module(f"phalanx.{name}")
     return getattr(importlib.import_module(_MODULE_OF[name]), name)

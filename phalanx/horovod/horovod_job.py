@@ -33,7 +33,7 @@ from phalanx.horovod.horovod_environment import HorovodEnvironment
 from phalanx.horovod.operation_request import OperationKind, Request
 from phalanx.horovod.process_set_links import LinkOffer
 from phalanx.monitoring import timeline
-from phalanx.runtime import exit_codes
+from phalanx.runtime import process_exit
 from phalanx.runtime.heartbeat import Heartbeat
 
 ENTRY = 0
@@ -183,7 +183,7 @@ class HorovodJob:
         """Leave the job; safe to call twice. Does nothing in a fork of this process, which is not a member."""
         if os.getpid() != self._pid:
             return
-        flush = not exit_codes.has_failed()
+        flush = not process_exit.has_failed()
         timeline_relay.stop_recording()
         self._end(flush=flush)
         self._node.close(flush=flush)
@@ -242,7 +242,7 @@ def join_world() -> HorovodJob:
     with _lock:
         if _world is None:
             _check_no_strategy_has_joined()
-            exit_codes.install()
+            process_exit.install()
             allocation.keep_freed_memory()
             knobs, config = HorovodEnvironment.from_environment(), JobConfig.from_environment()
             node = join_node(resolve(), JobFacts(others={"interface": "horovod"}), config)
@@ -253,7 +253,7 @@ def join_world() -> HorovodJob:
                 # A candidate that is not needed has finished; the others lose one that fails.
                 node.close(flush=isinstance(node, Node) or isinstance(error, SystemExit))
                 raise
-            exit_codes.at_exit(leave_world)
+            process_exit.at_exit(leave_world)
         return _world
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from phalanx.launcher.host_pool import Members
+from phalanx.launcher.host_pool import ElasticOptions
 from phalanx.launcher.host_slots import HostShare, own_name
 from phalanx.launcher.hosts.local_host import listen
 from phalanx.launcher.job_supervisor import JobSupervisor
@@ -48,7 +48,7 @@ class ElasticSupervisor:
             self._listener.close()
 
     def begin(
-        self, job: JobSupervisor, members: Members, started: int, say: Callable[[str], None]
+        self, job: JobSupervisor, members: ElasticOptions, started: int, say: Callable[[str], None]
     ) -> MembershipControl:
         """Serve the members of a job that has been started; returns how the launcher controls them.
 

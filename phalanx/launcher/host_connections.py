@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from phalanx.errors import PhalanxError
 from phalanx.launcher.host_blacklist import HostBlacklist
 from phalanx.launcher.host_slots import HostShare
-from phalanx.launcher.hosts.local_host import LocalHost, OutputStreams
+from phalanx.launcher.hosts.local_host import LocalHost
+from phalanx.launcher.hosts.output_streams import OutputStreams
 from phalanx.launcher.hosts.ssh_host import SSHHost
 from phalanx.launcher.worker_placement import LOOPBACK, START_TIMEOUT_S
 

@@ -13,7 +13,8 @@ import msgspec
 from phalanx.errors import ConfigurationError
 from phalanx.launcher.host_discovery_poller import DiscoveryAnswer
 from phalanx.launcher.host_slots import HostShare, parse_discovered
-from phalanx.runtime.orphan_guard import OrphanGuard, await_end
+from phalanx.launcher.orphan_reaper import await_end
+from phalanx.runtime.orphan_guard import OrphanGuard
 
 CLOSE_S = 5.0
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))

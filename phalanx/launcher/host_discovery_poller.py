@@ -15,7 +15,8 @@ import time
 
 import msgspec
 
-from phalanx.runtime.orphan_guard import adopt_orphans, end_orphans, hold
+from phalanx.launcher.orphan_reaper import adopt_orphans, end_orphans
+from phalanx.runtime.orphan_guard import end_with_launcher
 
 MAX_BYTES = 100_000
 """Of what a script prints; a host is a line."""
@@ -84,7 +85,7 @@ def main() -> None:
     every_s, timeout_s, command = float(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
     # A launcher with threads ends one by one: PR_SET_PDEATHSIG could come before its end of the pipe closes, and would
     # take this process alone, and with it the lifeline by which the script goes.
-    hold(0, os.getppid(), die_with_parent=False)
+    end_with_launcher(0, os.getppid(), die_with_parent=False)
     adopt_orphans()
     while True:
         began = time.monotonic()

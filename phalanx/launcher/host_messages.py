@@ -165,3 +165,14 @@ class DumpStacks(msgspec.Struct, frozen=True, tag="dump-stacks"):
 
 Command = Prepare | Start | Restart | Signal | DumpStacks
 Answer = Output | Started | Exited | CheckpointBeforeExit | StepTimingReported | Prepared | Refused
+
+
+class LineReader:
+    """Bytes in, whole lines out: one JSON message each between launcher and agent."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [line for line in lines if line.strip()]

@@ -21,7 +21,7 @@ from phalanx.launcher.host_connections import HostConnection, HostConnections
 from phalanx.launcher.host_discovery import HostDiscovery
 from phalanx.launcher.host_slots import HostShare, own_name
 from phalanx.launcher.hosts.base import WorkerPlacement
-from phalanx.launcher.hosts.local_host import OutputStreams
+from phalanx.launcher.hosts.output_streams import OutputStreams
 from phalanx.launcher.job_supervisor import JobSupervisor
 from phalanx.launcher.slot_assignment import HostSlot, SlotAssignment
 from phalanx.launcher.worker_placement import LOOPBACK, NO_REPLICA, START_TIMEOUT_S, WorkerRecipe
@@ -53,8 +53,8 @@ class DiscoveryScript:
 
 
 @dataclass(frozen=True)
-class Members:
-    """The members of an elastic job.
+class ElasticOptions:
+    """How many workers an elastic job has, and where they may run.
 
     Attributes:
         minimum, maximum: the number of workers; below the minimum the job waits.
@@ -148,7 +148,7 @@ class HostPool:
         tasks: Sequence[str],
         selector: selectors.BaseSelector,
         streams: OutputStreams,
-        members: Members,
+        members: ElasticOptions,
         *,
         shares: Sequence[HostShare],
         start_timeout_s: float | None = None,

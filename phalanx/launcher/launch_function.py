@@ -13,11 +13,11 @@ from phalanx.config.launch_config import LaunchConfig
 from phalanx.errors import ConfigurationError, PeerLostError, PhalanxError
 from phalanx.launcher import failure_report
 from phalanx.launcher.host_slots import MAX_WORKERS, HostShare
-from phalanx.launcher.hosts.local_host import OutputStreams
+from phalanx.launcher.hosts.output_streams import OutputStreams
 from phalanx.launcher.job_observer import JobObserver
 from phalanx.launcher.job_supervisor import JobOutcome, JobSupervisor
 from phalanx.launcher.root_cause import WorkerExit
-from phalanx.launcher.worker_placement import WorkerRecipe, patience, place, task_names
+from phalanx.launcher.worker_placement import WorkerRecipe, check_start_timeout, place, task_names
 from phalanx.monitoring.console import Console
 from phalanx.runtime.bootstrap import FUNCTION
 
@@ -76,23 +76,18 @@ def launch(
 
     pickled = function_call.encode(function_call.PickledCall(function, tuple(args), dict(kwargs or {})))
     folder = Path(log_dir) if log_dir is not None else None
+    config = LaunchConfig.from_environment(backend=backend, start_timeout_s=check_start_timeout(start_timeout_s))
     tasks = task_names(workers)
     with failure_report.open_logs(folder, tasks) as logs, selectors.DefaultSelector() as selector:
         screen = Console(tasks, sys.stdout, sys.stdout, logs=logs)
         placements = place(
             [HostShare("localhost", workers)],
-            WorkerRecipe(
-                [FUNCTION],
-                tasks,
-                function=pickled,
-                backend=backend,
-                start_timeout_s=patience(start_timeout_s),
-            ),
+            WorkerRecipe([FUNCTION], tasks, config, function=pickled),
             selector,
             OutputStreams(merged=True),
             screen.message,
         )
-        job = JobSupervisor(placements, selector, _OutputPrinter(screen), LaunchConfig.from_environment(), merged=True)
+        job = JobSupervisor(placements, selector, _OutputPrinter(screen), config, merged=True)
         job.start()
         outcome = job.run()
     if not outcome.verdict.success:

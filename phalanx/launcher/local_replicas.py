@@ -13,7 +13,6 @@ import json
 import logging
 import multiprocessing
 import os
-import secrets
 import selectors
 import signal
 import socket
@@ -37,9 +36,9 @@ from phalanx.launcher.job_supervisor import JobOutcome, JobSupervisor
 from phalanx.launcher.program import Program, parse_command, starting_folder
 from phalanx.launcher.root_cause import WorkerExit
 from phalanx.launcher.worker_environment import job_settings, thread_settings
-from phalanx.launcher.worker_placement import LOOPBACK, SECRET_BYTES, task_names
+from phalanx.launcher.worker_placement import LOOPBACK, new_identity, task_names
 from phalanx.monitoring.console import Console
-from phalanx.runtime import core_affinity, exit_codes
+from phalanx.runtime import core_affinity, exit_codes, process_exit
 from phalanx.runtime.core_affinity import host_shares
 
 # The number of local replicas, in the environment of each of them.
@@ -125,19 +124,15 @@ def _start(count: int, devices: Sequence[str] | None) -> LocalReplicas:
     host = LocalHost(selector, shares=shares[1:])
     listener = listen(LOOPBACK)
     addresses = [f"{LOOPBACK}:{port}" for port in (listener.getsockname()[1], *host.prepare(count - 1))]
-    secret, job_id = secrets.token_hex(SECRET_BYTES), secrets.token_hex(8)
+    tasks, identity = task_names(count), new_identity()
 
     def settings(rank: int) -> dict[str, str]:
-        own = job_settings(
-            tasks=task_names(len(addresses)), addresses=addresses, rank=rank, secret=secret, job_id=job_id
-        )
         return {
-            **own,
+            **job_settings(tasks, addresses, rank, identity, LaunchConfig()),
             **(device_variables(devices[rank], process_environment()) if devices else {}),
             REPLICAS: str(count),
         }
 
-    tasks = task_names(count)
     placements = [
         WorkerPlacement(
             WorkerSpec(rank, program.arguments, settings(rank), program.interpreter, directory=folder),
@@ -214,7 +209,7 @@ class _ReplicaSupervisor(JobObserver):
     def output(self, rank: int, is_error: bool, data: bytes) -> None:
         # What they print is the same as on rank 0; and when this process fails by itself, what they say of its loss is
         # no news, and would stand in the middle of the reason.
-        if is_error and not (exit_codes.has_failed() and _failed_by_itself()):
+        if is_error and not (process_exit.has_failed() and _failed_by_itself()):
             self._screen.feed(rank, is_error, data)
 
     def started(self, placement: WorkerPlacement, pid: int) -> None:
@@ -308,4 +303,4 @@ def _failed_by_itself() -> bool:
 
 def _end_process(code: int) -> NoReturn:
     logging.shutdown()
-    exit_codes.end_process(code)
+    process_exit.end_process(code)

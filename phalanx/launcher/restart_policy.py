@@ -10,11 +10,11 @@ from phalanx import errors
 
 DEFAULT = 10
 """How often one task is started again."""
-SHORT_S = 5.0
+SHORT_LIFE_S = 5.0
 """A task that lives no longer than this has hardly come to train: its imports alone take some seconds."""
 SHORT_LIVES = 7
 """After so many of those in a row it is given up. A server on a fast machine may be back and be killed again within
-SHORT_S, and should survive that a few times."""
+SHORT_LIFE_S, and should survive that a few times."""
 FIRST_DELAY_S = 0.5
 """Before a second attempt in a row, and twice as long before each further one."""
 
@@ -67,7 +67,7 @@ class RestartPolicy:
             innocent = returncode not in _HOPELESS
         if not innocent or self._made[rank] >= self._allowed:
             return None
-        self._short[rank] = self._short[rank] + 1 if lived_s < SHORT_S else 0
+        self._short[rank] = self._short[rank] + 1 if lived_s < SHORT_LIFE_S else 0
         if self._short[rank] >= SHORT_LIVES:
             return None
         self._made[rank] += 1

@@ -1,14 +1,14 @@
 """Which task was the cause of a job's end. Plain functions from what was seen to what it means.
 
-When one worker fails, the others lose their peer and fail as well, often before the launcher has seen the
-first one's end. So the order of the ends is a weak sign, and the kind of each a strong one:
+When one worker fails, the others lose their peer and fail as well, often before the launcher sees the exit of the first.
+So the order of the exits is a weak sign, and the kind of each a strong one:
 
-    1. an end of its own: an exception of the program, a signal that the launcher did not send, `sys.exit(3)`
-    2. a collective that timed out: the peer that did not come is the cause, but may still hang
-    3. a lost peer: another's end was the cause; the error names it
+    1. its own failure: an exception of the program, a signal that the launcher did not send, `sys.exit(3)`
+    2. a collective that timed out: the peer that did not arrive is the cause, but may still hang
+    3. a lost peer: another task was the cause; the error names it
     4. ended by the launcher: never a cause
 
-An end without error in the middle of the job (`os._exit(0)`) is the cause when others lost exactly that task.
+An exit without error in the middle of the job (`os._exit(0)`) is the cause if others lost exactly that task.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from phalanx.launcher.host_messages import STOPPED, WorkerDiagnostics
 from phalanx.runtime import exit_codes
 
 _CONSEQUENCE = exit_codes.CONSEQUENCES
-# Of a job that a false success ended: what its survivors end with.
+# Of a job that was ended by a false success: the code of its survivors.
 FALSE_SUCCESS_CODE = errors.PeerLostError.exit_code
 PREEMPTED_CODE = errors.PreemptedError.exit_code
 HOST_LOST_CODE = errors.PeerLostError.exit_code
@@ -30,15 +30,15 @@ HOST_LOST_CODE = errors.PeerLostError.exit_code
 
 @dataclass(frozen=True, slots=True)
 class WorkerExit:
-    """The end of one worker.
+    """How one task exited.
 
     Attributes:
-        rank, task, host, pid: which worker.
-        returncode: as `subprocess` has it; None if it was lost with its host.
-        order: how many workers had ended before.
-        by_launcher: whether it ended only after the launcher had sent it a signal to end.
-        outlived: whether the others went on without it, in a job whose members come and go.
-        hung: whether it still ran when the others' grace was over.
+        rank, task, host, pid: which task and process.
+        returncode: as in `subprocess`; None if it was lost with its host.
+        order: how many tasks had exited before.
+        by_launcher: whether it exited only after the launcher had sent it a signal.
+        outlived: whether the others continued without it.
+        hung: whether it still ran when the grace period after a failure was over.
         trains: whether it is a chief or a worker.
         words: what it left.
     """
@@ -57,13 +57,13 @@ class WorkerExit:
 
     @property
     def code(self) -> int:
-        """Its exit code as a shell has it."""
+        """Its exit code as a shell reports it."""
         return HOST_LOST_CODE if self.returncode is None else exit_codes.of_return_code(self.returncode)
 
     @property
     def distance(self) -> int:
-        """How far it is from the cause: 0 for an end of its own, more for the echo of another's, also where the program
-        caught it and ended itself. That it is an echo is less sure where only the exit code says so."""
+        """How far it is from the cause: 0 for its own failure, more for the echo of another's, even if the program caught
+        that and exited itself. It is less certain to be an echo if only the exit code says so."""
         if self.returncode is None:
             return 0
         by_code = _CONSEQUENCE.get(self.code, 0)
@@ -73,12 +73,12 @@ class WorkerExit:
 
     @property
     def stalled(self) -> bool:
-        """Whether it hung. Servers and evaluators run until they are told to end: of them only one that was stopped."""
+        """Whether it hung. Servers and evaluators run until they are ended: they count only if a signal stopped them."""
         return self.hung and (self.trains or self.diagnostics.state == STOPPED)
 
     @property
     def has_own_error(self) -> bool:
-        """Whether it had recorded an error of its own when it was ended: something kept it from going down."""
+        """Whether it had recorded its own error when it was ended: something kept it from exiting."""
         error = self.diagnostics.error
         if not self.hung or error is None or error.interrupted:
             return False
@@ -103,7 +103,7 @@ class RootCause:
 
     Attributes:
         code: exit code of the job.
-        cause: the end that brought the others about; None if nobody failed, or the user ended the job.
+        cause: the exit that brought the others about; None if no task failed, or the user ended the job.
         reason: one sentence.
     """
 
@@ -117,21 +117,21 @@ class RootCause:
 
 
 def find_root_cause(ends: Sequence[WorkerExit], *, interrupted_by: int | None = None) -> RootCause:
-    """The verdict over a job whose workers have all ended.
+    """Why a job ended whose tasks have all exited.
 
     Args:
-        interrupted_by: the signal with which the launcher was told to end the job, if it was.
+        interrupted_by: the signal that made the launcher end the job, if one did.
     """
     own = [end for end in ends if end.failed and (not end.by_launcher or end.has_own_error) and not end.outlived]
     if any(end.was_preempted for end in ends):
         # All leave together, after the chief has saved; who leaves last may have lost the others.
-        return RootCause(PREEMPTED_CODE, None, "the job was told to end, and has taken a checkpoint first")
+        return RootCause(PREEMPTED_CODE, None, "the job was told to stop, and saved a checkpoint first")
     if interrupted_by is not None:
         code = exit_codes.SIGNAL_BASE + interrupted_by
         meaning = exit_codes.meaning(code)
         return RootCause(code, None, f"the job was ended from outside: {meaning.sentence}")
     if not own:
-        return RootCause(0, None, "all workers ended without error, or were outlived by those that did")
+        return RootCause(0, None, "all workers ended without error, or the others finished without them")
     lost = _falsely_successful(ends, own)
     if lost is not None:
         how = "and did not end" if lost.stalled else "with exit code 0"
@@ -167,7 +167,7 @@ def _reason(cause: WorkerExit, ends: Sequence[WorkerExit]) -> str:
     if cause.returncode < 0 and not (cause.by_launcher and error is not None):
         return f"{who} was killed by {exit_codes.signal_name(-cause.returncode)}"
     if cause.code in _CONSEQUENCE and (hung := waited_for(cause, ends)):
-        return f"{who} waited in vain: {', '.join(hung)} hung"
+        return f"{who} waited for peers that did not arrive: {', '.join(hung)} hung"
     if error is not None:
         first_line = error.message.partition("\n")[0]
         return f"{who} failed with {error.kind}: {first_line}" if first_line else f"{who} failed with {error.kind}"

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 
+from phalanx.config.launch_config import LaunchConfig
 from phalanx.config.variables import (
     ELASTIC_COORDINATOR,
     HOST_GPUS,
@@ -22,10 +23,10 @@ from phalanx.config.variables import (
 )
 
 _OF_A_TASK = (HOST_GPUS, ELASTIC_COORDINATOR, SNAPSHOTS)
-"""What another job has told a task of its own, which starts this one."""
+"""Set by another job for its own task, which starts this job."""
 
-# Variables of the launcher's environment that go along to other hosts. What describes the launcher's own
-# host, such as CUDA_VISIBLE_DEVICES, is left out on purpose.
+# Variables of the launcher's environment that are passed on to other hosts. Those that describe the launcher's own
+# host, such as CUDA_VISIBLE_DEVICES, are left out on purpose.
 FORWARDED_PREFIXES = ("PHALANX_", "HOROVOD_", "KERAS_", "JAX_", "XLA_", "TF_", "TORCH_", "OMP_", "MKL_", "OPENBLAS_")
 FORWARDED = ("PYTHONPATH", "PYTHONHASHSEED", "PYTHONWARNINGS", "LANG", "LC_ALL", "NO_COLOR")
 
@@ -58,52 +59,53 @@ def thread_settings(threads: int) -> dict[str, str]:
 
 
 def job_settings(
-    *,
     tasks: Sequence[str],
     addresses: Sequence[str],
     rank: int,
-    secret: str,
-    job_id: str,
-    backend: str | None = None,
-    start_timeout_s: float | None = None,
+    identity: tuple[str, str],
+    config: LaunchConfig,
+    *,
     return_timeout_s: float | None = None,
-    elastic_coordinator: str | None = None,
-    preemption_signal: str | None = None,
+    coordinator: str | None = None,
 ) -> dict[str, str]:
-    """What makes a process task number `rank` of this job. It replaces what the user's environment says."""
+    """The variables that make a process task number `rank` of this job. They replace those of the user's environment.
+
+    Args:
+        tasks, addresses: of all tasks, by rank.
+        identity: the secret and the id of the job.
+        config: backend, start timeout and preemption signal.
+        return_timeout_s: seconds that tasks wait for one that is restarted; None leaves it to the default.
+        coordinator: address of the elastic coordinator; None for a job of fixed size.
+    """
+    secret, job_id = identity
     settings = {
         TF_CONFIG: tf_config(tasks, addresses, rank),
         SECRET: secret,
         JOB_ID: job_id,
+        KERAS_BACKEND: config.backend,
+        RENDEZVOUS_TIMEOUT: None if config.start_timeout_s is None else f"{config.start_timeout_s:g}",
+        RETURN_TIMEOUT: None if return_timeout_s is None else f"{return_timeout_s:g}",
+        ELASTIC_COORDINATOR: coordinator,
+        PREEMPTION_SIGNAL: config.preemption_signal,
     }
-    if backend is not None:
-        settings[KERAS_BACKEND] = backend
-    if start_timeout_s is not None:
-        settings[RENDEZVOUS_TIMEOUT] = f"{start_timeout_s:g}"
-    if return_timeout_s is not None:
-        settings[RETURN_TIMEOUT] = f"{return_timeout_s:g}"
-    if elastic_coordinator is not None:
-        settings[ELASTIC_COORDINATOR] = elastic_coordinator
-    if preemption_signal is not None:
-        settings[PREEMPTION_SIGNAL] = preemption_signal
-    return settings
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def worker_environment(
-    base: Mapping[str, str], job: Mapping[str, str], threads: int, folder: str | None = None
+    base: Mapping[str, str], job: Mapping[str, str], threads: int, directory: str | None = None
 ) -> dict[str, str]:
     """The whole environment of a worker: thread settings, then the user's own, then the job's.
 
     Args:
-        folder: where it starts; None: where this process is.
+        directory: where the worker starts; None: where this process is.
     """
     # Unbuffered, or a worker's last lines before a crash would be lost in its buffer.
     defaults = {**thread_settings(threads), "PYTHONUNBUFFERED": "1"}
     own = {name: value for name, value in base.items() if name not in _OF_A_TASK}
     environment = {**defaults, **own, **job}
-    # The program may go to another folder before it joins the job.
+    # Absolute, since the program may change its directory before it joins the job.
     files = {name: environment[name] for name in TLS_FILES if environment.get(name)}
-    return environment | {name: os.path.abspath(os.path.join(folder or "", path)) for name, path in files.items()}
+    return environment | {name: os.path.abspath(os.path.join(directory or "", path)) for name, path in files.items()}
 
 
 def forwarded(base: Mapping[str, str]) -> dict[str, str]:

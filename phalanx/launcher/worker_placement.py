@@ -9,11 +9,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from phalanx.config.launch_config import LaunchConfig
 from phalanx.errors import ConfigurationError
 from phalanx.launcher.host_messages import WorkerSpec
 from phalanx.launcher.host_slots import HostShare
 from phalanx.launcher.hosts.base import WorkerHost, WorkerPlacement
-from phalanx.launcher.hosts.local_host import LocalHost, OutputStreams
+from phalanx.launcher.hosts.local_host import LocalHost
+from phalanx.launcher.hosts.output_streams import OutputStreams
 from phalanx.launcher.hosts.ssh_host import SSHHost
 from phalanx.launcher.worker_environment import job_settings
 
@@ -35,10 +37,10 @@ def new_identity() -> tuple[str, str]:
     return secrets.token_hex(SECRET_BYTES), secrets.token_hex(8)
 
 
-def patience(start_timeout_s: float | None) -> float | None:
-    """Seconds that hosts and tasks wait for each other at the start, as one may give them; None: not given.
+def check_start_timeout(start_timeout_s: float | None) -> float | None:
+    """Seconds that hosts and tasks wait for each other at the start; None leaves them to the default.
 
-    Raises: ConfigurationError for what is no number above 0.
+    Raises: ConfigurationError if it is not a number above 0.
     """
     if start_timeout_s is None:
         return None
@@ -66,57 +68,53 @@ class WorkerRecipe:
     """What the workers of a job have in common.
 
     Attributes:
-        arguments: the program's command line, as after `python`; `interpreter` comes before it.
+        arguments: the program's command line, as after `python`.
         tasks: see `task_names`.
-        returns: whether tasks that are killed may be started again.
-        keeper: address of the keeper of the members, in an elastic job.
-        preemption_signal: its name; beside SIGTERM.
-        identity: the job's secret and name.
+        config: backend, start timeout and preemption signal of the workers.
+        interpreter: options of the interpreter itself, which stand before `arguments`.
+        function: pickled; run instead of a program.
+        restartable: whether a task that is killed may be restarted at its port.
+        coordinator: address of the elastic coordinator; None for a job of fixed size.
+        identity: the secret and the id of the job.
     """
 
     arguments: Sequence[str]
     tasks: Sequence[str]
+    config: LaunchConfig
     interpreter: Sequence[str] = ()
     function: bytes = b""
-    backend: str | None = None
-    start_timeout_s: float | None = None
-    returns: bool = False
-    keeper: str | None = None
-    preemption_signal: str | None = None
+    restartable: bool = False
+    coordinator: str | None = None
     identity: tuple[str, str] = field(default_factory=lambda: new_identity())
 
     def placement(
         self, rank: int, addresses: Sequence[str], host: WorkerHost, slot: int | None = None
     ) -> WorkerPlacement:
-        """The task of this number, on a host.
+        """The task of this rank, on a host.
 
         Args:
-            addresses: of all tasks.
+            addresses: `host:port` of every task, by rank.
             slot: see `WorkerSpec`.
         """
         task = self.tasks[rank]
-        secret, job_id = self.identity
         spec = WorkerSpec(
             rank=rank,
             arguments=tuple(self.arguments),
             interpreter=tuple(self.interpreter),
             function=self.function,
             trains=not task.startswith(NO_REPLICA),
-            restartable=self.returns,
-            has_snapshots=self.returns and task.startswith("ps/"),
+            restartable=self.restartable,
+            has_snapshots=self.restartable and task.startswith("ps/"),
             slot=slot,
-            frees_port=self.keeper is None,
+            frees_port=self.coordinator is None,
             environment=job_settings(
-                tasks=self.tasks,
-                addresses=addresses,
-                rank=rank,
-                secret=secret,
-                job_id=job_id,
-                backend=self.backend,
-                start_timeout_s=self.start_timeout_s,
-                return_timeout_s=RETURN_TIMEOUT_S if self.returns else None,
-                elastic_coordinator=self.keeper,
-                preemption_signal=self.preemption_signal,
+                self.tasks,
+                addresses,
+                rank,
+                self.identity,
+                self.config,
+                return_timeout_s=RETURN_TIMEOUT_S if self.restartable else None,
+                coordinator=self.coordinator,
             ),
         )
         return WorkerPlacement(spec, task, host)
@@ -146,7 +144,7 @@ def place(
                 host.connect()  # all at once: the slowest decides, not the sum
         addresses: list[str] = []
         owners: list[WorkerHost] = []
-        deadline = time.monotonic() + (recipe.start_timeout_s or START_TIMEOUT_S)
+        deadline = time.monotonic() + (recipe.config.start_timeout_s or START_TIMEOUT_S)
         for share, host in zip(shares, hosts, strict=True):
             name = LOOPBACK if share.is_loopback else share.name
             if isinstance(host, SSHHost):

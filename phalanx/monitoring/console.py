@@ -186,6 +186,11 @@ class Console:
         self._decoders: dict[tuple[int, bool], codecs.IncrementalDecoder] = {}
         self._lines: dict[tuple[int, bool], LineAssembler] = {}
 
+    @property
+    def is_merged(self) -> bool:
+        """Whether stdout and stderr of the tasks go to the same place."""
+        return self._out is self._err
+
     def feed(self, rank: int, is_error: bool, data: bytes) -> None:
         """Show what a task wrote, as far as it can be shown yet."""
         self._log(rank, data)

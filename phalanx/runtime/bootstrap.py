@@ -1,4 +1,4 @@
-"""What runs first in every worker: it takes the worker's place in the job, then becomes the user's program.
+"""What runs first in every worker: it joins the worker to its launcher, then becomes the user's program.
 
 Run as a file with the program's own command line behind it, so that `ps` shows what runs:
 
@@ -35,38 +35,39 @@ import signal
 import threading
 from dataclasses import dataclass
 from types import ModuleType, TracebackType
+from typing import NoReturn
 
 from phalanx.config.environment import process_environment
 from phalanx.config.launch_config import LaunchConfig
 from phalanx.config.variables import WORKER_BOOTSTRAP
 from phalanx.errors import PreemptedError
 from phalanx.keras_compat import lazy_imports
-from phalanx.runtime import core_affinity, exit_codes, orphan_guard, progress
+from phalanx.runtime import core_affinity, exit_codes, orphan_guard, process_exit, progress
 
 FUNCTION = "--function"
 STACKS_SIGNAL = signal.SIGUSR2
 NO_ERROR = b"null"
-"""In the place of the words of an error, where the program came to its end."""
+"""Written instead of a crash report if the program came to its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerBootstrap:
-    """What the launcher tells a worker. Numbers are file descriptors, -1 for none.
+    """What the launcher passes to a worker. Numbers are file descriptors, -1 for none.
 
     Attributes:
         cores: to bind the process to.
-        parent: process id of the launcher; `die_with_parent`: see `lifeline.hold`.
-        lifeline: ends the process when the launcher is gone.
-        stacks: where the stacks go, at STACKS_SIGNAL and when native code crashes.
-        error: where an uncaught error goes, as JSON.
-        function, result: the function to call and what it returned, pickled, between launcher and worker
-            only.
+        parent: process id of the launcher.
+        die_with_parent: see `end_with_launcher`.
+        guard: ends the process when the launcher is gone.
+        stacks: where stacks are written, at STACKS_SIGNAL and when native code crashes.
+        error: where an uncaught error is written, as JSON.
+        function, result: the function to call and what it returned, pickled, between launcher and worker only.
     """
 
     cores: tuple[int, ...]
     parent: int
     die_with_parent: bool
-    lifeline: int
+    guard: int
     stacks: int
     error: int
     function: int = -1
@@ -74,55 +75,59 @@ class WorkerBootstrap:
 
     def encode(self) -> str:
         # Not JSON: its import would take longer than all else that happens here.
-        fields = (self.parent, int(self.die_with_parent), self.lifeline, self.stacks, self.error)
+        fields = (self.parent, int(self.die_with_parent), self.guard, self.stacks, self.error)
         return " ".join(map(str, (*fields, self.function, self.result, *self.cores)))
 
     @classmethod
     def decode(cls, text: str) -> WorkerBootstrap:
-        parent, die_with_parent, line, stacks, error, function, result, *share = map(int, text.split())
-        return cls(tuple(share), parent, bool(die_with_parent), line, stacks, error, function, result)
+        parent, die_with_parent, guard, stacks, error, function, result, *share = map(int, text.split())
+        return cls(tuple(share), parent, bool(die_with_parent), guard, stacks, error, function, result)
 
 
 def main() -> None:
-    order = WorkerBootstrap.decode(process_environment().pop(WORKER_BOOTSTRAP))
-    orphan_guard.hold(order.lifeline, order.parent, die_with_parent=order.die_with_parent)
-    core_affinity.bind(order.cores)  # before anything can start threads
-    for fd in (order.stacks, order.error):
+    start = WorkerBootstrap.decode(process_environment().pop(WORKER_BOOTSTRAP))
+    orphan_guard.end_with_launcher(start.guard, start.parent, die_with_parent=start.die_with_parent)
+    core_affinity.bind(start.cores)  # before anything can start threads
+    for fd in (start.stacks, start.error):
         os.set_inheritable(fd, False)
-    faulthandler.enable(order.stacks)
-    # What is there again when the interpreter has given its handlers up, which a process that is going down outlives.
+    faulthandler.enable(start.stacks)
+    # What remains when the interpreter has removed its handlers, which an exiting process outlives for a while.
     signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
-    faulthandler.register(STACKS_SIGNAL, order.stacks, all_threads=True)
-    last_words = _LastWords(order.error)
-    hook = _install_hook(last_words)
+    faulthandler.register(STACKS_SIGNAL, start.stacks, all_threads=True)
+    reporter = _CrashReporter(start.error)
+    hook = _install_hook(reporter)
     # A job in the background of a script inherits SIGINT ignored, but here it comes from the launcher alone.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     lazy_imports.install()
-    progress.report("start of the program")  # tells the launcher that STACKS_SIGNAL is handled from now on
+    progress.report("start of the program")  # shows the launcher that STACKS_SIGNAL is handled from now on
     arguments = sys.argv[1:]
     if arguments[0] == FUNCTION:
-        from phalanx.runtime import function_call
-
-        code = function_call.run(order.function, order.result, last_words.leave)
-        if code == 0:
-            last_words.leave_none()
-        else:
-            _end_within(LaunchConfig.from_environment().grace_s, code)
-        sys.exit(code)
+        _run_function(start, reporter)
     try:
         run_program(arguments)
-        last_words.leave_none()
+        reporter.record_success()
     except SystemExit as end:
         error = end.__cause__ or end.__context__
         if not end.code:
-            last_words.leave_none()
-        elif error is not None:  # as `except Exception: traceback.print_exc(); sys.exit(1)` ends
-            last_words.leave(error)
+            reporter.record_success()
+        elif error is not None:  # `except Exception: traceback.print_exc(); sys.exit(1)`
+            reporter.record(error)
         raise
     except BaseException:
-        if sys.excepthook is not hook:  # the program's own, which may not go on to ours
-            _install_hook(last_words, sys.excepthook)
+        if sys.excepthook is not hook:  # the program's own, which may not call ours
+            _install_hook(reporter, sys.excepthook)
         raise
+
+
+def _run_function(start: WorkerBootstrap, reporter: _CrashReporter) -> NoReturn:
+    from phalanx.runtime import function_call
+
+    code = function_call.run(start.function, start.result, reporter.record)
+    if code == 0:
+        reporter.record_success()
+    else:
+        _end_within(LaunchConfig.from_environment().grace_s, code)
+    sys.exit(code)
 
 
 def run_program(arguments: list[str]) -> None:
@@ -173,50 +178,50 @@ def without_own_frames(stacks: str) -> str:
     return "".join(line for line in stacks.splitlines(keepends=True) if __file__ not in line)
 
 
-class _LastWords:
-    """Where this process tells the launcher of the error that ends it."""
+class _CrashReporter:
+    """Writes the error that ends this process to a file of the launcher."""
 
     def __init__(self, fd: int):
         self._fd = fd
         self._pid = os.getpid()
         self._file = os.fstat(fd)
 
-    def leave(self, error: BaseException) -> None:
-        """Never raises: the rest of the ending does not depend on it."""
+    def record(self, error: BaseException) -> None:
+        """Never raises: the rest of the exit must not depend on it."""
         with contextlib.suppress(Exception):
             from phalanx.runtime import crash_report
 
             self._write(crash_report.encode(crash_report.of_error(error)))
 
-    def leave_none(self) -> None:
-        """Say that nothing is wrong, to a launcher that cannot hear of exit codes."""
+    def record_success(self) -> None:
+        """Tell a launcher that cannot get the exit code that nothing is wrong."""
         with contextlib.suppress(OSError):
             self._write(NO_ERROR)
 
     def _write(self, content: bytes) -> None:
         if os.getpid() != self._pid:  # a fork, whose end is not the worker's
             return
-        # Where the program has closed all descriptors, a file of its own may have this number now.
+        # If the program has closed all descriptors, another file may have this number now.
         if os.path.samestat(os.fstat(self._fd), self._file):
             os.pwrite(self._fd, content, 0)
 
 
-def _install_hook(last_words: _LastWords, show: exit_codes.Hook | None = None) -> exit_codes.Hook:
-    sys.excepthook = _ErrorRecorder(last_words, show)
-    exit_codes.install()
+def _install_hook(reporter: _CrashReporter, show: process_exit.Hook | None = None) -> process_exit.Hook:
+    sys.excepthook = _ErrorRecorder(reporter, show)
+    process_exit.install()
     return sys.excepthook
 
 
 class _ErrorRecorder:
-    """Tells the launcher of an uncaught error; prints it as `show` or Python does, less the frames of this file.
+    """Records an uncaught error for the launcher and prints it as `show` or Python does, less the frames of this file.
 
-    Without `show`, a Ctrl-C is told only: the page shows where everyone was, and as many tracebacks at once are not to
-    be read. Where the job was told to end nothing is wrong, and the stack says nothing.
+    Without `show`, an interrupt is recorded only: the failure report shows where every task was, and no one can read as
+    many tracebacks at once. After a preemption nothing is wrong, and the stack says nothing.
     """
 
-    def __init__(self, last_words: _LastWords, show: exit_codes.Hook | None):
-        self._last_words = last_words
-        self._show = show or _show
+    def __init__(self, reporter: _CrashReporter, show: process_exit.Hook | None):
+        self._reporter = reporter
+        self._show = show or _print_error
 
     def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         # A Ctrl-C that comes while a lost peer's error is printed would garble it; the process is ending anyway.
@@ -225,7 +230,7 @@ class _ErrorRecorder:
         while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
             traceback = traceback.tb_next
         error = error.with_traceback(traceback)
-        self._last_words.leave(error)
+        self._reporter.record(error)
         try:
             self._show(kind, error, traceback)
         finally:
@@ -233,7 +238,7 @@ class _ErrorRecorder:
                 _end_within(LaunchConfig.from_environment().grace_s, exit_codes.of_error(error))
 
 
-def _show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+def _print_error(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     if isinstance(error, PreemptedError):
         print(error, file=sys.stderr)
     elif not issubclass(kind, KeyboardInterrupt):
@@ -241,9 +246,8 @@ def _show(kind: type[BaseException], error: BaseException, traceback: TracebackT
 
 
 def _end_within(seconds: float, code: int) -> None:
-    """Threads of the program and exit handlers may keep a failed process, and with it the job, which waits for its
-    end."""
-    timer = threading.Timer(seconds, exit_codes.end_process, [code])
+    """End a failed process soon: its threads and exit handlers may keep it alive, and the job waits for its exit."""
+    timer = threading.Timer(seconds, process_exit.end_process, [code])
     timer.daemon = True
     timer.start()
 

@@ -69,7 +69,7 @@ class Heartbeat:
 
 class TimingAnnouncer:
     """Notes for the launcher how long this process computes and waits, in a thread, until it is closed. For processes
-    that have a launcher (`progress.is_read`).
+    that have a launcher (`progress.has_launcher`).
 
     Args:
         waited_s: see `Heartbeat`.
@@ -93,4 +93,4 @@ class TimingAnnouncer:
             pulse = self._heartbeat()
             number, steps = number + 1, steps + pulse.steps
             computed_s, waited_s = computed_s + pulse.computed_s, waited_s + pulse.waited_s
-            progress.note(progress.ProgressTotals(number, computed_s, waited_s, steps))
+            progress.record_totals(progress.ProgressTotals(number, computed_s, waited_s, steps))

@@ -1,20 +1,17 @@
 """Why no worker outlives its launcher, whatever kills the launcher.
 
-The launcher holds the writing end of a pipe and never writes; the worker holds the reading end. When the
-launcher dies, even by SIGKILL, the kernel closes its end. On Linux the reading end is set up so that the
-kernel itself then sends SIGKILL to the worker's whole process group (`fcntl(2)`: O_ASYNC, F_SETOWN,
-F_SETSIG): no thread waits, the interpreter lock is not needed, and processes that the worker has started die
-with it.
+The launcher holds the writing end of a pipe and never writes; the worker holds the reading end. When the launcher dies,
+even by SIGKILL, the kernel closes its end. On Linux the reading end is set up so that the kernel itself then sends
+SIGKILL to the worker's whole process group (`fcntl(2)`: O_ASYNC, F_SETOWN, F_SETSIG): no thread waits, the interpreter
+lock is not needed, and processes that the worker has started die with it.
 
-PR_SET_PDEATHSIG (`prctl(2)`) is set as well, for the case that a copy of the writing end leaked into some
-other process. It alone would not do: it reaches no grandchildren, and fires when the *thread* that started
-the worker ends, so it is only used for workers started by a main thread. Where F_SETSIG is unknown (macOS), a
-thread waits.
+PR_SET_PDEATHSIG (`prctl(2)`) is set as well, for the case that a copy of the writing end leaked into another process.
+It is not enough by itself: it reaches no grandchildren, and fires when the *thread* that started the worker ends, so it
+is only used for workers started by a main thread. Where F_SETSIG is unknown (macOS), a thread waits.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import fcntl
 import os
@@ -22,15 +19,9 @@ import select
 import signal
 import sys
 import threading
-import time
 import weakref
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import subprocess
 
 _PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 class OrphanGuard:
@@ -38,10 +29,10 @@ class OrphanGuard:
 
     def __init__(self) -> None:
         self.worker_end, self._own_end = os.pipe()
-        _open_lifelines.add(self)
+        _open_guards.add(self)
 
     def started(self) -> None:
-        """Give up the worker's end, once the worker has it."""
+        """Close the worker's end here, once the worker has it."""
         if self.worker_end >= 0:
             os.close(self.worker_end)
             self.worker_end = -1
@@ -54,25 +45,25 @@ class OrphanGuard:
             self._own_end = -1
 
 
-_open_lifelines: weakref.WeakSet[OrphanGuard] = weakref.WeakSet()
+_open_guards: weakref.WeakSet[OrphanGuard] = weakref.WeakSet()
 
 
-def _drop_lifelines() -> None:
+def _close_guards() -> None:
     # A fork of the launcher (a DataLoader worker of rank 0, say) must not keep the other workers alive.
-    for lifeline in list(_open_lifelines):
-        lifeline.cut()
+    for guard in list(_open_guards):
+        guard.cut()
 
 
-os.register_at_fork(after_in_child=_drop_lifelines)
+os.register_at_fork(after_in_child=_close_guards)
 
 
-def hold(fd: int, parent: int, *, die_with_parent: bool) -> None:
-    """Called first in the worker, whose process group must be its own: bind its life to the lifeline.
+def end_with_launcher(fd: int, parent: int, *, die_with_parent: bool) -> None:
+    """Called first in the worker, whose process group must be its own: from now on it ends with its launcher.
 
     Args:
-        fd: the worker's end; it stays open for the life of the process.
+        fd: the reading end of the launcher's pipe; it stays open for the life of the process.
         parent: process id of the launcher.
-        die_with_parent: whether the launcher's starting thread lives as long as the launcher.
+        die_with_parent: whether the thread that started this process lives as long as the launcher.
     """
     if sys.platform == "linux":
         os.set_inheritable(fd, False)
@@ -84,82 +75,14 @@ def hold(fd: int, parent: int, *, die_with_parent: bool) -> None:
             if os.getppid() != parent:  # it died before the line above: that signal will never come
                 os.killpg(0, signal.SIGKILL)
     else:
-        threading.Thread(target=_wait_for_end, args=(fd,), name="phalanx-lifeline", daemon=True).start()
+        threading.Thread(target=_wait_for_end, args=(fd,), name="phalanx-orphan-guard", daemon=True).start()
     if select.select([fd], [], [], 0)[0]:  # closed before O_ASYNC was set
         os.killpg(0, signal.SIGKILL)
 
 
-_adopts = False
-_strangers: set[int] = set()
-"""Children that this process had before it adopted any, as in `tensorboard & exec phalanx run ...`: not ours to end."""
-_awaited: dict[int, subprocess.Popen[bytes]] = {}
-
-
-def adopt_orphans() -> None:
-    """Make this process the parent of its descendants whose own parent dies, so that it can end them."""
-    global _adopts
-    if sys.platform == "linux":
-        _strangers.update(_children())
-        _adopts = True
-        prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def await_end(process: subprocess.Popen[bytes]) -> None:
-    """This process is no orphan: its `Popen` waits for it, and nobody else may."""
-    if _adopts:
-        _awaited[process.pid] = process
-
-
-def reap_orphans() -> None:
-    """Let those go that have ended, where this process adopts any: as zombies they count in a container's limit.
-
-    By the main thread, which alone `_children` lists the children of: it starts none meanwhile.
-    """
-    if not _adopts:
-        return
-    for pid, process in list(_awaited.items()):
-        if process.returncode is not None:  # its number may be an orphan's by now
-            _awaited.pop(pid)
-    for pid in _children():
-        if pid not in _strangers and pid not in _awaited:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
-
-
-REAP_WAIT_S = 5.0
-
-
-def end_orphans() -> None:
-    """Kill and reap every child of this process that it has started or adopted, and what these leave behind."""
-    spared = set(_strangers)
-    for _ in range(100):  # each round may bring up children of those it killed
-        orphans = [pid for pid in _children() if pid not in spared]
-        if not orphans:
-            return
-        for pid in orphans:
-            try:
-                os.kill(pid, signal.SIGKILL)
-                deadline = time.monotonic() + REAP_WAIT_S
-                while os.waitpid(pid, os.WNOHANG)[0] == 0:
-                    if time.monotonic() > deadline:  # inside the kernel, on a dead file system: nobody can end it
-                        spared.add(pid)
-                        break
-                    time.sleep(0.001)
-            except (ProcessLookupError, ChildProcessError):
-                continue
-
-
 def prctl(option: int, value: int) -> None:
-    """Call prctl(2). A kernel or sandbox that refuses is no reason to fail: the pipe is the main line."""
+    """Call prctl(2). A kernel or sandbox that refuses is no reason to fail: the pipe is the main safeguard."""
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-
-
-def _children() -> list[int]:
-    try:
-        with open(f"/proc/self/task/{os.getpid()}/children") as children:
-            return [int(pid) for pid in children.read().split()]
-    except OSError:  # no /proc, or a kernel without CONFIG_PROC_CHILDREN
-        return []
 
 
 def _wait_for_end(fd: int) -> None:

@@ -1,9 +1,8 @@
-"""Where a worker says what it is doing, so that its launcher can tell when it no longer can.
+"""What a worker is doing, so that its launcher can report it when the worker no longer can.
 
-The record is one small page of memory shared with the launcher, which creates it (with a magic number, so
-that a wrong file is never written to) and names it in PHALANX_PROGRESS_FILE. A report is one store of 80
-bytes: no system call, no lock, under 2 us. The launcher reads it after a worker's death as well, which a pipe
-would not allow without a reader that keeps up.
+The record is one page of memory shared with the launcher, which creates it (with a magic number, so that a wrong file
+is never written to) and names it in PHALANX_PROGRESS_FILE. A report is one store of 80 bytes: no system call, no lock,
+under 2 us. The launcher can read it after the worker's death; a pipe would need a reader that keeps up.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ _NONE = -1
 # record that was just being written.
 _RECORD = struct.Struct(f"<Qdqq{PHASE_BYTES}sQ")
 _OFFSET = len(MAGIC)
-# Behind the record: whether the worker takes a checkpoint when it is told to end.
-_HEEDS = 1024
-# And how long the worker has computed and waited for the others: number, two times, steps, the number again.
-_PACE = struct.Struct("<QddqQ")
-_PACE_OFFSET = 2048
+# Behind the record: whether the worker answers SIGTERM by saving a checkpoint.
+_SAVES_CHECKPOINT = 1024
+# And how long the worker has computed and waited for the others: number, two times, steps, the same number again.
+_TOTALS = struct.Struct("<QddqQ")
+_TOTALS_OFFSET = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a worker reported last.
+    """The last report of a worker.
 
     Attributes:
         phase: the operation it was in, for example `all_reduce`.
-        epoch, step: where in the training; None outside of it.
+        epoch, step: position in the training; None outside of it.
         time: when, in seconds since 1970 by that host's clock.
     """
 
@@ -56,12 +55,12 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class ProgressTotals:
-    """What a worker has done since it began.
+    """What a worker has done since it started.
 
     Attributes:
-        number: of this note, growing.
-        computed_s, waited_s: seconds outside of collectives and in them.
-        steps: of training.
+        number: counts the totals of this worker, from 1.
+        computed_s, waited_s: seconds outside of collectives and inside them.
+        steps: training steps.
     """
 
     number: int
@@ -71,7 +70,7 @@ class ProgressTotals:
 
 
 class _Reporter:
-    """Writes this process's record; does nothing where no launcher listens."""
+    """Writes this process's record; does nothing without a launcher."""
 
     def __init__(self, path: str | None):
         self._record = _map(path) if path else None
@@ -107,68 +106,68 @@ class _Reporter:
             number,
         )
 
-    def note(self, totals: ProgressTotals) -> None:
+    def record_totals(self, totals: ProgressTotals) -> None:
         if self._record is not None:
             number = totals.number
-            _PACE.pack_into(
-                self._record, _PACE_OFFSET, number, totals.computed_s, totals.waited_s, totals.steps, number
+            _TOTALS.pack_into(
+                self._record, _TOTALS_OFFSET, number, totals.computed_s, totals.waited_s, totals.steps, number
             )
 
-    def heeds_signals(self, heeds: bool) -> None:
+    def set_saves_checkpoint(self, saves: bool) -> None:
         if self._record is not None:
-            self._record[_HEEDS] = heeds
+            self._record[_SAVES_CHECKPOINT] = saves
 
 
 _reporter: _Reporter | None = None
 
 
 def report(phase: str, *, epoch: int | None = None, step: int | None = None) -> None:
-    """Say what this process is doing now; the record of before is replaced.
+    """Report what this process is doing now; replaces the last report.
 
     Args:
         phase: the operation, up to 40 bytes of UTF-8 (the rest is cut off).
-        epoch, step: where in the training, 0 or more.
+        epoch, step: position in the training, 0 or more.
     """
-    _the_reporter().report(phase, epoch=epoch, step=step)
+    _get_reporter().report(phase, epoch=epoch, step=step)
 
 
 def enter(phase: str) -> None:
-    """Say that this process now does something else in the same epoch and step."""
-    _the_reporter().enter(phase)
+    """Report that this process now does something else in the same epoch and step."""
+    _get_reporter().enter(phase)
 
 
 def latest() -> Progress | None:
-    """What this process has reported last; None if there is nothing, or no launcher."""
-    record = _the_reporter()._record
+    """The last report of this process; None if there is none, or no launcher."""
+    record = _get_reporter()._record
     return None if record is None else parse(record[:])
 
 
 def steps() -> int:
-    """How many steps of training this process has reported, over all epochs."""
-    return _the_reporter().steps
+    """The number of training steps that this process has reported, over all epochs."""
+    return _get_reporter().steps
 
 
-def is_read() -> bool:
+def has_launcher() -> bool:
     """Whether this process has a launcher."""
-    return _the_reporter()._record is not None
+    return _get_reporter()._record is not None
 
 
-def note(totals: ProgressTotals) -> None:
-    """Say how long this process has computed and waited."""
-    _the_reporter().note(totals)
+def record_totals(totals: ProgressTotals) -> None:
+    """Report how long this process has computed and waited."""
+    _get_reporter().record_totals(totals)
 
 
-def heeds_signals(heeds: bool) -> None:
-    """Say whether this process, told to end by a signal, takes a checkpoint first and so needs some time."""
-    _the_reporter().heeds_signals(heeds)
+def set_saves_checkpoint(saves: bool) -> None:
+    """Report whether this process answers SIGTERM by saving a checkpoint, and so needs some time."""
+    _get_reporter().set_saves_checkpoint(saves)
 
 
-def parse_heeds(content: bytes) -> bool:
-    """Whether a file's content says so."""
-    return len(content) > _HEEDS and content.startswith(MAGIC) and bool(content[_HEEDS])
+def parse_saves_checkpoint(content: bytes) -> bool:
+    """Whether a file's content says that its worker answers SIGTERM by saving a checkpoint."""
+    return len(content) > _SAVES_CHECKPOINT and content.startswith(MAGIC) and bool(content[_SAVES_CHECKPOINT])
 
 
-def _the_reporter() -> _Reporter:
+def _get_reporter() -> _Reporter:
     global _reporter
     if _reporter is None:
         _reporter = _Reporter(process_environment().get(PROGRESS_FILE))
@@ -196,10 +195,10 @@ def parse(content: bytes) -> Progress | None:
 
 
 def parse_totals(content: bytes) -> ProgressTotals | None:
-    """What is noted in a file's content; None if nothing is, or it was being written at this moment."""
-    if len(content) < _PACE_OFFSET + _PACE.size:
+    """The totals in a file's content; None if there are none yet, or they were being written at this moment."""
+    if len(content) < _TOTALS_OFFSET + _TOTALS.size:
         return None
-    number, computed_s, waited_s, steps, again = _PACE.unpack_from(content, _PACE_OFFSET)
+    number, computed_s, waited_s, steps, again = _TOTALS.unpack_from(content, _TOTALS_OFFSET)
     return ProgressTotals(number, computed_s, waited_s, steps) if 0 < number == again else None
 
 

@@ -23,7 +23,7 @@ from phalanx.elastic.elastic_group import ElasticGroup
 from phalanx.elastic.elastic_node import ElasticNode, join_node
 from phalanx.engines import prepare
 from phalanx.errors import ConfigurationError
-from phalanx.runtime import exit_codes, progress
+from phalanx.runtime import process_exit, progress
 from phalanx.runtime.heartbeat import Heartbeat, TimingAnnouncer
 from phalanx.strategies.program_random_state import random_state, set_random_state
 from phalanx.training.replica import Replica
@@ -65,7 +65,7 @@ class CurrentJob:
             self._before_leaving.pop()()
         timeline_relay.stop_recording()
         self.replica.communicator.close()
-        self._node.close(flush=not exit_codes.has_failed())
+        self._node.close(flush=not process_exit.has_failed())
 
 
 _job: CurrentJob | None = None
@@ -91,7 +91,7 @@ def join_job(
     options = CommunicationOptions.of(options)
     if _job is None:
         _job = _join(resolver, options)
-        exit_codes.at_exit(leave_job)
+        process_exit.at_exit(leave_job)
     elif resolver.cluster_spec() != _job.resolver.cluster_spec():
         raise ConfigurationError(
             f"This process is already {_job.membership.me.task} of the cluster {_job.resolver.cluster_spec()}, but a "
@@ -122,7 +122,7 @@ def leave_job() -> None:
 
 
 def _join(resolver: ClusterResolver, options: CommunicationOptions) -> CurrentJob:
-    exit_codes.install()
+    process_exit.install()
     prepare()
     config = JobConfig.from_environment()
     timeout_s = options.timeout_seconds or config.collectives.stall_shutdown_s or config.timeout_s

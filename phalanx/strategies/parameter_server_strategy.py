@@ -32,7 +32,7 @@ from phalanx.parameter_server.partitioners import Partitioner
 from phalanx.parameter_server.server.parameter_server import ParameterServer, snapshots_of
 from phalanx.parameter_server.server.shard_group import RETURN_S, SNAPSHOT_S
 from phalanx.parameter_server.server_messages import UpdateRules
-from phalanx.runtime import exit_codes
+from phalanx.runtime import process_exit
 from phalanx.strategies.program_random_state import random_state, set_random_state
 from phalanx.strategies.strategy import Strategy
 from phalanx.training import model_dispatch
@@ -242,7 +242,7 @@ class Server:
 
 def serve(me: TaskIdentity, snapshot_dir: str | os.PathLike[str] | None, snapshot_s: float, replication: int) -> None:
     """Be a parameter server until the job is over."""
-    exit_codes.install()
+    process_exit.install()
     if not snapshot_s > 0:
         raise ConfigurationError(f"snapshot_seconds is {snapshot_s}; it must be a time greater than 0.")
     _check_replication(me, replication)
@@ -292,7 +292,7 @@ def _join(
     """This process's place: taken now, or, if a strategy has taken it before, the same one under the new rules."""
     global _member
     if _member is None:
-        exit_codes.install()
+        process_exit.install()
         prepare()
         worker = ParameterServerWorker(
             client=ParameterServerClient(me, return_s, copied=copied),
@@ -307,7 +307,7 @@ def _join(
         _member = (me.spec, worker)
         if me.config.timeline is not None and me.rank >= 0:
             timeline_relay.start_worker_recording(me, me.config.timeline)
-        exit_codes.at_exit(lambda: worker.client.close(exit_codes.failure()))
+        process_exit.at_exit(lambda: worker.client.close(process_exit.failure()))
         _share_random_state(worker)
         return worker
     spec, worker = _member

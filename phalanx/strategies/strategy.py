@@ -23,7 +23,7 @@ from phalanx.engines import make_tensors
 from phalanx.engines.tensors import Gradient, HostFunction, Shape, same_shape
 from phalanx.errors import ConfigurationError, UnsupportedError
 from phalanx.keras_compat import hook
-from phalanx.runtime import exit_codes, progress
+from phalanx.runtime import process_exit, progress
 from phalanx.strategies import replica_context
 from phalanx.training import model_dispatch
 from phalanx.training.replica import Replica
@@ -61,7 +61,7 @@ class Strategy:
         self._cluster_resolver = cluster_resolver
         self._tensors = make_tensors()
         self._tensors.trace_apart(replica_context.trace_key)
-        exit_codes.reveal(self._tensors.failure_behind)
+        process_exit.add_cause_finder(self._tensors.failure_behind)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         raise ConfigurationError(

@@ -86,10 +86,10 @@ def notified_by_signals(notice: PreemptionNotice) -> Iterator[None]:
 
     for number in numbers:
         signal.signal(number, on_signal)
-    progress.heeds_signals(True)
+    progress.set_saves_checkpoint(True)
     try:
         yield
     finally:
-        progress.heeds_signals(False)
+        progress.set_saves_checkpoint(False)
         for restored, handler in previous.items():
             signal.signal(restored, signal.SIG_DFL if handler is None else handler)

@@ -12,14 +12,8 @@ from phalanx.launcher.worker_placement import task_names
 
 
 def settings(rank: int = 1, **more: object) -> dict[str, str]:
-    return worker_environment.job_settings(
-        tasks=["worker/0", "worker/1"],
-        addresses=["a:1", "b:2"],
-        rank=rank,
-        secret="s" * 32,
-        job_id="j",
-        **more,  # type: ignore[arg-type]
-    )
+    config = LaunchConfig(**more)  # type: ignore[arg-type]
+    return worker_environment.job_settings(["worker/0", "worker/1"], ["a:1", "b:2"], rank, ("s" * 32, "j"), config)
 
 
 def test_tf_config_is_what_tensorflow_reads() -> None:

@@ -48,10 +48,10 @@ def test_the_innermost_cause_decides_the_code() -> None:
 
 PROGRAM = """
     import atexit
-    from phalanx.runtime import exit_codes
+    from phalanx.runtime import exit_codes, process_exit
     from phalanx import errors
-    exit_codes.install()
-    exit_codes.install()
+    process_exit.install()
+    process_exit.install()
     atexit.register(print, "exit handlers run")
 """
 
@@ -89,9 +89,9 @@ def test_a_hook_of_the_users_still_prints(launcher: Launcher, tmp_path: Path) ->
         launcher.script(
             """
             sys.excepthook = lambda kind, error, traceback: print("mine", error)
-            from phalanx.runtime import exit_codes
+            from phalanx.runtime import exit_codes, process_exit
             from phalanx import errors
-            exit_codes.install()
+            process_exit.install()
             raise errors.UnsupportedError("no")
             """
         )
@@ -107,9 +107,9 @@ def test_the_end_waits_for_no_thread_and_loses_no_file(launcher: Launcher, tmp_p
         launcher.script(
             f"""
             import threading
-            from phalanx.runtime import exit_codes
+            from phalanx.runtime import exit_codes, process_exit
             from phalanx import errors
-            exit_codes.install()
+            process_exit.install()
             threading.Thread(target=threading.Event().wait, args=(600,)).start()
             notes = open({str(notes)!r}, "w")
             notes.write("not lost")
@@ -144,4 +144,4 @@ def test_an_error_raised_from_itself_has_an_end() -> None:
     ],
 )
 def test_how_a_task_ended_that_is_started_again(returncode, words):
-    assert exit_codes.ending(returncode) == words
+    assert exit_codes.describe_exit(returncode) == words

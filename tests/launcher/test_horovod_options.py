@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.cli.horovodrun_options import variables
 from phalanx.config.job_config import JobConfig
 from phalanx.errors import ConfigurationError
 from phalanx.horovod.horovod_environment import HorovodEnvironment
-from phalanx.launcher.horovodrun_options import variables
 
 
 def test_without_options_nothing_is_set() -> None:

@@ -20,9 +20,9 @@ END_BOUND_S = 40.0
 
 START = """
     from phalanx.errors import PeerLostError
-    from phalanx.runtime import exit_codes
+    from phalanx.runtime import process_exit
     from phalanx.launcher.local_replicas import start_local_replicas
-    exit_codes.install()
+    process_exit.install()
     replicas = start_local_replicas({count})
     rank = replicas.rank
     def lose(other):

@@ -374,14 +374,14 @@ def test_a_hook_of_the_programs_prints_and_neither_code_nor_reason_depend_on_it(
         f"""
         import traceback
         from phalanx.errors import ConfigurationError
-        from phalanx.runtime import exit_codes
+        from phalanx.runtime import process_exit
         def hook(kind, error, stack):
             print("mine", [Path(frame.filename).name for frame in traceback.extract_tb(stack)])
             if {fails}:
                 raise OSError("broken hook")
         if {moment!r} == "before":
             sys.excepthook = hook
-        exit_codes.install()
+        process_exit.install()
         former = sys.excepthook
         if {moment!r} == "after":
             sys.excepthook = hook

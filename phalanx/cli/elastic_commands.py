@@ -1,0 +1,26 @@
+"""`phalanx status` and `phalanx scale`: elastic jobs that run on this host."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+
+@click.command()
+@click.option("--job", help="Only this job.")
+def status(job: str | None) -> None:
+    """Show the elastic jobs (--workers MIN:MAX) that run here: members, generation, step, speed."""
+    from phalanx.launcher import job_status
+
+    sys.exit(job_status.status(job))
+
+
+@click.command()
+@click.option("--job", help="Which job, as `phalanx status` names it; needed if several run.")
+@click.option("-n", "--workers", type=click.IntRange(min=1), required=True, help="The new number of workers.")
+def scale(job: str | None, workers: int) -> None:
+    """Change the number of workers of an elastic job, between its MIN and MAX."""
+    from phalanx.launcher import job_status
+
+    sys.exit(job_status.scale(job, workers))

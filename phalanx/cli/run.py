@@ -1,0 +1,329 @@
+"""`phalanx run`: its options, and the job that they describe."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from phalanx.cli import horovodrun_options
+from phalanx.launcher.host_blacklist import COOLDOWN_S
+from phalanx.launcher.host_slots import MAX_WORKERS
+from phalanx.launcher.restart_policy import DEFAULT as RESTARTS
+from phalanx.runtime.exit_codes import SIGNAL_BASE
+
+if TYPE_CHECKING:
+    from phalanx.config.launch_config import LaunchConfig
+    from phalanx.launcher.host_pool import ElasticOptions
+    from phalanx.launcher.host_slots import HostShare
+    from phalanx.launcher.job_request import JobRequest
+
+BACKENDS = ("jax", "tensorflow", "torch")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRange:
+    """How many workers: `minimum` is None for a job of fixed size, which has `maximum` workers."""
+
+    minimum: int | None
+    maximum: int
+    initial: int | None = None
+
+
+class _WorkersType(click.ParamType):  # type: ignore[type-arg]
+    """`4` or `2:4`, as a `WorkerRange`."""
+
+    name = "workers"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> WorkerRange:
+        first, colon, second = str(value).partition(":")
+        try:
+            maximum = int(second if colon else first)
+            minimum = int(first) if colon else None
+        except ValueError:
+            self.fail(f"{value!r} is no number of workers. Write --workers 4, or --workers 2:4.", param, ctx)
+        if maximum < 1 or (minimum is not None and not 1 <= minimum <= maximum):
+            self.fail(f"{value!r}: at least 1 worker is needed, and the minimum comes first, as in 2:4.", param, ctx)
+        if maximum > MAX_WORKERS:
+            self.fail(f"{value!r}: at most {MAX_WORKERS} workers can be given.", param, ctx)
+        return WorkerRange(minimum, maximum)
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """The options of `phalanx run`, as click parsed them; see their help texts."""
+
+    workers: WorkerRange | None
+    min_np: int | None
+    max_np: int | None
+    hosts: str | None
+    hostfile: Path | None
+    host_discovery_script: str | None
+    slots_per_host: int
+    blacklist_cooldown_range: tuple[float, float]
+    network_interfaces: str | None
+    ps: int
+    chief: bool
+    evaluator: bool
+    module: bool
+    program: tuple[str, ...]
+
+    @property
+    def names_hosts(self) -> bool:
+        return self.hosts is not None or self.hostfile is not None
+
+    @property
+    def names_workers(self) -> bool:
+        return self.workers is not None or self.min_np is not None or self.max_np is not None
+
+
+_COUNT = click.IntRange(1, MAX_WORKERS)
+_OPTIONS = (
+    click.option(
+        "-n",
+        "-np",
+        "--num-proc",
+        "--workers",
+        "workers",
+        type=_WorkersType(),
+        metavar="N|MIN:MAX",
+        help="Number of workers. With MIN:MAX the job continues when it loses workers, as long as MIN are left.",
+    ),
+    click.option(
+        "--min-np",
+        "--min-num-proc",
+        "--num-proc-min",
+        "min_np",
+        type=_COUNT,
+        metavar="N",
+        help="As in horovodrun: -np 3 --min-np 2 --max-np 4 is --workers 2:4 that begins with 3 workers.",
+    ),
+    click.option("--max-np", "--max-num-proc", "--num-proc-max", "max_np", type=_COUNT, metavar="N"),
+    click.option("-H", "--hosts", metavar="A:2,B:2", help="Hosts and their numbers of workers, started through ssh."),
+    click.option(
+        "-hostfile",
+        "--hostfile",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="The same in a file: a line `A slots=2` for each host.",
+    ),
+    click.option(
+        "--host-discovery-script",
+        metavar="COMMAND",
+        help="With MIN:MAX: a script that prints the hosts, a line `A:2` for each. It runs every few seconds.",
+    ),
+    click.option(
+        "--slots-per-host",
+        type=_COUNT,
+        default=1,
+        show_default=True,
+        help="Workers on a host that the script prints without a number.",
+    ),
+    click.option(
+        "--blacklist-cooldown-range",
+        type=click.FloatRange(min=0, min_open=True),
+        nargs=2,
+        metavar="MIN MAX",
+        default=COOLDOWN_S,
+        show_default=True,
+        help="With MIN:MAX: shortest and longest time for which a failing host is blacklisted, in seconds.",
+    ),
+    click.option(
+        "--network-interfaces",
+        "--network-interface",
+        metavar="ETH0,...",
+        help="As in horovodrun; for jobs on one host. With several, name the hosts as that network does.",
+    ),
+    click.option(
+        "--ps",
+        type=click.IntRange(0, MAX_WORKERS),
+        default=0,
+        help="Number of parameter servers in addition to the workers.",
+    ),
+    click.option("--chief", is_flag=True, help="A chief in addition to the workers; otherwise worker 0 is the chief."),
+    click.option("--evaluator", is_flag=True, help="An evaluator in addition to the workers."),
+    click.option("--backend", type=click.Choice(BACKENDS), help="Sets KERAS_BACKEND for the workers."),
+    click.option(
+        "--log-dir",
+        type=click.Path(file_okay=False, path_type=Path),
+        help="Directory for one log file per task, and for the failure report if the job fails.",
+    ),
+    click.option(
+        "--start-timeout",
+        "start_timeout_s",
+        type=click.FloatRange(min=0, min_open=True),
+        metavar="S",
+        help="Seconds that hosts and tasks wait for each other at the start.",
+    ),
+    click.option(
+        "--restarts",
+        type=click.IntRange(min=0),
+        default=RESTARTS,
+        show_default=True,
+        help="How often a lost task is restarted, with parameter servers or --workers MIN:MAX.",
+    ),
+    click.option(
+        "--max-restarts",
+        type=click.IntRange(min=0),
+        default=0,
+        show_default=True,
+        help="How often the whole job is restarted after a failure; with a Checkpoint it continues where it was.",
+    ),
+    click.option(
+        "--preemption-signal",
+        metavar="NAME",
+        help="A signal, such as USR1, that like TERM tells a job with a Checkpoint to save and exit with code 75.",
+    ),
+    horovodrun_options.add_options,
+    click.option("-m", "module", is_flag=True, help="SCRIPT is the name of a module, as with `python -m`."),
+    click.option("-v", "--verbose", is_flag=True, help="Show when each task starts and exits."),
+    click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]..."),
+)
+
+
+def _add_options(command: Callable[..., None]) -> Callable[..., None]:
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@_add_options
+def run(**options: Any) -> None:
+    """Run SCRIPT on several workers at once, as `python SCRIPT ARGS` each.
+
+    Each worker gets its TF_CONFIG, its share of the cores and a secret of the job. Ctrl-C or a failing worker
+    ends all of them; in a job with parameter servers, one that was killed is restarted. The exit code is
+    that of the worker that was the cause; docs/failures.md lists them.
+
+    \b
+        phalanx run --workers 2 train.py --epochs 5
+        phalanx run --hosts a:2,b:2 --backend jax -m project.train
+        phalanx run --ps 1 --workers 2 train_with_servers.py
+        phalanx run -np 4 -H a:2,b:2 train_with_horovod.py
+        phalanx run -np 3 --min-np 2 --max-np 4 train_with_elastic_horovod.py
+        phalanx run --workers 2:8 --host-discovery-script ./hosts.sh train.py
+    """
+    from phalanx.config.environment import set_variables
+    from phalanx.config.launch_config import LaunchConfig
+    from phalanx.launcher.run_command import run_job
+    from phalanx.launcher.worker_placement import check_start_timeout
+
+    of_launch = ("backend", "log_dir", "start_timeout_s", "restarts", "max_restarts", "preemption_signal", "verbose")
+    launch_options = {name: options.pop(name) for name in of_launch}
+    chosen = RunOptions(**{name: options.pop(name) for name in RunOptions.__dataclass_fields__})
+    launch_options["start_timeout_s"] = check_start_timeout(launch_options["start_timeout_s"])
+    job = make_request(chosen, LaunchConfig.from_environment(**launch_options))
+    set_variables(horovodrun_options.variables(**options))  # workers inherit them, on other hosts too
+    try:
+        code = run_job(job)
+    except BrokenPipeError:
+        # The reader of the output has exited (`| head`). The workers are ended by now; nothing can be shown.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        code = SIGNAL_BASE + signal.SIGPIPE
+    sys.exit(code)
+
+
+def make_request(options: RunOptions, config: LaunchConfig) -> JobRequest:
+    """The job that the options describe.
+
+    Raises: click.UsageError or ConfigurationError if options contradict each other or their values are not valid.
+    """
+    from phalanx.launcher.host_slots import check_interfaces, choose_hosts
+    from phalanx.launcher.job_request import JobRequest
+    from phalanx.launcher.program import check_script
+    from phalanx.launcher.worker_placement import task_names
+
+    _check_workers_are_given(options)
+    workers = _worker_range(options)
+    elastic = None if workers.minimum is None else _elastic_options(options, workers, config)
+    shares: list[HostShare] = []
+    others = 0 if elastic is not None else options.chief + options.ps + options.evaluator
+    if options.host_discovery_script is None:
+        shares = choose_hosts(
+            workers.maximum if options.names_workers else None,
+            options.hosts,
+            options.hostfile,
+            every_place=elastic is not None,
+            others=others,
+        )
+    elif elastic is None:
+        raise click.UsageError("--host-discovery-script needs --workers MIN:MAX: its hosts join and leave.")
+    check_interfaces(options.network_interfaces, shares)
+    if elastic is not None:
+        tasks = task_names(workers.maximum, evaluator=options.evaluator)
+    else:
+        training = sum(share.workers for share in shares) - others
+        tasks = task_names(training, chief=options.chief, servers=options.ps, evaluator=options.evaluator)
+    if not options.program:
+        raise click.UsageError("Name the script to run, or a module with -m.")
+    if not options.module:
+        check_script(options.program[0])
+    arguments = ("-m", *options.program) if options.module else options.program
+    if not options.ps and elastic is None:
+        config = replace(config, restarts=0)  # a job of workers alone ends with the first that is lost
+    return JobRequest(arguments, tasks, shares, config, elastic)
+
+
+def _check_workers_are_given(options: RunOptions) -> None:
+    if options.names_workers or options.names_hosts:
+        return
+    program = options.program
+    late = [word for word in program[1:] if word.partition("=")[0] in ("--workers", "-n", "-np", "--hosts", "-H")]
+    if late:
+        raise click.UsageError(
+            f"{late[0]} stands behind {program[0]}, which gets it: options of phalanx run stand before the script."
+        )
+    raise click.UsageError("Say how many: either --workers N, or --hosts a:2,b:2.")
+
+
+def _worker_range(options: RunOptions) -> WorkerRange:
+    """How many workers, from --workers and horovodrun's options."""
+    from phalanx.launcher.host_slots import choose_hosts
+
+    given = options.workers or WorkerRange(None, 1)
+    if options.min_np is not None or options.max_np is not None:
+        if given.minimum is not None:
+            raise click.UsageError("--workers MIN:MAX and --min-np, --max-np say the same. Use one of them.")
+        initial = given.maximum if options.workers else options.max_np or options.min_np or 1
+        minimum, maximum = options.min_np or initial, options.max_np or initial
+        if not minimum <= initial <= maximum:
+            raise click.UsageError(
+                f"--min-np {minimum}, -np {initial} and --max-np {maximum} must not descend; the job begins with -np."
+            )
+        given = WorkerRange(minimum, maximum, initial)
+    if given.minimum is not None and options.names_hosts:
+        # No more processes than the hosts have slots now, as in horovodrun.
+        slots = sum(share.workers for share in choose_hosts(None, options.hosts, options.hostfile))
+        given = replace(given, maximum=min(given.maximum, max(slots, given.initial or given.minimum)))
+    return given
+
+
+def _elastic_options(options: RunOptions, workers: WorkerRange, config: LaunchConfig) -> ElasticOptions:
+    from phalanx.launcher.host_pool import DiscoveryScript, ElasticOptions
+
+    assert workers.minimum is not None
+    if options.ps or options.chief:
+        raise click.UsageError("--workers MIN:MAX is for jobs of workers only; with --ps, lost tasks return anyway.")
+    script = None
+    if options.host_discovery_script is not None:
+        if options.names_hosts or options.evaluator:
+            raise click.UsageError(
+                "--host-discovery-script says which hosts there are: leave --hosts and --hostfile out, and start the "
+                "--evaluator by itself."
+            )
+        script = DiscoveryScript(
+            options.host_discovery_script,
+            options.slots_per_host,
+            config.discovery_interval_s,
+            config.discovery_timeout_s,
+        )
+    cooldown_s = options.blacklist_cooldown_range
+    if cooldown_s[0] > cooldown_s[1]:
+        raise click.UsageError("--blacklist-cooldown-range: the shorter time comes first.")
+    return ElasticOptions(workers.minimum, workers.maximum, workers.initial, script, cooldown_s)

@@ -1,0 +1,121 @@
+"""What a worker leaves for its launcher, in files without a name that no other process can open.
+
+Unlike pipes they need no reader that keeps up, and can be read after the worker's death.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from typing import BinaryIO
+
+from msgspec.structs import replace
+
+from phalanx.launcher.host_messages import StepTimingReported, WorkerDiagnostics
+from phalanx.runtime import bootstrap, crash_report, progress
+
+MAX_STACK_CHARACTERS = 40_000
+
+_LOST_EXIT_CODE = crash_report.CrashReport(
+    kind="ChildProcessError",
+    message="it did not come to its end (its exit code is unknown: the program ignores SIGCHLD or waits for any child)",
+    traceback="",
+)
+
+
+def open_memory_file() -> BinaryIO:
+    """A file in memory, where the system has those, that no process can leave behind."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("phalanx"), "w+b")
+    return open_disk_file()
+
+
+def open_disk_file() -> BinaryIO:
+    """The same on disk, for what would take much memory."""
+    return tempfile.TemporaryFile()  # type: ignore[return-value]
+
+
+class WorkerFiles:
+    """The files of one worker process.
+
+    Args:
+        function: pickled; empty if the worker runs a program.
+    """
+
+    def __init__(self, function: bytes):
+        self.progress, self.stacks, self.error = open_memory_file(), open_memory_file(), open_memory_file()
+        self.progress.write(progress.blank())
+        self.progress.flush()
+        self.call: tuple[BinaryIO, BinaryIO] | None = None  # the function and its result
+        if function:
+            self.call = open_memory_file(), open_memory_file()
+            self.call[0].write(function)
+            self.call[0].seek(0)
+        self._last_timing = 0  # the number of the last `progress.ProgressTotals` that was reported
+
+    @property
+    def call_descriptors(self) -> tuple[int, int]:
+        """Of the function and its result; -1 if there is none."""
+        return (-1, -1) if self.call is None else (self.call[0].fileno(), self.call[1].fileno())
+
+    @property
+    def descriptors(self) -> list[int]:
+        """Those that the worker inherits."""
+        found = [self.progress.fileno(), self.stacks.fileno(), self.error.fileno(), *self.call_descriptors]
+        return [fd for fd in found if fd >= 0]
+
+    @property
+    def has_reported(self) -> bool:
+        """Whether the worker has come so far that it handles the signal for stacks, which would kill it before."""
+        return progress.parse(_content(self.progress)) is not None
+
+    @property
+    def saves_checkpoint(self) -> bool:
+        """Whether the worker answers SIGTERM by saving a checkpoint."""
+        return progress.parse_saves_checkpoint(_content(self.progress))
+
+    @property
+    def result(self) -> bytes:
+        return b"" if self.call is None else _content(self.call[1])
+
+    @property
+    def finished(self) -> bool:
+        """Whether the program came to its end without error; for exits whose code is unknown."""
+        return _content(self.error) == bootstrap.NO_ERROR
+
+    def new_timing(self, rank: int) -> StepTimingReported | None:
+        """The worker's step timing, if it has reported any since the last call."""
+        totals = progress.parse_totals(_content(self.progress))
+        if totals is None or totals.number == self._last_timing:
+            return None
+        self._last_timing = totals.number
+        return StepTimingReported(rank, totals.computed_s, totals.waited_s, totals.steps)
+
+    def diagnostics(self, state: str, *, code_is_unknown: bool) -> WorkerDiagnostics:
+        """What is known about the end of the worker.
+
+        Args:
+            state: see `WorkerDiagnostics`.
+            code_is_unknown: whether another part of its program has taken the exit code.
+        """
+        stacks = bootstrap.without_own_frames(_content(self.stacks).decode(errors="replace"))
+        error = crash_report.parse(_content(self.error))
+        if code_is_unknown and error is None and not self.finished:
+            error = _LOST_EXIT_CODE
+        found = WorkerDiagnostics(state=state, stacks=stacks[:MAX_STACK_CHARACTERS], error=error)
+        last = progress.parse(_content(self.progress))
+        if last is None:
+            return found
+        age_s = max(0.0, time.time() - last.time)
+        return replace(found, phase=last.phase, epoch=last.epoch, step=last.step, age_s=age_s)
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        for file in (self.progress, self.stacks, self.error, *(self.call or ())):
+            file.close()
+
+
+def _content(file: BinaryIO) -> bytes:
+    # pread, since the worker shares the file's position.
+    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)

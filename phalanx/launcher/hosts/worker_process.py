@@ -1,0 +1,244 @@
+"""One process of a worker on this host: started, read, signalled and, without exception, ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from phalanx.config.variables import LISTEN_FD, PROGRESS_FILE, WORKER_BOOTSTRAP
+from phalanx.launcher.host_messages import Event, Exited, Output, WorkerSpec
+from phalanx.launcher.hosts.output_streams import OutputStreams, TerminalSize, WorkerStreams, set_terminal_size
+from phalanx.launcher.hosts.worker_files import WorkerFiles
+from phalanx.launcher.orphan_reaper import await_end
+from phalanx.runtime import bootstrap
+from phalanx.runtime.orphan_guard import OrphanGuard
+
+READ_BYTES = 65536
+# A pipe or a terminal holds far less than this many reads; more would come from a process that left the group.
+LAST_READS = 1000
+# A killed process may hang in the kernel, which is not waited for.
+KILL_WAIT_S = 2.0
+
+
+@dataclass(frozen=True)
+class WorkerLaunch:
+    """What a worker is started with, and restarted with.
+
+    Attributes:
+        listener: the socket on the worker's port.
+        cores: that the worker is bound to.
+        snapshots: files that outlive the process; of a parameter server that may be restarted.
+    """
+
+    spec: WorkerSpec
+    listener: socket.socket
+    cores: tuple[int, ...]
+    environment: dict[str, str]
+    snapshots: tuple[BinaryIO, ...]
+
+
+class WorkerProcess:
+    """A worker that has been started. Its descriptors are registered with `selector`.
+
+    Attributes:
+        has_exited: whether its exit has been reported, or it has been closed.
+    """
+
+    def __init__(self, launch: WorkerLaunch, streams: OutputStreams, selector: selectors.BaseSelector):
+        self.rank = launch.spec.rank
+        self.has_exited = False
+        self._selector = selector
+        self._guard = OrphanGuard()
+        self.files = WorkerFiles(launch.spec.function)
+        opened = streams.open(self.rank)
+        self._process = self._start(launch, opened)
+        await_end(self._process)
+        for fd in {opened.stdout, opened.stderr}:
+            os.close(fd)
+        self._guard.started()
+        self._readers = opened.readers
+        self._pidfd = _open_pidfd(self.pid)
+        self._state = ""
+        for fd in (*self._readers, *([self._pidfd] if self._pidfd >= 0 else [])):
+            selector.register(fd, selectors.EVENT_READ)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def needs_polling(self) -> bool:
+        """Whether its exit wakes no selector (no pidfd: not Linux)."""
+        return self._pidfd < 0 and not self.has_exited
+
+    def _start(self, launch: WorkerLaunch, streams: WorkerStreams) -> subprocess.Popen[bytes]:
+        spec, files = launch.spec, self.files
+        function, result = files.call_descriptors
+        start = bootstrap.WorkerBootstrap(
+            cores=launch.cores,
+            parent=os.getpid(),
+            die_with_parent=is_main_thread(),
+            guard=self._guard.worker_end,
+            stacks=files.stacks.fileno(),
+            error=files.error.fileno(),
+            function=function,
+            result=result,
+        )
+        environment = {
+            **launch.environment,
+            WORKER_BOOTSTRAP: start.encode(),
+            LISTEN_FD: str(launch.listener.fileno()),
+            PROGRESS_FILE: f"/dev/fd/{files.progress.fileno()}",
+        }
+        snapshots = [file.fileno() for file in launch.snapshots]
+        return subprocess.Popen(
+            [sys.executable, *spec.interpreter, bootstrap.__file__, *spec.arguments],
+            stdin=streams.stdin,
+            stdout=streams.stdout,
+            stderr=streams.stderr,
+            env=environment,
+            cwd=spec.directory,
+            pass_fds=[launch.listener.fileno(), self._guard.worker_end, *files.descriptors, *snapshots],
+            start_new_session=True,  # its own group, so that what it starts can be ended with it
+        )
+
+    def events(self) -> Iterator[Event]:
+        """What it has written, and its exit; never blocks."""
+        yield from self._read(reads=1)  # no more, so that other workers are read too
+        if _is_dead(self.pid):
+            yield from self._exit()
+
+    def dump_stacks(self) -> None:
+        """Have the worker write its stacks, if it can; they come with its `Exited`."""
+        self._state = _process_state(self.pid)
+        if self.files.has_reported:
+            _signal(self.pid, bootstrap.STACKS_SIGNAL)
+
+    def signal(self, number: int, *, alone: bool = False) -> None:
+        """Send a signal. SIGTERM and SIGKILL reach everything that the worker has started, unless `alone`."""
+        if alone or number not in (signal.SIGTERM, signal.SIGKILL):
+            _signal(self.pid, number)
+            return
+        _signal_group(self.pid, number)
+        if number == signal.SIGTERM:
+            _signal_group(self.pid, signal.SIGCONT)  # a stopped process could not act on it
+
+    def resize(self, size: TerminalSize) -> None:
+        """Its terminal has this size now."""
+        for fd, is_error in self._readers.items():
+            if not is_error:
+                set_terminal_size(fd, size)
+        _signal(self.pid, signal.SIGWINCH)
+
+    def close(self) -> None:
+        """Kill it if it still runs. Safe to call twice."""
+        if self.has_exited:
+            return
+        self.has_exited = True
+        _signal_group(self.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(KILL_WAIT_S)
+        self._release()
+
+    def _read(self, *, reads: int) -> list[Event]:
+        events: list[Event] = []
+        for fd, is_error in list(self._readers.items()):
+            for _ in range(reads):
+                try:
+                    data = os.read(fd, READ_BYTES)
+                except BlockingIOError:
+                    break
+                except OSError:  # a terminal whose other side is closed says EIO instead of end-of-file
+                    data = b""
+                if not data:
+                    self._close_reader(fd)
+                    break
+                events.append(Output(self.rank, is_error, data))
+        return events
+
+    def _exit(self) -> Iterator[Event]:
+        # The dead leader is not reaped yet, so its group's id cannot belong to another process: end what it left.
+        _signal_group(self.pid, signal.SIGKILL)
+        yield from self._read(reads=LAST_READS)
+        returncode = _exit_code(self._process)
+        self.has_exited = True
+        diagnostics = self.files.diagnostics(self._state, code_is_unknown=returncode is None)
+        if returncode is None:
+            returncode = 0 if self.files.finished else 1
+        result = self.files.result
+        self._release()
+        yield Exited(self.rank, returncode, diagnostics, result)
+
+    def _release(self) -> None:
+        for fd in list(self._readers):
+            self._close_reader(fd)
+        if self._pidfd >= 0:
+            self._selector.unregister(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+        self._guard.cut()
+        self.files.close()
+
+    def _close_reader(self, fd: int) -> None:
+        del self._readers[fd]
+        self._selector.unregister(fd)
+        os.close(fd)
+
+
+def is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _open_pidfd(pid: int) -> int:
+    if not hasattr(os, "pidfd_open"):
+        return -1
+    try:
+        return os.pidfd_open(pid)
+    except OSError:  # a kernel before 5.3, or a sandbox that does not know the call
+        return -1
+
+
+def _is_dead(pid: int) -> bool:
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # see `_exit_code`
+        return True
+
+
+def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
+    """The exit code of a dead process; None if it is lost: to the kernel, where the program ignores SIGCHLD, or to the
+    program, where it waits for any child."""
+    try:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    except ChildProcessError:
+        process.wait()  # returns 0
+        return None
+    return process.wait()
+
+
+def _signal(pid: int, number: int) -> None:
+    """Not by `Popen.send_signal`, which reaps a process that has just died, before its exit was noticed."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _signal_group(group: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says EPERM for a group of zombies
+        os.killpg(group, number)
+
+
+def _process_state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""

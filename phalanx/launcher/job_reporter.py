@@ -1,0 +1,72 @@
+"""Shows on the console what happens in a job of `phalanx run`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from phalanx.launcher.host_messages import StepTimingReported
+from phalanx.launcher.hosts.base import WorkerPlacement
+from phalanx.launcher.job_observer import JobObserver
+from phalanx.launcher.root_cause import WorkerExit
+from phalanx.launcher.task_table import EVALUATORS
+from phalanx.monitoring.console import Console
+from phalanx.runtime.exit_codes import describe_exit
+
+if TYPE_CHECKING:
+    from phalanx.launcher.straggler_watch import StragglerWatch
+
+
+class JobReporter(JobObserver):
+    """Shows the output of all tasks, and a line for each event that the user should know.
+
+    Args:
+        verbose: whether to show each start and exit.
+    """
+
+    def __init__(self, console: Console, *, verbose: bool):
+        self._console = console
+        self._verbose = verbose
+        self._stragglers: StragglerWatch | None = None
+
+    def report(self, text: str) -> None:
+        """Show a line of the launcher itself."""
+        self._console.message(f"phalanx: {text}")
+
+    def output(self, rank: int, is_error: bool, data: bytes) -> None:
+        self._console.feed(rank, is_error, data)
+
+    def started(self, placement: WorkerPlacement, pid: int) -> None:
+        if self._verbose:
+            self.report(f"{placement.task} (rank {placement.spec.rank}) started on {placement.host.name}, pid {pid}")
+
+    def exited(self, end: WorkerExit) -> None:
+        self._console.finish(end.rank)
+        if self._stragglers is not None:
+            self._stragglers.forget(end.rank)
+        if self._verbose:
+            self.report(f"{end.task} (rank {end.rank}) ended with exit code {end.code}")
+
+    def step_timing(self, task: str, timing: StepTimingReported) -> None:
+        if self._stragglers is None:
+            # Imported here so that the start of the job need not wait for it.
+            from phalanx.launcher.straggler_watch import StragglerWatch
+
+            self._stragglers = StragglerWatch()
+        for text in self._stragglers.add(timing, task, time.monotonic()):
+            self.report(text)
+
+    def restarting(self, end: WorkerExit, count: str) -> None:
+        self.report(f"{end.task} {describe_exit(end.returncode)}; starting it again ({count})")
+
+    def failed(self, end: WorkerExit) -> None:
+        if not end.was_preempted:  # then all exit, and each says so itself
+            self.report(f"{end.task} (rank {end.rank}) failed with exit code {end.code}; ending the job")
+
+    def left_behind(self, end: WorkerExit) -> None:
+        self.report(f"{end.task} (rank {end.rank}) {describe_exit(end.returncode)}; the others continue without it")
+
+    def overdue(self, tasks: Sequence[str], seconds: float) -> None:
+        bound = " (PHALANX_EVALUATOR_GRACE)" if any(task.startswith(EVALUATORS) for task in tasks) else ""
+        self.report(f"{', '.join(tasks)} still runs {seconds:g} s after the training{bound}; ending it")

@@ -1,0 +1,29 @@
+"""What a job runs, where, and how: the value that `phalanx run` makes of its options."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from phalanx.config.launch_config import LaunchConfig
+from phalanx.launcher.host_pool import ElasticOptions
+from phalanx.launcher.host_slots import HostShare
+
+
+@dataclass(frozen=True, slots=True)
+class JobRequest:
+    """A job to run.
+
+    Attributes:
+        arguments: the program's command line, as after `python`.
+        tasks: names of all tasks, in rank order; see `task_names`.
+        shares: the hosts, with as many slots as there are tasks; in an elastic job, with all their slots.
+        config: see `LaunchConfig`.
+        elastic: None for a job of fixed size, which ends when it loses a worker.
+    """
+
+    arguments: Sequence[str]
+    tasks: Sequence[str]
+    shares: Sequence[HostShare]
+    config: LaunchConfig
+    elastic: ElasticOptions | None = None

@@ -1,0 +1,84 @@
+"""The launcher is the parent of whatever its workers leave behind, and ends it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from phalanx.runtime.orphan_guard import prctl
+
+if TYPE_CHECKING:
+    import subprocess
+
+_PR_SET_CHILD_SUBREAPER = 36
+REAP_WAIT_S = 5.0
+# Each round of `end_orphans` may bring up children of those that it killed.
+MAX_ROUNDS = 100
+
+_is_adopting = False
+_others: set[int] = set()
+"""Children that this process had before it adopted any, as in `tensorboard & exec phalanx run ...`: not ours to end."""
+_awaited: dict[int, subprocess.Popen[bytes]] = {}
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of its descendants whose own parent dies, so that it can end them."""
+    global _is_adopting
+    if sys.platform == "linux":
+        _others.update(_children())
+        _is_adopting = True
+        prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def await_end(process: subprocess.Popen[bytes]) -> None:
+    """This process is no orphan: its `Popen` waits for it, and nothing else may."""
+    if _is_adopting:
+        _awaited[process.pid] = process
+
+
+def reap_orphans() -> None:
+    """Reap the orphans that have exited, if this process adopts any: zombies count in a container's limit.
+
+    To be called in the main thread, since `_children` lists the children of that only.
+    """
+    if not _is_adopting:
+        return
+    for pid, process in list(_awaited.items()):
+        if process.returncode is not None:  # its number may be an orphan's by now
+            _awaited.pop(pid)
+    for pid in _children():
+        if pid not in _others and pid not in _awaited:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+
+def end_orphans() -> None:
+    """Kill and reap every child of this process that it has started or adopted, and what these leave behind."""
+    spared = set(_others)
+    for _ in range(MAX_ROUNDS):
+        orphans = [pid for pid in _children() if pid not in spared]
+        if not orphans:
+            return
+        for pid in orphans:
+            try:
+                os.kill(pid, signal.SIGKILL)
+                deadline = time.monotonic() + REAP_WAIT_S
+                while os.waitpid(pid, os.WNOHANG)[0] == 0:
+                    if time.monotonic() > deadline:  # in the kernel, on a dead file system: nothing can end it
+                        spared.add(pid)
+                        break
+                    time.sleep(0.001)
+            except (ProcessLookupError, ChildProcessError):
+                continue
+
+
+def _children() -> list[int]:
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children") as children:
+            return [int(pid) for pid in children.read().split()]
+    except OSError:  # no /proc, or a kernel without CONFIG_PROC_CHILDREN
+        return []

@@ -1,0 +1,142 @@
+"""How a process ends after an uncaught error: with the error's exit code, promptly, and without losing output."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import io
+import os
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import NoReturn
+
+from phalanx import errors
+from phalanx.runtime.exit_codes import message, of_error
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+CauseFinder = Callable[[BaseException], BaseException | None]
+
+_has_failed = False
+_exit_callbacks: list[Callable[[], object]] = []
+_cause_finders: list[CauseFinder] = []
+
+
+def install() -> None:
+    """From now on an uncaught error of Phalanx ends this process with the error's `exit_code`.
+
+    The traceback is printed as before, by whatever hook is installed. Calling it again changes nothing.
+    """
+    previous = sys.excepthook
+    if not isinstance(previous, _ExitCodeHook):
+        sys.excepthook = _ExitCodeHook(previous)
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process with this code from any thread, without losing what was printed."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # closed, or without a reader
+            stream.flush()
+    os._exit(code)
+
+
+def add_cause_finder(find: CauseFinder) -> None:
+    """An uncaught error is shown, and counted, as raised from what `find` returns for it; None if there is nothing."""
+    if find not in _cause_finders:
+        _cause_finders.append(find)
+
+
+def at_exit(function: Callable[[], object]) -> None:
+    """Call this at the end of the process: with the exit handlers, but after an uncaught error at once.
+
+    Exit handlers run when all threads of the program have ended, and these may wait for other tasks, which wait for
+    this process. So the function may be called twice.
+    """
+    if function not in _exit_callbacks:
+        atexit.register(function)
+        _exit_callbacks.append(function)
+
+
+def has_failed() -> bool:
+    """Whether this process ends because of an uncaught error; for exit handlers."""
+    return _has_failed
+
+
+def failure() -> str:
+    """The uncaught error that ends this process, in one line; empty if there is none."""
+    error = getattr(sys, "last_value", None)
+    if not _has_failed or error is None:
+        return ""
+    return f"{type(error).__name__}: {message(error)}".partition("\n")[0]
+
+
+class _ExitCodeHook:
+    """Has an uncaught error printed by another hook, then ends the process with its code."""
+
+    _is_running = False
+
+    def __init__(self, previous: Hook):
+        self._previous = previous
+
+    def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if _ExitCodeHook._is_running:  # a hook of the program around this one calls it: the outer one ends the process
+            self._print(kind, error, traceback)
+            return
+        global _has_failed
+        causes = [cause for find in _cause_finders if (cause := find(error)) is not None]
+        if causes and error.__cause__ is None:
+            error.__cause__ = causes[0]
+        _has_failed = not isinstance(error, errors.PreemptedError)
+        _ExitCodeHook._is_running = True
+        try:
+            self._print(kind, error, traceback)
+        except Exception as problem:  # in a hook of the program; the exit code must not depend on it
+            _print_both(problem, error, traceback)
+        finally:
+            _ExitCodeHook._is_running = False
+        if isinstance(error, Exception) and not _is_interactive():
+            if (code := of_error(error)) != 1:
+                _end(code)
+            for callback in reversed(_exit_callbacks):
+                callback()
+
+    def _print(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if isinstance(error, errors.PreemptedError) and self._previous is sys.__excepthook__:
+            print(error, file=sys.stderr)  # nothing is wrong, and the stack says nothing
+        else:
+            self._previous(kind, error, traceback)
+
+
+def _print_both(problem: Exception, error: BaseException, traceback: TracebackType | None) -> None:
+    """As Python does when a hook fails."""
+    with contextlib.suppress(Exception):  # standard error may be closed
+        print("Error in sys.excepthook:", file=sys.stderr)
+        sys.__excepthook__(type(problem), problem, problem.__traceback__)
+        print("\nOriginal exception was:", file=sys.stderr)
+        sys.__excepthook__(type(error), error, traceback)
+
+
+def _is_interactive() -> bool:
+    """Whether a user sits at a prompt, where an error does not end the process."""
+    return bool(sys.flags.interactive) or hasattr(sys, "ps1")
+
+
+def _end(code: int) -> None:
+    """End this process now: exit handlers run and files are written, but the interpreter is not finalized.
+
+    That takes one to three seconds with a backend loaded, more if the lost peer's host is busy, and waits for threads
+    that may be waiting for the lost peer.
+    """
+    try:
+        atexit._run_exitfuncs()
+    finally:
+        gc.unfreeze()  # frozen objects are not listed
+        for each in gc.get_objects():
+            if issubclass(type(each), _FILES):
+                with contextlib.suppress(Exception):  # closed, or without a reader
+                    each.flush()
+        os._exit(code)
+
+
+_FILES = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
