@@ -148,7 +148,7 @@ def _join(resolver: ClusterResolver, options: CommunicationOptions) -> CurrentJo
         timeline_relay.stop_recording()
         node.close(flush=isinstance(node, Node))
         raise
-    if isinstance(communicator, HostCommunicator) and communicator.world_size > 1 and progress.is_read():
+    if isinstance(communicator, HostCommunicator) and communicator.world_size > 1 and progress.has_launcher():
         announcer = TimingAnnouncer(lambda: communicator.waited_s)
         announcer.start()
         job.before_leaving(announcer.close)
