@@ -2,11 +2,12 @@
 
 import phalanx.horovod.keras as hvd         # or .torch, .tensorflow, .jax, .numpy
 
-knobs, world, basics, process_sets     the job: how it is joined, who is in it
-request, negotiation, controller       operations by name, in any order: what is asked for, what can begin
-execution, adasum                      how it is done
-operations, objects                    what all frameworks share: collectives of arrays, of Python objects
-numpy, torch, tensorflow, keras, jax   one for each framework
+horovod_environment, horovod_job, basics, process_sets          the job: how it is joined, who is in it
+operation_request, negotiation, negotiator, controller          operations by name, in any order: what can begin
+execution, adasum                                               how operations run
+operations, object_collectives                                  the collectives on arrays, on Python objects
+bindings, compression, gradient_reduction                       what the frameworks share
+numpy, torch, tensorflow, keras, jax                            the frameworks
 """
 
 from __future__ import annotations

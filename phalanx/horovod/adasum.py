@@ -1,14 +1,14 @@
 """Adasum: a sum of gradients that takes less of what they have in common.
 
-Of two gradients a and b it makes
+It combines two gradients a and b into
 
     (1 - a.b / (2 |a|^2)) a  +  (1 - a.b / (2 |b|^2)) b
 
-so orthogonal ones are added and equal ones averaged. Of more ranks (a power of two) it merges neighbours, then the
-results, like a tree; each tensor for itself.
+so orthogonal ones are added and equal ones averaged. With more ranks (a power of two), neighbors are combined, then the
+results, as in a tree; each tensor separately.
 
-Every rank works on its share of all values: it gets that share of everybody's tensors, the dot products of a level of
-the tree are summed over the ranks (three numbers for each pair and tensor), and at the end the shares are exchanged.
+Every rank works on its share of all values: it receives that share of all ranks' tensors, the dot products of a level
+of the tree are summed over the ranks (three numbers for each pair and tensor), and at the end the shares are exchanged.
 
 Source: Maleki et al. 2021, "Scaling Distributed Training with Adaptive Summation" (MLSys), equation 1 and section 3.
 """
@@ -30,7 +30,7 @@ TINY = float(np.sqrt(np.finfo(np.float64).tiny))
 
 
 def check(dtypes: Sequence[np.dtype[np.generic]], size: int) -> None:
-    """Raise ConfigurationError unless Adasum can merge arrays of these dtypes over so many ranks."""
+    """Raise ConfigurationError unless Adasum can combine arrays of these dtypes over `size` ranks."""
     wrong = next((dtype for dtype in dtypes if not is_float(dtype)), None)
     if wrong is not None:
         raise ConfigurationError(f"Adasum is for floats; it got an array of dtype {wrong}. Use Sum.")
@@ -39,7 +39,7 @@ def check(dtypes: Sequence[np.dtype[np.generic]], size: int) -> None:
 
 
 def adasum(communicator: Communicator, arrays: Sequence[Array], outs: Sequence[Array]) -> None:
-    """Merge floating arrays over all ranks into `outs`, which may be the arrays themselves; all ranks must call."""
+    """Combine floating-point arrays of all ranks into `outs`, possibly the arrays themselves; all ranks must call."""
     wires = [wire_dtype(array.dtype) for array in arrays]
     for wire in dict.fromkeys(wires):
         chosen = [index for index, one in enumerate(wires) if one == wire]
@@ -49,7 +49,7 @@ def adasum(communicator: Communicator, arrays: Sequence[Array], outs: Sequence[A
 
 
 def combine(left: Array, right: Array, dots: Array) -> Array:
-    """Two gradients as one. `dots`: left.right, |left|^2, |right|^2."""
+    """The combination of two gradients. `dots` are left.right, |left|^2 and |right|^2."""
     both, of_left, of_right = (float(value) for value in dots)
     left_factor = 1.0 - both / (2.0 * of_left) if of_left >= TINY else 1.0
     right_factor = 1.0 - both / (2.0 * of_right) if of_right >= TINY else 1.0
@@ -57,7 +57,7 @@ def combine(left: Array, right: Array, dots: Array) -> Array:
 
 
 def _merge(vectors: Sequence[Array], communicator: Communicator) -> list[Array]:
-    """Flat arrays of one dtype merged over the ranks, each for itself."""
+    """Flat arrays of one dtype, each combined over the ranks."""
     sizes = [len(vector) for vector in vectors]
     whole = np.concatenate(vectors) if len(vectors) > 1 else vectors[0]
     bounds = shares(len(whole), communicator.world_size, whole.itemsize)
@@ -84,7 +84,7 @@ def _dots(left: Array, right: Array) -> tuple[float, float, float]:
 
 
 def _pieces(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, slice]]:
-    """Which vectors lie in elements `start` to `stop` of all laid end to end, and where within that range."""
+    """The vectors in elements `start` to `stop` of their concatenation, and their places within that range."""
     begin = 0
     for vector, size in enumerate(sizes):
         low, high = max(begin, start), min(begin + size, stop)

@@ -1,4 +1,4 @@
-"""Who and where this process is in the job, and what this interface is built on. Names and meaning are Horovod's."""
+"""This process's place in the job, and what the collectives are built on. Names and meaning are Horovod's."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from phalanx.horovod.horovod_job import current, is_joined, join_world, leave_wo
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
-    """Meet the other processes of the job; does nothing where that is done already.
+    """Join the job, with the other processes; does nothing if that is done already.
 
-    The job comes from TF_CONFIG (which `phalanx run` sets), Slurm, MPI or Kubernetes; without any of them this process
-    is alone. Returns when all have come, at most PHALANX_RENDEZVOUS_TIMEOUT seconds later.
+    The job is described by TF_CONFIG (which `phalanx run` sets), Slurm, MPI or Kubernetes; without any of them, this
+    process is alone. Returns when all processes have joined, after at most PHALANX_RENDEZVOUS_TIMEOUT seconds.
 
     Args:
-        comm: Horovod's way to take a part of an MPI job. Here only None, since there is no MPI: use a process set.
-        process_sets: `ProcessSet`s that are registered at once, or "dynamic", which they always are here.
+        comm: in Horovod, a part of an MPI job. Must be None, since there is no MPI: use a process set.
+        process_sets: `ProcessSet`s to register, or "dynamic", which has no effect: they always can be registered.
 
     Raises:
         UnsupportedError: `comm` is given.
-        RendezvousError: a task did not come in time.
-        ConfigurationError, DisagreementError: as of a strategy.
+        RendezvousError: a task did not join in time.
+        ConfigurationError, DisagreementError: as for a strategy.
     """
     if comm:
         raise UnsupportedError("hvd.init(comm=...) needs MPI; Phalanx does without. Use hvd.add_process_set(ranks).")
@@ -40,15 +40,15 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
 
 def shutdown() -> None:
-    """Leave the job; the other processes are told. Called at the end of the program by itself."""
+    """Leave the job and notify the other processes. Called automatically at the end of the program."""
     sets.end()
     leave_world()
 
 
 def regroup() -> None:
-    """In an elastic job: leave the present members and meet the next ones; rank and size are new then.
+    """In an elastic job, join the next generation of members; rank and size can change.
 
-    Process sets are not registered any more, as after `shutdown` and `init`, which is what Horovod does here.
+    Process sets are no longer registered, as after `shutdown` and `init`, which Horovod calls here.
 
     Raises: as `World.regroup`.
     """
@@ -66,10 +66,10 @@ def is_initialized() -> bool:
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
     """Record what this process does from now on, as HOROVOD_TIMELINE does from the start (docs/timeline.md).
 
-    All ranks that shall be in the timeline must call; those of other hosts than rank 0's need rank 0 in it.
+    All ranks to be recorded must call. Ranks on other hosts than rank 0 are recorded only if rank 0 is.
 
     Args:
-        file_path: on the host of rank 0; made anew.
+        file_path: file on the host of rank 0; overwritten.
         mark_cycles: whether each round of negotiation is marked.
 
     Raises:
@@ -80,13 +80,13 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
 
 
 def stop_timeline() -> None:
-    """Record no more, and write what has been recorded. Raises ValueError before `init`."""
+    """Stop recording and write what has been recorded. Raises ValueError before `init`."""
     current()
     timeline_relay.stop_recording()
 
 
 def rank() -> int:
-    """This process's number among all, from 0. Raises ValueError before `init`, as all that follow."""
+    """This process's number in the job, from 0. Raises ValueError before `init`, as do the functions below."""
     return current().membership.rank
 
 
@@ -96,7 +96,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """This process's number among those of its host."""
+    """This process's number among the processes on its host."""
     return current().membership.local_rank
 
 
@@ -106,12 +106,12 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """This process's number among those of other hosts that have the same local rank."""
+    """This process's number among the processes of all hosts that have the same local rank."""
     return _peers_across().index(rank())
 
 
 def cross_size() -> int:
-    """The number of hosts that have a process of this local rank."""
+    """The number of hosts that have a process with this local rank."""
     return len(_peers_across())
 
 
@@ -128,55 +128,52 @@ def _peers_across() -> Sequence[int]:
     return [ranks[local] for ranks in by_host if local < len(ranks)]
 
 
-# What Horovod was built with. Here collectives are Phalanx's own, in Python: none of these libraries takes part.
+# What Horovod was built with. Phalanx has its own collectives and uses none of these libraries.
 
 
 def mpi_threads_supported() -> bool:
-    """Whether other threads may use MPI meanwhile: they may, as MPI is not used."""
+    """Whether other threads may use MPI at the same time: always, since Phalanx does not use it."""
     current()
     return True
 
 
-def mpi_enabled() -> bool:
-    """Whether MPI carries the collectives: no."""
-    return False
+def _is_not_used() -> bool:
+    """Whether this library carries the collectives or was built in: never. Phalanx sends arrays itself.
 
-
-def mpi_built() -> bool:
-    """Whether there is support for MPI: no. (A job that `mpirun` has started is understood all the same.)"""
-    return False
-
-
-def gloo_enabled() -> bool:
-    """Whether gloo carries the collectives: no."""
-    return False
-
-
-def gloo_built() -> bool:
-    """Whether there is support for gloo: no."""
+    (A job that `mpirun` has started is recognized. Tensors on GPUs pass through the host's memory.)
+    """
     return False
 
 
 def nccl_built() -> int:
-    """The version of NCCL as a number: 0, there is none."""
+    """The version of NCCL as a number: 0 for none."""
     return 0
 
 
-def ddl_built() -> bool:
-    """Whether there is support for IBM's DDL: no."""
-    return False
+mpi_enabled = mpi_built = gloo_enabled = gloo_built = _is_not_used
+ddl_built = ccl_built = cuda_built = rocm_built = _is_not_used
 
-
-def ccl_built() -> bool:
-    """Whether there is support for Intel's oneCCL: no."""
-    return False
-
-
-def cuda_built() -> bool:
-    """Whether collectives run on CUDA devices: no, tensors pass through the host's memory."""
-    return False
-
-
-def rocm_built() -> bool:
-    """Whether collectives run on ROCm devices: no."""
-    return False
+__all__ = [
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
+]

@@ -1,41 +1,52 @@
-"""How arrays are made smaller on the way: for NumPy, JAX and Keras. PyTorch and TensorFlow have their own.
+"""Compression of tensors for the way between ranks, the same for all frameworks.
 
-A class with these two functions is a compressor; one's own will do.
+Any class with the two static methods of `Compressor` is a compressor and can be passed as `compression=`.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 
-class NoneCompressor:
-    """Leaves arrays as they are."""
+class Compressor:
+    """Changes a tensor before a collective and back after it."""
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        """The array that travels, and what `decompress` needs to know."""
+        """The tensor that is sent, and the context that `decompress` needs."""
+        raise NotImplementedError
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        """The received tensor in the form that the tensor had before `compress`."""
+        raise NotImplementedError
+
+
+class NoneCompressor(Compressor):
+    """Leaves tensors unchanged."""
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
         return tensor, None
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        """The array as it was before `compress`, but with the merged values."""
         return tensor
 
 
-class FP16Compressor:
-    """Floating arrays travel as float16, and are summed in float32."""
+class FP16Compressor(Compressor):
+    """Sends floating-point tensors as float16; ranks add them in float32."""
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        """See `NoneCompressor`."""
-        dtype = str(tensor.dtype).rpartition(".")[2]
-        return (_cast(tensor, "float16"), tensor.dtype) if "float" in dtype else (tensor, None)
+        return (_cast(tensor, "float16"), tensor.dtype) if "float" in str(tensor.dtype) else (tensor, None)
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        """See `NoneCompressor`."""
         return tensor if ctx is None else _cast(tensor, ctx)
 
 
@@ -46,11 +57,26 @@ class Compression:
     fp16 = FP16Compressor
 
 
-def _cast(tensor: Any, dtype: Any) -> Any:
-    if hasattr(tensor, "astype"):
-        with np.errstate(over="ignore"):  # infinite gradients are the business of who scales the loss
-            return tensor.astype(dtype)
-    import keras  # a tensor of TensorFlow or PyTorch, in a Keras program
+def compressed(compression: Any, tensors: Sequence[Any], reduce: Callable[[list[Any]], Sequence[Any]]) -> list[Any]:
+    """What `reduce` makes of the compressed tensors, decompressed.
 
-    name = dtype if isinstance(dtype, str) else keras.backend.standardize_dtype(dtype)
-    return keras.ops.cast(tensor, name)
+    Args:
+        compression: a compressor.
+        tensors: in any framework.
+        reduce: takes the compressed tensors and returns as many.
+    """
+    if compression is NoneCompressor:
+        return list(reduce(list(tensors)))
+    packed = [compression.compress(tensor) for tensor in tensors]
+    reduced = reduce([tensor for tensor, _ in packed])
+    return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(reduced, packed, strict=True)]
+
+
+def _cast(tensor: Any, dtype: Any) -> Any:
+    """The tensor in another dtype: "float16", or a dtype of its framework."""
+    if (torch := sys.modules.get("torch")) is not None and torch.is_tensor(tensor):
+        return tensor.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+    if hasattr(tensor, "astype"):  # NumPy, JAX
+        with np.errstate(over="ignore"):  # gradients that overflow are the concern of loss scaling
+            return tensor.astype(dtype)
+    return sys.modules["tensorflow"].cast(tensor, dtype)

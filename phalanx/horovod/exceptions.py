@@ -1,4 +1,4 @@
-"""The error classes of Horovod's own that programs catch."""
+"""Horovod's error classes, which programs catch."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from phalanx.errors import MembershipChangedError, PhalanxError
 
 
 class HorovodInternalError(PhalanxError, RuntimeError):
-    """A collective did not happen: the ranks differ in what they brought, one is gone, or the job is shut down.
+    """A collective failed: the ranks' arguments differ, a rank is lost, or the job is shut down.
 
-    The cause is `__cause__`, one of Phalanx's own errors, and the process ends with its exit code. After a difference
-    (`CollectiveMismatchError`) collectives can go on; after any other cause they cannot.
+    `__cause__` is one of Phalanx's errors, whose exit code the process gets. After differing arguments
+    (`CollectiveMismatchError`) more collectives are possible; after any other cause they are not.
     """
 
     def __init__(self, message: str, *, exit_code: int | None = None):
@@ -19,17 +19,17 @@ class HorovodInternalError(PhalanxError, RuntimeError):
 
     @classmethod
     def of(cls, cause: BaseException) -> HorovodInternalError:
-        """The error that tells of another one, which is its cause."""
+        """An error with the message and the exit code of another one, which is its cause."""
         error = cls(str(cause) or type(cause).__name__, exit_code=getattr(cause, "exit_code", None))
         error.__cause__ = cause
         return error
 
 
 class HostsUpdatedInterrupt(PhalanxError, RuntimeError):
-    """Members are to join or to leave an elastic job: `hvd.elastic.run` catches it and calls its function again.
+    """Members join or leave an elastic job: `hvd.elastic.run` catches this and calls its function again.
 
     Attributes:
-        skip_sync: whether the state need not be given to anybody. Always False here: it is always given.
+        skip_sync: whether the state need not be synchronized. Always False here: it always is.
     """
 
     exit_code = MembershipChangedError.exit_code

@@ -1,4 +1,4 @@
-"""How an operation that all ranks have asked for is done, with the communicator's collectives."""
+"""Runs operations that all ranks have requested, with the communicator's collectives."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _REDUCE_OPS = {
     HorovodOp.PRODUCT: ReduceOp.PRODUCT,
 }
 
-_SCALED_ON_THE_WAY = (HorovodOp.AVERAGE, HorovodOp.SUM)
+_SCALED_BY_COMMUNICATOR = (HorovodOp.AVERAGE, HorovodOp.SUM)
 """The communicator multiplies while it adds."""
 
 
 @dataclass(slots=True)
 class FusedPart:
-    """What this rank brings to an operation, and gets from it.
+    """This rank's input and output of an operation.
 
     Attributes:
-        arrays: the values; of broadcasts and reductions, also where the result goes if there is no `outs`.
-        outs: where the result goes, if not to fresh arrays: contiguous, perhaps the arrays themselves.
-        splits: for alltoall, how many rows go to each rank.
-        result: of reductions and broadcasts a list of arrays; of an allgather the concatenated array; of an alltoall
-            the array and how many of its rows came from each rank; of a reducescatter a list of this rank's parts.
+        arrays: the input.
+        outs: contiguous arrays for the result, possibly `arrays` themselves; None for new ones.
+        splits: number of rows that an alltoall sends to each rank.
+        result: a list with one array for each of `arrays`; for an alltoall, a list of the received rows and of how many
+            came from each rank (int32).
     """
 
     arrays: Sequence[Array]
@@ -43,12 +43,14 @@ class FusedPart:
     result: Any = None
 
 
-@np.errstate(all="ignore")  # what overflows on one rank must not end the operation there alone
+@np.errstate(all="ignore")  # an overflow must not end the operation on one rank alone
 def execute(communicator: Communicator, requests: Sequence[Request], parts: Sequence[FusedPart | None]) -> None:
-    """Do a batch of requests that travel as one (`negotiation.fuse`); all ranks must call with the same requests.
+    """Run a batch of requests that travel together (`negotiation.fuse`); all ranks must call with the same requests.
 
     Args:
-        parts: of this rank, filled with results; None where it has joined and only lends a hand.
+        communicator: of the ranks.
+        requests: alike but for their arrays.
+        parts: of this rank, which receive the results; None if it has joined and contributes neutral values.
     """
     kind = requests[0].kind
     if kind == OperationKind.ALLREDUCE:
@@ -67,7 +69,7 @@ def execute(communicator: Communicator, requests: Sequence[Request], parts: Sequ
 
 
 def share_of_rows(rows: int, size: int) -> list[int]:
-    """How many rows of a reducescatter each rank gets: as equal as can be, the first ones one more."""
+    """How many rows of a reducescatter each rank gets: equal shares; the first ranks take one of the rest each."""
     quotient, rest = divmod(rows, size)
     return [quotient + (rank < rest) for rank in range(size)]
 
@@ -81,17 +83,15 @@ def _allreduce(communicator: Communicator, requests: Sequence[Request], parts: S
     outs: list[Array] = []
     for request, part in zip(requests, parts, strict=True):
         if part is None:
-            made_up = [
+            neutral = [
                 _neutral(op, dtype_of(name), shape) for name, shape in zip(request.dtypes, request.shapes, strict=True)
             ]
-            arrays += made_up
-            outs += made_up
+            arrays += neutral
+            outs += neutral
         else:
-            part.result = (
-                list(part.outs) if part.outs is not None else [np.empty(a.shape, a.dtype) for a in part.arrays]
-            )
-            on_the_way = op in _SCALED_ON_THE_WAY
-            arrays += part.arrays if on_the_way else [_scaled(array, prescale) for array in part.arrays]
+            part.result = _outputs(part)
+            is_scaled_here = op not in _SCALED_BY_COMMUNICATOR
+            arrays += [_scaled(array, prescale) for array in part.arrays] if is_scaled_here else part.arrays
             outs += part.result
     if op is HorovodOp.ADASUM:
         adasum.adasum(communicator, arrays, outs)
@@ -116,8 +116,13 @@ def _allreduce(communicator: Communicator, requests: Sequence[Request], parts: S
             out[...] = _scaled(out, postscale)
 
 
+def _outputs(part: FusedPart) -> list[Array]:
+    """Where the result goes."""
+    return list(part.outs) if part.outs is not None else [np.empty(a.shape, a.dtype) for a in part.arrays]
+
+
 def _neutral(op: HorovodOp, dtype: np.dtype[Any], shape: Sequence[int]) -> Array:
-    """What a rank that has joined brings: zeros to sums and averages, and to the others what changes nothing."""
+    """What a rank that has joined contributes: zeros to sums and averages, else values that change nothing."""
     value: Any = 0
     if op is HorovodOp.PRODUCT:
         value = 1
@@ -133,14 +138,14 @@ def _neutral(op: HorovodOp, dtype: np.dtype[Any], shape: Sequence[int]) -> Array
 
 
 def _widened(array: Array) -> Array:
-    """Integers with room for their sum."""
+    """Integers in a dtype that holds their sum."""
     if is_float(array.dtype):
         return array
     return array.astype(np.uint64 if array.dtype.kind == "u" else np.int64, copy=False)
 
 
 def _divided(array: Array, count: int) -> Array:
-    """The array by a number of ranks; integers are cut off."""
+    """The array divided by a number of ranks; integers are truncated."""
     if is_float(array.dtype):
         return _scaled(array, 1 / count)
     if count == 1:
@@ -150,9 +155,9 @@ def _divided(array: Array, count: int) -> Array:
 
 
 def _reducescatter(communicator: Communicator, array: Array, request: Request) -> Array:
-    """Each rank gets everybody's rows for it and merges them, as `Communicator.reduce_scatter` does.
+    """Each rank receives its rows from all others and reduces them.
 
-    That one wants equal shares.
+    `Communicator.reduce_scatter` does the same, but requires equal shares.
     """
     counts = share_of_rows(array.shape[0], communicator.world_size)
     given, array = array.dtype, _scaled(array, request.prescale)
@@ -170,8 +175,10 @@ def _reducescatter(communicator: Communicator, array: Array, request: Request) -
 
 
 def _scaled(array: Array, factor: float) -> Array:
-    """The array times a factor, in its own dtype: 16-bit floats are multiplied in float32, integers in float64 and
-    cut off, as Horovod does it."""
+    """The array times a factor, in its own dtype.
+
+    As in Horovod, 16-bit floats are multiplied in float32, integers in float64 and then truncated.
+    """
     if factor == 1.0:
         return array
     if is_float(array.dtype):
@@ -190,13 +197,13 @@ def _broadcast(communicator: Communicator, requests: Sequence[Request], parts: S
     outs: list[Array] = []
     for part in parts:
         assert part is not None, "broadcasts are refused once a rank has joined"
-        part.result = list(part.outs) if part.outs is not None else [np.empty(a.shape, a.dtype) for a in part.arrays]
+        part.result = _outputs(part)
         arrays += part.arrays
         outs += part.result
     communicator.broadcast(arrays, requests[0].root, out=outs)
 
 
-def _alltoall(communicator: Communicator, part: FusedPart) -> tuple[Array, list[int]]:
+def _alltoall(communicator: Communicator, part: FusedPart) -> list[Array]:
     (array,) = part.arrays
     received = communicator.all_to_all(np.split(array, np.cumsum(part.splits)[:-1]))
-    return np.concatenate(received), [len(rows) for rows in received]
+    return [np.concatenate(received), np.array([len(rows) for rows in received], np.int32)]

@@ -2,30 +2,8 @@
 
 from __future__ import annotations
 
-from phalanx.horovod.basics import (
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    rocm_built,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-)
+from phalanx.horovod import basics
+from phalanx.horovod.basics import *  # noqa: F403
 from phalanx.horovod.exceptions import HorovodInternalError
 from phalanx.horovod.object_collectives import allgather_object, broadcast_object
 from phalanx.horovod.operations import Adasum, Average, Max, Min, Product, Sum
@@ -33,6 +11,7 @@ from phalanx.horovod.process_sets import ProcessSet, add_process_set, global_pro
 from phalanx.horovod.run_function import run
 
 __all__ = [
+    *basics.__all__,
     "Adasum",
     "Average",
     "HorovodInternalError",
@@ -44,29 +23,7 @@ __all__ = [
     "add_process_set",
     "allgather_object",
     "broadcast_object",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
     "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "rank",
     "remove_process_set",
-    "rocm_built",
     "run",
-    "shutdown",
-    "size",
-    "start_timeline",
-    "stop_timeline",
 ]

@@ -21,10 +21,10 @@ CYCLE_CHOICES_S = (0.2e-3, 1e-3, 5e-3)
 
 
 class FusionSettings(NamedTuple):
-    """What travels as one, and how often ranks ask each other.
+    """How much travels together, and how often ranks negotiate.
 
     Attributes:
-        threshold: bytes.
+        threshold: maximum bytes of a batch of operations.
         cycle_s: seconds between rounds.
     """
 
@@ -36,10 +36,10 @@ class FusionSettings(NamedTuple):
 
 
 class FusionAutotuner:
-    """Tells what to use, and is told of rounds.
+    """Chooses the settings by measuring rounds.
 
     Args:
-        default: what to begin with, and to stay with if nothing is better.
+        default: the settings to start with, and to keep if none is better.
         merge_costs: exchanges a round's costs: the maximum over the ranks of each.
         report: called once, with the finished search.
     """
@@ -69,17 +69,21 @@ class FusionAutotuner:
         self._began = 0.0
 
     @property
-    def over(self) -> bool:
-        """Whether the choice is made."""
+    def is_finished(self) -> bool:
+        """Whether the settings are chosen."""
         return self._search.choice is not None
 
     @property
-    def present(self) -> FusionSettings:
+    def settings(self) -> FusionSettings:
         """What to use in the next round."""
         return self._search.plan
 
-    def did(self, nbytes: int) -> None:
-        """A round is over in which all ranks have done operations of so many bytes; they call at the same rounds."""
+    def record_round(self, nbytes: int) -> None:
+        """Count a round in which operations ran; all ranks call after the same rounds.
+
+        Args:
+            nbytes: bytes of the operations.
+        """
         self._rounds += 1
         if self._rounds <= 0:
             self._began = self._clock()
@@ -90,6 +94,6 @@ class FusionAutotuner:
         now = self._clock()
         self._search.record((now - self._began) / max(1, self._bytes) * 2**20, self._merge_costs)
         self._rounds = self._bytes = 0
-        if self.over:
+        if self.is_finished:
             self._report(self._search)
         self._began = self._clock()

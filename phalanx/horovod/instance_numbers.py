@@ -1,11 +1,11 @@
-"""Numbers in the names of collectives, for things that all members of a process set use: optimizers, layers.
+"""Numbers optimizers and layers, to name their collectives alike on all members of a process set.
 
-A thing takes its number when it first communicates, so that one which a single rank makes and never uses, as a copy of
-the model for a checkpoint, is in nobody's way.
+An instance is numbered when it first communicates. So an instance that only one rank creates and never uses, as a copy
+of the model for a checkpoint, does not shift the numbers of others.
 
-In an elastic job it takes its number when it is made, since a process that comes later makes, in the same order, what
-the others have made, but need not come to use it. What they have made inside of the function of `hvd.elastic.run`, in a
-former call, it makes in its first one: so the numbers that were given inside of that call are given again in the next.
+In an elastic job, an instance is numbered when it is created: a process that joins later creates the same instances in
+the same order, but may not come to use all of them. In its first call of the function of `hvd.elastic.run`, it creates
+what the others created in an earlier call. So numbers assigned during one call are assigned again in the next.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from phalanx.horovod.process_sets import ProcessSet
 
 _given: Counter[tuple[str, int | None]] = Counter()
 _early: list[weakref.ref[InstanceNumber]] = []
-"""What was made before the job was met, when nobody could say whether it is elastic."""
+"""Instances created before the job was joined, when it was not known whether it is elastic."""
 
 
 class InstanceNumber:
-    """How many things of this kind have come before this one in the process set."""
+    """The number of an instance among those of its kind and process set: `int(number)`."""
 
     def __init__(self, kind: str, process_set: ProcessSet):
         self._kind = kind
@@ -42,15 +42,15 @@ class InstanceNumber:
 
 
 def mark() -> dict[tuple[str, int | None], int]:
-    """Where the counts stand now, for `return_to`."""
+    """The present counts, for `return_to`."""
     if current().elastic is not None:
-        for number in [made for reference in _early if (made := reference()) is not None]:
+        for number in [number for reference in _early if (number := reference()) is not None]:
             int(number)
     _early.clear()
     return dict(_given)
 
 
 def return_to(marked: dict[tuple[str, int | None], int]) -> None:
-    """What was numbered since then counts no more."""
+    """Assign the numbers again that have been assigned since `mark`."""
     _given.clear()
     _given.update(marked)

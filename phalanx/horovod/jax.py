@@ -1,7 +1,7 @@
 """Horovod's interface for JAX: `import phalanx.horovod.jax as hvd`. Horovod itself has none.
 
-The functions take and give `jax.Array`s, outside of `jax.jit`: a compiled function cannot wait for other processes.
-Compute gradients in one compiled function, merge them, and apply them in a second.
+The functions take and return `jax.Array`s outside of `jax.jit`: a compiled function cannot wait for other processes.
+Compute gradients in one compiled function, reduce them, and apply them in a second.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx.errors import ConfigurationError, UnsupportedError
+from phalanx.errors import UnsupportedError
 from phalanx.horovod import elastic, exported_names, operations, step_reports
+from phalanx.horovod.bindings import ARRAY_FUNCTIONS, ArrayFramework, check_integers_preserved, poll, synchronize
 from phalanx.horovod.compression import Compression
 from phalanx.horovod.exported_names import *  # noqa: F403
-from phalanx.horovod.interface import Interface, check_kept, poll, synchronize
-from phalanx.horovod.operation_request import Array, HorovodOp
-from phalanx.horovod.operations import Average, barrier, check_op, join
+from phalanx.horovod.gradient_reduction import GradientReduction, reduce_present
+from phalanx.horovod.operation_request import Array, HorovodOp, OperationKind
+from phalanx.horovod.operations import Average, barrier, join
 from phalanx.horovod.process_sets import ProcessSet, global_process_set
 
 
-def _to_host(tensor: Any) -> Array:
+def _to_array(tensor: Any) -> Array:
     if isinstance(tensor, jax.core.Tracer):
         raise UnsupportedError(
             "A collective of hvd was called inside a function that JAX compiles or transforms (jit, grad, vmap, scan). "
@@ -33,42 +34,52 @@ def _to_host(tensor: Any) -> Array:
     return np.asarray(tensor)
 
 
-def _from_host(array: Array) -> Any:
+def _from_array(array: Array) -> Any:
     tensor = jnp.array(array)  # a copy: JAX must own what it computes with
-    check_kept(array, tensor.dtype.name)
+    check_integers_preserved(array, tensor.dtype.name)
     return tensor
 
 
-_interface = Interface(_to_host, _from_host)
+_framework = ArrayFramework(_to_array, _from_array)
+_function = _framework.make_function
 
-allreduce = _interface.allreduce
-allreduce_async = _interface.allreduce_async
-grouped_allreduce = _interface.grouped_allreduce
-grouped_allreduce_async = _interface.grouped_allreduce_async
-allgather = _interface.allgather
-allgather_async = _interface.allgather_async
-grouped_allgather = _interface.grouped_allgather
-grouped_allgather_async = _interface.grouped_allgather_async
-broadcast = _interface.broadcast
-broadcast_async = _interface.broadcast_async
-alltoall = _interface.alltoall
-alltoall_async = _interface.alltoall_async
-reducescatter = _interface.reducescatter
-reducescatter_async = _interface.reducescatter_async
-grouped_reducescatter = _interface.grouped_reducescatter
-grouped_reducescatter_async = _interface.grouped_reducescatter_async
+allreduce = _function("allreduce")
+allreduce_async = _function("allreduce_async")
+grouped_allreduce = _function("grouped_allreduce")
+grouped_allreduce_async = _function("grouped_allreduce_async")
+allgather = _function("allgather")
+allgather_async = _function("allgather_async")
+grouped_allgather = _function("grouped_allgather")
+grouped_allgather_async = _function("grouped_allgather_async")
+broadcast = _function("broadcast")
+broadcast_async = _function("broadcast_async")
+alltoall = _function("alltoall")
+alltoall_async = _function("alltoall_async")
+reducescatter = _function("reducescatter")
+reducescatter_async = _function("reducescatter_async")
+grouped_reducescatter = _function("grouped_reducescatter")
+grouped_reducescatter_async = _function("grouped_reducescatter_async")
 
 
 def broadcast_parameters(params: Any, root_rank: int = 0, process_set: ProcessSet = global_process_set) -> Any:
-    """A tree of arrays as rank `root_rank` has it (parameters, an optimizer's state), on every rank; travels as one.
+    """Send a tree of arrays (parameters, the state of an optimizer) from one rank to all; they travel together.
 
-    Leaves that are no arrays become such; the trees must be alike on all ranks.
+    Args:
+        params: the tree, of the same structure on all ranks. Leaves that are no arrays become arrays.
+        root_rank: rank in the job whose tree is sent.
+        process_set: the ranks that take part.
+
+    Returns: the tree of `root_rank`.
     """
     leaves, structure = jax.tree.flatten(params)
-    pending = operations.broadcast(
-        [_to_host(leaf) for leaf in leaves], root_rank, name="broadcast_parameters", process_set=process_set, wake=False
+    received = operations.run(
+        OperationKind.BROADCAST,
+        list(map(_to_array, leaves)),
+        name="broadcast_parameters",
+        root_rank=root_rank,
+        process_set=process_set,
     )
-    return jax.tree.unflatten(structure, map(_from_host, pending.wait()))
+    return jax.tree.unflatten(structure, map(_from_array, received))
 
 
 class _Transformation(NamedTuple):
@@ -86,95 +97,59 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     name: str | None = None,
 ) -> Any:
-    """An Optax optimizer whose `update` merges the gradients over the ranks first, all of them as one.
+    """An Optax optimizer whose `update` first reduces the gradients over the ranks, all of them together.
 
-    `update` must be called outside of `jax.jit`; what it does with the merged gradients is compiled.
+    Call `update` outside of `jax.jit`; what it does with the reduced gradients is compiled.
 
     Args:
         optimizer: an `optax.GradientTransformation`.
-        compression: see `Compression`.
-        op: how to merge.
-        gradient_predivide_factor: an average divides by this before the sum, and by the rest after it.
-        name: of the collective; needed if several threads update at the same time.
+        compression: a compressor, see `Compression`.
+        op: the reduction.
+        gradient_predivide_factor: see `GradientReduction`.
+        process_set: the ranks that train together.
+        name: name of the collective; needed if several threads update at the same time.
 
-    Raises: ConfigurationError if arguments do not fit together; from `update`, UnsupportedError inside `jax.jit`.
+    Raises: ConfigurationError if options contradict each other; from `update`, UnsupportedError inside `jax.jit`.
     """
-    op = check_op(op)
-    if gradient_predivide_factor != 1.0 and op is not Average:
-        raise ConfigurationError(f"gradient_predivide_factor is for op Average, not {op.value}.")
+    reduction = GradientReduction(compression, op, gradient_predivide_factor, process_set=process_set)
     apply = jax.jit(optimizer.update)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         leaves, structure = jax.tree.flatten(updates)
-        merged = merge_gradients(
-            leaves,
-            compression=compression,
-            op=op,
-            gradient_predivide_factor=gradient_predivide_factor,
-            process_set=process_set,
-            name=name,
-        )
-        return apply(jax.tree.unflatten(structure, merged), state, params, **extra)
+        return apply(jax.tree.unflatten(structure, reduce_gradients(leaves, reduction, name)), state, params, **extra)
 
-    # Of Optax's own class, so that `optax.chain` and its kin take it.
+    # Of Optax's own class, so that `optax.chain` and similar functions accept it.
     kind = type(optimizer) if hasattr(optimizer, "_fields") else _Transformation
     return kind(optimizer.init, update)
 
 
-def merge_gradients(
-    gradients: Sequence[Any],
-    *,
-    compression: Any = Compression.none,
-    sparse_as_dense: bool = False,
-    op: HorovodOp = Average,
-    gradient_predivide_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-    name: str | None = None,
-) -> list[Any]:
-    """Gradients merged over the ranks, all of them as one; None stays None."""
-    present = [index for index, gradient in enumerate(gradients) if gradient is not None]
-    average = op is Average
-    results = step_reports.merged(
-        lambda: grouped_allreduce(
-            [gradients[index] for index in present],
-            name=name,
-            compression=compression,
-            op=op,
-            prescale_factor=1.0 / gradient_predivide_factor if average else 1.0,
-            postscale_factor=gradient_predivide_factor if average else 1.0,
-            process_set=process_set,
+def reduce_gradients(gradients: Sequence[Any], reduction: GradientReduction, name: str | None = None) -> list[Any]:
+    """Gradients reduced over the ranks, all of them together; None stays None.
+
+    Args:
+        gradients: arrays.
+        reduction: how they are reduced.
+        name: name of the collective.
+    """
+
+    def reduce(present: list[Any]) -> list[Any]:
+        arguments = reduction.arguments(name)
+        return step_reports.merged(
+            lambda: _framework.run(OperationKind.ALLREDUCE, present, arguments, reduction.compression)
         )
-    )
-    merged = list(gradients)
-    for index, result in zip(present, results, strict=True):
-        merged[index] = result
-    return merged
+
+    return reduce_present(gradients, reduce)
 
 
 __all__ = [
     *exported_names.__all__,
+    *ARRAY_FUNCTIONS,
     "Compression",
     "DistributedOptimizer",
-    "allgather",
-    "allgather_async",
-    "allreduce",
-    "allreduce_async",
-    "alltoall",
-    "alltoall_async",
     "barrier",
-    "broadcast",
-    "broadcast_async",
     "broadcast_parameters",
     "elastic",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_async",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
     "join",
     "poll",
-    "reducescatter",
-    "reducescatter_async",
     "synchronize",
 ]

@@ -1,13 +1,14 @@
-"""Which of the operations that the ranks have asked for can begin now. All pure.
+"""Decides which of the operations that ranks have requested can begin. All pure.
 
-Ranks ask in different orders, by name. An operation begins when every rank has asked for it. So the ranks tell each
-other, round after round, what they have asked for and wait for. That would cost more than a small operation itself,
-so what has been agreed on once is remembered by all ranks under the same number (`RequestCache`), and a rank then says one
-bit. Only in rounds in which some rank has something new do all of them say in full what they wait for (`RankRequests`).
+Ranks request operations by name, in different orders. An operation begins when every rank has requested it. So in each
+round, the ranks exchange what they wait for. Since that would cost more than a small operation, all ranks cache the
+requests that were agreed on under the same number (`RequestCache`), and a repeated request costs one bit. Only in
+rounds in which some rank has something new do all ranks send their requests in full (`RankRequests`).
 
-From what it hears every rank draws the same conclusions, in the same order (`decide`, `fuse`): there is no coordinator.
+There is no coordinator: every rank draws the same conclusions from the same requests, in the same order (`decide`,
+`fuse`).
 
-Source: Horovod's controller and response cache, whose idea this is; there rank 0 decides.
+Source: the controller and response cache of Horovod, in which rank 0 decides.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ class RankRequests(msgspec.Struct, frozen=True, array_like=True):
     """What one rank waits for.
 
     Attributes:
-        waits_for: requests, or the numbers of those that are known.
-        joined: whether it has run out of data.
-        overdue: the names of those for which it has waited too long, with the seconds. Told to all, since ranks that
-            looked at their own clocks would not end in the same round, and the later one would see a lost peer only.
+        waits_for: requests, or the numbers of cached ones.
+        joined: whether the rank has run out of data.
+        overdue: names of operations for which it has waited too long, and the seconds. They are sent to all ranks so
+            that all end in the same round: a rank that looked at its own clock could end earlier, and the others would
+            only see a lost peer.
     """
 
     waits_for: list[Request | int]
@@ -38,7 +40,7 @@ class RankRequests(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class NegotiationResult:
-    """What becomes of an operation that all ranks have asked for: it begins, or, with an `error`, it fails."""
+    """An operation that all ranks have requested: it begins or, with an `error`, fails."""
 
     request: Request
     error: str = ""
@@ -47,16 +49,19 @@ class NegotiationResult:
 class RequestCache:
     """Requests that were agreed on, under numbers that are the same on all ranks.
 
-    All ranks note the same requests in the same order, so all forget the same ones when there are too many.
+    All ranks add the same requests in the same order, so all evict the same ones, least recently used first.
+
+    Args:
+        capacity: maximum number of requests; 0 for no cache.
     """
 
     def __init__(self, capacity: int):
         self.capacity = capacity
-        self._numbers: OrderedDict[str, int] = OrderedDict()  # the one that was used longest ago first
+        self._numbers: OrderedDict[str, int] = OrderedDict()  # least recently used first
         self._requests: list[Request] = []
 
     def number_of(self, request: Request) -> int | None:
-        """The number of this very request."""
+        """The number of a request; None if it is not cached, or differs from the cached one of its name."""
         number = self._numbers.get(request.name)
         if number is None:
             return None
@@ -67,7 +72,7 @@ class RequestCache:
         return self._requests[number]
 
     def note(self, request: Request) -> None:
-        """All ranks have agreed on it just now."""
+        """Add a request on which all ranks have just agreed."""
         if not self.capacity:
             return
         number = self._numbers.get(request.name)
@@ -81,32 +86,32 @@ class RequestCache:
         self._numbers.move_to_end(request.name)
         self._requests[number] = request
 
-    def resolve(self, statement: RankRequests) -> list[Request]:
-        """A statement's requests."""
-        return [self[item] if isinstance(item, int) else item for item in statement.waits_for]
+    def resolve(self, requests: RankRequests) -> list[Request]:
+        """The requests of a rank, cached ones included."""
+        return [self[item] if isinstance(item, int) else item for item in requests.waits_for]
 
 
 def decide(waits_for: Sequence[Sequence[Request]], joined: Collection[int]) -> list[NegotiationResult]:
-    """The operations that every rank has asked for, in an order that is the same on all ranks.
+    """The operations that every rank has requested, in an order that is the same on all ranks.
 
     Args:
         waits_for: the requests of each rank.
-        joined: ranks that have run out of data; nobody waits for them, and in reductions they count as zeros.
+        joined: ranks that have run out of data; the others do not wait for them.
     """
     by_name: dict[str, list[tuple[int, Request]]] = {}
     for rank, requests in enumerate(waits_for):
         for request in requests:
             by_name.setdefault(request.name, []).append((rank, request))
-    verdicts = []
+    results = []
     for name, brought in by_name.items():
         if len({rank for rank, _ in brought}.union(joined)) == len(waits_for):
             request = brought[0][1]
-            verdicts.append(NegotiationResult(request, difference(name, brought) or refusal(request, joined)))
-    return verdicts
+            results.append(NegotiationResult(request, difference(name, brought) or refusal(request, joined)))
+    return results
 
 
 def refusal(request: Request, joined: Collection[int]) -> str:
-    """Why an operation cannot be done without the ranks that have joined; empty if it can."""
+    """Why an operation cannot run without the ranks that have joined; empty if it can."""
     if not joined or request.kind == OperationKind.BARRIER:
         return ""
     if request.kind == OperationKind.ALLREDUCE and request.op != HorovodOp.ADASUM:
@@ -114,12 +119,12 @@ def refusal(request: Request, joined: Collection[int]) -> str:
     what = f"{request.kind} {request.op}".strip()
     return (
         f"{request.name!r}: {what} cannot be done after rank {', '.join(map(str, sorted(joined)))} has joined: "
-        f"its part cannot be made up. Only allreduce (not Adasum) and barrier can."
+        f"its input is unknown. Only allreduce (not Adasum) and barrier can."
     )
 
 
 def absent(waits_for: Sequence[Sequence[Request]], joined: Collection[int]) -> dict[str, list[int]]:
-    """For each name that only some ranks wait for, the ranks that have not asked for it."""
+    """For each operation that only some ranks have requested, the ranks that have not."""
     names = dict.fromkeys(request.name for requests in waits_for for request in requests)
     asked = [{request.name for request in requests} for requests in waits_for]
     ranks = {name: [rank for rank, own in enumerate(asked) if name not in own and rank not in joined] for name in names}
@@ -127,10 +132,9 @@ def absent(waits_for: Sequence[Sequence[Request]], joined: Collection[int]) -> d
 
 
 def fuse(requests: Sequence[Request], threshold: int) -> list[list[Request]]:
-    """Requests in batches, each of which can travel as one.
+    """Requests in batches that each travel together.
 
-    Neighbours that are treated alike go together while they are not more than `threshold` bytes; a request that is
-    larger goes alone.
+    Neighbors that are treated alike share a batch of up to `threshold` bytes; a larger request has a batch of its own.
     """
     batches: list[list[Request]] = []
     room, treatment = 0, None
@@ -145,7 +149,7 @@ def fuse(requests: Sequence[Request], threshold: int) -> list[list[Request]]:
 
 
 def _treatment(request: Request) -> tuple[object, ...] | None:
-    """Equal for requests that may travel together; None for those that may not."""
+    """Equal for requests that may share a batch; None for those that may not."""
     if request.kind == OperationKind.ALLREDUCE:
         return request.kind, request.op, request.prescale, request.postscale
     if request.kind == OperationKind.BROADCAST:

@@ -4,52 +4,37 @@ from __future__ import annotations
 
 from phalanx.collectives.host.argument_checks import native
 from phalanx.horovod import elastic, exported_names
+from phalanx.horovod.bindings import ARRAY_FUNCTIONS, ArrayFramework, poll, synchronize
 from phalanx.horovod.compression import Compression
 from phalanx.horovod.exported_names import *  # noqa: F403
-from phalanx.horovod.interface import Interface, poll, synchronize
 from phalanx.horovod.operations import barrier, join
 
-_interface = Interface(native, lambda array: array)
+_function = ArrayFramework(native, lambda array: array).make_function
 
-allreduce = _interface.allreduce
-allreduce_async = _interface.allreduce_async
-grouped_allreduce = _interface.grouped_allreduce
-grouped_allreduce_async = _interface.grouped_allreduce_async
-allgather = _interface.allgather
-allgather_async = _interface.allgather_async
-grouped_allgather = _interface.grouped_allgather
-grouped_allgather_async = _interface.grouped_allgather_async
-broadcast = _interface.broadcast
-broadcast_async = _interface.broadcast_async
-alltoall = _interface.alltoall
-alltoall_async = _interface.alltoall_async
-reducescatter = _interface.reducescatter
-reducescatter_async = _interface.reducescatter_async
-grouped_reducescatter = _interface.grouped_reducescatter
-grouped_reducescatter_async = _interface.grouped_reducescatter_async
+allreduce = _function("allreduce")
+allreduce_async = _function("allreduce_async")
+grouped_allreduce = _function("grouped_allreduce")
+grouped_allreduce_async = _function("grouped_allreduce_async")
+allgather = _function("allgather")
+allgather_async = _function("allgather_async")
+grouped_allgather = _function("grouped_allgather")
+grouped_allgather_async = _function("grouped_allgather_async")
+broadcast = _function("broadcast")
+broadcast_async = _function("broadcast_async")
+alltoall = _function("alltoall")
+alltoall_async = _function("alltoall_async")
+reducescatter = _function("reducescatter")
+reducescatter_async = _function("reducescatter_async")
+grouped_reducescatter = _function("grouped_reducescatter")
+grouped_reducescatter_async = _function("grouped_reducescatter_async")
 
 __all__ = [
     *exported_names.__all__,
+    *ARRAY_FUNCTIONS,
     "Compression",
-    "allgather",
-    "allgather_async",
-    "allreduce",
-    "allreduce_async",
-    "alltoall",
-    "alltoall_async",
     "barrier",
-    "broadcast",
-    "broadcast_async",
     "elastic",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_async",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
     "join",
     "poll",
-    "reducescatter",
-    "reducescatter_async",
     "synchronize",
 ]

@@ -1,7 +1,7 @@
 """Python objects between the ranks of a job.
 
-They travel as pickles, and whoever unpickles runs what the sender wrote. So this works only where all ranks have proved
-that they know the job's secret (`phalanx run` makes one for each job).
+They travel as pickles, and unpickling runs code that the sender chose. So this works only if all ranks have proved that
+they know the job's secret (`phalanx run` creates one for each job).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import numpy as np
 
 from phalanx.config.variables import SECRET
 from phalanx.errors import ConfigurationError
-from phalanx.horovod import operations
 from phalanx.horovod.horovod_job import current
-from phalanx.horovod.operation_request import Array
+from phalanx.horovod.operation_request import OperationKind
+from phalanx.horovod.operations import run
 from phalanx.horovod.process_sets import ProcessSet, global_process_set
 from phalanx.runtime.pickling import dumps
 
@@ -23,7 +23,15 @@ from phalanx.runtime.pickling import dumps
 def broadcast_object(
     obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """The object of rank `root_rank`, on every rank; what the others pass is ignored.
+    """Send a Python object from one rank to all.
+
+    Args:
+        obj: the object; ignored on other ranks than the root.
+        root_rank: rank in the job whose object is sent.
+        name: identifies the operation; equal on all ranks.
+        process_set: the ranks that take part.
+
+    Returns: the object of the root.
 
     Raises: ConfigurationError in a job without a secret.
     """
@@ -34,38 +42,40 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Every rank's object, in rank order.
+    """Gather a Python object from each rank.
+
+    Args:
+        obj: this rank's object.
+        name: identifies the operation; equal on all ranks.
+        process_set: the ranks that take part.
+
+    Returns: the objects in rank order.
 
     Raises: ConfigurationError in a job without a secret.
     """
     check_trust("allgather_object")
-    payload = np.frombuffer(dumps(obj), np.uint8)
+    payload, kind = np.frombuffer(dumps(obj), np.uint8), OperationKind.ALLGATHER
     name = name or "allgather_object"
-    sizes = operations.allgather(
-        [np.array([payload.size], np.int64)], name=f"{name}.sizes", process_set=process_set, wake=False
-    ).wait()[0]
-    data = operations.allgather([payload], name=f"{name}.data", process_set=process_set, wake=False).wait()[0]
+    (sizes,) = run(kind, [np.array([payload.size], np.int64)], name=f"{name}.sizes", process_set=process_set)
+    (data,) = run(kind, [payload], name=f"{name}.data", process_set=process_set)
     return [pickle.loads(part.tobytes()) for part in np.split(data, np.cumsum(sizes)[:-1])]
 
 
 def broadcast_bytes(payload: bytes, root_rank: int, name: str | None, process_set: ProcessSet) -> bytes:
-    """Rank `root_rank`'s payload, on every rank."""
+    """The payload of rank `root_rank`, on every rank."""
+    kind = OperationKind.BROADCAST
+    root: dict[str, Any] = {"root_rank": root_rank, "process_set": process_set}
     name = name or "broadcast_object"
-    size = _broadcast(np.array([len(payload)], np.int64), root_rank, f"{name}.size", process_set)
+    (size,) = run(kind, [np.array([len(payload)], np.int64)], name=f"{name}.size", **root)
     is_root = current().membership.rank == root_rank
     data = np.frombuffer(payload, np.uint8) if is_root else np.empty(int(size[0]), np.uint8)
-    return _broadcast(data, root_rank, f"{name}.data", process_set).tobytes()
+    return run(kind, [data], name=f"{name}.data", **root)[0].tobytes()
 
 
-def check_trust(what: str) -> None:
-    """Raise ConfigurationError in a job whose members have not proved anything."""
+def check_trust(function: str) -> None:
+    """Raise ConfigurationError in a job whose members have not been authenticated."""
     if not current().has_secret:
         raise ConfigurationError(
-            f"{what} unpickles what other processes send, which lets them run code here; this job has no secret, so "
-            f"anybody could be one of them. Start it with `phalanx run`, or set {SECRET} alike for all tasks."
+            f"{function} unpickles what other processes send, which lets them run code here. This job has no secret, "
+            f"so any process could join it. Start it with `phalanx run`, or set {SECRET} alike for all tasks."
         )
-
-
-def _broadcast(array: Array, root_rank: int, name: str, process_set: ProcessSet) -> Array:
-    result: Array = operations.broadcast([array], root_rank, name=name, process_set=process_set, wake=False).wait()[0]
-    return result

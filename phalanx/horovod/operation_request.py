@@ -1,8 +1,9 @@
-"""What a rank asks for under a name, and in which words two ranks differ. All pure."""
+"""What a rank requests under a name, and messages about ranks that differ. All pure."""
 
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 VARYING = -1
-"""Stands for a first dimension that may differ between the ranks."""
+"""Represents a first dimension that may differ between ranks."""
 
 
 class OperationKind(enum.StrEnum):
@@ -27,7 +28,7 @@ class OperationKind(enum.StrEnum):
 
 
 class HorovodOp(enum.StrEnum):
-    """How values of several ranks become one."""
+    """How the values of several ranks are reduced to one."""
 
     AVERAGE = "Average"
     SUM = "Sum"
@@ -38,18 +39,18 @@ class HorovodOp(enum.StrEnum):
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
-    """What must be equal on all ranks that ask under one name.
+    """What must be equal on all ranks that request an operation of this name.
 
     Attributes:
-        name: tells operations that are under way at the same time apart.
-        kind: a `OperationKind`.
-        dtypes: of the arrays, which travel together.
-        shapes: theirs; `VARYING` where a first dimension may differ.
-        op: an `HorovodOp`, for reductions.
-        root: for broadcasts.
-        prescale: factor before the reduction.
-        postscale: factor after it.
-        detail: anything else that must agree, as text.
+        name: identifies the operation among those in progress.
+        kind: an `OperationKind`.
+        dtypes: names of the dtypes of the arrays, which travel together.
+        shapes: shapes of the arrays; `VARYING` for a first dimension that may differ.
+        op: a `HorovodOp`, for reductions.
+        root: source of a broadcast, by its position in the process set.
+        prescale: factor before a reduction.
+        postscale: factor after a reduction.
+        detail: anything else that must be equal, as text.
     """
 
     name: str
@@ -64,7 +65,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays on one rank; varying dimensions count as 1."""
+        """Bytes of the arrays on one rank; a varying dimension counts as 1."""
         total = 0
         for name, shape in zip(self.dtypes, self.shapes, strict=True):
             total += dtype_of(name).itemsize * int(np.prod([max(n, 1) if n == VARYING else n for n in shape]))
@@ -82,9 +83,10 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 
 
 def difference(name: str, brought: Sequence[tuple[int, Request]]) -> str:
-    """Why the ranks' requests of one name do not fit together; empty if they do.
+    """How the ranks' requests of one name differ; empty if they do not.
 
     Args:
+        name: of the operation.
         brought: rank and request, in rank order.
     """
     (first_rank, first), *others = brought
@@ -115,26 +117,18 @@ def _what_differs(name: str, first_rank: int, first: Request, rank: int, other: 
     return f"Mismatched scale factors for {name!r}: {both}"
 
 
-_DTYPES: dict[str, np.dtype[Any]] = {}
-_NAMES: dict[np.dtype[Any], str] = {}
-
-
+@functools.cache
 def dtype_of(name: str) -> np.dtype[Any]:
-    """The dtype of this name; also those of ml_dtypes (bfloat16), which NumPy knows once they are imported."""
-    dtype = _DTYPES.get(name)
-    if dtype is None:
-        import ml_dtypes  # registers them
+    """The dtype of this name, those of ml_dtypes (bfloat16) included."""
+    import ml_dtypes
 
-        dtype = _DTYPES[name] = np.dtype(getattr(ml_dtypes, name, name))
-    return dtype
+    return np.dtype(getattr(ml_dtypes, name, name))
 
 
+@functools.cache
 def name_of(dtype: np.dtype[Any]) -> str:
-    """`dtype.name`, which NumPy forms anew each time at some cost."""
-    name = _NAMES.get(dtype)
-    if name is None:
-        name = _NAMES[dtype] = dtype.name
-    return name
+    """`dtype.name`, cached because NumPy computes it at every access."""
+    return dtype.name
 
 
 def _tensor(index: int, request: Request) -> str:

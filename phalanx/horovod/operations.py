@@ -1,7 +1,14 @@
-"""The collectives on NumPy arrays: what the interfaces of all frameworks are made of.
+"""The collectives on NumPy arrays, a row of one table each.
 
-Each starts an operation and returns a `PendingResult`, whose `wait` gives the result. Several arrays in one call are a
-group: they begin together and travel as one. Arrays belong to the operation until it is done.
+A row (`Verb`) says what arrays a collective takes, what all ranks must agree on, and how its result is differentiated.
+`start` begins any of them and returns a `PendingResult`; `run` waits for the result. Several arrays in one call are a
+group: they start together and travel together. The arrays belong to the operation until it is done. The functions of
+all frameworks are built on these two (`bindings`).
+
+Gradients are those that Horovod 0.28 defines for TensorFlow and PyTorch. The gradients of an allreduce and of an
+alltoall are the adjoint operations, which is right for a loss that is the sum of the ranks' losses. The gradients of an
+allgather, a broadcast and a reducescatter are the adjoint divided by the number of ranks, which is right for the mean
+of the ranks' losses. That has been Horovod's convention since 0.21, and programs rely on it.
 """
 
 from __future__ import annotations
@@ -10,13 +17,14 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from phalanx.collectives.communicator import ReduceOp
 from phalanx.collectives.reduction import check_reducible
-from phalanx.errors import ConfigurationError
+from phalanx.errors import ConfigurationError, UnsupportedError
 from phalanx.horovod import adasum
 from phalanx.horovod.controller import Controller, OperationHandle
 from phalanx.horovod.execution import FusedPart
@@ -33,14 +41,43 @@ Average, Sum, Adasum, Min, Max, Product = (
 )
 
 AUTOMATIC_NAMES = 64
-"""Operations without a name are named by their number; the names are used again, so that they become known."""
+"""Operations without a name are named by their number modulo this, so that their names repeat and are cached."""
+
+
+class Arguments(msgspec.Struct, frozen=True):
+    """What a collective is called with besides its arrays. Each verb uses some of these.
+
+    Attributes:
+        name: identifies the operation among those that run at the same time; equal on all ranks. Without a name, the
+            n-th unnamed operation of a kind on one rank matches the n-th one on every other rank.
+        process_set: the ranks that take part.
+        op: how values are reduced. Averages of integers are truncated.
+        prescale_factor: multiplies the input; integers are truncated.
+        postscale_factor: multiplies the result; integers are truncated.
+        root_rank: the source of a broadcast: a rank of the job that is a member of the process set.
+        splits: number of rows that an alltoall sends to each rank; None or empty for equal parts.
+        detail: anything else that must be equal on all ranks, as text.
+    """
+
+    name: str | None = None
+    process_set: ProcessSet = global_process_set
+    op: HorovodOp = Average
+    prescale_factor: float = 1.0
+    postscale_factor: float = 1.0
+    root_rank: int = 0
+    splits: Any = None
+    detail: str = ""
+
+    def for_gradient(self) -> Arguments:
+        """The arguments of the operation that computes the gradient."""
+        return msgspec.structs.replace(self, name=f"{self.name}.gradient" if self.name else None, splits=None)
 
 
 class PendingResult:
-    """An operation that has been started.
+    """A handle of an operation that has been started.
 
     Attributes:
-        finish: what makes of the result what the caller wants; called once, by the thread that waits.
+        finish: converts the result to what the caller wants; called once, by the thread that waits.
     """
 
     __slots__ = ("_controller", "_finished", "_handle", "_result", "finish")
@@ -65,9 +102,124 @@ class PendingResult:
             self._finished = True
         return self._result
 
+    __call__ = wait  # what Horovod's `sparse_allreduce_async` returns is called for its result
+
+
+class Verb(NamedTuple):
+    """A collective: one row of the table.
+
+    Attributes:
+        check: raises ConfigurationError for arguments that the collective cannot work with: its kind, arrays,
+            arguments, number of ranks.
+        gradient: computes the gradients of the inputs: gradients of the results, arguments, and `rows` of `gradient`.
+        is_reduction: whether ranks must agree on `op` and the factors.
+        rows_may_differ: whether the arrays of two ranks may have different numbers of rows.
+        changes_rows: whether the result can have another number of rows than the input.
+    """
+
+    check: Callable[[OperationKind, Sequence[Array], Arguments, int], None]
+    gradient: Callable[[Sequence[Array], Arguments, Sequence[int]], list[Array]]
+    is_reduction: bool = False
+    rows_may_differ: bool = False
+    changes_rows: bool = False
+
+
+def start(
+    kind: OperationKind,
+    arrays: Sequence[Array],
+    arguments: Arguments,
+    *,
+    outs: Sequence[Array] | None = None,
+    wake: bool = True,
+) -> PendingResult:
+    """Start a collective; the result is a list of arrays.
+
+    An alltoall takes one array, and its result is the received rows and how many came from each rank (int32).
+
+    Args:
+        kind: which collective.
+        arrays: equal in number and dtypes on all ranks, and in shapes except where the verb allows rows to vary.
+        arguments: equal on all ranks, except `splits`.
+        outs: contiguous arrays that receive the result, possibly `arrays` themselves; None for new ones.
+        wake: False if the caller waits immediately, which saves waking the background thread.
+
+    Raises:
+        ConfigurationError: the arguments are invalid on this rank.
+        HorovodInternalError: from `wait`, if the arguments differ between ranks or communication failed.
+    """
+    verb, controller = _VERBS[kind], arguments.process_set.controller
+    ranks = controller.communicator.world_size
+    verb.check(kind, arrays, arguments, ranks)
+    root, splits = 0, None
+    if kind is OperationKind.BROADCAST:
+        root = arguments.process_set.position(int(arguments.root_rank), "root_rank")
+    elif kind is OperationKind.ALLTOALL:
+        splits = _row_counts(len(arrays[0]), arguments.splits, ranks)
+    request = Request(
+        _request_name(controller, kind, arguments.name),
+        kind._value_,  # `value` is a property in Python
+        tuple([name_of(array.dtype) for array in arrays]),
+        tuple([(VARYING, *array.shape[1:]) if verb.rows_may_differ else array.shape for array in arrays]),
+        arguments.op._value_ if verb.is_reduction else "",
+        root,
+        float(arguments.prescale_factor) if verb.is_reduction else 1.0,
+        float(arguments.postscale_factor) if verb.is_reduction else 1.0,
+        arguments.detail,
+    )
+    part = FusedPart(arrays, outs, splits or ())
+    handle = controller.submit(request, part, wake=wake, queue=not arguments.name)
+    return PendingResult(controller, handle)
+
+
+def run(
+    kind: OperationKind, arrays: Sequence[Array], *, outs: Sequence[Array] | None = None, **arguments: Any
+) -> list[Array]:
+    """The result of a collective; see `start` and `Arguments`."""
+    result: list[Array] = start(kind, arrays, Arguments(**arguments), outs=outs, wake=False).wait()
+    return result
+
+
+def gradient(
+    kind: OperationKind, gradients: Sequence[Array], arguments: Arguments, rows: Sequence[int] = ()
+) -> list[Array]:
+    """The gradients of a collective's inputs; all members of the process set must call.
+
+    Args:
+        kind: the collective.
+        gradients: the gradients of its results.
+        arguments: those of the collective, `for_gradient`.
+        rows: for an allgather, how many rows this rank contributed to each result; for an alltoall, how many rows it
+            received from each rank.
+
+    Raises: UnsupportedError if the collective has no gradient for this `op`.
+    """
+    return _VERBS[kind].gradient(gradients, arguments, rows)
+
+
+def changes_rows(kind: OperationKind) -> bool:
+    """Whether the result of a collective can have another number of rows than its input."""
+    return _VERBS[kind].changes_rows
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Return when all members have called it."""
+    run(OperationKind.BARRIER, [], process_set=process_set)
+
+
+def join() -> int:
+    """Declare that this rank has no more data, and wait until all ranks have called.
+
+    Until then, this rank counts as zeros in the others' sums and averages, and is left out of their Min, Max and
+    Product. Averages are still divided by the number of all ranks. The others can use allreduce and barrier meanwhile;
+    any other collective raises.
+
+    Returns: the last rank that called.
+    """
+    return global_process_set.controller.join()
+
 
 def check_op(op: HorovodOp | None, average: bool | None = None, *, default: HorovodOp = Average) -> HorovodOp:
-    """The reduction that `op`, or Horovod's old argument `average`, names."""
+    """The reduction that `op`, or Horovod's older argument `average`, selects."""
     if average is not None:
         if not isinstance(average, (bool, int, np.bool_)):
             raise ValueError(f"average is {average!r}; it must be True or False. Pass a name as name=...")
@@ -81,249 +233,146 @@ def check_op(op: HorovodOp | None, average: bool | None = None, *, default: Horo
     return op
 
 
-def allreduce(
-    arrays: Sequence[Array],
-    *,
-    name: str | None = None,
-    op: HorovodOp = Average,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-    outs: Sequence[Array] | None = None,
-    wake: bool = True,
-    detail: str = "",
-) -> PendingResult:
-    """Start to merge each array over the ranks; the result is a list of arrays.
-
-    Args:
-        arrays: equal in number, shapes and dtypes on all ranks.
-        name: tells operations that run at the same time apart, and must be the same on all ranks. None: the n-th
-            operation without a name of a kind belongs to every other rank's n-th.
-        op: how to merge. Averages of integers are cut off.
-        prescale_factor: multiplies before; `postscale_factor` after. Integers are cut off after each.
-        outs: contiguous arrays that receive the result, perhaps `arrays` themselves.
-        wake: False if the caller waits at once.
-        detail: anything else that must be equal on all ranks, for example what the values mean.
-
-    Raises:
-        ConfigurationError: the arrays cannot be merged so.
-        HorovodInternalError: from `wait`, if the ranks differ.
-    """
-    controller = process_set.controller
-    for array in arrays:
-        _check_reducible(array, op)
-    _check_factors(prescale_factor, postscale_factor)
-    if op is Adasum:
-        adasum.check([array.dtype for array in arrays], controller.communicator.world_size)
-    request = Request(
-        _name(controller, OperationKind.ALLREDUCE, name),
-        OperationKind.ALLREDUCE.value,
-        tuple([name_of(array.dtype) for array in arrays]),
-        tuple([array.shape for array in arrays]),
-        op.value,
-        0,
-        float(prescale_factor),
-        float(postscale_factor),
-        detail,
-    )
-    return _start(controller, request, FusedPart(arrays, outs), name, wake)
-
-
-def allgather(
-    arrays: Sequence[Array],
-    *,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-    wake: bool = True,
-) -> PendingResult:
-    """Start to join each array over the ranks, one after the other along the first dimension, which may differ.
-
-    Raises: as `allreduce`.
-    """
-    controller = process_set.controller
-    for array in arrays:
-        _check_rows(array, "allgather")
-    request = _request(controller, OperationKind.ALLGATHER, name, arrays, varying=True)
-    return _start(controller, request, FusedPart(arrays), name, wake)
-
-
-def broadcast(
-    arrays: Sequence[Array],
-    root_rank: int,
-    *,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-    outs: Sequence[Array] | None = None,
-    wake: bool = True,
-) -> PendingResult:
-    """Start to send the arrays of one rank to all; the result is a list of arrays.
-
-    Args:
-        root_rank: a rank of the job, and a member of the process set.
-
-    Raises: as `allreduce`.
-    """
-    controller = process_set.controller
-    root = process_set.position(int(root_rank), "root_rank")
-    for array in arrays:
-        _check_plain(array, "broadcast")
-    request = _request(controller, OperationKind.BROADCAST, name, arrays, root=root)
-    return _start(controller, request, FusedPart(arrays, outs), name, wake)
-
-
-def alltoall(
-    array: Array,
-    splits: Sequence[int] | Array | None = None,
-    *,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-    wake: bool = True,
-) -> PendingResult:
-    """Start to send a part of the array to each rank; the result is what they sent here, and how much each.
-
-    Args:
-        splits: how many rows go to each rank, 0 included; None: equal parts.
-
-    Raises: as `allreduce`.
-    """
-    controller = process_set.controller
-    _check_rows(array, "alltoall")
-    ranks = controller.communicator.world_size
-    if splits is None:
-        if len(array) % ranks:
-            raise ConfigurationError(
-                f"alltoall without splits sends equal parts; {len(array)} rows cannot be cut in {ranks}. Pass splits."
-            )
-        counts = [len(array) // ranks] * ranks
-    else:
-        try:
-            counts = [operator.index(count) for count in splits]
-        except TypeError as error:
-            raise ConfigurationError(f"alltoall got splits {list(splits)}: numbers of rows are integers.") from error
-        if len(counts) != ranks or min(counts) < 0 or sum(counts) != len(array):
-            raise ConfigurationError(
-                f"alltoall got splits {counts} for {len(array)} rows and {ranks} ranks: they must be one number "
-                f"of rows for each rank, at least 0, and their sum the number of rows."
-            )
-    request = _request(controller, OperationKind.ALLTOALL, name, [array], varying=True)
-    return _start(controller, request, FusedPart([array], splits=counts), name, wake)
-
-
-def reducescatter(
-    arrays: Sequence[Array],
-    *,
-    name: str | None = None,
-    op: HorovodOp = Average,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-    wake: bool = True,
-) -> PendingResult:
-    """Start to merge each array over the ranks and give each rank a part of its rows; the result is a list.
-
-    The parts are as equal as can be; where the rows cannot be divided, the first ranks get one more.
-
-    Raises: as `allreduce`.
-    """
-    controller = process_set.controller
-    if op not in (Average, Sum, Min, Max, Product):
-        raise ConfigurationError(f"reducescatter cannot merge by {op}. Use Average, Sum, Min, Max or Product.")
-    for array in arrays:
-        _check_rows(array, "reducescatter")
-        _check_reducible(array, op)
-    _check_factors(prescale_factor, postscale_factor)
-    request = Request(
-        _name(controller, OperationKind.REDUCESCATTER, name),
-        OperationKind.REDUCESCATTER.value,
-        tuple(name_of(array.dtype) for array in arrays),
-        tuple(array.shape for array in arrays),
-        op.value,
-        0,
-        float(prescale_factor),
-        float(postscale_factor),
-    )
-    return _start(controller, request, FusedPart(arrays), name, wake)
-
-
-def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Return when all members have called it."""
-    controller = process_set.controller
-    request = _request(controller, OperationKind.BARRIER, None, [])
-    _start(controller, request, FusedPart(()), None, False).wait()
-
-
-def join() -> int:
-    """This rank has run out of data: until all ranks have called it, it counts as zeros in the others' sums and
-    averages, and not at all in their Min, Max and Product.
-
-    Averages are still formed over all ranks. Meanwhile the others can use allreduce and barrier; anything else raises.
-
-    Returns: the rank that was the last to call.
-    """
-    return global_process_set.controller.join()
-
-
-# --------------------------------------------------------------------------------------------------------------------
-
-
-def _name(controller: Controller, kind: OperationKind, given: str | None) -> str:
-    if given is not None and not isinstance(given, str):
-        raise ConfigurationError(f"{kind.value} got the name {given!r}; a name is a string.")
-    try:
-        (given or "").encode()
-    except UnicodeEncodeError as error:  # half a character, which could not be sent
-        raise ConfigurationError(f"{kind.value} got the name {given!r}, which cannot be printed.") from error
-    if given:
-        return given
-    names = controller.automatic_names
-    return f"{kind.value}.noname.{next(names.setdefault(kind.value, itertools.count())) % AUTOMATIC_NAMES}"
-
-
-def _request(
-    controller: Controller,
-    kind: OperationKind,
-    name: str | None,
-    arrays: Sequence[Array],
-    *,
-    varying: bool = False,
-    root: int = 0,
-) -> Request:
-    shapes = [(VARYING, *array.shape[1:]) if varying else array.shape for array in arrays]
-    return Request(
-        _name(controller, kind, name),
-        kind.value,
-        tuple(name_of(array.dtype) for array in arrays),
-        tuple(shapes),
-        root=root,
+def refuse_second_gradient(*_: object) -> None:
+    """Stand in for the gradient of a gradient, which only an allreduce has. Raises: UnsupportedError."""
+    raise UnsupportedError(
+        "A gradient of the gradient of an allgather, broadcast, alltoall, reducescatter or SyncBatchNorm is not "
+        "supported; of an allreduce it is."
     )
 
 
-def _start(controller: Controller, request: Request, part: FusedPart, name: str | None, wake: bool) -> PendingResult:
-    return PendingResult(controller, controller.submit(request, part, wake=wake, queue=name is None))
+# ------------------------------------------------------------------------------------------------- the verbs' checks
 
 
-def _check_reducible(array: Array, op: HorovodOp) -> None:
-    check_reducible(array.dtype, ReduceOp.SUM)
-    if op is Average and array.dtype == np.bool_:
-        raise ConfigurationError("the average of booleans is no boolean. Use Min, Max or Sum (any), or cast them.")
-
-
-def _check_factors(*factors: float) -> None:
+def _check_allreduce(kind: OperationKind, arrays: Sequence[Array], arguments: Arguments, ranks: int) -> None:
+    for array in arrays:
+        check_reducible(array.dtype, ReduceOp.SUM)
+        if arguments.op is Average and array.dtype == np.bool_:
+            raise ConfigurationError("the average of booleans is no boolean. Use Min, Max or Sum (any), or cast them.")
+    factors = arguments.prescale_factor, arguments.postscale_factor
     if not all(map(math.isfinite, factors)):
         raise ConfigurationError(f"prescale_factor and postscale_factor are {factors}: both must be finite.")
+    if arguments.op is Adasum:
+        adasum.check([array.dtype for array in arrays], ranks)
 
 
-def _check_plain(array: Array, what: str) -> None:
-    if array.dtype.hasobject:
-        raise ConfigurationError(f"{what} got an array of Python objects. Use {what}_object, or an array of numbers.")
-    if issubclass(array.dtype.type, np.flexible):
+def _check_reducescatter(kind: OperationKind, arrays: Sequence[Array], arguments: Arguments, ranks: int) -> None:
+    if arguments.op is Adasum:
+        raise ConfigurationError(f"reducescatter cannot merge by {Adasum}. Use Average, Sum, Min, Max or Product.")
+    _check_rows(kind, arrays, arguments, ranks)
+    _check_allreduce(kind, arrays, arguments, ranks)
+
+
+def _check_numbers(kind: OperationKind, arrays: Sequence[Array], arguments: Arguments, ranks: int) -> None:
+    for array in arrays:
+        if array.dtype.hasobject:
+            raise ConfigurationError(
+                f"{kind} got an array of Python objects. Use {kind}_object, or an array of numbers."
+            )
+        if issubclass(array.dtype.type, np.flexible):
+            raise ConfigurationError(
+                f"{kind} got an array of {array.dtype}: the size of strings and records can differ between ranks. Use "
+                f"{kind}_object, or an array of numbers."
+            )
+
+
+def _check_rows(kind: OperationKind, arrays: Sequence[Array], arguments: Arguments, ranks: int) -> None:
+    _check_numbers(kind, arrays, arguments, ranks)
+    if not all(array.ndim for array in arrays):
+        raise ConfigurationError(f"{kind} works on rows, and this array is a single number (0 dimensions).")
+
+
+def _row_counts(rows: int, splits: Any, ranks: int) -> list[int]:
+    """How many rows an alltoall sends to each rank."""
+    if splits is None or not len(splits):
+        if rows % ranks:
+            raise ConfigurationError(
+                f"alltoall without splits sends equal parts; {rows} rows cannot be divided by {ranks}. Pass splits."
+            )
+        return [rows // ranks] * ranks
+    try:
+        counts = [operator.index(count) for count in splits]
+    except TypeError as error:
+        raise ConfigurationError(f"alltoall got splits {list(splits)}: numbers of rows are integers.") from error
+    if len(counts) != ranks or min(counts) < 0 or sum(counts) != rows:
         raise ConfigurationError(
-            f"{what} got an array of {array.dtype}: strings and records have a size of their own on each rank. Use "
-            f"{what}_object, or an array of numbers."
+            f"alltoall got splits {counts} for {rows} rows and {ranks} ranks: they must be one number of rows for each "
+            f"rank, at least 0, and add up to the number of rows."
+        )
+    return counts
+
+
+def _request_name(controller: Controller, kind: OperationKind, given: str | None) -> str:
+    if given is not None and not isinstance(given, str):
+        raise ConfigurationError(f"{kind} got the name {given!r}; a name is a string.")
+    if given:
+        try:
+            given.encode()
+        except UnicodeEncodeError as error:  # a lone surrogate, which could not be sent
+            raise ConfigurationError(f"{kind} got the name {given!r}, which cannot be printed.") from error
+        return given
+    counters = controller.automatic_names
+    return f"{kind}.noname.{next(counters.setdefault(kind._value_, itertools.count())) % AUTOMATIC_NAMES}"
+
+
+# ---------------------------------------------------------------------------------------------- the verbs' gradients
+
+
+def check_differentiable(arguments: Arguments) -> None:
+    """Raises UnsupportedError for an op of an allreduce that has no gradient."""
+    if arguments.op not in (Average, Sum, Adasum):
+        raise UnsupportedError(
+            f"allreduce with op={arguments.op.value} has no gradient here; Average, Sum and Adasum have."
         )
 
 
-def _check_rows(array: Array, what: str) -> None:
-    _check_plain(array, what)
-    if not array.ndim:
-        raise ConfigurationError(f"{what} works on rows, and this array is a single number (0 dimensions).")
+def _gradient_of_allreduce(gradients: Sequence[Array], arguments: Arguments, _: Sequence[int]) -> list[Array]:
+    check_differentiable(arguments)
+    merged: list[Array] = start(OperationKind.ALLREDUCE, gradients, arguments, wake=False).wait()
+    return merged
+
+
+def _average(gradients: Sequence[Array], arguments: Arguments) -> list[Array]:
+    return run(OperationKind.ALLREDUCE, gradients, name=arguments.name, process_set=arguments.process_set)
+
+
+def _gradient_of_allgather(gradients: Sequence[Array], arguments: Arguments, rows: Sequence[int]) -> list[Array]:
+    merged, process_set = _average(gradients, arguments), arguments.process_set
+    name = f"{arguments.name}.rows" if arguments.name else None
+    (sizes,) = run(OperationKind.ALLGATHER, [np.array([rows], np.int64)], name=name, process_set=process_set)
+    starts = sizes[: process_set.rank()].sum(axis=0)
+    return [each[start : start + count] for each, start, count in zip(merged, starts, rows, strict=True)]
+
+
+def _gradient_of_broadcast(gradients: Sequence[Array], arguments: Arguments, _: Sequence[int]) -> list[Array]:
+    merged, process_set = _average(gradients, arguments), arguments.process_set
+    is_root = process_set.rank() == process_set.position(arguments.root_rank, "root_rank")
+    return merged if is_root else [np.zeros_like(each) for each in merged]
+
+
+def _gradient_of_alltoall(gradients: Sequence[Array], arguments: Arguments, rows: Sequence[int]) -> list[Array]:
+    returned = msgspec.structs.replace(arguments, splits=rows)
+    return start(OperationKind.ALLTOALL, gradients, returned, wake=False).wait()[:1]  # type: ignore[no-any-return]
+
+
+def _gradient_of_reducescatter(gradients: Sequence[Array], arguments: Arguments, _: Sequence[int]) -> list[Array]:
+    if arguments.op not in (Average, Sum):
+        raise UnsupportedError(
+            f"reducescatter with op={arguments.op.value} has no gradient here; Average and Sum have."
+        )
+    factor = arguments.prescale_factor * arguments.postscale_factor
+    factor *= arguments.process_set.size() if arguments.op is Sum else 1
+    scaled = [(each * factor).astype(each.dtype) if factor != 1.0 else each for each in gradients]
+    return run(OperationKind.ALLGATHER, scaled, name=arguments.name, process_set=arguments.process_set)
+
+
+_VERBS = {
+    OperationKind.ALLREDUCE: Verb(_check_allreduce, _gradient_of_allreduce, is_reduction=True),
+    OperationKind.ALLGATHER: Verb(_check_rows, _gradient_of_allgather, rows_may_differ=True, changes_rows=True),
+    OperationKind.BROADCAST: Verb(_check_numbers, _gradient_of_broadcast),
+    OperationKind.ALLTOALL: Verb(_check_rows, _gradient_of_alltoall, rows_may_differ=True, changes_rows=True),
+    OperationKind.REDUCESCATTER: Verb(
+        _check_reducescatter, _gradient_of_reducescatter, is_reduction=True, changes_rows=True
+    ),
+    OperationKind.BARRIER: Verb(_check_numbers, lambda *_: []),
+}

@@ -1,4 +1,4 @@
-"""Process sets: some of the job's ranks, with collectives of their own. Names and meaning are Horovod's."""
+"""Process sets: subsets of the job's ranks that have separate collectives. Names and meaning are Horovod's."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from phalanx.horovod.horovod_job import current
 
 
 class ProcessSet:
-    """Some ranks of the job. It can be used once it is registered: by `hvd.init(process_sets=...)`, `add_process_set`.
+    """A subset of the job's ranks. Register it with `hvd.init(process_sets=...)` or `add_process_set` before use.
 
     Attributes:
-        process_set_id: its number; None if it is not registered.
-        ranks: of its members in the job, in ascending order.
+        process_set_id: number of the process set; None if it is not registered.
+        ranks: the members' ranks in the job, in ascending order.
 
     Args:
-        ranks: different ones, at least one.
+        ranks: at least one rank, each of them once.
     """
 
     def __init__(self, ranks: Iterable[int]):
@@ -32,13 +32,13 @@ class ProcessSet:
             raise ConfigurationError(f"a process set has each rank once; it got {self.ranks}.")
 
     def size(self) -> int:
-        """The number of its members. Raises ValueError if it is not registered, as all that follow."""
-        self._number()
+        """The number of members. Raises ValueError if it is not registered, as do the methods below."""
+        self._check_registered()
         return len(self.ranks)
 
     def rank(self) -> int:
-        """This process's number among the members. Raises ValueError if it is none of them."""
-        self._number()
+        """This process's number among the members. Raises ValueError if it is no member."""
+        self._check_registered()
         own = current().membership.rank
         if own not in self.ranks:
             raise ValueError(f"rank {own} is no member of {self}.")
@@ -46,13 +46,17 @@ class ProcessSet:
 
     def included(self) -> bool:
         """Whether this process is a member."""
-        self._number()
+        self._check_registered()
         return current().membership.rank in self.ranks
 
     def position(self, rank: int, what: str) -> int:
-        """The number among the members of a rank of the job.
+        """The number of a rank of the job among the members.
 
-        Raises: ConfigurationError if it is none of them; `what` says what it was given for.
+        Args:
+            rank: rank in the job.
+            what: name of the argument that holds it, for the error.
+
+        Raises: ConfigurationError if it is no member.
         """
         if rank not in self.ranks:
             raise ConfigurationError(f"{what} is {rank}, which is no rank of {self}.")
@@ -60,20 +64,20 @@ class ProcessSet:
 
     @property
     def controller(self) -> Controller:
-        """What runs its collectives. Raises ValueError if this process is no member."""
+        """What runs the collectives. Raises ValueError if this process is no member."""
         world = current()
-        controller = world.controllers.get(self._number())
+        controller = world.controllers.get(self._check_registered())
         if controller is None:
             raise ValueError(
                 f"rank {world.membership.rank} is no member of {self}, so it cannot take part in its collectives."
             )
         return controller
 
-    def _number(self) -> int:
-        world = current()
+    def _check_registered(self) -> int:
+        """The number of the process set. Raises ValueError if it has none."""
+        current()  # raises before `init`
         if self.process_set_id is None:
             raise ValueError(f"{self} is not registered; call hvd.add_process_set on all ranks first.")
-        assert world is not None
         return self.process_set_id
 
     def __eq__(self, other: object) -> bool:
@@ -92,7 +96,7 @@ class ProcessSet:
 
 
 class _Global(ProcessSet):
-    """All ranks; knows them once the job is met."""
+    """All ranks, which are known once the job is joined."""
 
     def __init__(self) -> None:
         super().__init__(())
@@ -107,13 +111,16 @@ _numbers = itertools.count(1)
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Register a process set; all ranks of the job must call, with the same ranks.
+    """Register a process set; all ranks of the job must call.
 
-    Returns: the process set, which can be used now.
+    Args:
+        process_set: a process set, or its ranks; equal on all ranks.
+
+    Returns: the process set, ready for use.
 
     Raises:
-        ConfigurationError: it is registered already, has no rank, or one that the job has not.
-        HorovodInternalError: the ranks of the job named different ones.
+        ConfigurationError: it is registered already, is empty, or has a rank that is not in the job.
+        HorovodInternalError: the arguments differ between ranks.
     """
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
@@ -134,9 +141,12 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """End a process set; all ranks of the job must call.
+    """Unregister a process set; all ranks of the job must call.
 
-    Returns: False for the global one, which stays, and for one that is not registered.
+    Args:
+        process_set: a registered process set.
+
+    Returns: False for the global process set, which is kept, and for one that is not registered.
     """
     number = process_set.process_set_id
     if not number or _registered.get(number) is not process_set:
@@ -148,20 +158,20 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
-    """The ranks of all process sets that are registered, by number."""
+    """The ranks of all registered process sets, by number."""
     current()
     return {number: list(process_set.ranks) for number, process_set in _registered.items()}
 
 
 def begin(world_size: int) -> None:
-    """The job has been met."""
+    """Start with the global process set, after the job has been joined."""
     global _numbers
     global_process_set.ranks = list(range(world_size))
     _numbers = itertools.count(1)
 
 
 def end() -> None:
-    """The job is left: no process set but the global one is registered any more."""
+    """Unregister all process sets but the global one, before the job is left."""
     for process_set in _registered.values():
         if process_set is not global_process_set:
             process_set.process_set_id = None

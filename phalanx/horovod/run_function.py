@@ -1,4 +1,4 @@
-"""`hvd.run`: a function in several processes that are a job, from Python or a notebook."""
+"""`hvd.run`: run a function in several processes that form a job, from Python or a notebook."""
 
 from __future__ import annotations
 
@@ -41,30 +41,35 @@ def run(
     min_np: int | None = None,
     max_np: int | None = None,
 ) -> list[Any]:
-    """Call `func(*args, **kwargs)` in each of `num_proc` new processes on this host; the results by rank.
+    """Call `func(*args, **kwargs)` in each of `num_proc` new processes on this host.
 
-    Inside, `hvd.init()` meets the others. See `phalanx.launch`, whose work this is, for errors.
+    In the function, `hvd.init()` joins the job. Errors are those of `phalanx.launch`, which does the work.
 
     Args:
-        num_proc: how many; `np` is its older name.
-        hosts: only this host, `localhost:2`, with as many places as processes at least; `hostfile` says the same.
+        func: the function.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        num_proc: number of processes; `np` is its older name.
+        hosts: only this host, with at least as many slots as processes: `localhost:2`. `hostfile` has the same content.
         start_timeout: seconds that the processes wait for each other.
-        output_filename: a folder, which gets one file of output for each process.
+        output_filename: folder for the output, one file for each process.
         network_interface: must exist; processes on one host do not need it.
-        verbose: means nothing here, as `slots`, `reset_limit`, `cooldown_range`, `disable_cache`, `use_gloo`, and
-            `ssh_port` and `ssh_identity_file`, which are for other hosts.
+        verbose: ignored, as `slots`, `reset_limit`, `cooldown_range`, `disable_cache`, `use_gloo`, and `ssh_port` and
+            `ssh_identity_file`, which are for other hosts.
+
+    Returns: the results in rank order.
 
     Raises:
-        ConfigurationError: the hosts have fewer places than there are processes.
-        UnsupportedError: for other hosts, another Python, MPI, and a range of processes (`min_num_proc`).
+        ConfigurationError: the hosts have fewer slots than there are processes.
+        UnsupportedError: other hosts, another Python, MPI, or a range of processes (`min_num_proc`).
     """
     number = num_proc if np is None or num_proc != 1 else np
-    least, most = min_num_proc or min_np, max_num_proc or max_np
-    if any(bound not in (None, number) for bound in (least, most)):
+    minimum, maximum = min_num_proc or min_np, max_num_proc or max_np
+    if any(bound not in (None, number) for bound in (minimum, maximum)):
         raise UnsupportedError(
-            f"hvd.run starts {number} processes and no other number. For a job whose members come and go put the "
-            f"function into a script, and use `phalanx run -np {number} --min-np {least or number} "
-            f"--max-np {most or number} script.py`."
+            f"hvd.run starts {number} processes and no other number. For an elastic job, put the function into a "
+            f"script and use `phalanx run -np {number} --min-np {minimum or number} --max-np {maximum or number} "
+            f"script.py`."
         )
     if use_mpi or mpi_args:
         raise UnsupportedError("hvd.run(use_mpi=True) needs MPI; Phalanx does without. Leave it out.")

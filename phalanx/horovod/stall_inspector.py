@@ -1,7 +1,7 @@
-"""Operations that some ranks wait for and others have not asked for: who is named, and when that is the end. No I/O.
+"""Finds operations that some ranks wait for and others have not requested, to warn or to end the job. No I/O.
 
-Ranks that ask for other things take part in rounds all the while, so that no collective waits: what waits too long are
-the operations. (That a rank does not come to a round at all is noticed in the round's collective.)
+Ranks that request other operations keep taking part in rounds, so no collective waits; the operations do. (If a rank
+takes part in no round at all, the round's collective notices.)
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from phalanx.horovod.operation_request import Request
 
 
 class PendingRequest(Protocol):
-    """An operation that this rank waits for."""
+    """An operation that a rank waits for."""
 
     @property
     def request(self) -> Request: ...
 
     @property
     def asked_at(self) -> float:
-        """When, by the inspector's clock."""
+        """When it was requested, by the inspector's clock."""
         ...
 
 
 class Stall(NamedTuple):
-    """An operation that has waited too long, and the ranks that have not asked for it."""
+    """An operation that has waited too long, and the ranks that have not requested it."""
 
     name: str
     ranks: Sequence[int]
 
 
 class StallInspector:
-    """Looks at what one rank waits for.
+    """Watches what one rank waits for.
 
     Args:
-        warn_s: seconds after which the absent are named, once for each time an operation is asked for.
+        warn_s: seconds after which the absent ranks are named, once for each request of an operation.
         end_s: seconds after which the job ends.
-        names: of the ranks, for messages.
-        clock: in seconds, for tests.
+        names: names of the ranks, for messages.
+        clock: returns seconds; replaced by tests.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class StallInspector:
         self._warned: set[str] = set()
 
     def is_due(self, waiting: Iterable[PendingRequest]) -> bool:
-        """Whether something has waited so long that all ranks should say in full what they wait for."""
+        """Whether an operation has waited so long that all ranks should send their requests in full."""
         now = self._clock()
         warn, end = now - self.warn_s, now - self.end_s
         return any(
@@ -62,11 +62,11 @@ class StallInspector:
         )
 
     def inspect(self, waiting: Mapping[str, PendingRequest], absent: Mapping[str, Sequence[int]]) -> list[Stall]:
-        """What is to be warned of now.
+        """The operations to warn of now.
 
         Args:
-            waiting: of this rank, by name.
-            absent: for each name that only some ranks wait for, the ranks that do not.
+            waiting: operations that this rank waits for, by name.
+            absent: for each operation that only some ranks have requested, the ranks that have not.
         """
         now = self._clock()
         stalls = []
@@ -79,19 +79,19 @@ class StallInspector:
         return stalls
 
     def overdue(self, waiting: Iterable[PendingRequest]) -> dict[str, float]:
-        """What has waited for longer than `end_s`, by name, and how long, in seconds: for all ranks to hear."""
+        """Names of operations that have waited for longer than `end_s`, and for how many seconds; sent to all ranks."""
         now = self._clock()
         waited = {asked.request.name: now - asked.asked_at for asked in waiting}
         return {name: seconds for name, seconds in waited.items() if seconds > self.end_s}
 
     def end_overdue(self, overdue: Sequence[Mapping[str, float]], absent: Mapping[str, Sequence[int]]) -> None:
-        """End the job, on all ranks in the same round, if something has waited too long on any of them.
+        """End the job, on all ranks in the same round, if an operation has waited too long on any of them.
 
         Args:
-            overdue: of each rank.
+            overdue: what `overdue` returned on each rank.
             absent: see `inspect`.
 
-        Raises: CollectiveTimeoutError, naming who waited and who is absent; the same on all ranks.
+        Raises: CollectiveTimeoutError with the waiting and the absent ranks; the same on all ranks.
         """
         for rank, waited in enumerate(overdue):
             for name, waited_s in waited.items():
@@ -102,9 +102,9 @@ class StallInspector:
                     )
 
     def is_over(self, name: str) -> None:
-        """This operation has ended; the next time it may be warned of again."""
+        """An operation of this name has ended: warn again if the next one stalls."""
         self._warned.discard(name)
 
     def who(self, ranks: Sequence[int]) -> str:
-        """These ranks, for messages."""
+        """Names of ranks, for messages."""
         return " and ".join(f"rank {rank} ({self._names[rank]})" for rank in ranks)

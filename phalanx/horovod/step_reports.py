@@ -1,9 +1,8 @@
-"""Where a program stands in its training, told at each merge of an optimizer's gradients: to the launcher (`phalanx
-status`, the page about a failure) and to the timeline.
+"""Reports the progress of training, at each reduction of an optimizer's gradients.
 
-A step is one update, counted from 0 in each process since its beginning: which loop it belongs to is the program's own
-business. Where a step ends is known in Keras's `fit` and in an optimizer's `step`; elsewhere the timeline has its merge
-alone.
+The reports go to the launcher (`phalanx status`, the failure report) and to the timeline. A step is one update, counted
+from 0 in each process. The end of a step is known in Keras's `fit` and in an optimizer's `step`; elsewhere the timeline
+shows its reduction only.
 """
 
 from __future__ import annotations
@@ -21,10 +20,11 @@ _in_function = False  # for all threads: TensorFlow calls the host in one of its
 
 
 def merged(merge: Callable[[], T], *, applied: bool = False) -> T:
-    """What `merge` returns; the gradients of one update are merged in it.
+    """Call a function that reduces the gradients of one update, and return its result.
 
     Args:
-        applied: the caller applies them then, and ends the step in the timeline.
+        merge: the function.
+        applied: whether the caller applies the gradients next, and ends the step in the timeline.
     """
     progress.report("all_reduce", step=next(_numbers))
     timeline.current.enter("merge")
@@ -38,7 +38,7 @@ def merged(merge: Callable[[], T], *, applied: bool = False) -> T:
 
 
 def recorded(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Keras's function of a step, or of several, with its parts in the timeline."""
+    """Keras's train function of one or several steps, whose parts are recorded in the timeline."""
 
     def train_function(iterator: Any) -> Any:
         global _in_function

@@ -1,9 +1,9 @@
-"""Each rank has the GPU of its local rank, in the way that programs of Horovod's expect.
+"""Gives each rank the GPU of its local rank, as programs for Horovod expect.
 
-The launcher shows a worker no GPU but its own, which is number 0 there. The line that every program of Horovod's has,
-`torch.cuda.set_device(hvd.local_rank())`, or `tf.config.set_visible_devices` with that index, counts all GPUs of the
-host. So where a framework has such a line all are shown again, and the one that it would choose is chosen for programs
-without.
+The launcher makes only one GPU visible to a worker, as number 0. But every program for Horovod contains the line
+`torch.cuda.set_device(hvd.local_rank())`, or `tf.config.set_visible_devices` with that index, which counts all GPUs of
+the host. So for frameworks with such a line, all GPUs are made visible again, and the one that it would select is
+selected for programs without it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ from phalanx.horovod import basics
 
 
 def init_for(framework: str) -> Callable[..., None]:
-    """`hvd.init` for programs of a framework ("jax", "tensorflow", "torch"); to be made before it looks for GPUs."""
+    """`hvd.init` for programs of a framework; call this before the framework looks for GPUs.
+
+    Args:
+        framework: "jax", "tensorflow" or "torch".
+    """
     choose = {"tensorflow": _choose_for_tensorflow, "torch": _choose_for_torch}.get(framework)
     if choose is None:
         return basics.init
@@ -47,5 +51,5 @@ def _choose_for_tensorflow(number: int) -> None:
     from tensorflow.python.eager import context
 
     gpus = tf.config.list_physical_devices("GPU")
-    if gpus and context.context()._context_handle is None:  # else it has begun with what it saw
+    if gpus and context.context()._context_handle is None:  # otherwise it is initialized with the visible ones
         tf.config.set_visible_devices(gpus[number % len(gpus)], "GPU")

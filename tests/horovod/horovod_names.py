@@ -61,6 +61,56 @@ NAMES["tensorflow.keras"] = NAMES["keras"]
 NAMES["tensorflow.keras.callbacks"] = NAMES["keras.callbacks"]
 NAMES["tensorflow.keras.elastic"] = NAMES["keras.elastic"]
 
+_REDUCTION = "prescale_factor=1.0 postscale_factor=1.0"
+_TORCH = {
+    "allreduce": f"average=None name=None compression=none op=None {_REDUCTION} process_set=all",
+    "allreduce_async": f"average=None name=None op=None {_REDUCTION} process_set=all",
+    "allgather": "name=None process_set=all",
+    "broadcast": "root_rank name=None process_set=all",
+    "alltoall": "splits=None name=None process_set=all",
+    "reducescatter": f"name=None compression=none op=Average process_set=all {_REDUCTION}",
+    "reducescatter_async": f"name=None op=Average process_set=all {_REDUCTION}",
+}
+_TORCH_FORMS = {
+    "allreduce": "allreduce grouped_allreduce",
+    "allreduce_async": """allreduce_ allreduce_async allreduce_async_ grouped_allreduce_ grouped_allreduce_async
+        grouped_allreduce_async_""",
+    "allgather": "allgather allgather_async grouped_allgather grouped_allgather_async",
+    "broadcast": "broadcast broadcast_ broadcast_async broadcast_async_",
+    "alltoall": "alltoall alltoall_async",
+    "reducescatter": "reducescatter grouped_reducescatter",
+    "reducescatter_async": "reducescatter_async grouped_reducescatter_async",
+}
+_DEVICES = "device_dense='' device_sparse=''"
+SIGNATURES = {
+    "torch": {
+        form: f"{'tensors' if form.startswith('grouped') else 'tensor'} {_TORCH[verb]}"
+        for verb, forms in _TORCH_FORMS.items()
+        for form in forms.split()
+    },
+    "tensorflow": {
+        "allreduce": f"tensor average=None {_DEVICES} compression=none op=None {_REDUCTION} name=None process_set=all "
+        "ignore_name_scope=False",
+        "grouped_allreduce": f"tensors average=None {_DEVICES} compression=none op=None {_REDUCTION} process_set=all "
+        "ignore_name_scope=False name=None",
+        "allgather": "tensor name=None ignore_name_scope=False process_set=all",
+        "grouped_allgather": "tensors name=None ignore_name_scope=False process_set=all",
+        "broadcast": "tensor root_rank name=None ignore_name_scope=False process_set=all",
+        "broadcast_": "variables root_rank name=None process_set=all",
+        "alltoall": "tensor splits=None name=None ignore_name_scope=False process_set=all",
+        "reducescatter": "tensor device_dense='' compression=none op=Average name=None process_set=all "
+        f"ignore_name_scope=False {_REDUCTION}",
+        "grouped_reducescatter": f"tensors device_dense='' compression=none op=Average process_set=all {_REDUCTION}",
+    },
+    "keras": {
+        "allreduce": f"value name=None average=None {_REDUCTION} op=None compression=none",
+        "allgather": "value name=None",
+        "broadcast": "value root_rank name=None",
+        "reducescatter": "value name=None op=Average",
+    },
+}
+"""The first parameters of the collectives, as inspect.signature shows them; Phalanx may have more after them."""
+
 OF_TENSORFLOW_1 = "acts on the graph of TensorFlow 1, and raises an error in TensorFlow 2"
 NOT_HERE = {
     "BroadcastGlobalVariablesHook": OF_TENSORFLOW_1,

@@ -35,7 +35,7 @@ class Rank:
         self.warnings: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record: (self.warnings.append(record.getMessage()), self.warned.set())  # type: ignore
-        logging.getLogger("phalanx.horovod.controller").addHandler(handler)
+        logging.getLogger("phalanx.horovod.negotiator").addHandler(handler)
 
     def start(self, name: str, *, wake: bool = True) -> Any:
         request = Request(name, "allreduce", ("float64",), ((2,),), "Sum")

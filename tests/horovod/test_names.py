@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import subprocess
 import sys
 
 import pytest
 
-from tests.horovod.horovod_names import FALSE, NAMES, NOT_HERE
+from tests.horovod.horovod_names import FALSE, NAMES, NOT_HERE, SIGNATURES
 from tests.support.backends import BACKENDS, FIRST
 
 SHARED = """
@@ -88,6 +89,28 @@ def test_every_public_name_of_horovod_is_here(module: str) -> None:
     missing = [name for name in NAMES[module].split() if name not in NOT_HERE and not hasattr(ours, name)]
     assert not missing
     assert not [name for name in NOT_HERE if hasattr(ours, name)]
+
+
+@pytest.mark.parametrize("module", SIGNATURES)
+def test_the_collectives_have_the_signatures_of_horovod(module: str) -> None:
+    if FRAMEWORK_OF.get(module, FIRST) not in BACKENDS:
+        pytest.skip(f"BACKENDS leaves out {module}")
+    hvd = importlib.import_module(f"phalanx.horovod.{module}")
+    words = {id(hvd.Compression.none): "none", id(hvd.global_process_set): "all", id(hvd.Average): "Average"}
+    for name, expected in SIGNATURES[module].items():
+        function = getattr(hvd, name)
+        parameters = inspect.signature(function).parameters
+        defaults = [
+            "" if each.default is each.empty else f"={words.get(id(each.default), repr(each.default))}"
+            for each in parameters.values()
+        ]
+        own = " ".join(f"{each}{default}" for each, default in zip(parameters, defaults, strict=True))
+        assert own.startswith(expected), name
+        assert all(f"    {each}: " in function.__doc__ for each in parameters), name
+        with pytest.raises(TypeError):
+            function()
+        with pytest.raises(TypeError):
+            function([1.0], unknown=1)
 
 
 def test_what_is_asked_of_other_libraries_is_answered_truthfully() -> None:

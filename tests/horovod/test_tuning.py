@@ -20,11 +20,11 @@ def run(cost: Callable[[FusionSettings], float]) -> tuple[TrialSearch[FusionSett
 
     tuner = FusionAutotuner(DEFAULT, list, told.append, clock=clock)
     for rounds in range(ROUNDS_BOUND):
-        if tuner.over:
+        if tuner.is_finished:
             (search,) = told
-            return search, tuner.present, rounds
-        now += cost(tuner.present) if rounds > ROUNDS_BEFORE else 100.0
-        tuner.did(1000)
+            return search, tuner.settings, rounds
+        now += cost(tuner.settings) if rounds > ROUNDS_BEFORE else 100.0
+        tuner.record_round(1000)
     raise AssertionError("the search does not end")
 
 

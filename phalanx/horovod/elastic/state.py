@@ -16,6 +16,7 @@ from phalanx.horovod import basics, operations
 from phalanx.horovod.exceptions import HostsUpdatedInterrupt
 from phalanx.horovod.horovod_job import current
 from phalanx.horovod.object_collectives import broadcast_object
+from phalanx.horovod.operation_request import OperationKind
 from phalanx.horovod.operations import Max
 
 
@@ -66,7 +67,7 @@ class State:
         if node is None:
             return
         wanted = np.array([node.is_regroup_requested], np.uint8)
-        (merged,) = operations.allreduce([wanted], op=Max, name="elastic.check_host_updates", wake=False).wait()
+        (merged,) = operations.run(OperationKind.ALLREDUCE, [wanted], op=Max, name="elastic.check_host_updates")
         if merged[0]:
             self.save()
             raise HostsUpdatedInterrupt()

@@ -12,18 +12,19 @@ from phalanx.errors import ConfigurationError
 from phalanx.horovod import basics, operations
 from phalanx.horovod.horovod_job import current
 from phalanx.horovod.keras.functions import broadcast_variables
+from phalanx.horovod.operation_request import OperationKind
 from phalanx.horovod.process_sets import ProcessSet, global_process_set
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """All ranks begin with the weights and the optimizer state of one.
+    """Gives all ranks the weights and the optimizer state of one.
 
-    Before the first batch (Horovod: after it), or, for a model whose variables a first batch makes, after that one.
-    States of random generators stay each rank's own.
+    This happens before the first batch (in Horovod, after it), or after it if that batch builds the model. The states
+    of random generators stay different on each rank.
 
     Args:
-        root_rank: whose.
-        device: means nothing here.
+        root_rank: rank whose variables are sent.
+        device: ignored.
         process_set: the ranks that train together.
     """
 
@@ -36,7 +37,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         model = self.model
-        # Who came to an elastic job meanwhile has not taken part in the last one.
+        # A member that has joined an elastic job since then did not take part in the last broadcast.
         generation = current().membership.generation
         self.broadcast_done = self.broadcast_done and generation == self._generation
         self._generation = generation
@@ -61,13 +62,13 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 
 
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """At the end of each epoch, the logs become the mean over the ranks. It must stand before callbacks that use them.
+    """Averages the logs over the ranks at the end of each epoch. List it before callbacks that use the logs.
 
     Args:
-        device: means nothing here.
+        device: ignored.
         process_set: the ranks that train together.
 
-    Raises: HorovodInternalError if the ranks log different things.
+    Raises: HorovodInternalError if the ranks log different metrics.
     """
 
     def __init__(self, device: str = "", process_set: ProcessSet = global_process_set) -> None:
@@ -79,24 +80,28 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
             return
         names = sorted(logs)
         values = [np.asarray(keras.ops.convert_to_numpy(logs[name]), np.float64) for name in names]
-        means = operations.allreduce(
-            values, name="metric_average", process_set=self.process_set, wake=False, detail=", ".join(names)
-        ).wait()
+        means = operations.run(
+            OperationKind.ALLREDUCE,
+            values,
+            name="metric_average",
+            process_set=self.process_set,
+            detail=", ".join(names),
+        )
         logs.update({name: mean if mean.ndim else float(mean) for name, mean in zip(names, means, strict=True)})
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """The learning rate is `initial_lr` times what `multiplier` says, from one epoch to another.
+    """Multiplies the learning rate `initial_lr` by a factor during some epochs.
 
     Args:
-        initial_lr: before multiplication; for all ranks together.
-        multiplier: a factor, which is applied again each epoch from `start_epoch` on (`multiplier ** (epoch -
-            start_epoch)`), or a function of the epoch, which without `staircase` has a fraction.
-        start_epoch: the first epoch in which it acts.
-        end_epoch: the first in which it does not any more; None: it never stops.
-        staircase: only at the start of each epoch; else before each batch.
-        momentum_correction: multiply the optimizer's momenta by new over old rate when the rate changes.
-        steps_per_epoch: needed without `staircase` where Keras does not know it.
+        initial_lr: learning rate before multiplication, for all ranks together.
+        multiplier: a factor that is applied once for each epoch since `start_epoch` (`multiplier ** (epoch -
+            start_epoch)`), or a function of the epoch, which has a fraction without `staircase`.
+        start_epoch: first epoch in which the callback acts.
+        end_epoch: first epoch in which it no longer acts; None for never.
+        staircase: whether the rate changes only at the start of an epoch; otherwise it changes before each batch.
+        momentum_correction: whether the optimizer's momenta are multiplied by the ratio of new and old rate.
+        steps_per_epoch: batches in an epoch; needed without `staircase` if Keras does not know it.
 
     Source of the correction: Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 3 (equation 10).
     """
@@ -113,7 +118,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
     ) -> None:
         super().__init__()
         if initial_lr is None:
-            raise ConfigurationError("initial_lr is needed: the learning rate that the multiplier is applied to.")
+            raise ConfigurationError("initial_lr is required: the learning rate that the multiplier is applied to.")
         self.initial_lr = initial_lr
         self.start_epoch = start_epoch
         self.end_epoch = end_epoch
@@ -128,7 +133,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
             self.steps_per_epoch = (self.params or {}).get("steps")
             if not self.steps_per_epoch:
                 raise ConfigurationError(
-                    f"{type(self).__name__} needs to know how many batches an epoch has, and Keras does not know: pass "
+                    f"{type(self).__name__} needs the number of batches in an epoch, which Keras does not know: pass "
                     f"steps_per_epoch."
                 )
 
@@ -164,13 +169,14 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """The learning rate grows from `initial_lr / size` to `initial_lr` in the first epochs, batch by batch.
+    """Raises the learning rate from `initial_lr / size` to `initial_lr` in the first epochs, batch by batch.
 
     Args:
-        initial_lr: that of the whole job: what one process would use, times the number of processes.
-        warmup_epochs: how long it grows.
-        momentum_correction: see `LearningRateScheduleCallback`, as for `steps_per_epoch`.
-        verbose: 1: rank 0 says so at the end.
+        initial_lr: learning rate of the whole job: that of one process times the number of processes.
+        warmup_epochs: number of epochs in which it grows.
+        momentum_correction: see `LearningRateScheduleCallback`.
+        steps_per_epoch: see `LearningRateScheduleCallback`.
+        verbose: 1 to print a line on rank 0 at the end.
 
     Source: Goyal et al. 2017, section 2.2 ("gradual warmup").
     """
@@ -184,7 +190,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         verbose: int = 0,
     ) -> None:
         def multiplier(epoch: float) -> float:
-            # At the end of the last batch, not at its start, it is the whole.
+            # The full rate is reached at the end of the last batch, not at its start.
             reached = epoch + 1.0 / (self.steps_per_epoch or 1)
             size = basics.size()
             return 1.0 / size * (reached * (size - 1) / warmup_epochs + 1)

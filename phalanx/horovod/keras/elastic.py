@@ -1,4 +1,4 @@
-"""Jobs whose members come and go, for Keras on every backend. Names and meaning are Horovod's.
+"""Elastic training with Keras on every backend. Names and meaning are Horovod's.
 
     state = hvd.elastic.KerasState(model, batch=0, epoch=0)
 
@@ -10,7 +10,7 @@
             hvd.elastic.UpdateEpochStateCallback(state),
         ])
 
-The callbacks may stand in any order: before a commit, batch and epoch are brought up to date.
+The callbacks can be listed in any order: before a commit, batch and epoch are updated.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from phalanx.training.state_sync import variables_of
 class KerasState(ObjectState):
     """The state of a Keras program: weights, layer state, optimizer, and values by name (`epoch=0, batch=0`).
 
-    States of random generators stay each rank's own.
+    The states of random generators stay different on each rank.
 
     Args:
-        model: must be built.
-        optimizer: one that is not the model's own.
-        backend: means nothing here.
+        model: a model that is built.
+        optimizer: the optimizer, if it is not the model's.
+        backend: ignored.
         kwargs: values, as for `ObjectState`.
 
     Raises: ConfigurationError if the model is not built.
@@ -53,7 +53,7 @@ class KerasState(ObjectState):
         self._keep()
 
     def save(self) -> None:
-        """See `State.save`. It copies the model; call it every few batches where that takes long."""
+        """See `State.save`. It copies the model: if that is slow, call it only every few batches."""
         self._keep()
         super().save()
 
@@ -82,33 +82,33 @@ class KerasState(ObjectState):
 
 
 class _Progress(keras.callbacks.Callback):  # type: ignore[misc]
-    """Keeps a value of the state up to date; a commit asks for it first (`tell`)."""
+    """Keeps a value of the state up to date; a commit updates it first."""
 
     def __init__(self, state: Any) -> None:
         super().__init__()
         self.state = state
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        told = vars(self.state).setdefault("_progress", [])
-        told[:] = [*(each for each in told if type(each) is not type(self)), self]
+        registered = vars(self.state).setdefault("_progress", [])
+        registered[:] = [*(each for each in registered if type(each) is not type(self)), self]
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        self.tell(batch)
+        self.update(batch)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self.tell(None)
+        self.update(None)
 
-    def tell(self, batch: int | None) -> None:
-        """Write down that this batch of the epoch is over, or, without one, the epoch. Twice is as good as once."""
+    def update(self, batch: int | None) -> None:
+        """Update the value after a batch of the epoch, or, with None, after the epoch. Safe to call twice."""
         raise NotImplementedError
 
 
 class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Commits the state after every so many batches, and at the end of each epoch.
+    """Commits the state every few batches, and at the end of each epoch.
 
     Args:
         state: a `State`.
-        batches_per_commit: what is lost with a member is no more than this.
+        batches_per_commit: batches between two commits; after the loss of a member, at most these are repeated.
     """
 
     def __init__(self, state: State, batches_per_commit: int = 1) -> None:
@@ -118,7 +118,7 @@ class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self.batches_remaining = batches_per_commit
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self.batches_remaining = self.batches_per_commit  # the same on members that come later
+        self.batches_remaining = self.batches_per_commit  # the same on members that join later
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self.batches_remaining -= 1
@@ -131,19 +131,19 @@ class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _commit(self, batch: int | None) -> None:
         for progress in vars(self.state).get("_progress", ()):
-            progress.tell(batch)
+            progress.update(batch)
         self.state.commit()
 
 
 class UpdateBatchStateCallback(_Progress):
-    """`state.batch` is the number of batches of the epoch that are over; 0 between epochs.
+    """Sets `state.batch` to the number of completed batches of the epoch; 0 between epochs.
 
-    The first epoch of a `fit` that goes on is shorter by as many batches, where Keras knows how many an epoch has
-    (Horovod: only the progress bar's). The data of that epoch should then begin behind them. With `steps_per_epoch` the
-    data must go on from one epoch to the next, as a repeated dataset does.
+    If Keras knows how many batches an epoch has, the first epoch of a resumed `fit` is shorter by the completed ones
+    (in Horovod, only its progress bar is). The data of that epoch should then start after them. With `steps_per_epoch`,
+    the data must continue from one epoch to the next, as a repeated dataset does.
 
     Args:
-        state: has a value `batch`.
+        state: a state with a value `batch`.
     """
 
     def __init__(self, state: Any) -> None:
@@ -166,17 +166,17 @@ class UpdateBatchStateCallback(_Progress):
         if self.model.stop_training is _EPOCH_IS_OVER:
             self.model.stop_training = False
 
-    def tell(self, batch: int | None) -> None:
+    def update(self, batch: int | None) -> None:
         if batch is None:
             self._before = 0
         self.state.batch = 0 if batch is None else self._before + batch + 1
 
 
 class UpdateEpochStateCallback(_Progress):
-    """`state.epoch` is the number of epochs that are over.
+    """Sets `state.epoch` to the number of completed epochs.
 
     Args:
-        state: has a value `epoch`.
+        state: a state with a value `epoch`.
     """
 
     def __init__(self, state: Any) -> None:
@@ -191,14 +191,17 @@ class UpdateEpochStateCallback(_Progress):
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._begun += 1
 
-    def tell(self, batch: int | None) -> None:
+    def update(self, batch: int | None) -> None:
         if batch is None:
             self.state.epoch = self._before + self._begun
 
 
 class _EpochIsOver:
-    """In the place of True as a model's `stop_training`: Keras ends the batches of the epoch, and this is taken back
-    before it looks whether to end the epochs. Who else wants the training to end writes True over it."""
+    """A true value for a model's `stop_training` that ends the epoch, not the training.
+
+    Keras then ends the batches of the epoch; before it checks whether to end the training, the value is reset. Any
+    other callback that ends the training overwrites it with True.
+    """
 
 
 _EPOCH_IS_OVER = _EpochIsOver()

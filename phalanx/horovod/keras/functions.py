@@ -9,80 +9,59 @@ import keras
 import numpy as np
 
 from phalanx.horovod import operations
+from phalanx.horovod.bindings import ArrayFramework, check_integers_preserved
 from phalanx.horovod.compression import Compression
-from phalanx.horovod.interface import Interface, check_kept
-from phalanx.horovod.operation_request import Array, HorovodOp
-from phalanx.horovod.operations import Average
+from phalanx.horovod.operation_request import Array, OperationKind
 from phalanx.horovod.process_sets import ProcessSet, global_process_set
 
 
-def _from_host(array: Array) -> Any:
+def _to_array(tensor: Any) -> Array:
+    return np.asarray(keras.ops.convert_to_numpy(tensor))
+
+
+def _from_array(array: Array) -> Any:
     tensor = keras.ops.convert_to_tensor(array)
-    check_kept(array, keras.backend.standardize_dtype(tensor.dtype))
+    check_integers_preserved(array, keras.backend.standardize_dtype(tensor.dtype))
     return tensor
 
 
-interface = Interface(lambda tensor: np.asarray(keras.ops.convert_to_numpy(tensor)), _from_host)
+_function = ArrayFramework(_to_array, _from_array).make_function
+
+allreduce = _function("allreduce", "value name average prescale_factor postscale_factor op compression process_set")
+grouped_allreduce = _function("grouped_allreduce")
+allgather = _function("allgather", "value name process_set")
+grouped_allgather = _function("grouped_allgather")
+broadcast = _function("broadcast", "value root_rank name process_set")
+alltoall = _function("alltoall")
+reducescatter = _function("reducescatter", "value name op process_set prescale_factor postscale_factor")
+grouped_reducescatter = _function("grouped_reducescatter")
 
 
 def broadcast_variables(
     variables: Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set, inplace: bool = False
 ) -> None:
-    """Put the values of rank `root_rank`'s Keras variables into everybody's in the process set; they travel as one.
+    """Overwrite Keras variables with the values that they have on rank `root_rank`; they travel together.
+
+    Args:
+        variables: alike on all ranks of the process set.
+        root_rank: rank in the job whose values are sent.
+        process_set: the ranks that take part; others keep their values.
+        inplace: ignored.
 
     Raises: HorovodInternalError if the ranks' variables differ in number, shape or dtype.
     """
     if not process_set.included():
         return
     variables = list(variables)
-    values: list[Array] = [np.asarray(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
-    pending = operations.broadcast(values, root_rank, name="broadcast_variables", process_set=process_set, wake=False)
-    for variable, value in zip(variables, pending.wait(), strict=True):
-        variable.assign(value)
-
-
-def allreduce(
-    value: Any,
-    name: str | None = None,
-    average: bool | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    op: HorovodOp | None = None,
-    compression: Any = Compression.none,
-    process_set: ProcessSet = global_process_set,
-) -> Any:
-    """The value, a tensor or what can be made one, merged over the ranks; Average if `op` is not given.
-
-    The arguments stand in the order of `horovod.keras`, which is another than that of `horovod.torch`.
-    """
-    return interface.allreduce(
-        value, average, name, compression, op, prescale_factor, postscale_factor, process_set=process_set
+    received = operations.run(
+        OperationKind.BROADCAST,
+        [_to_array(variable.value) for variable in variables],
+        name="broadcast_variables",
+        root_rank=root_rank,
+        process_set=process_set,
     )
-
-
-def allgather(value: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
-    """The ranks' values joined along the first dimension, which may differ."""
-    return interface.allgather(value, name, process_set)
-
-
-def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
-    """Rank `root_rank`'s value."""
-    return interface.broadcast(value, root_rank, name, process_set)
-
-
-def reducescatter(
-    value: Any,
-    name: str | None = None,
-    op: HorovodOp = Average,
-    process_set: ProcessSet = global_process_set,
-    **factors: float,
-) -> Any:
-    """The values merged over the ranks, of which each rank gets a part of the rows.
-
-    Args:
-        factors: `prescale_factor`, `postscale_factor`.
-    """
-    return interface.reducescatter(value, name=name, op=op, process_set=process_set, **factors)
+    for variable, value in zip(variables, received, strict=True):
+        variable.assign(value)
 
 
 def load_model(
@@ -91,11 +70,11 @@ def load_model(
     custom_objects: dict[str, Any] | None = None,
     compression: Any = Compression.none,
 ) -> Any:
-    """A saved Keras model, with its optimizer and that one's state made a `DistributedOptimizer`.
+    """A saved Keras model whose optimizer, with its state, is made a `DistributedOptimizer`.
 
     Args:
         filepath: as for `keras.models.load_model`.
-        custom_optimizers: classes of optimizers of one's own.
+        custom_optimizers: classes of custom optimizers.
         custom_objects: as for `keras.models.load_model`.
         compression: as for `DistributedOptimizer`.
     """
@@ -106,3 +85,17 @@ def load_model(
     if getattr(model, "optimizer", None) is not None:
         DistributedOptimizer(model.optimizer, compression=compression)
     return model
+
+
+__all__ = [
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "broadcast",
+    "broadcast_variables",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_reducescatter",
+    "load_model",
+    "reducescatter",
+]

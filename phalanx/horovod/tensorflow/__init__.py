@@ -6,29 +6,13 @@ from typing import Any
 
 from phalanx.horovod import exported_names, visible_gpus
 from phalanx.horovod.exported_names import *  # noqa: F403
+from phalanx.horovod.gradient_reduction import GradientReduction
 from phalanx.horovod.operations import Average
 from phalanx.horovod.process_sets import ProcessSet, global_process_set
-from phalanx.horovod.tensorflow import elastic
+from phalanx.horovod.tensorflow import elastic, mpi_ops
 from phalanx.horovod.tensorflow.compression import Compression
 from phalanx.horovod.tensorflow.functions import broadcast_object_fn, broadcast_variables
-from phalanx.horovod.tensorflow.mpi_ops import (
-    allgather,
-    allreduce,
-    alltoall,
-    barrier,
-    broadcast,
-    broadcast_,
-    grouped_allgather,
-    grouped_allreduce,
-    grouped_reducescatter,
-    join,
-    local_rank_op,
-    local_size_op,
-    process_set_included_op,
-    rank_op,
-    reducescatter,
-    size_op,
-)
+from phalanx.horovod.tensorflow.mpi_ops import *  # noqa: F403
 from phalanx.horovod.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 
 init = visible_gpus.init_for("tensorflow")
@@ -51,21 +35,15 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """See `phalanx.horovod.keras.DistributedOptimizer`; for Keras optimizers, while Keras runs on TensorFlow. Arguments
-    stand in the order of `horovod.tensorflow`; `use_locking` means nothing."""
-    from phalanx.horovod.keras.optimizer import DistributedOptimizer as of_keras
+    """See `phalanx.horovod.keras.DistributedOptimizer`; for Keras optimizers, with Keras on TensorFlow.
 
-    return of_keras(
-        optimizer,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        gradient_predivide_factor=gradient_predivide_factor,
-        op=op,
-        backward_passes_per_step=backward_passes_per_step,
-        average_aggregated_gradients=average_aggregated_gradients,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-    )
+    The arguments are in the order of `horovod.tensorflow`; `use_locking` is ignored.
+    """
+    from phalanx.horovod.keras.optimizer import Aggregation, distribute_optimizer
+
+    reduction = GradientReduction(compression, op, gradient_predivide_factor, sparse_as_dense, process_set)
+    aggregation = Aggregation(backward_passes_per_step, average_aggregated_gradients, scale_local_gradients)
+    return distribute_optimizer(optimizer, reduction, aggregation)
 
 
 def SyncBatchNormalization(**kwargs: Any) -> Any:
@@ -76,35 +54,20 @@ def SyncBatchNormalization(**kwargs: Any) -> Any:
 
 
 def check_num_rank_power_of_2(num_rank: int) -> bool:
-    """Whether Adasum can merge so many ranks."""
+    """Whether Adasum can combine this number of ranks."""
     return num_rank > 0 and not num_rank & (num_rank - 1)
 
 
 __all__ = [
     *exported_names.__all__,
+    *mpi_ops.__all__,
     "Compression",
     "DistributedGradientTape",
     "DistributedOptimizer",
     "PartialDistributedGradientTape",
     "SyncBatchNormalization",
-    "allgather",
-    "allreduce",
-    "alltoall",
-    "barrier",
-    "broadcast",
-    "broadcast_",
     "broadcast_object_fn",
     "broadcast_variables",
     "check_num_rank_power_of_2",
     "elastic",
-    "grouped_allgather",
-    "grouped_allreduce",
-    "grouped_reducescatter",
-    "join",
-    "local_rank_op",
-    "local_size_op",
-    "process_set_included_op",
-    "rank_op",
-    "reducescatter",
-    "size_op",
 ]

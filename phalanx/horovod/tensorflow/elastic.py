@@ -1,4 +1,4 @@
-"""Jobs whose members come and go, for TensorFlow. Names and meaning are Horovod's."""
+"""Elastic training with TensorFlow. Names and meaning are Horovod's."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class TensorFlowState(ObjectState):
     """The state of a TensorFlow program: variables, and values by name.
 
     Args:
-        variables: of TensorFlow or of Keras. TensorFlow 2 has no list of all of them, so they must be named.
-        session: must be None: it is of TensorFlow 1.
+        variables: of TensorFlow or Keras. They must be given, since TensorFlow 2 has no list of all variables.
+        session: must be None, since it belongs to TensorFlow 1.
         kwargs: values, as for `ObjectState`.
 
-    Raises: UnsupportedError if there are no variables, or there is a session.
+    Raises: UnsupportedError without variables, or with a session.
     """
 
     def __init__(self, variables: Iterable[Any] | None = None, session: Any = None, **kwargs: Any):
@@ -56,7 +56,7 @@ class TensorFlowState(ObjectState):
 
 
 def TensorFlowKerasState(model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> Any:
-    """See `phalanx.horovod.keras.elastic.KerasState`, of which this makes one, while Keras runs on TensorFlow."""
+    """A `phalanx.horovod.keras.elastic.KerasState`, for Keras on TensorFlow."""
     from phalanx.horovod.keras.elastic import KerasState
 
     return KerasState(model, optimizer, backend, **kwargs)

@@ -1,4 +1,4 @@
-"""Everybody starts alike: variables of one rank, on all. Names and meaning are Horovod's."""
+"""Give all ranks the variables of one. Names and meaning are Horovod's."""
 
 from __future__ import annotations
 
@@ -16,28 +16,26 @@ def broadcast_variables(
     process_set: ProcessSet = global_process_set,
     inplace: bool = False,
 ) -> None:
-    """Put the values of rank `root_rank`'s variables into everybody's.
+    """Overwrite variables with the values that they have on rank `root_rank`.
 
     Args:
-        variables: of TensorFlow or of Keras (`model.variables`, `optimizer.variables`), alike on all ranks.
-        inplace: means nothing here; the result is the same.
+        variables: of TensorFlow or Keras (`model.variables`, `optimizer.variables`), alike on all ranks.
+        root_rank: rank in the job whose values are sent.
+        process_set: the ranks that take part.
+        inplace: ignored; the result is the same.
     """
-    broadcast_(
-        [of_tensorflow(variable) for variable in variables],
-        root_rank,
-        process_set=process_set,
-    )
+    broadcast_([of_tensorflow(variable) for variable in variables], root_rank, process_set=process_set)
 
 
 def broadcast_object_fn(
     root_rank: int = 0, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Callable[[Any], Any]:
-    """A function that gives all ranks rank `root_rank`'s object. `session` means nothing here."""
+    """A function that gives all ranks the object of rank `root_rank`, see `broadcast_object`. `session` is ignored."""
     return lambda obj: broadcast_object(obj, root_rank, name, process_set)
 
 
 def of_tensorflow(variable: Any) -> Any:
-    """The TensorFlow variable inside a Keras variable; any other one is it itself."""
+    """The TensorFlow variable inside a Keras variable; any other variable is returned unchanged."""
     return variable if callable(getattr(variable, "value", None)) else getattr(variable, "value", variable)
 
 

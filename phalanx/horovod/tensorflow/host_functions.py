@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from phalanx.engines.replica.tensorflow.host_calls import call_in_graph
-from phalanx.horovod.gradients import refuse_again
+from phalanx.horovod.operations import refuse_second_gradient
 
 Array = np.ndarray[Any, Any]
 HostFunction = Callable[[list[Array]], Sequence[Any]]
@@ -20,11 +20,13 @@ _counters: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKe
 
 
 def call(function: HostFunction, tensors: Sequence[Any], like: Sequence[tuple[Any, Any]]) -> list[Any]:
-    """The results of `function` on the tensors' values, as tensors.
+    """The results of a function of the tensors' values, as tensors.
 
-    In a graph the calls happen one after the other, in the order of the program: so they do on every rank.
+    In a graph, calls run one after another in the order of the program, which is the same on every rank.
 
     Args:
+        function: takes a list of arrays and returns one for each result.
+        tensors: its arguments.
         like: dtype and static shape of each result.
     """
     tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
@@ -43,19 +45,24 @@ def call(function: HostFunction, tensors: Sequence[Any], like: Sequence[tuple[An
 
 
 def once(function: HostFunction, flowing: Sequence[Any], like: Sequence[tuple[Any, Any]], *others: Any) -> list[Any]:
-    """As `call` of what flows back and others, where a gradient of that must not be taken for nothing.
+    """As `call`, for gradients, with an error when the result is differentiated again.
 
-    Raises: UnsupportedError where that is asked for; where the graph of a function computes it, an error of
-        TensorFlow's that says so.
+    Args:
+        function: takes the arrays of `flowing` and `others`.
+        flowing: gradients of the results of a collective.
+        like: dtype and static shape of each result.
+        others: more arguments of the function, without gradients.
+
+    Raises: UnsupportedError when the result is differentiated; in a graph, an error of TensorFlow's with this text.
     """
     flowing = [tf.convert_to_tensor(tensor) for tensor in flowing]
 
     def refuse(*upstream: Any) -> list[Any]:
         if tf.executing_eagerly():
-            refuse_again()
-        # Under a second tape TensorFlow traces this whether or not anybody wants it. What nobody wants does not run.
+            refuse_second_gradient()
+        # Under a second tape TensorFlow traces this in any case. It runs only if the second gradient is used.
         results: list[Any] = tf.numpy_function(
-            refuse_again, list(upstream), [tensor.dtype for tensor in flowing], stateful=False
+            refuse_second_gradient, list(upstream), [tensor.dtype for tensor in flowing], stateful=False
         )
         for result, tensor in zip(results, flowing, strict=True):
             result.set_shape(tensor.shape)
@@ -69,12 +76,15 @@ def once(function: HostFunction, flowing: Sequence[Any], like: Sequence[tuple[An
 
 
 def name_in_graph(kind: str) -> str | None:
-    """A name for an operation that got none: in a graph by its place there, which is the same on all ranks however
-    often each of them traces it; in eager code None, as operations follow each other there."""
+    """A name for an operation without one.
+
+    In a graph, it is named by its position there, which is the same on all ranks however often each of them traces the
+    function. In eager code it is None, since operations follow each other in the order of the program.
+    """
     if tf.executing_eagerly():
         return None
     graph = tf.compat.v1.get_default_graph()
-    # Bodies of loops and branches lie in the graph of the function, whose own outer graph is no function's.
+    # Bodies of loops and branches lie in the graph of the function, whose outer graph belongs to no function.
     while hasattr(getattr(graph, "outer_graph", None), "outer_graph"):
         graph = graph.outer_graph
     number = next(_counters.setdefault(graph, itertools.count()))

@@ -1,4 +1,4 @@
-"""A `tf.GradientTape` whose gradients are merged over the ranks. Names and meaning are Horovod's."""
+"""A `tf.GradientTape` whose gradients are reduced over the ranks. Names and meaning are Horovod's."""
 
 from __future__ import annotations
 
@@ -7,48 +7,37 @@ from typing import Any
 
 import tensorflow as tf
 
-from phalanx.errors import ConfigurationError
 from phalanx.horovod import step_reports
-from phalanx.horovod.operation_request import HorovodOp
-from phalanx.horovod.operations import Average, check_op
+from phalanx.horovod.gradient_reduction import GradientReduction, reduce_present
+from phalanx.horovod.operation_request import HorovodOp, OperationKind
+from phalanx.horovod.operations import Average
 from phalanx.horovod.process_sets import ProcessSet, global_process_set
 from phalanx.horovod.tensorflow.compression import Compression
 from phalanx.horovod.tensorflow.functions import of_tensorflow
-from phalanx.horovod.tensorflow.mpi_ops import divided_by_size, reduce_together
+from phalanx.horovod.tensorflow.mpi_ops import divided_by_size, run_collective
 
 
-def merge_gradients(
-    gradients: Sequence[Any],
-    *,
-    compression: Any = Compression.none,
-    sparse_as_dense: bool = False,
-    op: HorovodOp = Average,
-    gradient_predivide_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-    name: str | None = None,
-) -> list[Any]:
-    """Gradients merged over the ranks, all dense ones as one; None stays None."""
-    present = [index for index, gradient in enumerate(gradients) if gradient is not None]
-    tensors = [gradients[index] for index in present]
-    if sparse_as_dense:
-        tensors = [tf.convert_to_tensor(t) if isinstance(t, tf.IndexedSlices) else t for t in tensors]
-    merged = list(gradients)
-    if not tensors:
-        return merged
-    average = op is Average
-    results = reduce_together(
-        tensors,
-        compression,
-        op,
-        1.0 / gradient_predivide_factor if average else 1.0,
-        gradient_predivide_factor if average else 1.0,
-        process_set,
-        name,
-        around=step_reports.merged,
-    )
-    for index, result in zip(present, results, strict=True):
-        merged[index] = result
-    return merged
+def reduce_gradients(gradients: Sequence[Any], reduction: GradientReduction, name: str | None = None) -> list[Any]:
+    """Gradients reduced over the ranks, all dense ones together; None stays None.
+
+    Args:
+        gradients: tensors or `tf.IndexedSlices`.
+        reduction: how they are reduced.
+        name: name of the collective.
+    """
+
+    def reduce(tensors: list[Any]) -> list[Any]:
+        if reduction.sparse_as_dense:
+            tensors = [tf.convert_to_tensor(each) for each in tensors]
+        return run_collective(
+            OperationKind.ALLREDUCE,
+            tensors,
+            reduction.arguments(name),
+            reduction.compression,
+            around=step_reports.merged,
+        )
+
+    return reduce_present(gradients, reduce)
 
 
 def DistributedGradientTape(
@@ -64,37 +53,25 @@ def DistributedGradientTape(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """The tape, whose `gradient` merges over the ranks what it returns.
+    """The tape, whose `gradient` reduces over the ranks what it returns.
 
-    `register_local_source(variable)` leaves a variable's gradients this rank's own.
+    `register_local_source(variable)` excludes a variable: its gradients stay this rank's own.
 
     Args:
-        gradtape: must not be used any more.
-        device_dense: means nothing here, as `device_sparse`, `num_groups` and `groups`: gradients travel as one.
-        compression: see `Compression`.
-        sparse_as_dense: make `tf.IndexedSlices` dense, instead of gathering all ranks' slices.
-        op: how to merge.
-        gradient_predivide_factor: an average divides by this before the sum, and by the rest after it.
-        scale_local_gradients: whether gradients that are not merged are divided by the number of ranks, as those that
-            are averaged have been.
+        gradtape: must not be used afterwards.
+        device_dense: ignored, as `device_sparse`, `num_groups` and `groups`: gradients travel together.
+        compression: a compressor, see `Compression`.
+        sparse_as_dense: whether `tf.IndexedSlices` are made dense, instead of gathering the slices of all ranks.
+        op: the reduction.
+        gradient_predivide_factor: see `GradientReduction`.
+        process_set: the ranks that train together.
+        scale_local_gradients: whether gradients that are not reduced are divided by the number of ranks, as averaged
+            ones are.
 
-    Raises: ConfigurationError if arguments do not fit together.
+    Raises: ConfigurationError if options contradict each other.
     """
-    op = check_op(op)
-    if gradient_predivide_factor != 1.0 and op is not Average:
-        raise ConfigurationError(f"gradient_predivide_factor is for op Average, not {op.value}.")
-    tape: Any = object.__new__(type(type(gradtape).__name__, (_MergingTape, type(gradtape)), {}))
-    vars(tape).update(vars(gradtape))
-    tape._hvd_merge = {
-        "compression": compression,
-        "sparse_as_dense": sparse_as_dense,
-        "op": op,
-        "gradient_predivide_factor": gradient_predivide_factor,
-        "process_set": process_set,
-    }
-    tape._hvd_local = set()
-    tape._hvd_scales_local = scale_local_gradients
-    return tape
+    reduction = GradientReduction(compression, op, gradient_predivide_factor, sparse_as_dense, process_set)
+    return _distribute_tape(gradtape, reduction, scale_local_gradients)
 
 
 def PartialDistributedGradientTape(
@@ -114,45 +91,49 @@ def PartialDistributedGradientTape(
     """As `DistributedGradientTape`, but gradients of some layers stay each rank's own.
 
     Args:
-        local_layers: a layer, or several; None: none.
+        local_layers: a layer, or several; None for none.
     """
-    tape = DistributedGradientTape(
-        gradtape,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        op=op,
-        gradient_predivide_factor=gradient_predivide_factor,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-    )
+    reduction = GradientReduction(compression, op, gradient_predivide_factor, sparse_as_dense, process_set)
+    tape = _distribute_tape(gradtape, reduction, scale_local_gradients)
     for layer in tf.nest.flatten(local_layers) if local_layers is not None else []:
         for variable in layer.trainable_weights:
             tape.register_local_source(variable)
     return tape
 
 
-class _MergingTape:
-    """Before `tf.GradientTape`."""
+def _distribute_tape(gradtape: tf.GradientTape, reduction: GradientReduction, scales_local: bool) -> Any:
+    tape: Any = object.__new__(type(type(gradtape).__name__, (_ReducingTape, type(gradtape)), {}))
+    vars(tape).update(vars(gradtape))
+    tape._hvd_reduction = reduction
+    tape._hvd_local = set()
+    tape._hvd_scales_local = scales_local
+    return tape
 
-    _hvd_merge: dict[str, Any]
+
+class _ReducingTape:
+    """Precedes `tf.GradientTape` among the bases."""
+
+    _hvd_reduction: GradientReduction
     _hvd_local: set[int]  # identities of variables
     _hvd_scales_local: bool
 
     def register_local_source(self, source: Any) -> None:
-        """Gradients of this variable are not merged."""
+        """Do not reduce the gradients of this variable."""
         self._hvd_local.add(id(of_tensorflow(source)))
 
     def gradient(self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any) -> Any:
         """See `tf.GradientTape.gradient`."""
         gradients = super().gradient(target, sources, output_gradients, **kwargs)  # type: ignore[misc]
-        if not self._hvd_merge["process_set"].included():
+        process_set = self._hvd_reduction.process_set
+        if not process_set.included():
             return gradients
         flat = tf.nest.flatten(gradients)
         identities = [id(of_tensorflow(source)) for source in tf.nest.flatten(sources)]
         local = {index for index, identity in enumerate(identities) if identity in self._hvd_local}
-        merged = merge_gradients([None if i in local else each for i, each in enumerate(flat)], **self._hvd_merge)
+        shared = [None if index in local else each for index, each in enumerate(flat)]
+        reduced = reduce_gradients(shared, self._hvd_reduction)
         for index in local:
             own = flat[index]
             scales = self._hvd_scales_local and own is not None
-            merged[index] = divided_by_size(own, self._hvd_merge["process_set"]) if scales else own
-        return tf.nest.pack_sequence_as(gradients, merged)
+            reduced[index] = divided_by_size(own, process_set) if scales else own
+        return tf.nest.pack_sequence_as(gradients, reduced)

@@ -1,23 +1,22 @@
-"""Everybody starts alike: parameters and optimizer state of one rank, on all. Names and meaning are Horovod's."""
+"""Give all ranks the parameters and the optimizer state of one. Names and meaning are Horovod's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import io
+import pickle
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 
 from phalanx.errors import ConfigurationError
 from phalanx.horovod import operations
 from phalanx.horovod.horovod_job import current
-from phalanx.horovod.object_collectives import allgather_object, broadcast_bytes, broadcast_object
+from phalanx.horovod.object_collectives import allgather_object, broadcast_bytes, broadcast_object, check_trust
+from phalanx.horovod.operation_request import OperationKind
 from phalanx.horovod.process_sets import ProcessSet, global_process_set
-from phalanx.horovod.torch.host_tensors import all_to_host
-from phalanx.horovod.torch.mpi_ops import _put_back
-
-_PLAIN = (type(None), bool, int, float, str)
+from phalanx.horovod.torch.host_tensors import all_to_host, write_back
 
 
 def broadcast_parameters(
@@ -25,11 +24,13 @@ def broadcast_parameters(
     root_rank: int,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Put rank `root_rank`'s parameters into everybody's.
+    """Overwrite the parameters of all ranks with those of rank `root_rank`.
 
     Args:
-        params: `model.state_dict()`, `model.named_parameters()` or `model.parameters()`; what is no tensor is left
-            alone.
+        params: `model.state_dict()`, `model.named_parameters()` or `model.parameters()`. Values that are no tensors are
+            left unchanged.
+        root_rank: rank in the job whose parameters are sent.
+        process_set: the ranks that take part.
 
     Raises:
         ConfigurationError: it is none of these.
@@ -44,7 +45,17 @@ def broadcast_parameters(
                 "broadcast_parameters takes model.state_dict(), model.named_parameters() or model.parameters()."
             )
         values = [each[1] if isinstance(each, tuple) else each for each in given]
-    _broadcast([value for value in values if torch.is_tensor(value)], root_rank, "parameters", process_set)
+    tensors = [value for value in values if torch.is_tensor(value)]
+    arrays = all_to_host(tensors)
+    operations.run(
+        OperationKind.BROADCAST,
+        arrays,
+        outs=arrays,
+        name="broadcast.parameters",
+        root_rank=root_rank,
+        process_set=process_set,
+    )
+    write_back(arrays, tensors)
 
 
 def broadcast_optimizer_state(
@@ -53,96 +64,39 @@ def broadcast_optimizer_state(
     model: torch.nn.Module | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Put the state of rank `root_rank`'s optimizer, its options included, into everybody's.
+    """Overwrite the state and the options of all ranks' optimizers with those of rank `root_rank`.
 
-    Only the root needs to have a state, as after loading a checkpoint there. Plain values and tensors are not pickled;
-    other ones are, which needs a job with a secret.
+    Only the root needs to have a state, for example from a checkpoint. Tensors and plain values are sent in a form that
+    cannot run code (`torch.load(weights_only=True)`); other values require a job with a secret.
 
     Args:
-        model: not needed here.
+        optimizer: of the same class and for the same parameters on all ranks.
+        root_rank: rank in the job whose state is sent.
+        model: not used.
+        process_set: the ranks that take part.
 
-    Raises: ConfigurationError for LBFGS, whose state cannot be taken apart.
+    Raises: ConfigurationError for LBFGS, whose state cannot be sent, and for other values in a job without a secret.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigurationError("broadcast_optimizer_state cannot be used with torch.optim.LBFGS.")
-    is_root = current().membership.rank == root_rank
-    tensors: list[torch.Tensor] = []
-    odd: list[Any] = []
-    description = msgspec.msgpack.encode(_describe(optimizer.state_dict(), tensors, odd)) if is_root else b""
-    description = broadcast_bytes(description, root_rank, "optimizer_state", process_set)
-    decoded = msgspec.msgpack.decode(description)
+    is_root, buffer = current().membership.rank == root_rank, io.BytesIO()
+    if is_root:
+        state = optimizer.state_dict()
+        groups = [{key: _plain(value) for key, value in group.items()} for group in state["param_groups"]]
+        torch.save({**state, "param_groups": groups}, buffer)
+    received = broadcast_bytes(buffer.getvalue(), root_rank, "optimizer_state", process_set)
+    try:
+        state = torch.load(io.BytesIO(received), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:  # the root loads as well, so that all ranks raise
+        check_trust("broadcast_optimizer_state")
+        state = torch.load(io.BytesIO(received), map_location="cpu", weights_only=False)
     if not is_root:
-        _find_tensors(decoded, tensors)
-    _broadcast(tensors, root_rank, "optimizer_state.tensors", process_set)
-    if _has_odd(decoded):
-        odd = broadcast_object(odd, root_rank, "optimizer_state.objects", process_set)
-    if not is_root:
-        optimizer.load_state_dict(_build(decoded, iter(tensors), iter(odd)))
+        optimizer.load_state_dict(state)
 
 
-def _broadcast(tensors: list[torch.Tensor], root_rank: int, name: str, process_set: ProcessSet) -> None:
-    arrays = all_to_host(tensors)
-    pending = operations.broadcast(
-        arrays, root_rank, name=f"broadcast.{name}", process_set=process_set, outs=arrays, wake=False
-    )
-    _put_back(tensors, pending.wait())
-
-
-# A state as JSON's types: [kind, content] for all that is not plain.
-
-
-def _describe(value: Any, tensors: list[torch.Tensor], odd: list[Any]) -> Any:
-    if isinstance(value, np.generic):
-        return _describe(value.item(), tensors, odd)
-    if type(value) in _PLAIN and not (type(value) is int and value.bit_length() > 63):
-        return value
-    if torch.is_tensor(value):
-        tensors.append(value)
-        return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape)]
-    if isinstance(value, dict):
-        return ["dict", [[_describe(key, tensors, odd), _describe(item, tensors, odd)] for key, item in value.items()]]
-    if type(value) in (list, tuple):
-        return [type(value).__name__, [_describe(item, tensors, odd) for item in value]]
-    odd.append(value)
-    return ["odd"]
-
-
-def _find_tensors(described: Any, tensors: list[torch.Tensor]) -> None:
-    for kind, content in _leaves(described):
-        if kind == "tensor":
-            dtype, shape = content
-            tensors.append(torch.empty(shape, dtype=getattr(torch, dtype)))
-
-
-def _has_odd(described: Any) -> bool:
-    return any(kind == "odd" for kind, _ in _leaves(described))
-
-
-def _leaves(described: Any) -> Iterator[tuple[str, list[Any]]]:
-    """Kind and content of all that holds nothing else and is not plain, in order."""
-    if not isinstance(described, list):
-        return
-    kind, *content = described
-    if kind in ("tensor", "odd"):
-        yield kind, content
-        return
-    for item in content[0]:
-        for part in item if kind == "dict" else [item]:
-            yield from _leaves(part)
-
-
-def _build(described: Any, tensors: Any, odd: Any) -> Any:
-    if not isinstance(described, list):
-        return described
-    kind, *content = described
-    if kind == "tensor":
-        return next(tensors)
-    if kind == "odd":
-        return next(odd)
-    if kind == "dict":
-        return {_build(key, tensors, odd): _build(item, tensors, odd) for key, item in content[0]}
-    items = [_build(item, tensors, odd) for item in content[0]]
-    return items if kind == "list" else tuple(items)
+def _plain(value: Any) -> Any:
+    """NumPy's numbers as Python's, which can be loaded without a secret."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]

@@ -20,33 +20,43 @@ def shares_memory(tensor: torch.Tensor) -> bool:
 
 
 def to_host(tensor: torch.Tensor) -> Array:
-    """The tensor's values as a contiguous array: its own memory where that can be."""
+    """The tensor's values as a contiguous array: the tensor's own memory if possible."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if not shares_memory(tensor):
         tensor = tensor.cpu().contiguous()
-    if tensor.dtype is torch.bfloat16:  # NumPy does not know it
+    if tensor.dtype is torch.bfloat16:  # unknown to NumPy
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return tensor.numpy()
 
 
 def all_to_host(tensors: Sequence[torch.Tensor]) -> list[Array]:
-    """As `to_host` of each, and from a GPU much faster."""
+    """As `to_host` of each tensor; from a GPU, much faster."""
     return [to_host(tensor) for tensor in copy_to_host(tensors)]
 
 
-def over(array: Array) -> torch.Tensor:
+def _tensor_over(array: Array) -> torch.Tensor:
     """A tensor of the array's memory."""
-    array = np.ascontiguousarray(array).reshape(array.shape)  # the former makes rows of single numbers
+    array = np.ascontiguousarray(array).reshape(array.shape)  # ascontiguousarray makes rows of single numbers
     if array.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 
 
-def from_host(array: Array, like: torch.Tensor) -> torch.Tensor:
-    """A tensor of the array's memory (a copy, on another device)."""
-    return copy_to_device([over(array)], like.device)[0]
+def tensors_of(arrays: Sequence[Array], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors of new arrays: of their memory, or copies on the devices of the inputs.
+
+    The counts that follow the result of an alltoall have no input and stay on the CPU, as in Horovod.
+    """
+    tensors = [_tensor_over(array) for array in arrays]
+    for index, own in enumerate(inputs):
+        if not own.is_cpu:
+            tensors[index] = copy_to_device([tensors[index]], own.device)[0]
+    return tensors
 
 
-def tensors_of(arrays: Sequence[Array], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """As `from_host` of each."""
-    return [from_host(array, tensor) for array, tensor in zip(arrays, like, strict=True)]
+def write_back(arrays: Sequence[Array], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors, with the values that were written to their arrays from `to_host`."""
+    for tensor, array in zip(tensors, arrays, strict=True):
+        if not shares_memory(tensor):
+            tensor.detach().copy_(_tensor_over(array))
+    return list(tensors)

@@ -1,9 +1,9 @@
 """Batch normalization over the batches of all ranks. The name is Horovod's.
 
-Forward, each rank tells count, mean and sum of squared deviations of its own batch, from which all form those of the
-whole (Chan, Golub and LeVeque 1983, "Algorithms for computing the sample variance", equation 2.1: no squares of means
-are subtracted, so no digits are lost). Backward, two sums over the ranks are needed (Ioffe and Szegedy 2015, section
-3).
+Forward, each rank sends count, mean and sum of squared deviations of its own batch, from which all compute those of the
+whole batch (Chan, Golub and LeVeque 1983, "Algorithms for computing the sample variance", equation 2.1: no squares of
+means are subtracted, so no digits are lost). Backward, two sums over the ranks are needed (Ioffe and Szegedy 2015,
+section 3).
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from phalanx.horovod.basics import size
 from phalanx.horovod.instance_numbers import InstanceNumber
 from phalanx.horovod.operations import Sum
 from phalanx.horovod.process_sets import global_process_set
-from phalanx.horovod.torch.autograd_functions import once
 from phalanx.horovod.torch.mpi_ops import allgather, allreduce
+from phalanx.horovod.torch.torch_framework import once
 
 Tensor: TypeAlias = torch.Tensor
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """Batch normalization whose statistics, while it trains, are those of all ranks' batches together.
+    """Batch normalization whose statistics, during training, are those of all ranks' batches together.
 
-    What comes out, and what gradients go back, are those of one process on the whole batch, also where ranks have
-    batches of different sizes. Gradients of weight and bias are this rank's own, as of every parameter;
-    `DistributedOptimizer` merges them. All ranks must compute the layers alike. On any device (Horovod: only on GPUs).
+    Outputs and input gradients are those of one process on the whole batch, even if the ranks' batches differ in size.
+    Gradients of weight and bias are local, as for every parameter; `DistributedOptimizer` reduces them. All ranks must
+    compute the layers in the same order. Works on any device (in Horovod, only on GPUs).
 
-    Args: as of `torch.nn.BatchNorm2d`. Inputs are of shape (samples, features, ...).
+    Args: as for `torch.nn.BatchNorm2d`. Inputs have the shape (samples, features, ...).
 
     Raises: ConfigurationError for inputs of another shape, or if all ranks together have one value for each feature.
     """
@@ -60,7 +60,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             output: Tensor = super().forward(input)
             return output
         self._check_input_dim(input)
-        normalize: Any = _Normalization.apply  # PyTorch gives it no type
+        normalize: Any = _Normalization.apply  # untyped in PyTorch
         result: Tensor
         name = f"sync_batch_norm.{int(self._hvd_number)}"
         result, mean, variance, count = normalize(input, self.weight, self.bias, self.eps, name)
@@ -69,7 +69,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         return result
 
     def _update_running(self, mean: Tensor, variance: Tensor, count: float) -> None:
-        """As PyTorch: the running variance is that of the population of which the batch is a sample."""
+        """As in PyTorch, the running variance is that of the population of which the batch is a sample."""
         tracked: Any = self.num_batches_tracked
         tracked += 1
         momentum = 1.0 / float(tracked) if self.momentum is None else self.momentum
@@ -122,12 +122,12 @@ class _Normalization(torch.autograd.Function):
 
 
 def _whole(x: Tensor, name: str) -> tuple[Tensor, Tensor, int]:
-    """Mean and sum of squared deviations of each feature, and how many values a feature has, over all ranks."""
+    """Mean and sum of squared deviations of each feature, and the number of its values, over all ranks."""
     axes, features = _others(x), x.shape[1]
     count = x.numel() // features if features else 0
     mean = x.mean(axes) if count else x.new_zeros(features)
     squares = (x - mean.view(_beside(x))).square().sum(axes) if count else x.new_zeros(features)
-    # In float64, since a count must be exact; on the host, where they go anyway.
+    # In float64, since a count must be exact; on the host, since that is where they are sent from.
     own = torch.cat([torch.tensor([count], dtype=torch.float64), mean.cpu().double(), squares.cpu().double()])
     rows = allgather(own[None], name=f"{name}.forward")
     counts, means, of_squares = rows[:, :1], rows[:, 1 : 1 + features], rows[:, 1 + features :]
@@ -142,10 +142,10 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _others(x: Tensor) -> list[int]:
-    """All dimensions but that of the features."""
+    """All dimensions but the one of the features."""
     return [0, *range(2, x.dim())]
 
 
 def _beside(x: Tensor) -> list[int]:
-    """The shape in which a number for each feature stands beside the input."""
+    """The shape in which one number for each feature broadcasts to the input."""
     return [1, -1, *[1] * (x.dim() - 2)]

@@ -198,7 +198,7 @@ def check_wrong_arguments_raise_before_anything_is_sent() -> None:
         (lambda: hvd.broadcast(np.ones(2), hvd.size()), "no rank"),
         (lambda: hvd.alltoall(np.ones(hvd.size() + 1)), "Pass splits"),
         (lambda: hvd.alltoall(np.ones(3), [1] * (hvd.size() + 1)), "one number"),
-        (lambda: hvd.alltoall(np.ones(3), [3] * hvd.size()), "their sum"),
+        (lambda: hvd.alltoall(np.ones(3), [3] * hvd.size()), "add up to"),
         (lambda: hvd.alltoall(np.ones(hvd.size()), [1.0] * hvd.size()), "integers"),
         (lambda: hvd.reducescatter(np.ones(2), op=hvd.Adasum), "cannot merge"),
         (lambda: hvd.reducescatter(np.ones(2, bool)), "booleans"),

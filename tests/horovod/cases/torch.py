@@ -327,7 +327,7 @@ def check_large_models_travel_in_several_buckets() -> None:
     model = nn.Sequential(*[nn.Linear(1500, 1500, bias=False) for _ in range(3)])  # 9 MB each
     hvd.broadcast_parameters(model.named_parameters(), 0)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters())
-    assert len(optimizer._hvd_buckets) == 3
+    assert len(optimizer._hvd_reducer.buckets) == 3
     for _ in range(2):
         optimizer.zero_grad()
         x = torch.full((2, 1500), float(hvd.rank() + 1))

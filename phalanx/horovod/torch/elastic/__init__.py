@@ -1,4 +1,4 @@
-"""Jobs whose members come and go, for PyTorch: `hvd.elastic.run`, `hvd.elastic.TorchState`. Names are Horovod's."""
+"""Elastic training with PyTorch: `hvd.elastic.run`, `hvd.elastic.TorchState`. Names are Horovod's."""
 
 from __future__ import annotations
 

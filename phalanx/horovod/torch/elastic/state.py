@@ -1,7 +1,7 @@
 """The state of a PyTorch program: modules, optimizers, schedulers, samplers. Names and meaning are Horovod's.
 
-A handler says of things of a type how they are kept and given to others. `get_handler_registry` lists them by type, and
-`set_handler_registry` takes a list with more of them.
+A handler saves, restores and synchronizes the objects of one type. `get_handler_registry` lists the handlers by type;
+`set_handler_registry` replaces the list.
 """
 
 from __future__ import annotations
@@ -15,43 +15,44 @@ import torch
 from phalanx.horovod import operations
 from phalanx.horovod.elastic.state import ObjectState
 from phalanx.horovod.object_collectives import broadcast_object
+from phalanx.horovod.operation_request import OperationKind
 from phalanx.horovod.torch.elastic.sampler import ElasticSampler
 from phalanx.horovod.torch.functions import broadcast_optimizer_state, broadcast_parameters
 
 
 class StateHandler:
-    """How one thing of a `TorchState` is kept.
+    """Saves, restores and synchronizes one object of a `TorchState`.
 
     Args:
-        value: the thing.
+        value: the object.
     """
 
     def __init__(self, value: Any):
         self.value = value
 
     def prepare(self) -> None:
-        """What needs the other members before the thing can be kept; all of them call."""
+        """Communicate with the other members before `save`; all of them call."""
 
     def save(self) -> None:
-        """Keep the thing as it is now. Other members are not asked."""
+        """Save the object as it is now, without communication."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Make it again what was kept last."""
+        """Restore what was saved last."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Make it what it is on rank 0; all members call."""
+        """Overwrite the object with that of rank 0; all members call."""
         raise NotImplementedError
 
     def set_value(self, value: Any) -> None:
-        """Handle another thing from now on."""
+        """Handle another object from now on."""
         self.value = value
         self.save()
 
 
 class _WithStateDict(StateHandler):
-    """Of what has `state_dict` and `load_state_dict`."""
+    """For objects with `state_dict` and `load_state_dict`."""
 
     def __init__(self, value: Any):
         super().__init__(value)
@@ -61,33 +62,33 @@ class _WithStateDict(StateHandler):
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        # A copy: an optimizer would go on in the tensors that it loads.
+        # A copy, because an optimizer would update the tensors that it loads.
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
 
 class ModelStateHandler(_WithStateDict):
-    """Of a module."""
+    """For modules."""
 
     def sync(self) -> None:
         broadcast_parameters(self.value.state_dict(), root_rank=0)
 
 
 class OptimizerStateHandler(_WithStateDict):
-    """Of an optimizer, of `hvd.DistributedOptimizer` or not."""
+    """For optimizers, distributed or not."""
 
     def sync(self) -> None:
         broadcast_optimizer_state(self.value, root_rank=0)
 
 
 class LRSchedulerStateHandler(_WithStateDict):
-    """Of a learning rate scheduler."""
+    """For learning rate schedulers."""
 
     def sync(self) -> None:
         self.value.load_state_dict(broadcast_object(self.value.state_dict(), name="elastic.scheduler"))
 
 
 class SamplerStateHandler(_WithStateDict):
-    """Of an `ElasticSampler`: what one member has recorded counts as processed for all when it is kept."""
+    """For an `ElasticSampler`: what one member has recorded counts as processed on all once it is saved."""
 
     def prepare(self) -> None:
         self.value.unite(_union(self.value.processed_indices))
@@ -102,8 +103,8 @@ class TorchState(ObjectState):
     Args:
         model: a module.
         optimizer: an optimizer.
-        kwargs: more parts: modules, optimizers, schedulers and samplers, and whatever there is a handler for; anything
-            else is kept as `ObjectState` keeps it.
+        kwargs: more objects: modules, optimizers, schedulers, samplers, and others that have a handler; all others are
+            saved as by `ObjectState`.
     """
 
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any):
@@ -144,7 +145,7 @@ class TorchState(ObjectState):
             self._handlers[name].set_value(value)
 
     def _keep(self) -> None:
-        """Other members are not asked, so it happens as a whole or, if this process is lost, not at all."""
+        """Save without communication, so that it happens as a whole or, if this process is lost, not at all."""
         for handler in self._handlers.values():
             handler.save()
         super().save()
@@ -161,12 +162,12 @@ _registry: Registry = [
 
 
 def get_handler_registry() -> Registry:
-    """Which handler is for things of which type; the first that fits is taken."""
+    """Types and their handlers; the first that fits is used."""
     return _registry
 
 
 def set_handler_registry(registry: Registry) -> None:
-    """Use these handlers for each `TorchState` that is made from now on."""
+    """Use these handlers for each `TorchState` created from now on."""
     global _registry
     _registry = registry
 
@@ -176,6 +177,6 @@ def _handler_of(value: Any) -> StateHandler | None:
 
 
 def _union(own: set[int]) -> set[int]:
-    """What is in any member's set."""
-    (everybodys,) = operations.allgather([np.array(sorted(own), np.int64)], wake=False).wait()
-    return set(everybodys.tolist())
+    """The union of all members' sets."""
+    (indices,) = operations.run(OperationKind.ALLGATHER, [np.array(sorted(own), np.int64)])
+    return set(indices.tolist())

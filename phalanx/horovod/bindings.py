@@ -1,0 +1,263 @@
+"""Horovod's functions of tensors, made from the table of collectives (`operations`) for each framework.
+
+A function is one of five verbs in one of several forms, which its name tells: `grouped_` takes several tensors that
+travel together, `_async` returns a handle instead of the result, and a trailing underscore writes the result into the
+tensors given. `make_function` makes any of them from its name. Each of Horovod's modules has the parameters in another
+order; those of `horovod.torch` are the default here. What else differs between frameworks is behind two functions of
+each, `Run` and `Start`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from phalanx.errors import ConfigurationError
+from phalanx.horovod import operations
+from phalanx.horovod.compression import Compression, compressed
+from phalanx.horovod.operation_request import Array, OperationKind
+from phalanx.horovod.operations import Arguments, Average, PendingResult, check_op
+from phalanx.horovod.process_sets import global_process_set
+
+Tensor = Any
+
+
+Run = Callable[[OperationKind, Sequence[Tensor], Arguments, Any], list[Tensor]]
+"""`run(kind, tensors, arguments, compression)` returns the result of a collective, new tensors, differentiable if the
+framework differentiates. An alltoall has a second result, the number of rows received from each rank."""
+
+Start = Callable[..., PendingResult]
+"""`start(kind, tensors, arguments, in_place=False, wake=True)` starts a collective, see `operations.start`; with
+`in_place`, the result is written into the tensors."""
+
+
+class ArrayFramework:
+    """A framework whose tensors become arrays and back by two functions, without gradients: NumPy, JAX, Keras.
+
+    Args:
+        to_array: the values of a tensor; the array is not written to.
+        from_array: a tensor of a new array.
+    """
+
+    def __init__(self, to_array: Callable[[Tensor], Array], from_array: Callable[[Array], Tensor]):
+        self._to_array = to_array
+        self._from_array = from_array
+
+    def run(
+        self, kind: OperationKind, tensors: Sequence[Tensor], arguments: Arguments, compression: Any
+    ) -> list[Tensor]:
+        """See `Run`."""
+
+        def reduce(arrays: Sequence[Any]) -> list[Array]:
+            results: list[Array] = operations.start(kind, list(map(np.asarray, arrays)), arguments, wake=False).wait()
+            return results
+
+        arrays = list(map(self._to_array, tensors))
+        results = reduce(arrays) if kind is OperationKind.ALLTOALL else compressed(compression, arrays, reduce)
+        return list(map(self._from_array, results))
+
+    def start(
+        self,
+        kind: OperationKind,
+        tensors: Sequence[Tensor],
+        arguments: Arguments,
+        *,
+        in_place: bool = False,
+        wake: bool = True,
+    ) -> PendingResult:
+        """See `Start`; never in place."""
+        pending = operations.start(kind, list(map(self._to_array, tensors)), arguments, wake=wake)
+        pending.finish = lambda results: list(map(self._from_array, results))
+        return pending
+
+    def make_function(self, name: str, parameters: str | None = None) -> Callable[..., Any]:
+        """See `make_function`."""
+        return make_function(name, parameters, run=self.run, start=self.start)
+
+
+def synchronize(handle: PendingResult) -> Any:
+    """Wait for the result of an asynchronous operation and return it.
+
+    Raises: HorovodInternalError if the operation failed.
+    """
+    if not isinstance(handle, PendingResult):
+        raise ConfigurationError(f"synchronize got {handle!r}; pass what a function with _async in its name returned.")
+    return handle.wait()
+
+
+def poll(handle: PendingResult) -> bool:
+    """Whether `synchronize` would return immediately."""
+    return handle.done()
+
+
+def check_integers_preserved(array: Array, dtype: str) -> None:
+    """Raise ConfigurationError if integers do not fit into 32 bits, to which JAX truncates them.
+
+    Args:
+        array: the values.
+        dtype: name of the dtype of the tensor that was made of the array.
+    """
+    if array.dtype.kind not in "iu" or dtype == array.dtype.name or not array.size:
+        return
+    limits = np.iinfo(dtype)
+    if array.max() > limits.max or array.min() < limits.min:
+        raise ConfigurationError(
+            f"A result of {array.dtype.name} has values that do not fit in {dtype}, which JAX makes of it. Call "
+            f'jax.config.update("jax_enable_x64", True) at the start of the program, or pass NumPy arrays to the '
+            f"functions of phalanx.horovod."
+        )
+
+
+# ------------------------------------------------------------------------------------------------ making the functions
+
+_DEFAULTS: dict[str, Any] = {
+    "average": None,
+    "compression": Compression.none,
+    "device_dense": "",
+    "device_sparse": "",
+    "ignore_name_scope": False,
+    "name": None,
+    "op": None,
+    "postscale_factor": 1.0,
+    "prescale_factor": 1.0,
+    "process_set": global_process_set,
+    "splits": None,
+}
+"""Parameters that are not here have no default."""
+
+_PARAMETERS = {
+    OperationKind.ALLREDUCE: "average name compression op prescale_factor postscale_factor process_set",
+    OperationKind.ALLGATHER: "name process_set",
+    OperationKind.BROADCAST: "root_rank name process_set",
+    OperationKind.ALLTOALL: "splits name process_set",
+    OperationKind.REDUCESCATTER: "name compression op process_set prescale_factor postscale_factor",
+}
+"""As in `horovod.torch`, after the tensor or tensors. Forms that are asynchronous or in place do not compress."""
+
+ARRAY_FUNCTIONS = [
+    *(f"{kind}{suffix}" for kind in _PARAMETERS for suffix in ("", "_async")),
+    *(f"grouped_{verb}{suffix}" for verb in ("allreduce", "allgather", "reducescatter") for suffix in ("", "_async")),
+]
+"""Names of the functions that every framework with asynchronous operations has."""
+
+_SUMMARIES = {
+    OperationKind.ALLREDUCE: "Reduce each tensor over the ranks; every rank gets the result.",
+    OperationKind.ALLGATHER: "Concatenate each tensor of all ranks along the first dimension, which may differ.",
+    OperationKind.BROADCAST: "Send the tensor of one rank to all ranks.",
+    OperationKind.ALLTOALL: "Send some rows of the tensor to each rank, and concatenate the rows received.",
+    OperationKind.REDUCESCATTER: "Reduce each tensor over the ranks; every rank gets its share of the rows of the "
+    "result. The first ranks get one more where the rows cannot be divided equally.",
+}
+_DESCRIPTIONS = {
+    "tensor": "a tensor of numbers.",
+    "value": "a tensor of numbers, or what can be converted to one.",
+    "tensors": "tensors, which travel together.",
+    "average": "older form of `op`: True for Average, False for Sum.",
+    "name": "identifies the operation; equal on all ranks. By default, the n-th call without a name on one rank "
+    "matches the n-th one on every other rank.",
+    "compression": "how tensors are compressed on the way, see `Compression`.",
+    "op": "the reduction: Average (default), Sum, Min, Max, Product, and for an allreduce Adasum.",
+    "prescale_factor": "multiplies the tensors before the reduction.",
+    "postscale_factor": "multiplies the result.",
+    "process_set": "the ranks that take part.",
+    "root_rank": "rank in the job whose tensor is sent.",
+    "splits": "number of rows for each rank, which may be 0; None for equal parts.",
+    "device_dense": "ignored: values are reduced on the host.",
+    "device_sparse": "ignored, as `device_dense`.",
+    "ignore_name_scope": "ignored.",
+}
+
+
+def make_function(
+    name: str, parameters: str | None = None, *, run: Run, start: Start | None = None
+) -> Callable[..., Any]:
+    """One of Horovod's functions.
+
+    Args:
+        name: verb and form, as "grouped_allreduce_async_".
+        parameters: names of the parameters in order, the tensor or tensors first; None for those of `horovod.torch`.
+        run: the framework's collectives.
+        start: the framework's asynchronous collectives, if the form needs them.
+    """
+    kind = OperationKind(name.removeprefix("grouped_").removesuffix("_").removesuffix("_async"))
+    is_async, in_place = "_async" in name, name.endswith("_")
+    if parameters is None:
+        parameters = f"{'tensors' if name.startswith('grouped_') else 'tensor'} {_PARAMETERS[kind]}"
+        if is_async or in_place:
+            parameters = parameters.replace("compression ", "")
+    first, *others = names = parameters.split()
+    is_grouped = first == "tensors"
+    defaults = {each: _DEFAULTS[each] for each in others if each in _DEFAULTS}
+    if kind is OperationKind.REDUCESCATTER:
+        defaults["op"] = Average
+    signature = inspect.Signature(
+        [
+            inspect.Parameter(each, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=defaults.get(each, inspect._empty))
+            for each in names
+        ]
+    )
+    after = [frozenset(names[count:]) for count in range(len(names) + 1)]
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        # `Signature.bind` takes several microseconds, so it is called only where it raises.
+        values = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        if len(args) > len(names) or not kwargs.keys() <= after[len(args)] or len(values) < len(names):
+            signature.bind(*args, **kwargs)
+        tensors = list(values[first]) if is_grouped else [values[first]]
+        get = values.get
+        arguments = Arguments(
+            get("name"),
+            get("process_set", global_process_set),
+            check_op(get("op"), get("average")),
+            get("prescale_factor", 1.0),
+            get("postscale_factor", 1.0),
+            get("root_rank", 0),
+            splits := get("splits"),
+        )
+
+        def select(results: list[Any]) -> Any:
+            if is_grouped:
+                return results
+            return results[0] if splits is None else (results[0], results[1])
+
+        if not (is_async or in_place):
+            return select(run(kind, tensors, arguments, get("compression", Compression.none)))
+        assert start is not None, "the framework has no asynchronous functions"
+        pending = start(kind, tensors, arguments, in_place=in_place, wake=is_async)
+        convert = pending.finish
+        assert convert is not None
+        pending.finish = lambda results: select(convert(results))
+        return pending if is_async else pending.wait()
+
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = _describe(kind, names, is_async=is_async, in_place=in_place)
+    function.__signature__ = signature  # type: ignore[attr-defined]
+    return function
+
+
+def _describe(kind: OperationKind, names: Sequence[str], *, is_async: bool, in_place: bool) -> str:
+    """The docstring of a function."""
+    returns = "a list of the results" if names[0] == "tensors" else "the result"
+    if kind is OperationKind.ALLTOALL:
+        returns = "the rows received; with `splits`, also how many came from each rank (int32)"
+    if in_place:
+        returns = "the tensors given, which hold the result" if names[0] == "tensors" else "the tensor given"
+    if is_async:
+        returns = f"a handle at once; `synchronize(handle)` returns {returns}"
+    return "\n".join(
+        [
+            _SUMMARIES[kind],
+            "",
+            "Args:",
+            *(f"    {name}: {_DESCRIPTIONS[name]}" for name in names),
+            "",
+            f"Returns: {returns}.",
+            "",
+            "Raises:",
+            "    ConfigurationError: an argument is invalid.",
+            "    HorovodInternalError: the arguments differ between ranks, or communication failed.",
+        ]
+    )

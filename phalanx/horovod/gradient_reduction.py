@@ -1,0 +1,59 @@
+"""What the optimizers and tapes of all frameworks share: how gradients are combined across ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.errors import ConfigurationError
+from phalanx.horovod.compression import Compression
+from phalanx.horovod.operation_request import HorovodOp
+from phalanx.horovod.operations import Arguments, Average, check_op
+from phalanx.horovod.process_sets import ProcessSet, global_process_set
+
+
+@dataclass(frozen=True)
+class GradientReduction:
+    """The options of a `DistributedOptimizer` or `DistributedGradientTape` that say how gradients are reduced.
+
+    Attributes:
+        compression: a compressor, see `Compression`.
+        op: the reduction.
+        gradient_predivide_factor: an average divides by this before the sum, and by the rest of the number of ranks
+            after it.
+        sparse_as_dense: whether sparse gradients are made dense, instead of gathering the entries of all ranks.
+        process_set: the ranks that train together.
+
+    Raises: ConfigurationError if the options contradict each other.
+    """
+
+    compression: Any = Compression.none
+    op: HorovodOp = Average
+    gradient_predivide_factor: float = 1.0
+    sparse_as_dense: bool = False
+    process_set: ProcessSet = global_process_set
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "op", check_op(self.op))
+        if self.op is not Average and self.gradient_predivide_factor != 1.0:
+            raise ConfigurationError(f"gradient_predivide_factor is for op Average, not {self.op.value}.")
+
+    def arguments(self, name: str | None = None, factor: float = 1.0) -> Arguments:
+        """The arguments of the allreduce of the gradients.
+
+        Args:
+            name: name of the operation.
+            factor: multiplies the result.
+        """
+        divisor = self.gradient_predivide_factor if self.op is Average else 1.0
+        return Arguments(name, self.process_set, self.op, 1.0 / divisor, divisor * factor)
+
+
+def reduce_present(gradients: Sequence[Any], reduce: Callable[[list[Any]], Sequence[Any]]) -> list[Any]:
+    """The gradients, those that are not None replaced by what `reduce` makes of them."""
+    present = [index for index, gradient in enumerate(gradients) if gradient is not None]
+    reduced = list(gradients)
+    for index, result in zip(present, reduce([gradients[index] for index in present]), strict=True):
+        reduced[index] = result
+    return reduced

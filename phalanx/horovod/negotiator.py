@@ -1,0 +1,155 @@
+"""The rounds in which ranks find out which operations can begin. `negotiation` decides, this exchanges."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from phalanx.collectives.communicator import ReduceOp
+from phalanx.collectives.host.host_communicator import HostCommunicator
+from phalanx.errors import CollectiveTimeoutError
+from phalanx.horovod.horovod_environment import HorovodEnvironment
+from phalanx.horovod.negotiation import NegotiationResult, RankRequests, RequestCache, absent, decide, refusal
+from phalanx.horovod.operation_request import Request
+from phalanx.horovod.stall_inspector import PendingRequest, StallInspector
+from phalanx.monitoring import timeline
+
+_log = logging.getLogger(__name__)
+
+_NOTHING_NEW = 0
+_FIRST_REQUEST = 1
+"""A round's bits: the first says that this rank has nothing new, the others which cached requests it waits for."""
+_NAMES_IN_MESSAGES = 5
+
+
+class RoundResult(NamedTuple):
+    """What a round has brought.
+
+    Attributes:
+        operations: what can begin or has failed, in an order that is the same on all ranks.
+        last_joined: once all ranks have joined, the one that was last.
+    """
+
+    operations: Sequence[NegotiationResult]
+    last_joined: int | None = None
+
+
+class Negotiator:
+    """One rank's part in the rounds. Not thread-safe: only the thread that drives the controller uses it.
+
+    Args:
+        communicator: of the ranks.
+        environment: the capacity of the cache, and when to warn.
+        timeout_s: seconds after which an operation that other ranks do not request ends the job.
+        names: of the ranks, for messages.
+    """
+
+    def __init__(
+        self, communicator: HostCommunicator, environment: HorovodEnvironment, timeout_s: float, names: Sequence[str]
+    ):
+        self._communicator = communicator
+        self._stalls = StallInspector(environment.stall_s, timeout_s, names)
+        self._cache = RequestCache(environment.cache_capacity)
+        self._bits = np.zeros(_FIRST_REQUEST + environment.cache_capacity, np.uint8)
+        self._merged = np.empty_like(self._bits)
+        self._joined: list[int] = []  # in the order in which they joined
+        self._waiting: Mapping[str, PendingRequest] = {}  # of the present round, for messages
+        stalls = communicator.runner.stalls
+        stalls.stall_s, stalls.on_stall = environment.stall_s, lambda call, ranks: self._warn_of_absent(ranks)
+
+    def negotiate(self, waiting: Mapping[str, PendingRequest], *, joins: bool) -> RoundResult:
+        """Take part in one round; returns when all ranks have.
+
+        Args:
+            waiting: the operations that this rank waits for, by name.
+            joins: whether this rank has run out of data.
+
+        Raises: CollectiveTimeoutError if a rank does not take part, or an operation is overdue.
+        """
+        if timeline.current.marks_cycles:
+            timeline.current.instant(timeline.COLLECTIVES, "CYCLE_START")
+        self._waiting = waiting
+        requests = self._write_bits(waiting, joins=joins)
+        try:
+            self._communicator.all_reduce([self._bits], ReduceOp.MIN, out=[self._merged])
+        except CollectiveTimeoutError as error:
+            raise CollectiveTimeoutError(f"{self._awaited()} did not begin: {error}") from error
+        if not self._merged[_NOTHING_NEW]:
+            return self._exchange_requests(
+                waiting, RankRequests(requests, joins, self._stalls.overdue(waiting.values()))
+            )
+        ready = [self._cache[int(number)] for number in np.flatnonzero(self._merged[_FIRST_REQUEST:])]
+        return RoundResult(
+            self._note([NegotiationResult(request, refusal(request, self._joined)) for request in ready])
+        )
+
+    def forget_stall(self, name: str) -> None:
+        """An operation of this name is done."""
+        self._stalls.is_over(name)
+
+    def _write_bits(self, waiting: Mapping[str, PendingRequest], *, joins: bool) -> list[Request | int]:
+        """Set this rank's bits. A rank that has joined sets all of them. Returns the requests, by number if cached."""
+        has_joined = self._communicator.rank in self._joined
+        self._bits[:] = has_joined
+        self._bits[_NOTHING_NEW] = joins == has_joined and not self._stalls.is_due(waiting.values())
+        requests: list[Request | int] = []
+        for pending in waiting.values():
+            number = self._cache.number_of(pending.request)
+            if number is None:
+                self._bits[_NOTHING_NEW] = 0
+                requests.append(pending.request)
+            else:
+                self._bits[_FIRST_REQUEST + number] = 1
+                requests.append(number)
+        return requests
+
+    def _exchange_requests(self, waiting: Mapping[str, PendingRequest], own: RankRequests) -> RoundResult:
+        encoded = self._communicator.all_gather_bytes(_encode(own))
+        ranks = [_DECODER.decode(item) for item in encoded]
+        self._joined += [rank for rank, each in enumerate(ranks) if each.joined and rank not in self._joined]
+        last = None
+        if len(self._joined) == self._communicator.world_size:
+            last, self._joined = self._joined[-1], []
+        requested = [self._cache.resolve(each) for each in ranks]
+        missing = absent(requested, self._joined)
+        for stall in self._stalls.inspect(waiting, missing):
+            self._warn(stall.name, stall.ranks, "which ask for other operations")
+        self._stalls.end_overdue([each.overdue for each in ranks], missing)
+        return RoundResult(self._note(decide(requested, self._joined)), last)
+
+    def _note(self, results: list[NegotiationResult]) -> list[NegotiationResult]:
+        """The results; what can begin is cached on all ranks."""
+        for result in results:
+            if not result.error:
+                self._cache.note(result.request)
+        return results
+
+    def _warn_of_absent(self, ranks: Sequence[int]) -> None:
+        """A round has waited too long for ranks that request nothing."""
+        self._warn(self._awaited(), ranks, "which have not asked for it")
+
+    def _awaited(self) -> str:
+        """What this rank waits for."""
+        names = list(self._waiting) or ["join"]
+        return ", ".join(names[:_NAMES_IN_MESSAGES]) + (", ..." if len(names) > _NAMES_IN_MESSAGES else "")
+
+    def _warn(self, names: str, ranks: Sequence[int], what: str) -> None:
+        if self._communicator.rank != min(set(range(self._communicator.world_size)) - set(ranks), default=0):
+            return  # one rank is enough
+        _log.warning(
+            "stalled for more than %g s: %s waits for %s, %s. The job ends after %g s "
+            "(HOROVOD_STALL_SHUTDOWN_TIME_SECONDS).",
+            self._stalls.warn_s,
+            names,
+            self._stalls.who(ranks),
+            what,
+            self._stalls.end_s,
+        )
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_DECODER = msgspec.msgpack.Decoder(RankRequests)

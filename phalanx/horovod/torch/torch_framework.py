@@ -1,0 +1,95 @@
+"""PyTorch's tensors in collectives, differentiable.
+
+An allreduce can be differentiated any number of times, since its gradient is an allreduce. Of the other collectives a
+gradient of the gradient is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from phalanx.horovod import operations
+from phalanx.horovod.compression import compressed
+from phalanx.horovod.operation_request import OperationKind
+from phalanx.horovod.operations import Arguments, PendingResult
+from phalanx.horovod.torch.host_tensors import all_to_host, tensors_of, to_host, write_back
+
+Tensor: TypeAlias = torch.Tensor
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Sequence[Tensor]], *upstream: Tensor) -> Any:
+        return tuple(function(*upstream))
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        operations.refuse_second_gradient()
+
+
+def once(function: Callable[..., Sequence[Tensor]], *upstream: Tensor) -> Any:
+    """What a function computes of gradients, with an error for who differentiates that again.
+
+    PyTorch's own `once_differentiable` raises in `backward` only: `torch.autograd.grad` bypasses it.
+
+    Args:
+        function: computes gradients of the inputs.
+        upstream: gradients of the results.
+
+    Raises: UnsupportedError when the result is differentiated.
+    """
+    return _Once.apply(function, *upstream)  # type: ignore[no-untyped-call]
+
+
+class _Collective(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kind: OperationKind, arguments: Arguments, *tensors: Tensor) -> Any:
+        results = operations.start(kind, all_to_host(tensors), arguments, wake=False).wait()
+        ctx.kind, ctx.arguments, ctx.inputs = kind, arguments, len(tensors)
+        if kind is OperationKind.ALLTOALL:
+            ctx.rows = results[1]
+        elif kind is OperationKind.ALLGATHER:
+            ctx.rows = [len(each) for each in tensors]
+        return tuple(tensors_of(results, tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        kind, arguments, rows = ctx.kind, ctx.arguments.for_gradient(), getattr(ctx, "rows", ())
+        if kind is OperationKind.ALLREDUCE:
+            operations.check_differentiable(arguments)
+            return None, None, *_Collective.apply(kind, arguments, *grads)  # type: ignore[no-untyped-call]
+
+        def back(*own: Tensor) -> list[Tensor]:
+            return tensors_of(operations.gradient(kind, [to_host(grad) for grad in own], arguments, rows), own)
+
+        return None, None, *once(back, *grads[: ctx.inputs])
+
+
+def run_collective(
+    kind: OperationKind, tensors: Sequence[Tensor], arguments: Arguments, compression: Any
+) -> list[Tensor]:
+    """See `bindings.Run`."""
+
+    def reduce(packed: Sequence[Tensor]) -> list[Tensor]:
+        return list(_Collective.apply(kind, arguments, *packed))  # type: ignore[no-untyped-call]
+
+    return reduce(tensors) if kind is OperationKind.ALLTOALL else compressed(compression, tensors, reduce)
+
+
+def start_collective(
+    kind: OperationKind,
+    tensors: Sequence[Tensor],
+    arguments: Arguments,
+    *,
+    in_place: bool = False,
+    wake: bool = True,
+) -> PendingResult:
+    """See `bindings.Start`."""
+    arrays = all_to_host(tensors)
+    pending = operations.start(kind, arrays, arguments, outs=arrays if in_place else None, wake=wake)
+    convert = write_back if in_place else tensors_of
+    pending.finish = lambda results: convert(results, tensors)
+    return pending
