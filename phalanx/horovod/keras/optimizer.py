@@ -170,6 +170,49 @@ def PartialDistributedOptimizer(
     return distributed
 
 
+class Aggregation(NamedTuple):
+    """The options of a distributed Keras optimizer besides its `GradientReduction`.
+
+    Attributes:
+        passes: batches whose gradients add up before a step.
+        averages: whether the gradients of those batches are averaged instead.
+        scales_local: whether gradients that are not reduced are divided by the number of ranks.
+    """
+
+    passes: int = 1
+    averages: bool = False
+    scales_local: bool = True
+
+
+def distribute_optimizer(optimizer: Any, reduction: GradientReduction, aggregation: Aggregation) -> Any:
+    """See `DistributedOptimizer`."""
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ConfigurationError(
+            f"DistributedOptimizer got {type(optimizer).__name__}, which is no Keras optimizer. For torch.optim use "
+            f"phalanx.horovod.torch, for Optax phalanx.horovod.jax."
+        )
+    if isinstance(optimizer, _ReducingOptimizer):
+        raise ConfigurationError("this optimizer is a DistributedOptimizer already.")
+    factor = 1.0
+    if aggregation.passes > 1:
+        accumulating = innermost(optimizer)
+        if accumulating.built or accumulating.gradient_accumulation_steps:
+            raise ConfigurationError(
+                "backward_passes_per_step sets the optimizer's gradient_accumulation_steps, which must not be set yet, "
+                "and before the optimizer has been built."
+            )
+        accumulating.gradient_accumulation_steps = aggregation.passes
+        if not aggregation.averages:
+            factor = float(aggregation.passes)
+    number = InstanceNumber("keras.optimizer", reduction.process_set)
+    _insert_class(
+        optimizer, _ReducingOptimizer, OptimizerReduction(reduction, number, factor, aggregation.scales_local)
+    )
+    reduction_of(optimizer)
+    fit_hook.install()
+    return optimizer
+
+
 def _insert_class(optimizer: Any, mixin: type, reduction: OptimizerReduction) -> None:
     """Put a class before the optimizer's own, and remember how gradients are reduced."""
     insert_mixin(optimizer, mixin)
