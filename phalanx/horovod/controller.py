@@ -45,14 +45,14 @@ from phalanx.monitoring import timeline
 class OperationHandle:
     """One operation that was requested. `Controller.wait` waits for its result."""
 
-    __slots__ = ("asked_at", "done", "error", "part", "request")
+    __slots__ = ("done", "error", "part", "request", "requested_at")
 
     def __init__(self, request: Request, part: FusedPart):
         self.request = request
         self.part = part
         self.done = False
         self.error: BaseException | None = None
-        self.asked_at = time.monotonic()
+        self.requested_at = time.monotonic()
 
     def finish(self, error: BaseException | None = None) -> None:
         """The operation is done, or has failed."""
@@ -326,7 +326,9 @@ def _record(handles: Sequence[OperationHandle | None], started_ns: int) -> None:
     for handle in handles:
         if handle is not None:
             request, kind = handle.request, handle.request.kind.upper()
-            asked_ns = min(int(handle.asked_at * 1e9), started_ns)
+            requested_ns = min(int(handle.requested_at * 1e9), started_ns)
             args = {"bytes": request.nbytes, "together with": len(handles) - 1}
             negotiation = timeline.TimelinePart(f"NEGOTIATE_{kind}", started_ns)
-            timeline.current.across(request.name, asked_ns, [negotiation, timeline.TimelinePart(kind, ended_ns, args)])
+            timeline.current.across(
+                request.name, requested_ns, [negotiation, timeline.TimelinePart(kind, ended_ns, args)]
+            )

@@ -35,5 +35,5 @@ class HostsUpdatedInterrupt(PhalanxError, RuntimeError):
     exit_code = MembershipChangedError.exit_code
 
     def __init__(self, skip_sync: bool = False):
-        super().__init__("the members of the job are to change; hvd.elastic.run goes on with those that are left.")
+        super().__init__("the members of the job are changing; hvd.elastic.run continues with the new ones.")
         self.skip_sync = skip_sync

@@ -103,10 +103,10 @@ def decide(waits_for: Sequence[Sequence[Request]], joined: Collection[int]) -> l
         for request in requests:
             by_name.setdefault(request.name, []).append((rank, request))
     results = []
-    for name, brought in by_name.items():
-        if len({rank for rank, _ in brought}.union(joined)) == len(waits_for):
-            request = brought[0][1]
-            results.append(NegotiationResult(request, difference(name, brought) or refusal(request, joined)))
+    for name, requests_of in by_name.items():
+        if len({rank for rank, _ in requests_of}.union(joined)) == len(waits_for):
+            request = requests_of[0][1]
+            results.append(NegotiationResult(request, difference(name, requests_of) or refusal(request, joined)))
     return results
 
 

@@ -117,7 +117,7 @@ class Negotiator:
         requested = [self._cache.resolve(each) for each in ranks]
         missing = absent(requested, self._joined)
         for stall in self._stalls.inspect(waiting, missing):
-            self._warn(stall.name, stall.ranks, "which ask for other operations")
+            self._warn(stall.name, stall.ranks, "which request other operations")
         self._stalls.end_overdue([each.overdue for each in ranks], missing)
         return RoundResult(self._note(decide(requested, self._joined)), last)
 
@@ -130,7 +130,7 @@ class Negotiator:
 
     def _warn_of_absent(self, ranks: Sequence[int]) -> None:
         """A round has waited too long for ranks that request nothing."""
-        self._warn(self._awaited(), ranks, "which have not asked for it")
+        self._warn(self._awaited(), ranks, "which have not requested it")
 
     def _awaited(self) -> str:
         """What this rank waits for."""

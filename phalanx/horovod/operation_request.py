@@ -82,22 +82,22 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
         return f"{self.kind}({', '.join(filter(None, (*details, *arrays, *more)))})"
 
 
-def difference(name: str, brought: Sequence[tuple[int, Request]]) -> str:
+def difference(name: str, requests: Sequence[tuple[int, Request]]) -> str:
     """How the ranks' requests of one name differ; empty if they do not.
 
     Args:
         name: of the operation.
-        brought: rank and request, in rank order.
+        requests: rank and request, in rank order.
     """
-    (first_rank, first), *others = brought
+    (first_rank, first), *others = requests
     for rank, other in others:
         if other != first:
-            return f"{_what_differs(name, first_rank, first, rank, other)} All ranks must ask for the same."
+            return f"{_what_differs(name, first_rank, first, rank, other)} All ranks must request the same."
     return ""
 
 
 def _what_differs(name: str, first_rank: int, first: Request, rank: int, other: Request) -> str:
-    both = f"rank {first_rank} asked for {first}, rank {rank} for {other}."
+    both = f"rank {first_rank} requested {first}, rank {rank} {other}."
     if first.kind != other.kind:
         return f"Mismatched operations for {name!r}: {both}"
     if first.op != other.op or first.detail != other.detail:
@@ -105,14 +105,14 @@ def _what_differs(name: str, first_rank: int, first: Request, rank: int, other: 
     if first.root != other.root:
         return f"Mismatched root ranks for {name!r}: {both}"
     if len(first.dtypes) != len(other.dtypes):
-        counts = f"rank {first_rank} brought {len(first.dtypes)} tensors, rank {rank} {len(other.dtypes)}."
+        counts = f"rank {first_rank} has {len(first.dtypes)} tensors, rank {rank} has {len(other.dtypes)}."
         return f"Mismatched groups for {name!r}: {counts}"
     for index, (left, right) in enumerate(zip(first.dtypes, other.dtypes, strict=True)):
         if left != right:
             return f"Mismatched data types for {name!r}{_tensor(index, first)}: {both}"
     for index, (one, two) in enumerate(zip(first.shapes, other.shapes, strict=True)):
         if one != two:
-            shapes = f"rank {first_rank} brought {_shape(one)}, rank {rank} {_shape(two)}."
+            shapes = f"rank {first_rank} has {_shape(one)}, rank {rank} has {_shape(two)}."
             return f"Mismatched shapes for {name!r}{_tensor(index, first)}: {shapes}"
     return f"Mismatched scale factors for {name!r}: {both}"
 

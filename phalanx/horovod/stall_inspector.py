@@ -21,7 +21,7 @@ class PendingRequest(Protocol):
     def request(self) -> Request: ...
 
     @property
-    def asked_at(self) -> float:
+    def requested_at(self) -> float:
         """When it was requested, by the inspector's clock."""
         ...
 
@@ -57,8 +57,8 @@ class StallInspector:
         now = self._clock()
         warn, end = now - self.warn_s, now - self.end_s
         return any(
-            asked.asked_at < end or (asked.asked_at < warn and asked.request.name not in self._warned)
-            for asked in waiting
+            pending.requested_at < end or (pending.requested_at < warn and pending.request.name not in self._warned)
+            for pending in waiting
         )
 
     def inspect(self, waiting: Mapping[str, PendingRequest], absent: Mapping[str, Sequence[int]]) -> list[Stall]:
@@ -71,8 +71,8 @@ class StallInspector:
         now = self._clock()
         stalls = []
         for name, ranks in absent.items():
-            asked = waiting.get(name)
-            if asked is None or name in self._warned or now - asked.asked_at <= self.warn_s:
+            pending = waiting.get(name)
+            if pending is None or name in self._warned or now - pending.requested_at <= self.warn_s:
                 continue
             self._warned.add(name)
             stalls.append(Stall(name, ranks))
@@ -81,7 +81,7 @@ class StallInspector:
     def overdue(self, waiting: Iterable[PendingRequest]) -> dict[str, float]:
         """Names of operations that have waited for longer than `end_s`, and for how many seconds; sent to all ranks."""
         now = self._clock()
-        waited = {asked.request.name: now - asked.asked_at for asked in waiting}
+        waited = {pending.request.name: now - pending.requested_at for pending in waiting}
         return {name: seconds for name, seconds in waited.items() if seconds > self.end_s}
 
     def end_overdue(self, overdue: Sequence[Mapping[str, float]], absent: Mapping[str, Sequence[int]]) -> None:
@@ -98,7 +98,7 @@ class StallInspector:
                 if name in absent:
                     raise CollectiveTimeoutError(
                         f"{name!r} has waited {waited_s:.0f} s on {self.who([rank])} for {self.who(absent[name])}, "
-                        f"which took part in other operations meanwhile. Do all ranks ask for the same operations?"
+                        f"which took part in other operations meanwhile. Do all ranks request the same operations?"
                     )
 
     def is_over(self, name: str) -> None:

@@ -78,7 +78,7 @@ def test_a_rank_that_does_not_come_is_named_once_and_then_it_goes_on() -> None:
     assert result == [2.0, 2.0]
     assert not [text for text in silent if "late" in text]
     (warning,) = [text for text in warnings if "late" in text]
-    assert "late waits for rank 1 (worker/1), which have not asked for it" in warning
+    assert "late waits for rank 1 (worker/1), which have not requested it" in warning
 
 
 def test_the_error_after_the_second_limit_names_the_operation_and_the_rank() -> None:
@@ -118,10 +118,10 @@ def test_ranks_that_ask_for_different_things_are_named_and_the_job_ends_after_th
     texts = [outcome[0] for outcome in outcomes]
     assert len(set(texts)) == 1, "all ranks draw the same conclusion in the same round"
     assert "has waited" in texts[0]
-    assert "Do all ranks ask for the same operations?" in texts[0]
+    assert "Do all ranks request the same operations?" in texts[0]
     assert {outcome[1] for outcome in outcomes} == {CollectiveTimeoutError.exit_code}
     warned = [warning for outcome in outcomes for warning in outcome[3]]
-    assert any("left waits for rank 1 (worker/1), which ask for other operations" in one for one in warned)
+    assert any("left waits for rank 1 (worker/1), which request other operations" in one for one in warned)
     assert any("right waits for rank 0 (worker/0)" in one for one in warned)
 
 

@@ -40,12 +40,12 @@ def test_nobody_waits_for_a_rank_that_has_joined() -> None:
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (request("a", kind=OperationKind.BROADCAST), "Mismatched operations for 'a': rank 0 asked for allreduce"),
+        (request("a", kind=OperationKind.BROADCAST), "Mismatched operations for 'a': rank 0 requested allreduce"),
         (request("a", op=HorovodOp.MIN), "Mismatched arguments"),
-        (request("a", shape=(3,)), "Mismatched shapes for 'a': rank 0 brought (2,), rank 1 (3,)."),
+        (request("a", shape=(3,)), "Mismatched shapes for 'a': rank 0 has (2,), rank 1 has (3,)."),
         (request("a", dtype="int32"), "Mismatched data types"),
         (request("a", prescale=2.0), "Mismatched scale factors"),
-        (Request("a", "allreduce", ("float32",) * 2, ((2,),) * 2, "Sum"), "rank 0 brought 1 tensors, rank 1 2."),
+        (Request("a", "allreduce", ("float32",) * 2, ((2,),) * 2, "Sum"), "rank 0 has 1 tensors, rank 1 has 2."),
     ],
 )
 def test_a_difference_names_both_sides(other: Request, words: str) -> None:

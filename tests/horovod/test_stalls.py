@@ -16,7 +16,7 @@ NAMES = ["worker/0", "worker/1", "worker/2"]
 
 class Asked(NamedTuple):
     request: Request
-    asked_at: float
+    requested_at: float
 
 
 class Clock:
