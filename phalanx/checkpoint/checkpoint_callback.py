@@ -102,6 +102,7 @@ class CheckpointWriter:
             step: global step.
             state: gives what else is saved; called in the background.
         """
+        # Not a daemon: a program that ends right after `fit` waits for its last checkpoint.
         self._thread = threading.Thread(
             target=self._write, args=(content, step, state), name="phalanx-checkpoint", daemon=False
         )

@@ -102,7 +102,7 @@ class FitCheckpointing:
         """The training is over, and so the state final."""
         snapshot = self._retry(lambda: self._snapshot(is_over=True))
         if self._replica.is_chief:
-            self._resumption.writer.wait()
+            self._resumption.writer.wait()  # one writer at a time: names are swept below
             self._resumption.directory.sweep()  # a chief before this one may have been killed while it wrote
             self._resumption.writer.write(*self._copy(snapshot))
 

@@ -58,6 +58,8 @@ def prepare_fit(replica_model: ReplicaModel, arguments: FitArguments, resumption
 
     Raises: DisagreementError on every rank, if the ranks were passed different data or arguments.
     """
+    # Invariant from here to the end of `fit`: all ranks go through the same collectives in the same order. A decision
+    # that depends on what one rank was passed is a collective itself (`any_rank`), never an `if` of that rank.
     replica, model = replica_model.replica, replica_model.model
     fit = _begin_fit(replica_model, arguments, resumption)
     state, retry, recovery = fit.state, fit.retry, fit.recovery
@@ -77,7 +79,7 @@ def prepare_fit(replica_model: ReplicaModel, arguments: FitArguments, resumption
     repeats = resumption is not None or any_rank(saves)
     state.stepper = replica_model.stepper(repeats=repeats)
     if recovery is not None:
-        recovery.keep_up()
+        recovery.keep_up()  # building the model may have met a change of the membership
     retry(lambda: compare_samples(state.source, replica))
     replica_model.announce_sharding(state.source, arguments.verbose)
     state.watched = any_rank(callback_list.has_batch_hooks(arguments.callbacks, "train"))
@@ -85,7 +87,7 @@ def prepare_fit(replica_model: ReplicaModel, arguments: FitArguments, resumption
     state.chief_adds_logs = any_rank(callback_list.chief_may_add_logs(arguments.callbacks))
     build_fit_callbacks(replica_model, state, arguments.callbacks)
     if recovery is not None:
-        state.source.read_directly()
+        state.source.read_directly()  # batches that were read ahead could not be cut again
     elif isinstance(state.stepper, SynchronousStepper) and not repeats:
         state.stepper = replica_model.sharded_stepper(state.callbacks) or state.stepper
     # A custom `train_step` may update weights without the engine's knowledge.

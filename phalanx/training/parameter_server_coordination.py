@@ -312,6 +312,7 @@ class ParameterServerCoordination:
         try:
             yield
         finally:
+            # Even after an exception: the answer to an update in flight must be received before the next request.
             try:
                 remote_model.merge.flush()
             finally:
@@ -394,6 +395,7 @@ class ParameterServerCoordination:
             return None
         remote_model, model, samples = self._remote_model, self._remote_model.model, self._epoch.samples
         remote_model.mark_stale()
+        # In synchronous training the metrics were merged with every step; else each worker has counted its own batches.
         metrics = model.metrics_variables
         if not self._worker.rules.synchronous:
             self._report_metrics([to_host(variable) for variable in metrics])
@@ -451,6 +453,7 @@ class ParameterServerCoordination:
             return
         model = remote_model.model
         remote_model.send_changes()
+        # After this the others leave `is_over` and pull the final weights, so the changes above must be sent before.
         if worker.is_chief:
             worker.client.request(HEAD, EndFit(self._fit))
         else:

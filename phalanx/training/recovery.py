@@ -119,6 +119,8 @@ class ElasticRecovery:
             replica.announce_entry()
             if state.callbacks is not None:  # else they are built for a chief
                 self._become_chief()
+        # Only inside an epoch: there all members are at the same step, and newcomers enter at it. The engine must end,
+        # so that the state is in the variables from which it is sent.
         if elastic.newcomers and state.batches is not None:
             self._model.engine.end()
             try:
@@ -127,7 +129,7 @@ class ElasticRecovery:
             except MembershipChangedError:
                 changed = True
             self._model.engine.begin()
-            if changed:
+            if changed:  # a member, perhaps a newcomer, was lost while the state was sent
                 self.adapt()
 
     def _regroup_inputs(self) -> None:
@@ -196,6 +198,7 @@ class ElasticRecovery:
         replica = self._replica
         while True:
             try:
+                # The chief sends the state. A candidate that has become rank 0 has outlived all that had it.
                 if replica.rank == 0:
                     raise PeerLostError(
                         "All members that had the state of the job were lost.", rank=0, task="chief", host=""

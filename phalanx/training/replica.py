@@ -75,7 +75,7 @@ class Replica:
     communicator: Communicator
     cross_device_ops: CrossDeviceOps | None = None
     notice: PreemptionNotice | None = field(default=None, repr=False)
-    _entries: int = 0
+    _entries: int = 0  # number of entries so far: the same script gives the same numbers on every process
     _entry: Entry | None = field(default=None, repr=False)
     _seeds: int = 0
     _last_result: tuple[int, bytes] | None = field(default=None, repr=False)

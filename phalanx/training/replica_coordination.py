@@ -116,6 +116,7 @@ class ReplicaCoordination:
         self._enters_mid_epoch = self._enters_mid_epoch and stepper.merges_every_step
         try:
             yield
+            # Not after an exception: the ranks may be at different steps then, and must not wait for each other.
             merged = stepper.finish(self._retry)
             if self._recorder is not None:
                 self._recorder.record_merge(merged)
@@ -180,6 +181,7 @@ class ReplicaCoordination:
         if state.stepper.is_merged and (state.stop_requested or (state.watched and self._any_stops())):
             model.stop_training = True
             return True
+        # Between two groups all ranks have the same state: here checkpoints are taken, and members join.
         if self._checkpointing is not None:
             self._checkpointing.save_if_due()
         if not state.is_last(step):
@@ -217,6 +219,8 @@ class ReplicaCoordination:
         state, model, recovery = self._state, self._model, self._recovery
         if state.chief_adds_logs:
             self._adopt_chief_history()
+        # Members that meet here have run `on_epoch_end`. If the chief is lost instead, it is not known whether it did:
+        # its successor runs it again.
         if recovery is not None:
             recovery.ends_epoch = True
         model.stop_training = self._any_stops()
