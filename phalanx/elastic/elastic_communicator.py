@@ -44,11 +44,6 @@ class ElasticCommunicator:
         """See `Communicator.statistics`; over all generations."""
         return self.group.statistics
 
-    @property
-    def waited_s(self) -> float:
-        """Seconds that this rank has spent in collectives. May be read from any thread."""
-        return self.group.statistics.waited_s
-
     def all_reduce(
         self,
         arrays: Sequence[Array],

@@ -15,7 +15,6 @@ from phalanx.cluster.spec import EVALUATOR
 from phalanx.collectives import connect
 from phalanx.collectives.communicator import Communicator
 from phalanx.collectives.cross_device_ops import CrossDeviceOps
-from phalanx.collectives.host.host_communicator import HostCommunicator
 from phalanx.collectives.options import CommunicationOptions
 from phalanx.config.job_config import JobConfig
 from phalanx.elastic.elastic_communicator import ElasticCommunicator
@@ -136,8 +135,8 @@ def _join(resolver: ClusterResolver, options: CommunicationOptions) -> CurrentJo
     node = join_node(resolver, facts, config)
     try:
         if isinstance(node, ElasticNode):
-            communicator: Communicator = ElasticCommunicator(group := ElasticGroup(node, with_timeout))
-            node.coordinator.measure_timing = Heartbeat(lambda: group.statistics.waited_s)
+            communicator: Communicator = ElasticCommunicator(ElasticGroup(node, with_timeout))
+            node.coordinator.measure_timing = Heartbeat(lambda: communicator.statistics.waited_s)
         else:
             if config.timeline is not None and node.task.type != EVALUATOR:
                 timeline_relay.start_recording(node, config.timeline)
@@ -148,8 +147,8 @@ def _join(resolver: ClusterResolver, options: CommunicationOptions) -> CurrentJo
         timeline_relay.stop_recording()
         node.close(flush=isinstance(node, Node))
         raise
-    if isinstance(communicator, HostCommunicator) and communicator.world_size > 1 and progress.has_launcher():
-        announcer = TimingAnnouncer(lambda: communicator.waited_s)
+    if isinstance(node, Node) and communicator.world_size > 1 and progress.has_launcher():
+        announcer = TimingAnnouncer(lambda: communicator.statistics.waited_s)
         announcer.start()
         job.before_leaving(announcer.close)
     return job

@@ -98,7 +98,7 @@ def main(folder: Path) -> None:
     config = JobConfig.from_environment()
     with ElasticNode(ClusterSpec(tf_config["cluster"]), Task("worker", index), JobFacts(), config) as node:
         communicator = ElasticCommunicator(ElasticGroup(node, CommunicationOptions(timeout_seconds=config.timeout_s)))
-        node.coordinator.measure_timing = Heartbeat(lambda: communicator.waited_s)
+        node.coordinator.measure_timing = Heartbeat(lambda: communicator.statistics.waited_s)
         replica = Replica(communicator)
         try:
             with replica.entry() as entry:
