@@ -52,10 +52,10 @@ class HorovodJob:
         needs_state: whether the members have a state that this process has not received yet.
     """
 
-    def __init__(self, node: Node | ElasticNode, knobs: HorovodEnvironment):
+    def __init__(self, node: Node | ElasticNode, environment: HorovodEnvironment):
         self._node = node
-        self._knobs = knobs
-        self._timeout_s = knobs.end_s or node.config.timeout_s
+        self._environment = environment
+        self._timeout_s = environment.end_s or node.config.timeout_s
         self.controllers: dict[int, Controller] = {}
         self._memberships: dict[int, Membership] = {}
         self._lost: PhalanxError | None = None  # found outside of an operation
@@ -207,7 +207,7 @@ class HorovodJob:
         )
         names = [member.task for member in membership.members]
         tune = self._log_fusion if config.autotune and whole else None
-        return Controller(communicator, self._knobs, self._timeout_s, names, tune=tune)
+        return Controller(communicator, self._environment, self._timeout_s, names, tune=tune)
 
     def _log_fusion(self, search: TrialSearch[FusionSettings]) -> None:
         if self.membership.rank == 0:
@@ -244,10 +244,10 @@ def join_world() -> HorovodJob:
             _check_no_strategy_has_joined()
             process_exit.install()
             allocation.keep_freed_memory()
-            knobs, config = HorovodEnvironment.from_environment(), JobConfig.from_environment()
+            environment, config = HorovodEnvironment.from_environment(), JobConfig.from_environment()
             node = join_node(resolve(), JobFacts(others={"interface": "horovod"}), config)
             try:
-                _world = HorovodJob(node, knobs)
+                _world = HorovodJob(node, environment)
             except BaseException as error:
                 timeline_relay.stop_recording()
                 # A candidate that is not needed has finished; the others lose one that fails.
