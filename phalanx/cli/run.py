@@ -305,7 +305,8 @@ def _worker_range(options: RunOptions) -> WorkerRange:
 
 
 def _elastic_options(options: RunOptions, workers: WorkerRange, config: LaunchConfig) -> ElasticOptions:
-    from phalanx.launcher.host_pool import DiscoveryScript, ElasticOptions
+    from phalanx.launcher.host_discovery import DiscoveryScript
+    from phalanx.launcher.host_pool import ElasticOptions
 
     assert workers.minimum is not None
     if options.ps or options.chief:

@@ -1,4 +1,4 @@
-"""The hosts that a `--host-discovery-script` names, asked every few seconds."""
+"""Discovers the hosts of an elastic job with a script (`--host-discovery-script`) that runs every few seconds."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -18,104 +19,108 @@ from phalanx.runtime.orphan_guard import OrphanGuard
 
 CLOSE_S = 5.0
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-# Not `-m`, which would need this very package on the path that the script is to inherit as it is.
+# Not `-m`, which would need this package on the path, and the script must inherit the path unchanged.
 _PROGRAM = f"import sys; sys.path.insert(0, {_ROOT!r}); from phalanx.launcher.host_discovery_poller import main; main()"
 
 
+@dataclass(frozen=True)
+class DiscoveryScript:
+    """A host discovery script.
+
+    Attributes:
+        command: the command line, as for a shell.
+        slots: the number of slots of a host that is printed without one.
+        every_s: seconds between two runs.
+        timeout_s: seconds that a run may take.
+    """
+
+    command: str
+    slots: int
+    every_s: float
+    timeout_s: float
+
+
 class HostDiscovery:
-    """Asks until it is closed. An answer that is none is told once, and the last good one holds. What an answer takes
-    away goes when the next one does not name it either: the first may have been read from a file in the making.
+    """Runs a script repeatedly until it is closed. If a run fails, the last valid answer holds, and the failure is
+    logged once. A host is withdrawn only if two answers in a row lack it: the first may come from a file that is being
+    written.
 
     Args:
-        command: the script, as for a shell.
-        slots: of a host that is printed without their number.
-        every_s: seconds between two questions.
-        timeout_s: seconds that the script may take.
-        found: is told the hosts whenever they are others than before. Called from a thread.
-        say: is told what is wrong with the script, and when it is well again, a line each. Called from a thread.
+        script: the script.
+        on_change: called with all hosts whenever they have changed. Called in a thread.
+        log: shows a line. Called in a thread.
+
+    Attributes:
+        problem: why the last run failed; empty if it did not.
     """
 
     def __init__(
-        self,
-        command: str,
-        *,
-        slots: int,
-        every_s: float,
-        timeout_s: float,
-        found: Callable[[list[HostShare]], None],
-        say: Callable[[str], None],
+        self, script: DiscoveryScript, *, on_change: Callable[[list[HostShare]], None], log: Callable[[str], None]
     ):
-        self._command, self._slots = command, slots
-        self._every_s, self._timeout_s = every_s, timeout_s
-        self._found, self._say = found, say
-        self._last: list[HostShare] | None = None
-        self._before: list[HostShare] = []  # the answer before this one
-        self._problem = ""
+        self._script, self._on_change, self._log = script, on_change, log
+        self.problem = ""
+        self._hosts: list[HostShare] | None = None
+        self._last_answer: list[HostShare] = []
         self._closed = False
         self._process: subprocess.Popen[bytes] | None = None
-        self._lifeline = OrphanGuard()
-        self._thread = threading.Thread(target=self._listen, name="phalanx-discovery", daemon=True)
-
-    @property
-    def problem(self) -> str:
-        """What is wrong with the last answer; empty if nothing is."""
-        return self._problem
+        self._guard = OrphanGuard()
+        self._thread = threading.Thread(target=self._receive, name="phalanx-discovery", daemon=True)
 
     def start(self) -> None:
-        """Begin to ask."""
+        """Start to run the script."""
+        script = self._script
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _PROGRAM, str(self._every_s), str(self._timeout_s), self._command],
-            stdin=self._lifeline.worker_end,
+            [sys.executable, "-P", "-c", _PROGRAM, str(script.every_s), str(script.timeout_s), script.command],
+            stdin=self._guard.worker_end,
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
         await_end(self._process)
-        self._lifeline.started()
+        self._guard.started()
         self._thread.start()
 
-    def take(self, answer: DiscoveryAnswer) -> None:
-        """What the script has said."""
-        problem = answer.problem
+    def handle(self, answer: DiscoveryAnswer) -> None:
+        """The script has printed the hosts, or has failed."""
+        problem, name = answer.problem, f"the host discovery script {self._script.command}"
         shares: Sequence[HostShare] = ()
         if not problem:
             try:
-                shares = parse_discovered(answer.text, self._slots)
+                shares = parse_discovered(answer.text, self._script.slots)
             except ConfigurationError as error:
                 problem = str(error)
         if problem:
-            if problem != self._problem:
-                held = "the hosts of before are kept" if self._last is not None else "no hosts are known yet"
-                self._say(f"the host discovery script {self._command} gave no answer: {problem.rstrip('.')}; {held}")
-            self._problem = problem
+            if problem != self.problem:
+                consequence = "no hosts are known yet" if self._hosts is None else "the known hosts are kept"
+                self._log(f"{name} failed: {problem.rstrip('.')}; {consequence}")
+            self.problem = problem
             return
-        if self._problem:
-            self._say(f"the host discovery script {self._command} answers again")
-            self._problem = ""
-        known = _larger(self._before, shares)
-        self._before = list(shares)
-        if self._last is None or known != self._last:
-            self._last = known
-            self._found(self._last)
+        if self.problem:
+            self._log(f"{name} recovered")
+            self.problem = ""
+        hosts = _larger(self._last_answer, shares)
+        self._last_answer = list(shares)
+        if hosts != self._hosts:
+            self._hosts = hosts
+            self._on_change(hosts)
 
     def close(self) -> None:
-        """Stop asking; a script that still runs is killed. Safe to call twice."""
+        """Stop running the script, and kill it if it is running. Safe to call twice."""
         self._closed = True
-        self._lifeline.cut()
+        self._guard.cut()
         if self._process is not None:
             if self._process.poll() is None:
                 self._process.kill()
             self._process.wait(CLOSE_S)
             self._thread.join(CLOSE_S)
 
-    def _listen(self) -> None:
-        process = self._process
-        assert process is not None
-        assert process.stdout is not None
-        with process.stdout as lines:
+    def _receive(self) -> None:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
             for line in lines:
-                self.take(msgspec.json.decode(line, type=DiscoveryAnswer))
+                self.handle(msgspec.json.decode(line, type=DiscoveryAnswer))
         if not self._closed:
-            self._say("nobody asks the host discovery script any more (the process was killed); the hosts stay")
+            self._log("the process that runs the host discovery script was killed; the known hosts are kept")
 
 
 def _larger(before: Sequence[HostShare], now: Sequence[HostShare]) -> list[HostShare]:

@@ -1,8 +1,8 @@
-"""A process beside the launcher that asks a discovery script again and again which hosts there are.
+"""A child process of the launcher that runs the host discovery script repeatedly.
 
-Its arguments are EVERY_S TIMEOUT_S COMMAND. Each answer is a line of JSON on stdout (`DiscoveryAnswer`). It is a process of its
-own, under a lifeline (its stdin), so that a script that hangs, and whatever it has started, ends with the launcher by
-the kernel's doing, whatever ends that.
+Its arguments are EVERY_S TIMEOUT_S COMMAND. Each answer is a line of JSON on stdout (`DiscoveryAnswer`). It is a
+separate process, under an orphan guard (its stdin), so that the kernel ends a script that hangs, and everything that it
+has started, together with the launcher, however that ends.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from phalanx.launcher.orphan_reaper import adopt_orphans, end_orphans
 from phalanx.runtime.orphan_guard import end_with_launcher
 
 MAX_BYTES = 100_000
-"""Of what a script prints; a host is a line."""
+"""Limit for what a script prints; a host is one line."""
 
 
 class DiscoveryAnswer(msgspec.Struct, frozen=True):
@@ -29,17 +29,17 @@ class DiscoveryAnswer(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
-def ask(command: str, timeout_s: float) -> DiscoveryAnswer:
-    """Run the script once, as a shell does; what it leaves behind is ended. The process must have no other children."""
+def run_script(command: str, timeout_s: float) -> DiscoveryAnswer:
+    """Run the script once in a shell, and end what it leaves behind. This process must have no other children."""
     with subprocess.Popen(
         ["/bin/sh", "-c", command], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as script:
         try:
-            out, err = _printed(script, time.monotonic() + timeout_s)
+            out, err = _read_outputs(script, time.monotonic() + timeout_s)
         except (TimeoutError, OverflowError) as error:
             script.kill()
             script.wait()
-            end_orphans()  # what it has started, which is ours only now
+            end_orphans()  # what it has started: only now children of this process
             late = f"it has not ended within {timeout_s:g} s"
             return DiscoveryAnswer(problem=late if isinstance(error, TimeoutError) else str(error))
     end_orphans()
@@ -50,10 +50,10 @@ def ask(command: str, timeout_s: float) -> DiscoveryAnswer:
     return DiscoveryAnswer(out.decode(errors="replace"))
 
 
-def _printed(script: subprocess.Popen[bytes], deadline: float) -> tuple[bytes, bytes]:
-    """What the script prints until it ends: stdout, and the end of stderr.
+def _read_outputs(script: subprocess.Popen[bytes], deadline: float) -> tuple[bytes, bytes]:
+    """Stdout, and the end of stderr, of a script until it exits.
 
-    Raises: TimeoutError; OverflowError if it prints more than a list of hosts can be.
+    Raises: TimeoutError; OverflowError if it prints more than `MAX_BYTES`.
     """
     assert script.stdout is not None
     assert script.stderr is not None
@@ -83,12 +83,12 @@ def _printed(script: subprocess.Popen[bytes], deadline: float) -> tuple[bytes, b
 
 def main() -> None:
     every_s, timeout_s, command = float(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
-    # A launcher with threads ends one by one: PR_SET_PDEATHSIG could come before its end of the pipe closes, and would
-    # take this process alone, and with it the lifeline by which the script goes.
+    # The threads of a launcher end one by one: PR_SET_PDEATHSIG could arrive before its end of the pipe closes, and
+    # would kill only this process, and with it the guard that ends the script.
     end_with_launcher(0, os.getppid(), die_with_parent=False)
     adopt_orphans()
     while True:
         began = time.monotonic()
-        sys.stdout.buffer.write(msgspec.json.encode(ask(command, timeout_s)) + b"\n")
+        sys.stdout.buffer.write(msgspec.json.encode(run_script(command, timeout_s)) + b"\n")
         sys.stdout.buffer.flush()
         time.sleep(max(0.0, began + every_s - time.monotonic()))

@@ -18,7 +18,7 @@ from phalanx.config.variables import DEFAULT_RENDEZVOUS_TIMEOUT_S
 from phalanx.errors import RendezvousError
 from phalanx.launcher.host_blacklist import COOLDOWN_S, HostBlacklist
 from phalanx.launcher.host_connections import HostConnection, HostConnections
-from phalanx.launcher.host_discovery import HostDiscovery
+from phalanx.launcher.host_discovery import DiscoveryScript, HostDiscovery
 from phalanx.launcher.host_slots import HostShare, own_name
 from phalanx.launcher.hosts.base import WorkerPlacement
 from phalanx.launcher.hosts.output_streams import OutputStreams
@@ -33,23 +33,6 @@ if TYPE_CHECKING:
 GATHER_POLL_S = 0.5
 NO_ADDRESS = "vacant-{}.invalid:1"
 """The address of a task that has none: TF_CONFIG names all tasks, and elastic jobs do not use these addresses."""
-
-
-@dataclass(frozen=True)
-class DiscoveryScript:
-    """A host discovery script.
-
-    Attributes:
-        command: the command line, as for a shell.
-        slots: the number of slots of a host that is printed without one.
-        every_s: seconds between two runs.
-        timeout_s: seconds that a run may take.
-    """
-
-    command: str
-    slots: int
-    every_s: float
-    timeout_s: float
 
 
 @dataclass(frozen=True)
@@ -72,8 +55,8 @@ class ElasticOptions:
 
 
 class ElasticPlacements:
-    """Where the tasks of an elastic job run: workers in the slots that they are assigned, other tasks (parameter
-    servers, evaluators) on the last host for good.
+    """Where the tasks of an elastic job run: workers in the slots that they are assigned, an evaluator on the last
+    host.
 
     Args:
         tasks: all tasks of the job, those that train first.
@@ -81,39 +64,34 @@ class ElasticPlacements:
         connections: the hosts.
 
     Attributes:
+        extra_slots: the number of slots that the last host needs for the evaluator.
         recipe: what the tasks have in common. Set before the first placement.
     """
 
     def __init__(self, tasks: Sequence[str], slots: SlotAssignment, connections: HostConnections):
         self._tasks, self._slots, self._connections = tasks, slots, connections
-        self._others = [rank for rank, task in enumerate(tasks) if task.startswith(NO_REPLICA)]
-        self._fixed: dict[int, str] = {}  # the addresses of the other tasks
+        self.extra_slots = sum(task.startswith(NO_REPLICA) for task in tasks)
+        self._evaluator_address: str | None = None
         self.recipe: WorkerRecipe | None = None
-
-    @property
-    def others(self) -> int:
-        """The number of tasks that do not train."""
-        return len(self._others)
 
     def worker(self, rank: int, slot: HostSlot) -> WorkerPlacement:
         connection = self._connections.ready(slot.host)
         assert connection is not None
         return self._place(rank, connection, slot.number)
 
-    def other_tasks(self, host: str) -> list[WorkerPlacement]:
-        """The placements of the tasks that do not train.
+    def evaluator(self, host: str) -> list[WorkerPlacement]:
+        """The placement of the evaluator, if there is one.
 
         Raises: RendezvousError or the error of the connection if the host has not answered.
         """
-        if not self._others:
+        if not self.extra_slots:
             return []
         connection = self._connections.ready(host)
         if connection is None or connection.ports is None:
             raise self._connections.error or RendezvousError(f"{host} did not answer in time.")
-        first = len(connection.ports) - len(self._others)
-        slots = {rank: first + position for position, rank in enumerate(self._others)}
-        self._fixed = {rank: connection.address(slot) for rank, slot in slots.items()}
-        return [self._place(rank, connection, slot) for rank, slot in slots.items()]
+        slot = len(connection.ports) - 1
+        self._evaluator_address = connection.address(slot)
+        return [self._place(len(self._tasks) - 1, connection, slot)]
 
     def _place(self, rank: int, connection: HostConnection, slot: int) -> WorkerPlacement:
         assert self.recipe is not None
@@ -122,10 +100,10 @@ class ElasticPlacements:
 
     def _address(self, rank: int) -> str:
         slot = self._slots.slot(rank)
-        connection = None if slot is None else self._connections.ready(slot.host)
-        if slot is not None and connection is not None:
+        if slot is not None and (connection := self._connections.ready(slot.host)):
             return connection.address(slot.number)
-        return self._fixed.get(rank, NO_ADDRESS.format(rank))
+        is_evaluator = self._tasks[rank].startswith(NO_REPLICA)
+        return (is_evaluator and self._evaluator_address) or NO_ADDRESS.format(rank)
 
 
 class HostPool:
@@ -177,12 +155,9 @@ class HostPool:
         self._discovery: HostDiscovery | None = None
         if (script := members.script) is not None:
             self._discovery = HostDiscovery(
-                script.command,
-                slots=script.slots,
-                every_s=script.every_s,
-                timeout_s=script.timeout_s,
-                found=lambda found: self._post(lambda: self._offer(found)),
-                say=lambda text: self._post(lambda: log(text)),
+                script,
+                on_change=lambda hosts: self._post(lambda: self._offer(hosts)),
+                log=lambda text: self._post(lambda: log(text)),
             )
         else:
             self._offer(shares)
@@ -242,8 +217,8 @@ class HostPool:
         """The workers with which the job begins, and its other tasks."""
         self._placements.recipe = recipe
         assigned = self._slots.assign(self._connections.usable_slots)
-        others = self._placements.other_tasks(self.shares[-1].name) if self.shares else []
-        return [*(self._placements.worker(rank, slot) for rank, slot in assigned), *others]
+        evaluator = self._placements.evaluator(self.shares[-1].name) if self.shares else []
+        return [*(self._placements.worker(rank, slot) for rank, slot in assigned), *evaluator]
 
     def begin(self, job: JobSupervisor, membership: MembershipControl) -> None:
         """The job has been started."""
@@ -327,8 +302,8 @@ class HostPool:
                 continue
             if share.is_loopback:
                 name = LOOPBACK if is_fixed else own_name([other for other in self.shares if not other.is_here])
-            is_last = is_fixed and share is self.shares[-1]  # the other tasks run there
-            slots = share.workers + (self._placements.others if is_last else 0)
+            is_last = is_fixed and share is self.shares[-1]  # the evaluator runs there
+            slots = share.workers + (self._placements.extra_slots if is_last else 0)
             self._connections.connect(share, name=name, slots=slots, loopback=is_fixed and share.is_loopback)
 
     def _watch(self, connection: HostConnection) -> None:

@@ -1,4 +1,4 @@
-"""What a host discovery script says, and what comes of it where it says nothing of use."""
+"""What a host discovery script prints, and what happens if that is not a list of hosts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from phalanx.errors import ConfigurationError
-from phalanx.launcher.host_discovery import HostDiscovery
+from phalanx.launcher.host_discovery import DiscoveryScript, HostDiscovery
 from phalanx.launcher.host_discovery_poller import DiscoveryAnswer
 from phalanx.launcher.host_slots import HostShare, own_name, parse_discovered
 from tests.launcher.conftest import Launcher, wait_until
@@ -54,29 +54,28 @@ def test_an_own_name_is_one_that_others_reach() -> None:
 
 
 class Told:
-    """A discovery that nobody asks, and what it tells."""
+    """A discovery that is not started, the hosts that it has reported, and its log."""
 
     def __init__(self) -> None:
         self.found: list[list[HostShare]] = []
         self.said: list[str] = []
-        self.discovery = HostDiscovery(
-            "script", slots=1, every_s=1, timeout_s=1, found=self.found.append, say=self.said.append
-        )
+        script = DiscoveryScript("script", slots=1, every_s=1, timeout_s=1)
+        self.discovery = HostDiscovery(script, on_change=self.found.append, log=self.said.append)
 
 
 def test_an_answer_is_told_when_it_is_another_one() -> None:
     told = Told()
     for text in ("a\n", "a\n", "a\nb\n", "", ""):
-        told.discovery.take(DiscoveryAnswer(text))
+        told.discovery.handle(DiscoveryAnswer(text))
     assert [[share.name for share in shares] for shares in told.found] == [["a"], ["a", "b"], []]
     assert told.said == []
 
 
 def test_what_an_answer_takes_away_goes_when_the_next_one_does_too() -> None:
-    """A file that is being written anew is read half, or empty, once."""
+    """A file that is being rewritten is read incomplete, or empty, once."""
     told = Told()
     for text in ("a:2\nb:1\n", "a:2\n", "a:2\nb:1\n", "", "b:1\n", "b:1\nc:1\n"):
-        told.discovery.take(DiscoveryAnswer(text))
+        told.discovery.handle(DiscoveryAnswer(text))
     assert [{share.name: share.workers for share in shares} for shares in told.found] == [
         {"a": 2, "b": 1},
         {"b": 1},
@@ -86,26 +85,29 @@ def test_what_an_answer_takes_away_goes_when_the_next_one_does_too() -> None:
 
 def test_what_is_wrong_is_told_once_and_the_last_answer_holds() -> None:
     told = Told()
-    told.discovery.take(DiscoveryAnswer(problem="it ended with exit code 1"))
-    told.discovery.take(DiscoveryAnswer("a\n"))
+    told.discovery.handle(DiscoveryAnswer(problem="it ended with exit code 1"))
+    told.discovery.handle(DiscoveryAnswer("a\n"))
     for _ in range(3):
-        told.discovery.take(DiscoveryAnswer(problem="it has not ended within 1 s"))
-    told.discovery.take(DiscoveryAnswer("one two\n"))
-    told.discovery.take(DiscoveryAnswer("a\n"))
+        told.discovery.handle(DiscoveryAnswer(problem="it has not ended within 1 s"))
+    told.discovery.handle(DiscoveryAnswer("one two\n"))
+    told.discovery.handle(DiscoveryAnswer("a\n"))
     assert len(told.found) == 1
     assert len(told.said) == 5
     assert told.said[0].endswith("it ended with exit code 1; no hosts are known yet")
-    assert told.said[1].endswith("answers again")
-    assert told.said[2].endswith("it has not ended within 1 s; the hosts of before are kept")
+    assert told.said[1].endswith("recovered")
+    assert told.said[2].endswith("it has not ended within 1 s; the known hosts are kept")
     assert "'one two' is not a host" in told.said[3]
 
 
 PROGRAM = """
 import sys, time
-from phalanx.launcher.host_discovery import HostDiscovery
-discovery = HostDiscovery(sys.argv[1], slots=1, every_s=0.05, timeout_s=float(sys.argv[2]),
-    found=lambda shares: print("found", *(f"{s.name}:{s.workers}" for s in shares), flush=True),
-    say=lambda text: print("said", text, flush=True))
+from phalanx.launcher.host_discovery import DiscoveryScript, HostDiscovery
+script = DiscoveryScript(sys.argv[1], slots=1, every_s=0.05, timeout_s=float(sys.argv[2]))
+discovery = HostDiscovery(
+    script,
+    on_change=lambda shares: print("found", *(f"{s.name}:{s.workers}" for s in shares), flush=True),
+    log=lambda text: print("said", text, flush=True),
+)
 discovery.start()
 sys.stdin.read()
 discovery.close()

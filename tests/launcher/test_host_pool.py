@@ -114,9 +114,9 @@ def test_hosts_are_discovered_and_taken_back(run: Callable[..., Running], launch
     job.says(f"worker/2 starts on {C}")
     job.takes_steps(2, members=3, host=C)
     (launcher.folder / "hosts").unlink()
-    job.says("the host discovery script cat hosts gave no answer: it ended with exit code 1")
+    job.says("the host discovery script cat hosts failed: it ended with exit code 1")
     hosts(launcher.folder, f"{B}\n{C}:4\n")
-    job.says("the host discovery script cat hosts answers again")
+    job.says("the host discovery script cat hosts recovered")
     job.says(f"worker/0 leaves before a next step: {A} is withdrawn")
     job.says("worker/0 leaves the job: its host is withdrawn")
     job.says(f"worker/0 starts on {C}")  # which has room
@@ -124,7 +124,7 @@ def test_hosts_are_discovered_and_taken_back(run: Callable[..., Running], launch
     steps = [step["step"] for step in job.steps(1)]
     assert steps == list(range(1, len(steps) + 1)), "no step is lost or repeated"
     assert job.ends() == 0, job.output
-    assert job.output.count("gave no answer") == 1
+    assert job.output.count("cat hosts failed") == 1
     assert "is lost" not in job.output
 
 
