@@ -6,12 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import keras
 import numpy as np
 
-from phalanx.arrays.tree import leaves
-from phalanx.data import LocalBatch, ShardedInput, local_range
-from phalanx.errors import ConfigurationError, DisagreementError, UnsupportedError
+from phalanx.data import ShardedInput, local_range
+from phalanx.errors import DisagreementError
 from phalanx.monitoring import timeline
 from phalanx.training.replica import Replica
 
@@ -158,36 +156,3 @@ def batch_groups(source: ShardedInput, replica: Replica, size: int) -> Iterator[
             yield group[0].step, group[0].step + size - 1, group  # Keras, too, names the last step of a whole group
     finally:
         batches.close()
-
-
-def check_batch_size(model: Any, batch: LocalBatch, replicas: int) -> None:
-    """Raise ConfigurationError if layers with a state for each sample of a batch are built for other batches than a
-    replica gets."""
-    stateful = next((layer for layer in model._flatten_layers() if getattr(layer, "stateful", False)), None)
-    if stateful is None or replicas == 1 or not batch.size:
-        return
-    try:
-        inputs = leaves(model.inputs)
-    except (AttributeError, ValueError):  # of a subclassed model
-        return
-    fixed = {one.shape[0] for one in inputs if one is not None and one.shape[0] not in (None, batch.size)}
-    if fixed:
-        raise ConfigurationError(
-            f"{stateful.name} is stateful, with a state for each of the {max(fixed)} samples of the Input's "
-            f"batch_shape; but each of the {replicas} replicas gets its part of a global batch, {batch.size} samples "
-            f"here. Give Input the part of one replica, batch_shape=({batch.size}, ...), and global batches that have "
-            f"equal parts."
-        )
-
-
-def check_normalization(model: Any) -> None:
-    """Raise UnsupportedError for batch normalization over all replicas' batches, where they do not wait for each
-    other."""
-    for layer in model._flatten_layers():
-        # A frozen one uses what it has collected.
-        if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized and layer.trainable:
-            raise UnsupportedError(
-                f"{layer.name!r} of {model.name!r} is a BatchNormalization(synchronized=True), whose replicas meet in "
-                f"every step; with this strategy they do not wait for each other. Leave out synchronized=True, or use "
-                f"MultiWorkerMirroredStrategy."
-            )

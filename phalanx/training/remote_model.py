@@ -18,7 +18,8 @@ from phalanx.errors import DisagreementError, UnsupportedError
 from phalanx.keras_compat import model_state
 from phalanx.parameter_server.client import HEAD
 from phalanx.parameter_server.server_messages import HoldSteps, Values
-from phalanx.training import callback_list, joint_batches
+from phalanx.training import callback_list
+from phalanx.training.model_checks import check_normalization
 from phalanx.training.parameter_server_worker import ParameterServerWorker
 from phalanx.training.remote_variables import RemoteVariables
 from phalanx.training.sparse_embeddings import EmbeddingTable, SparseEmbeddings, choose, find_tables
@@ -99,7 +100,7 @@ class RemoteModel:
         engine.expect(source.form)
         engine.build(self._sample)
         if worker.workers > 1 and not worker.rules.is_lockstep:
-            joint_batches.check_normalization(model)
+            check_normalization(model)
         return engine
 
     def attach(self, fit: int, first_epoch: int, callbacks: Any) -> int | None:

@@ -14,11 +14,11 @@ from phalanx.keras_compat.internals import pythonify_logs
 from phalanx.monitoring import timeline
 from phalanx.runtime import progress
 from phalanx.training import state_sync
-from phalanx.training.custom_step_check import CustomStepCheck
 from phalanx.training.evaluation import evaluate_on_replicas
 from phalanx.training.fit_position import as_plain_value, enter_epoch, restart_epoch
 from phalanx.training.fit_setup import ReplicaFit
 from phalanx.training.joint_batches import JointBatch, JointBatches
+from phalanx.training.model_checks import CustomStepCheck
 from phalanx.transport.serialization import decode, encode
 
 

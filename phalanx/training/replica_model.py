@@ -17,12 +17,8 @@ from phalanx.keras_compat.internals import compute_output_spec, print_msg
 from phalanx.training import callback_list, state_sync
 from phalanx.training.consistency import compare_inputs, compare_samples
 from phalanx.training.fit_arguments import capped
-from phalanx.training.joint_batches import (
-    JointBatch,
-    JointBatches,
-    check_batch_size,
-    check_normalization,
-)
+from phalanx.training.joint_batches import JointBatch, JointBatches
+from phalanx.training.model_checks import check_batch_size, check_normalization
 from phalanx.training.replica import Replica, seed_from_program
 from phalanx.training.steps.gradient_merge import StepMerge
 from phalanx.training.steps.local_sgd import LocalSGDStepper

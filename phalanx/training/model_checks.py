@@ -1,0 +1,98 @@
+"""Checks of the model: what several replicas cannot do, or would do differently."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+from phalanx.arrays.tree import leaves
+from phalanx.data import LocalBatch
+from phalanx.errors import ConfigurationError, UnsupportedError
+from phalanx.training.replica import Replica
+
+Array = np.ndarray[Any, Any]
+
+SAMPLED = 64
+"""Number of values that are compared of each variable."""
+TOLERANCE, NOISE = 0.05, 1e-5
+"""Relative to the change, and to the values: hosts with different processors round differently."""
+
+
+def check_batch_size(model: Any, batch: LocalBatch, replicas: int) -> None:
+    """Check that stateful layers, which keep a state for each sample of a batch, are built for a replica's part of it.
+
+    Args:
+        batch: the first batch of this rank.
+        replicas: number of replicas.
+
+    Raises: ConfigurationError if they are built for another size.
+    """
+    stateful = next((layer for layer in model._flatten_layers() if getattr(layer, "stateful", False)), None)
+    if stateful is None or replicas == 1 or not batch.size:
+        return
+    try:
+        inputs = leaves(model.inputs)
+    except (AttributeError, ValueError):  # of a subclassed model
+        return
+    fixed = {one.shape[0] for one in inputs if one is not None and one.shape[0] not in (None, batch.size)}
+    if fixed:
+        raise ConfigurationError(
+            f"{stateful.name} is stateful, with a state for each of the {max(fixed)} samples of the Input's "
+            f"batch_shape; but each of the {replicas} replicas gets its part of a global batch, {batch.size} samples "
+            f"here. Give Input the part of one replica, batch_shape=({batch.size}, ...), and global batches that have "
+            f"equal parts."
+        )
+
+
+def check_normalization(model: Any) -> None:
+    """Check that no batch normalization is over the batches of all replicas, where these do not wait for each other.
+
+    Raises: UnsupportedError naming the layer.
+    """
+    for layer in model._flatten_layers():
+        # A frozen one uses what it has collected.
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized and layer.trainable:
+            raise UnsupportedError(
+                f"{layer.name!r} of {model.name!r} is a BatchNormalization(synchronized=True), whose replicas meet in "
+                f"every step; with this strategy they do not wait for each other. Leave out synchronized=True, or use "
+                f"MultiWorkerMirroredStrategy."
+            )
+
+
+class CustomStepCheck:
+    """Compares over the replicas what a step has changed in the weights. Create it before the step."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._before = _sample(model)
+
+    def compare(self, replica: Replica) -> bool:
+        """Compare; every rank must call it after the step. Returns False if there was nothing to compare, because the
+        step has created the variables.
+
+        Raises: UnsupportedError where the replicas' weights have changed differently.
+        """
+        after = _sample(self._model)
+        if not after.size or after.size != self._before.size:
+            return False
+        change = after - self._before
+        changes = np.stack(replica.communicator.all_gather(change[None])).reshape(-1, change.size)
+        differs = np.abs(changes - changes[0]).mean()
+        if differs > TOLERANCE * np.abs(changes).mean() + NOISE * np.abs(after).mean():
+            raise UnsupportedError(
+                f"The train_step of {type(self._model).__name__} updates weights with gradients that are not merged: "
+                f"after one step the replicas' weights differ. Update them with a Keras optimizer (`apply`, "
+                f"`apply_gradients`), whose gradients are merged; or train in a custom loop with "
+                f"strategy.reduce('MEAN', gradients)."
+            )
+        return True
+
+
+def _sample(model: Any) -> Array:
+    parts = [np.zeros(0)]
+    for variable in model.trainable_variables:
+        flat = np.asarray(keras.ops.convert_to_numpy(variable.value)).reshape(-1)
+        parts.append(flat[:: max(1, flat.size // SAMPLED)].astype(np.float64))
+    return np.concatenate(parts)
