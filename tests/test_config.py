@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.config.job_config import JobConfig
+from phalanx.config.job_config import JobConfig, uses_sharded_optimizer
 from phalanx.config.variables import VARIABLES
 from phalanx.errors import ConfigurationError
 
@@ -101,3 +101,8 @@ def test_the_docs_list_every_default_of_the_table() -> None:
     page = (Path(__file__).parents[1] / "docs" / "cluster.md").read_text()
     for name, default in re.findall(r"^\| `(PHALANX_[A-Z_]+)` \| ([\d.]+) \|", page, re.MULTILINE):
         assert VARIABLES[name].default == default, name
+
+
+@pytest.mark.parametrize(("value", "expected"), [("", True), ("1", True), ("0", False), ("off", False)])
+def test_the_sharded_optimizer_can_be_disabled(value: str, expected: bool) -> None:
+    assert uses_sharded_optimizer({"PHALANX_SHARDED_OPTIMIZER": value}) is expected
