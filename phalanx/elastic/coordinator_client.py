@@ -21,7 +21,6 @@ from phalanx.elastic.stragglers import StepTiming
 from phalanx.errors import (
     DisagreementError,
     EvictedError,
-    FrameError,
     LinkClosedError,
     LinkTimeoutError,
     RendezvousError,
@@ -35,12 +34,9 @@ from phalanx.transport.tls import TLS
 logger = logging.getLogger(__name__)
 
 SEND_S = 5.0
-SLOWEST_BYTES_PER_S = 1e6
-"""A large result takes longer on a slow network."""
 LINK_UP_S = 5.0
 """For one connection. The other end was heard of a moment ago."""
 TIMING_S = 0.5
-IDLE_S = 3600.0
 
 Order = messages.FormGeneration | messages.PastEntry | messages.EntryBegan
 
@@ -113,10 +109,8 @@ class CoordinatorClient:
 
         Raises: LinkClosedError or LinkTimeoutError if the coordinator is lost, and with it the job.
         """
-        header, buffers = messages.pack(message)
-        deadline = time.monotonic() + SEND_S + sum(map(len, buffers)) / SLOWEST_BYTES_PER_S
         with self._sending:
-            self.link.send(header, buffers, deadline=deadline)
+            messages.send(self.link, message, SEND_S)
 
     def request(self, message: messages.ToCoordinator) -> Order:
         """Send a message and wait for the next order. The coordinator watches the time and ends a wait that is too
@@ -172,21 +166,14 @@ class CoordinatorClient:
                 time.sleep(retry_delay_s(waited_s))
 
     def _receive(self) -> None:
-        while True:
-            try:
-                order = messages.unpack(_decoder, *self.link.receive(deadline=time.monotonic() + IDLE_S))
-            except LinkTimeoutError:
-                continue
-            except (LinkClosedError, FrameError, msgspec.MsgspecError) as error:
-                logger.debug("the link to the elastic coordinator ended: %s", error)
-                self._orders.put(None)
-                return
+        for order in messages.receive(self.link, _decoder):
             if isinstance(order, messages.RegroupRequest):
                 self.regroup_requested = order.generation
             elif isinstance(order, messages.GenerationEnded):
                 self._on_generation_ended(order.generation)
             else:
                 self._orders.put(order)
+        self._orders.put(None)
 
     def _send_timings(self) -> None:
         while not self._closed.wait(TIMING_S):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import queue
 import socket
 import threading
@@ -27,21 +26,16 @@ from phalanx.elastic.elastic_coordinator import CoordinatorState, ElasticCoordin
 from phalanx.elastic.launcher_interface import ElasticJob
 from phalanx.elastic.member_table import MembershipLimits
 from phalanx.elastic.stragglers import StepTiming, StragglerDetector
-from phalanx.errors import ConfigurationError, FrameError, LinkClosedError, LinkTimeoutError
+from phalanx.errors import ConfigurationError, LinkClosedError, LinkTimeoutError
 from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
 from phalanx.transport.listener import Listener
 from phalanx.transport.tls import TLS
 
-logger = logging.getLogger(__name__)
-
 TICK_S = 0.1
 SEND_S = 2.0
 """For a message of a few kilobytes. A process that does not read it in this time is stopped; its silence reveals
 that."""
-SLOWEST_BYTES_PER_S = 1e6
-"""A large result takes longer on a slow network."""
-IDLE_S = 3600.0
 
 _decoder: msgspec.msgpack.Decoder[messages.ToCoordinator] = msgspec.msgpack.Decoder(messages.ToCoordinator)
 
@@ -194,14 +188,7 @@ class CoordinatorServer:
     # Threads.
 
     def _receive(self, incarnation: str, link: Link) -> None:
-        while True:
-            try:
-                message = messages.unpack(_decoder, *link.receive(deadline=time.monotonic() + IDLE_S))
-            except LinkTimeoutError:
-                continue
-            except (LinkClosedError, FrameError, msgspec.MsgspecError) as error:
-                logger.debug("the link from %s to the elastic coordinator ended: %s", link.peer, error)
-                break
+        for message in messages.receive(link, _decoder):
             with self._lock:
                 now = time.monotonic()
                 if isinstance(message, StepTiming):
@@ -244,10 +231,8 @@ class _Sender(threading.Thread):
 
     def run(self) -> None:
         while (message := self._messages.get()) is not None:
-            header, buffers = messages.pack(message)
-            deadline = time.monotonic() + SEND_S + sum(map(len, buffers)) / SLOWEST_BYTES_PER_S
             with contextlib.suppress(LinkClosedError, LinkTimeoutError):  # the receiving thread notices
-                self._link.send(header, buffers, deadline=deadline)
+                messages.send(self._link, message, SEND_S)
         self._link.finish()
 
 

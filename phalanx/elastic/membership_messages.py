@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import time
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import msgspec
 
 from phalanx.elastic.stragglers import StepTiming
+from phalanx.errors import FrameError, LinkClosedError, LinkTimeoutError
+from phalanx.transport.link import Link
+
+logger = logging.getLogger(__name__)
 
 Message = TypeVar("Message")
+
+IDLE_S = 3600.0
+SLOWEST_BYTES_PER_S = 1e6
+"""A large result takes longer on a slow network."""
 
 COORDINATOR = "elastic coordinator"
 """Purpose of a process's link to the coordinator."""
@@ -187,3 +197,29 @@ def unpack(decoder: msgspec.msgpack.Decoder[Message], header: bytes, buffers: Se
     if isinstance(message, EntryFinished | PastEntry) and buffers:
         return msgspec.structs.replace(message, result=bytes(buffers[0]))
     return message
+
+
+def send(link: Link, message: ToCoordinator | FromCoordinator, timeout_s: float) -> None:
+    """Send a message over a link.
+
+    Args:
+        link: the link.
+        message: the message.
+        timeout_s: seconds for a small message; a large one may take longer.
+
+    Raises: LinkClosedError or LinkTimeoutError if the other end does not read it.
+    """
+    header, buffers = pack(message)
+    link.send(header, buffers, deadline=time.monotonic() + timeout_s + sum(map(len, buffers)) / SLOWEST_BYTES_PER_S)
+
+
+def receive(link: Link, decoder: msgspec.msgpack.Decoder[Message]) -> Iterator[Message]:
+    """The messages that arrive over a link, until it ends."""
+    while True:
+        try:
+            yield unpack(decoder, *link.receive(deadline=time.monotonic() + IDLE_S))
+        except LinkTimeoutError:
+            continue
+        except (LinkClosedError, FrameError, msgspec.MsgspecError) as error:
+            logger.debug("the link to %s ended: %s", link.peer, error)
+            return
