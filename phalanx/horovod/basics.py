@@ -10,7 +10,7 @@ from typing import Any
 from phalanx.cluster import timeline_relay
 from phalanx.errors import UnsupportedError
 from phalanx.horovod import process_sets as sets
-from phalanx.horovod.horovod_job import current, is_joined, join_world, leave_world
+from phalanx.horovod.horovod_job import current, is_joined, join_job, leave_job
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
@@ -31,9 +31,9 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     if comm:
         raise UnsupportedError("hvd.init(comm=...) needs MPI; Phalanx does without. Use hvd.add_process_set(ranks).")
     fresh = not is_joined()
-    world = join_world()
+    job = join_job()
     if fresh:
-        sets.begin(world.membership.world_size)
+        sets.begin(job.membership.world_size)
     if process_sets is not None and process_sets != "dynamic":
         for process_set in process_sets:
             sets.add_process_set(process_set)
@@ -42,7 +42,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 def shutdown() -> None:
     """Leave the job and notify the other processes. Called automatically at the end of the program."""
     sets.end()
-    leave_world()
+    leave_job()
 
 
 def regroup() -> None:
@@ -53,9 +53,9 @@ def regroup() -> None:
     Raises: as `World.regroup`.
     """
     sets.end()
-    world = current()
-    world.regroup()
-    sets.begin(world.membership.world_size)
+    job = current()
+    job.regroup()
+    sets.begin(job.membership.world_size)
 
 
 def is_initialized() -> bool:

@@ -134,7 +134,7 @@ class HorovodJob:
         """Whether all members know the job's secret. True if this process is alone."""
         return self._node.config.secret is not None or self.membership.world_size == 1
 
-    def add(self, number: int, ranks: Sequence[Rank]) -> None:
+    def add_process_set(self, number: int, ranks: Sequence[Rank]) -> None:
         """Create a process set; all ranks of the job must call this with the same arguments.
 
         Args:
@@ -161,7 +161,7 @@ class HorovodJob:
             if offer is not None:
                 offer.close()
 
-    def remove(self, number: int) -> None:
+    def remove_process_set(self, number: int) -> None:
         """Remove a process set; all ranks of the job must call this."""
         self._agree(f"remove_process_set.{number}", "")
         if (controller := self.controllers.pop(number, None)) is not None:
@@ -214,8 +214,8 @@ class HorovodJob:
             AutotuneLog(self._node.config.collectives.autotune_log, append=True).report("fusion, per MiB", search)
 
 
-_world: HorovodJob | None = None
-_lock = threading.Lock()  # protects `_world` while the job is joined or left
+_job: HorovodJob | None = None
+_lock = threading.Lock()  # protects `_job` while the job is joined or left
 
 
 def current() -> HorovodJob:
@@ -223,47 +223,47 @@ def current() -> HorovodJob:
 
     Raises: ValueError before `init` (as Horovod's functions do).
     """
-    if _world is None:
+    if _job is None:
         raise ValueError("Horovod has not been initialized; use hvd.init().")
-    return _world
+    return _job
 
 
 def is_joined() -> bool:
     """Whether this process has joined a job."""
-    return _world is not None
+    return _job is not None
 
 
-def join_world() -> HorovodJob:
+def join_job() -> HorovodJob:
     """Join the job; returns the same job if this process has joined it before.
 
     Raises: as `phalanx.cluster.join`; ConfigurationError if a strategy of this process has joined the job before.
     """
-    global _world
+    global _job
     with _lock:
-        if _world is None:
+        if _job is None:
             _check_no_strategy_has_joined()
             process_exit.install()
             allocation.keep_freed_memory()
             environment, config = HorovodEnvironment.from_environment(), JobConfig.from_environment()
             node = join_node(resolve(), JobFacts(others={"interface": "horovod"}), config)
             try:
-                _world = HorovodJob(node, environment)
+                _job = HorovodJob(node, environment)
             except BaseException as error:
                 timeline_relay.stop_recording()
                 # A candidate that is not needed has finished; the others lose one that fails.
                 node.close(flush=isinstance(node, Node) or isinstance(error, SystemExit))
                 raise
-            process_exit.at_exit(leave_world)
-        return _world
+            process_exit.at_exit(leave_job)
+        return _job
 
 
-def leave_world() -> None:
+def leave_job() -> None:
     """Leave the job. Also called when the program exits."""
-    global _world
+    global _job
     with _lock:
-        if _world is not None:
-            world, _world = _world, None
-            world.close()
+        if _job is not None:
+            job, _job = _job, None
+            job.close()
 
 
 def _check_no_strategy_has_joined() -> None:

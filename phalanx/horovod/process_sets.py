@@ -65,11 +65,11 @@ class ProcessSet:
     @property
     def controller(self) -> Controller:
         """What runs the collectives. Raises ValueError if this process is no member."""
-        world = current()
-        controller = world.controllers.get(self._check_registered())
+        job = current()
+        controller = job.controllers.get(self._check_registered())
         if controller is None:
             raise ValueError(
-                f"rank {world.membership.rank} is no member of {self}, so it cannot take part in its collectives."
+                f"rank {job.membership.rank} is no member of {self}, so it cannot take part in its collectives."
             )
         return controller
 
@@ -124,17 +124,17 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
-    world = current()
+    job = current()
     known = next((one for one in _registered.values() if one.ranks == process_set.ranks), None)
     if process_set.process_set_id is not None or known is not None:
         raise ConfigurationError(f"{known or process_set} is registered already; a process set of these ranks exists.")
-    wrong = [rank for rank in process_set.ranks if not 0 <= rank < world.membership.world_size]
+    wrong = [rank for rank in process_set.ranks if not 0 <= rank < job.membership.world_size]
     if wrong or not process_set.ranks:
         raise ConfigurationError(
-            f"a process set needs ranks of the job, 0 to {world.membership.world_size - 1}; it got {process_set.ranks}."
+            f"a process set needs ranks of the job, 0 to {job.membership.world_size - 1}; it got {process_set.ranks}."
         )
     number = next(_numbers)
-    world.add(number, process_set.ranks)
+    job.add_process_set(number, process_set.ranks)
     process_set.process_set_id = number
     _registered[number] = process_set
     return process_set
@@ -151,7 +151,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     number = process_set.process_set_id
     if not number or _registered.get(number) is not process_set:
         return False
-    current().remove(number)
+    current().remove_process_set(number)
     del _registered[number]
     process_set.process_set_id = None
     return True
