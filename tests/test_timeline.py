@@ -143,7 +143,7 @@ def test_events_wait_for_the_file_of_their_job(tmp_path: Path) -> None:
     assert sink.write([b'{"name":"event"}'])
     timeline.create(path, "mine")  # a chief that was started again
     assert [event["name"] for event in json.loads(path.read_text())] == ["phalanx", "event"]
-    timeline.create(path, "mine", anew=True)
+    timeline.create(path, "mine", overwrite=True)
     assert len(json.loads(path.read_text())) == 1
 
 

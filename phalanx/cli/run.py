@@ -15,7 +15,7 @@ import click
 from phalanx.cli import horovodrun_options
 from phalanx.launcher.host_blacklist import COOLDOWN_S
 from phalanx.launcher.host_slots import MAX_WORKERS
-from phalanx.launcher.restart_policy import DEFAULT as RESTARTS
+from phalanx.launcher.restart_policy import DEFAULT_RESTARTS
 from phalanx.runtime.exit_codes import SIGNAL_BASE
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ _OPTIONS = (
     click.option(
         "--restarts",
         type=click.IntRange(min=0),
-        default=RESTARTS,
+        default=DEFAULT_RESTARTS,
         show_default=True,
         help="How often a lost task is restarted, with parameter servers or --workers MIN:MAX.",
     ),

@@ -188,7 +188,7 @@ def start_recording(node: TimelineNode, path: Path, *, overwrite: bool = False, 
     me = membership.me
     if membership.members[0].host == me.host:
         if membership.rank == 0:
-            timeline.create(path, config.job_id, anew=overwrite)
+            timeline.create(path, config.job_id, overwrite=overwrite)
         sink: timeline.TimelineSink = timeline.TimelineFileSink(path, config.job_id)
         if node.listener is not None and len(membership.hosts) > 1:
             _relay = TimelineRelay(timeline.TimelineFileSink(path, config.job_id))

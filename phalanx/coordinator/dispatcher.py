@@ -39,8 +39,8 @@ from phalanx.coordinator.coordinator_messages import (
 from phalanx.coordinator.function_queue import MAX_LOSSES, FunctionQueue
 from phalanx.coordinator.remote_values import RemoteValue
 from phalanx.errors import FrameError, LinkClosedError, LinkTimeoutError, PeerLostError, PhalanxError, RendezvousError
-from phalanx.launcher.launch_function import WorkerTraceback
 from phalanx.runtime import function_call as calls
+from phalanx.runtime.worker_traceback import WorkerTraceback
 from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
 

@@ -1,18 +1,15 @@
-"""Starts, watches and ends the processes of a job.
+"""Starts, supervises and ends the processes of a job. Runs in the launcher; what runs inside workers is `runtime`.
 
-    cores, environment   what each worker gets: its cores, its TF_CONFIG, its secret
-    child                what runs first inside every worker, before the user's program
-    progress             where a worker says what it is doing; free when nobody listens
-    exit_codes           which error ends a process with which code
-    lifeline             why no worker outlives its launcher
-    local, agent, remote the processes of this host, and of others through ssh
-    pool                 the hosts of a job whose members come and go: roster (who sits where), standing (which
-                         are set aside), discovery and asking (a script that names them)
-    heartbeat, comparison how long workers compute and wait, and who is slow
-    screen               many outputs on one terminal
-    verdict, page        which task was the cause, and the page that says so
-    job                  the loop over all of it
-    function, replicas   the same from Python: `phalanx.launch`, `MirroredStrategy`
+    run_command, launch_function, local_replicas    a job from the command line, from Python, of MirroredStrategy
+    job_request, worker_placement                   what runs where; worker_environment: with which variables
+    job_supervisor                                  the loop over a job's life, and its decisions:
+        shutdown, task_table, exit_handler            states of the job and its tasks, and what an exit changes
+        restart_policy, root_cause                    which tasks are restarted; which task was the cause
+    hosts/                                          where workers run: this host, another one through ssh
+    host_slots, host_discovery                      which hosts there are; a script that prints them
+    host_pool, slot_assignment, host_blacklist      the hosts of an elastic job
+    elastic_supervisor, job_registry, job_status    its coordinator; `phalanx status` and `phalanx scale`
+    job_reporter, failure_report, straggler_watch   what the user is shown
 
-Nothing is imported here: workers import parts of this package before anything else, and pay for no more.
+Nothing is imported here: each entry point pays for its own imports only.
 """

@@ -15,7 +15,7 @@ from phalanx.launcher.restart_policy import RestartPolicy
 from phalanx.launcher.root_cause import WorkerExit
 from phalanx.launcher.shutdown import ShutdownPlan
 from phalanx.launcher.slot_provider import SlotProvider
-from phalanx.launcher.task_table import TaskRecord, TaskState, TaskTable
+from phalanx.launcher.task_table import CHIEF_RANK, TaskRecord, TaskState, TaskTable
 
 # Once the chief and all servers have finished, a worker that they excluded has nothing to do.
 EXCLUDED_GRACE_S = 10.0
@@ -79,7 +79,7 @@ class ExitHandler:
             self.abandon_restart(record)
         elif self.tasks.training_is_over:
             # Of all tasks only the chief may have left something undone.
-            self._finish(record, self.abandon_restart(record, by_launcher=record is not self.tasks.chief))
+            self._finish(record, self.abandon_restart(record, by_launcher=record.rank != CHIEF_RANK))
         elif record.restart_at <= self.clock():
             record.state = TaskState.RUNNING
             return record.placement.host.restart(record.rank)

@@ -1,4 +1,4 @@
-"""The page that says why a job ended: which task, step, operation, each rank's last progress."""
+"""The failure report: why a job ended, in which task, step and operation, and each task's last progress."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from phalanx.runtime import exit_codes
 
 PAGE_FILE = "failure.txt"
 JSON_FILE = "failure.json"
-# So that one page stays one page; the files have everything.
+# Keeps the report to one page; the files have everything.
 STACK_LINES_ON_TERMINAL = 16
 _RULE = "-" * 78
 _LOG = re.compile(r"(chief|worker|ps|evaluator)-\d+\.log")
@@ -32,7 +32,7 @@ _STATES = {
 
 
 class TaskReport(msgspec.Struct, frozen=True):
-    """One task's part of the page, for programs."""
+    """One task's part of the report, for programs."""
 
     rank: int
     task: str
@@ -45,7 +45,7 @@ class TaskReport(msgspec.Struct, frozen=True):
 
 
 class FailureReport(msgspec.Struct, frozen=True):
-    """The page, for programs."""
+    """The report, for programs."""
 
     exit_code: int
     reason: str
@@ -56,7 +56,7 @@ class FailureReport(msgspec.Struct, frozen=True):
 
 
 def report(verdict: RootCause, ends: Sequence[WorkerExit]) -> FailureReport:
-    """The page's content as one value."""
+    """The report as one value."""
     meaning = exit_codes.meaning(verdict.code)
     return FailureReport(
         exit_code=verdict.code,
@@ -88,11 +88,14 @@ def render(
     full: bool = True,
     traceback: bool = True,
 ) -> str:
-    """The page as text; the cause's traceback stands last.
+    """The report as text; the traceback of the cause stands last.
 
     Args:
+        verdict: why the job ended.
+        ends: the exits of all tasks.
+        log_dir: where the logs are; None if there are none.
         full: with whole stacks; otherwise each is cut to its innermost lines, for a terminal.
-        traceback: whether the cause's traceback is shown; not where an error carries it already.
+        traceback: whether to show the traceback of the cause; not needed if an error has it already.
     """
     ends = sorted(ends, key=lambda end: end.rank)
     cause = verdict.cause
@@ -106,14 +109,14 @@ def render(
     name_width = max((len(end.task) for end in ends), default=0)
     lines += [f"  {end.task:<{name_width}}  {_end(end)}; {_last(end)}" for end in ends]
     for end in ends:
-        interrupted = cause is None  # and where everyone was is all that there is to say
+        interrupted = cause is None  # then the position of each task is all that there is to report
         if end.diagnostics.stacks and (full or end.hung or end is cause or interrupted):
             lines += ["", f"Stacks of {end.task}{_state(end.diagnostics)} (innermost call first):"]
             lines += _indent(_innermost(end.diagnostics.stacks, full))
     if log_dir is not None:
         lines += [
             "",
-            f"The whole output of each task, and this page as {PAGE_FILE} and {JSON_FILE}: {log_dir}",
+            f"The whole output of each task, and this report as {PAGE_FILE} and {JSON_FILE}: {log_dir}",
         ]
     if traceback and cause is not None and cause.diagnostics.error is not None:
         lines += ["", f"{cause.task} said:", cause.diagnostics.error.traceback.rstrip("\n")]
@@ -124,14 +127,14 @@ def render(
 
 
 def write(folder: Path, verdict: RootCause, ends: Sequence[WorkerExit]) -> None:
-    """Write the page and its JSON form into the log directory."""
+    """Write the report and its JSON form into the log directory."""
     (folder / PAGE_FILE).write_text(render(verdict, ends, log_dir=str(folder)), encoding="utf-8", errors="replace")
     (folder / JSON_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(report(verdict, ends)), indent=2))
 
 
 @contextlib.contextmanager
 def open_logs(folder: Path | None, tasks: Sequence[str]) -> Iterator[list[BinaryIO]]:
-    """One open file for each task's output, in a folder that is made if needed; none without a folder.
+    """One open file for the output of each task, in a directory that is created if needed; none without a directory.
 
     Raises: ConfigurationError if they cannot be written.
     """
@@ -142,20 +145,20 @@ def open_logs(folder: Path | None, tasks: Sequence[str]) -> Iterator[list[Binary
                 folder.mkdir(parents=True, exist_ok=True)
                 names = [f"{task.replace('/', '-')}.log" for task in tasks]
                 logs_before = {path.name for path in folder.iterdir() if _LOG.fullmatch(path.name)}
-                # Files of an earlier job would tell of this one.
+                # Files of an earlier job would be taken for this one's.
                 for old in (PAGE_FILE, JSON_FILE, *(logs_before - set(names))):
                     (folder / old).unlink(missing_ok=True)
                 logs = [stack.enter_context((folder / name).open("wb", buffering=0)) for name in names]
         except OSError as error:
             raise ConfigurationError(
                 f"The log directory {folder} cannot be written to: {error.strerror}. "
-                "Name a folder that can be made or written to."
+                "Name a directory that can be created or written to."
             ) from error
         yield logs
 
 
 def _check(verdict: RootCause, ends: Sequence[WorkerExit]) -> str:
-    """The first thing to look at."""
+    """What to look at first."""
     cause = verdict.cause
     if cause is None:
         return exit_codes.meaning(verdict.code).check
@@ -168,7 +171,7 @@ def _check(verdict: RootCause, ends: Sequence[WorkerExit]) -> str:
         )
     hung = waited_for(cause, ends)
     if hung and cause.code in exit_codes.CONSEQUENCES:
-        return f"the stacks of {', '.join(hung)} below: that is where the job stood still"
+        return f"the stacks of {', '.join(hung)} below: that is where the job hung"
     missed = cause.diagnostics.missed
     if missed in [end.task for end in ends if end.by_launcher and end.returncode is not None]:
         return f"the network between {cause.task} and {missed}, which was still there when the launcher ended it"
@@ -192,9 +195,9 @@ def _end(end: WorkerExit) -> str:
 
 def _last(end: WorkerExit) -> str:
     if end.returncode is None and end.diagnostics.phase is None:
-        return "nothing is known of what it did last"
+        return "its last progress is unknown"
     if end.diagnostics.phase is None:
-        return "it had not begun to run the program"
+        return "it had not started the program"
     return f"last in {_describe(end.diagnostics)}, {end.diagnostics.age_s:.1f} s before"
 
 

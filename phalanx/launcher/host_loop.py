@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import selectors
+import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from phalanx.launcher.host_messages import Event
 from phalanx.launcher.hosts.base import WorkerHost
-from phalanx.launcher.selector_waker import SelectorWaker
 
 POLL_S = 0.05
 """Between two looks at hosts that cannot wake the selector."""
@@ -24,7 +25,7 @@ class HostLoop:
 
     def __init__(self, selector: selectors.BaseSelector, hosts: Sequence[WorkerHost]):
         self._selector = selector
-        self._waker = SelectorWaker(selector)
+        self._waker = _Waker(selector)
         self._hosts = list(hosts)
         self._callbacks: deque[Callable[[], None]] = deque()  # append and popleft are atomic, so no lock
 
@@ -76,3 +77,35 @@ class HostLoop:
         for host in self._hosts:
             host.close()
         self._waker.close()
+
+
+class _Waker:
+    """Ends the sleep of a selector, from a signal handler or another thread."""
+
+    def __init__(self, selector: selectors.BaseSelector):
+        self._selector = selector
+        self._ours, self._theirs = socket.socketpair()
+        self._ours.setblocking(False)
+        self._theirs.setblocking(False)
+        selector.register(self._ours, selectors.EVENT_READ)
+
+    def fileno(self) -> int:
+        """The descriptor for `signal.set_wakeup_fd`."""
+        return self._theirs.fileno()
+
+    def wake(self) -> None:
+        with contextlib.suppress(BlockingIOError, OSError):  # full: it is awake; closed: nothing sleeps
+            self._theirs.send(b"\0")
+
+    def drain(self) -> None:
+        """Reset it. Call this after `select`, and before looking for what the calls of `wake` were about."""
+        with contextlib.suppress(BlockingIOError):
+            while self._ours.recv(4096):
+                pass
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        if self._ours.fileno() >= 0:
+            self._selector.unregister(self._ours)
+            self._ours.close()
+            self._theirs.close()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from phalanx.errors import ConfigurationError
 
-# A number with more is a slip of the hand. (Each task costs memory before it is known whether there is room for it.)
+# More digits are a typing error. (Each task costs memory before it is known whether there is room for it.)
 SLOT_DIGITS = 5
 MAX_WORKERS = 10**SLOT_DIGITS - 1
 # [user@]name[:workers]; an IPv6 address stands in brackets. A leading dash would be an option to ssh.
@@ -25,6 +25,7 @@ class HostShare:
 
     Attributes:
         name: as the other hosts can resolve it; an IPv6 address in brackets, as in `host:port`.
+        workers: number of slots.
         user: to log in as; None leaves it to ssh's configuration.
     """
 
@@ -49,7 +50,7 @@ class HostShare:
         return self.user is None and (self.is_loopback or self.name.lower() in (own, own.partition(".")[0]))
 
 
-# An address of RFC 5737 that nobody has: the way to it is the way to whoever is not near.
+# A documentation address (RFC 5737) that no host has: the route to it is the default route.
 _ANYWHERE = HostShare("192.0.2.1", 1)
 
 
@@ -77,7 +78,7 @@ def parse_hosts(text: str) -> list[HostShare]:
 
 
 def parse_hostfile(text: str) -> list[HostShare]:
-    """Hosts from the lines of a file, `name slots=2` each; without `slots` one worker. What follows a # is no matter.
+    """Hosts from the lines of a file, `name slots=2` each; without `slots` one worker. A # starts a comment.
 
     Raises: ConfigurationError naming the line.
     """
@@ -96,13 +97,14 @@ def parse_hostfile(text: str) -> list[HostShare]:
 
 
 def parse_discovered(text: str, slots: int) -> list[HostShare]:
-    """Hosts from what a discovery script printed: lines `name:slots`, or `name`, as `horovodrun` takes them. What
-    follows a # is no matter.
+    """Hosts from what a discovery script printed: lines `name:slots`, or `name`, as for `horovodrun`. A # starts a
+    comment.
 
     Args:
-        slots: of a host that is printed without their number.
+        text: the output of the script.
+        slots: slots of a host that is printed without their number.
 
-    Raises: ConfigurationError naming the line. No line at all is an answer: there is no host.
+    Raises: ConfigurationError naming the line. No line at all is a valid answer: there is no host.
     """
     shares: dict[str, HostShare] = {}
     for line in text.splitlines():
@@ -113,7 +115,7 @@ def parse_discovered(text: str, slots: int) -> list[HostShare]:
         if match is None or len(match["workers"] or "") > SLOT_DIGITS:
             raise ConfigurationError(f"{entry[:80]!r} is not a host. It should be `name:slots`, or `name`.")
         share = HostShare(match["name"], int(match["workers"] or slots), match["user"])
-        # This host has several names, and its cores are to be divided once.
+        # This host has several names, and its cores must be divided once.
         known = shares.setdefault("localhost" if share.is_here else share.name, share)
         if (share.workers, share.user) != (known.workers, known.user):
             raise ConfigurationError(f"{share.name} is there twice, with different slots.")
@@ -124,7 +126,7 @@ def own_name(others: Sequence[HostShare]) -> str:
     """A name or address under which other hosts reach this one; `127.0.0.1` if that is all there is.
 
     Args:
-        others: some of those hosts.
+        others: some of the other hosts.
     """
     name = socket.getfqdn()
     with contextlib.suppress(OSError):
@@ -143,22 +145,23 @@ def own_name(others: Sequence[HostShare]) -> str:
 def choose_hosts(
     workers: int | None, hosts: str | None, hostfile: Path | None, *, every_place: bool = False, others: int = 0
 ) -> list[HostShare]:
-    """Where the tasks run: on this host, or, of the hosts' places, as many as there are workers, first ones first; then
-    the others, in the places that are left, and on the last host where there are none.
+    """Where the tasks run: on this host, or in the first slots of the given hosts. Tasks that are not workers follow in
+    the slots that are left, and run on the last host if there are none.
 
     Args:
-        workers: None for all places of the hosts.
-        hosts: the value of `--hosts`; `hostfile` says the same.
-        others: tasks that are not workers.
-        every_place: the workers may go to any of the places, more or fewer than there are workers: all are returned.
+        workers: number of workers; None for all slots of the hosts.
+        hosts: the value of `--hosts`.
+        hostfile: a file with the same content.
+        every_place: return all slots of the hosts, even if there are more than workers, which may use any of them.
+        others: number of tasks that are not workers.
 
-    Raises: ConfigurationError if both name hosts, or there are fewer places than workers.
+    Raises: ConfigurationError if both name hosts, or there are fewer slots than workers.
     """
     if hosts is not None and hostfile is not None:
         raise ConfigurationError("--hosts and --hostfile both name hosts. Give one of them.")
     if hosts is None and hostfile is None:
         return [HostShare("localhost", (workers or 1) + others)]
-    # A comment may be in any encoding; a name that is damaged by this is none.
+    # Comments may be in any encoding; names that this damages are not valid names.
     text = hostfile.read_text(encoding="utf-8", errors="replace") if hostfile else ""
     shares = parse_hosts(hosts) if hosts is not None else parse_hostfile(text)
     places = sum(share.workers for share in shares)
@@ -181,7 +184,7 @@ def choose_hosts(
 
 
 def check_interfaces(names: str | None, shares: Sequence[HostShare]) -> None:
-    """Check the value of `--network-interfaces`: workers on one host do not need it, and others go by the hosts' names.
+    """Check the value of `--network-interfaces`. Workers on one host do not need it, and others use the hosts' names.
 
     Raises: ConfigurationError for an interface that this host does not have, or several hosts.
     """
@@ -207,6 +210,6 @@ def _check(shares: Sequence[HostShare]) -> None:
     loopback = next((share.name for share in shares if share.is_loopback), None)
     if loopback is not None and len(shares) > 1:
         raise ConfigurationError(
-            f"--hosts has {loopback} beside other hosts, which cannot reach this host under that name. "
+            f"--hosts has {loopback} next to other hosts, which cannot reach this host under that name. "
             f"Use a name that all hosts resolve, perhaps {socket.gethostname()}."
         )

@@ -1,7 +1,7 @@
-"""Which elastic jobs this user's launchers run: a file for each, which goes with its launcher.
+"""Which elastic jobs this user's launchers run: a file for each, which the launcher removes when it exits.
 
-The folder may be one for several hosts, as home folders often are. Whether a launcher lives is judged where its process
-id means something: on its host, and in its PID namespace.
+Several hosts may share the directory, as they often share home directories. Only processes of the launcher's host and
+PID namespace can tell whether it is alive.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from phalanx.config.variables import JOBS_DIRECTORY
 
 @dataclass(frozen=True)
 class RegisteredJob:
-    """A job that runs.
+    """A running job.
 
     Attributes:
         job: its name.

@@ -124,7 +124,8 @@ class JobSupervisor:
 
     def placement(self, rank: int) -> WorkerPlacement | None:
         """Where a task runs, or ran last; None if it has never been started."""
-        return self._tasks[rank].placement if rank in self._tasks else None
+        record = self._tasks.get(rank)
+        return None if record is None else record.placement
 
     def start_worker(self, placement: WorkerPlacement) -> None:
         """Start a worker of an elastic job in a slot that is free."""
@@ -157,7 +158,7 @@ class JobSupervisor:
 
     def finish(self, tasks: Sequence[str]) -> None:
         """These workers have finished an elastic job: others that were about to join them are not needed."""
-        self._tasks.complete()
+        self._tasks.is_complete = True
         for record in self._tasks:
             if not record.trains or record.name in tasks:
                 continue

@@ -1,4 +1,4 @@
-"""`phalanx.launch`: the same as `phalanx run`, for a function, from Python or a notebook."""
+"""`phalanx.launch`: like `phalanx run`, for a function, from Python or a notebook."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import selectors
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx.config.launch_config import LaunchConfig
 from phalanx.errors import ConfigurationError, PeerLostError, PhalanxError
@@ -20,18 +20,10 @@ from phalanx.launcher.root_cause import WorkerExit
 from phalanx.launcher.worker_placement import WorkerRecipe, check_start_timeout, place, task_names
 from phalanx.monitoring.console import Console
 from phalanx.runtime.bootstrap import FUNCTION
+from phalanx.runtime.worker_traceback import WorkerTraceback
 
-
-class WorkerTraceback(Exception):
-    """The traceback of an error in the worker that raised it: the `__cause__` of the error raised here."""
-
-    def __init__(self, task: str, traceback: str):
-        super().__init__(task, traceback)
-        self.task = task
-        self.traceback = traceback
-
-    def __str__(self) -> str:
-        return f"in {self.task}:\n\n{self.traceback}"
+if TYPE_CHECKING:
+    from phalanx.runtime.function_call import CallRaised
 
 
 def launch(
@@ -54,7 +46,7 @@ def launch(
     Args:
         workers: processes to start, 1 or more.
         backend: sets KERAS_BACKEND for the workers.
-        log_dir: keeps one file of output per task there, and the page that says why if the job fails.
+        log_dir: directory for one log file per task, and for the failure report if the job fails.
         start_timeout_s: seconds that the workers wait for each other at the start; more than 0.
 
     Raises:
@@ -72,92 +64,99 @@ def launch(
         raise ConfigurationError(f"launch got workers={workers!r}; give a number from 1 to {MAX_WORKERS}.")
     if not callable(function):
         raise ConfigurationError(f"launch got {function!r} to call; pass a function, not its result.")
+    # Imported here, as in the functions below: cloudpickle takes long to import, and most programs never launch.
     from phalanx.runtime import function_call
 
-    pickled = function_call.encode(function_call.PickledCall(function, tuple(args), dict(kwargs or {})))
-    folder = Path(log_dir) if log_dir is not None else None
-    config = LaunchConfig.from_environment(backend=backend, start_timeout_s=check_start_timeout(start_timeout_s))
-    tasks = task_names(workers)
-    with failure_report.open_logs(folder, tasks) as logs, selectors.DefaultSelector() as selector:
-        screen = Console(tasks, sys.stdout, sys.stdout, logs=logs)
-        placements = place(
-            [HostShare("localhost", workers)],
-            WorkerRecipe([FUNCTION], tasks, config, function=pickled),
-            selector,
-            OutputStreams(merged=True),
-            screen.message,
-        )
-        job = JobSupervisor(placements, selector, _OutputPrinter(screen), config, merged=True)
-        job.start()
-        outcome = job.run()
+    call = function_call.encode(function_call.PickledCall(function, tuple(args), dict(kwargs or {})))
+    config = LaunchConfig.from_environment(
+        backend=backend,
+        start_timeout_s=check_start_timeout(start_timeout_s),
+        log_dir=Path(log_dir) if log_dir is not None else None,
+    )
+    outcome = _run(WorkerRecipe([FUNCTION], task_names(workers), config, function=call))
     if not outcome.verdict.success:
-        error = _error(outcome, function_call)
-        if folder is not None:
-            try:
-                failure_report.write(folder, outcome.verdict, outcome.ends)
-            except OSError as problem:
-                error.add_note(f"This page cannot be written to {folder}: {problem.strerror}.")
-        raise error
-    silent = next((end for end in outcome.ends if end.rank not in outcome.results), None)
-    if silent is not None:
-        raise PeerLostError(
-            f"{silent.task} (rank {silent.rank}) ended with exit code 0 but without a result: the function "
-            "ended the process (os._exit, sys.exit) instead of returning.",
-            rank=silent.rank,
-            task=silent.task,
-            host=silent.host,
-        )
-    return [_value(end, outcome.results[end.rank], function_call) for end in outcome.ends]
+        raise _error(outcome, config.log_dir)
+    for end in outcome.ends:
+        if end.rank not in outcome.results:
+            raise PeerLostError(
+                f"{end.task} (rank {end.rank}) ended with exit code 0 but without a result: the function "
+                "ended the process (os._exit, sys.exit) instead of returning.",
+                rank=end.rank,
+                task=end.task,
+                host=end.host,
+            )
+    return [_value(end, outcome.results[end.rank]) for end in outcome.ends]
+
+
+def _run(recipe: WorkerRecipe) -> JobOutcome:
+    tasks, config = recipe.tasks, recipe.config
+    with failure_report.open_logs(config.log_dir, tasks) as logs, selectors.DefaultSelector() as selector:
+        console = Console(tasks, sys.stdout, sys.stdout, logs=logs)
+        shares = [HostShare("localhost", len(tasks))]
+        placements = place(shares, recipe, selector, OutputStreams(merged=True), console.message)
+        job = JobSupervisor(placements, selector, _OutputPrinter(console), config, merged=True)
+        job.start()
+        return job.run()
 
 
 class _OutputPrinter(JobObserver):
-    def __init__(self, screen: Console):
-        self._screen = screen
+    def __init__(self, console: Console):
+        self._console = console
 
     def output(self, rank: int, is_error: bool, data: bytes) -> None:
-        self._screen.feed(rank, is_error, data)
+        self._console.feed(rank, is_error, data)
 
     def exited(self, end: WorkerExit) -> None:
-        self._screen.finish(end.rank)
+        self._console.finish(end.rank)
 
 
-def _value(end: WorkerExit, content: bytes, function_call: Any) -> Any:
+def _value(end: WorkerExit, content: bytes) -> Any:
+    from phalanx.runtime import function_call
+
     try:
-        return function_call.decode_result(content).value
+        result = function_call.decode_result(content)
     except Exception as error:
         error.add_note(
-            f"The result of {end.task} (rank {end.rank}) cannot be unpickled here: what it is made of must be "
-            "importable in this process as well."
+            f"The result of {end.task} (rank {end.rank}) cannot be unpickled here: this process must be able to import "
+            "everything that the result is made of."
         )
         raise
+    assert isinstance(result, function_call.CallReturned)
+    return result.value
 
 
-def _error(outcome: JobOutcome, function_call: Any) -> BaseException:
-    """The error to raise for a job that failed."""
+def _error(outcome: JobOutcome, log_dir: Path | None) -> BaseException:
+    """The error to raise for a job that failed; also writes the failure report, if there is a log directory."""
     verdict, cause = outcome.verdict, outcome.verdict.cause
-    if cause is None:
-        return PhalanxError(f"The job ended: {verdict.reason}.")
-    content = outcome.results.get(cause.rank)
-    raised = _raised(cause, content, function_call) if content else None
     error: BaseException
-    if raised is not None:
+    if cause is None:
+        error = PhalanxError(f"The job ended: {verdict.reason}.")
+    elif (raised := _raised(cause, outcome.results.get(cause.rank))) is not None:
         error = raised.error
         error.__cause__ = WorkerTraceback(cause.task, raised.traceback)
     else:
         error = PeerLostError(f"The job ended: {verdict.reason}.", rank=cause.rank, task=cause.task, host=cause.host)
-    error.add_note(failure_report.render(verdict, outcome.ends, full=False, traceback=False))
+    if cause is not None:
+        error.add_note(failure_report.render(verdict, outcome.ends, full=False, traceback=False))
+    if log_dir is not None:
+        try:
+            failure_report.write(log_dir, verdict, outcome.ends)
+        except OSError as problem:
+            error.add_note(f"This report cannot be written to {log_dir}: {problem.strerror}.")
     return error
 
 
-def _raised(cause: WorkerExit, content: bytes, function_call: Any) -> Any:
-    """What the function of a worker raised; with its words alone where its class is not to be had here."""
-    words = cause.diagnostics.error
+def _raised(cause: WorkerExit, content: bytes | None) -> CallRaised | None:
+    """The error that a worker's function raised; a `RuntimeError` with its text if its class does not exist here."""
+    from phalanx.runtime import function_call
+
+    if not content:
+        return None
     try:
         result = function_call.decode_result(content)
     except Exception:  # of any kind, since unpickling runs code of the class
-        return (
-            None
-            if words is None
-            else function_call.CallRaised(function_call.stand_in(words.kind, words.message), words.traceback)
-        )
+        report = cause.diagnostics.error
+        if report is None:
+            return None
+        return function_call.CallRaised(function_call.stand_in(report.kind, report.message), report.traceback)
     return result if isinstance(result, function_call.CallRaised) else None

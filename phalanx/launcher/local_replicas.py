@@ -1,8 +1,8 @@
-"""The other local replicas of a program that was started plainly: `python train.py` with a MirroredStrategy.
+"""The other local replicas of a program that was started by itself: `python train.py` with a MirroredStrategy.
 
-Rank 0 is the process that the user started. It runs the same program again for each other rank, and takes rank 0's
-place in the job itself: its TF_CONFIG, its port, its share of the cores. In the processes so started the same call only
-says which rank they are, so the program needs no `if`.
+Rank 0 is the process that the user started. It runs the same program again for each other rank, and becomes rank 0 of
+the job: with its TF_CONFIG, its port, its share of the cores. In the processes that it starts, the same call only
+returns their rank, so the program needs no `if`.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from phalanx.runtime.core_affinity import host_shares
 
 # The number of local replicas, in the environment of each of them.
 REPLICAS = "PHALANX_LOCAL_REPLICAS"
-# Replicas run the same program as rank 0 and end when it does, give or take what only the others do.
+# Replicas run the same program as rank 0 and exit at about the same time.
 JOIN_S = 30.0
-# Rank 0 usually notices the loss by itself, in about this time; its own error should then come before the page.
+# Rank 0 usually notices the loss by itself, in about this time; its own error should come before the report.
 NOTICE_S = 0.5
 
 logger = logging.getLogger(__name__)
@@ -55,8 +55,8 @@ class LocalReplicas:
     """The replicas of this program, seen from one of them.
 
     Attributes:
-        count: how many there are, this one included.
-        rank: of this process.
+        count: number of replicas, this one included.
+        rank: rank of this process.
     """
 
     def __init__(self, count: int, rank: int, watch: _ReplicaSupervisor | None = None):
@@ -67,7 +67,7 @@ class LocalReplicas:
     def close(self) -> None:
         """On rank 0: wait for the other replicas to end, for JOIN_S at most. Safe to call twice.
 
-        Called by itself at the end of the program.
+        Called automatically at the end of the program.
 
         Raises: PeerLostError naming the replica that failed, if one has.
         """
@@ -82,8 +82,8 @@ _current: LocalReplicas | None = None
 def start_local_replicas(count: int, devices: Sequence[str] | None = None) -> LocalReplicas:
     """Make this program run as `count` replicas on this host; afterwards TF_CONFIG describes them.
 
-    To be called on every replica, before anything is computed, by the same line of the program. Calling it
-    again with the same `count` returns the same replicas.
+    Must be called on every replica, before anything is computed, by the same line of the program. Calling it again with
+    the same `count` returns the same replicas.
 
     Args:
         devices: one for each replica, such as `cpu:0` or `/gpu:1`; a replica sees no other GPU than its own.
@@ -107,7 +107,7 @@ def start_local_replicas(count: int, devices: Sequence[str] | None = None) -> Lo
 
 
 def _join() -> LocalReplicas | None:
-    """The replicas that this process was started as one of, if it was."""
+    """The replicas that this process belongs to, if it was started as one."""
     count = process_environment().get(REPLICAS)
     if count is None:
         return None
@@ -175,15 +175,15 @@ def _own_program() -> Program:
 
 
 def _limit_running_libraries(threads: int) -> None:
-    # PyTorch reads OMP_NUM_THREADS once, when it is imported, which on rank 0 was before. JAX and TensorFlow
-    # make their pools at the first computation.
+    # PyTorch reads OMP_NUM_THREADS when it is imported, which on rank 0 has happened already. JAX and TensorFlow create
+    # their pools at the first computation.
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(threads)
 
 
 class _ReplicaSupervisor(JobObserver):
-    """Rank 0's watch over the other replicas: a thread that runs their job and reports how it ended."""
+    """Supervises the other replicas on rank 0: a thread that runs their job and reports how it ended."""
 
     def __init__(self, placements: Sequence[WorkerPlacement], selector: selectors.BaseSelector, tasks: Sequence[str]):
         self._selector = selector
@@ -193,22 +193,22 @@ class _ReplicaSupervisor(JobObserver):
         self._job = JobSupervisor(placements, selector, self, config)
         self._thread = threading.Thread(target=self._run, name="phalanx-replicas", daemon=True)
         self._outcome: JobOutcome | None = None
-        self._defect = False  # whether the watch itself has failed
+        self._has_crashed = False  # whether this supervision itself has failed
         self._pid = os.getpid()
         self._reported = False
-        self._closing = threading.Event()  # rank 0 is ending on its own
-        self._ended = threading.Event()  # all replicas have
+        self._closing = threading.Event()  # set once rank 0 is exiting
+        self._ended = threading.Event()  # set once all replicas have exited
 
     def start(self) -> None:
         self._job.start()  # here, since replicas die with the thread that started them
         self._thread.start()
         atexit.register(self._at_exit)
 
-    # What the job tells.
+    # ---- what the job reports
 
     def output(self, rank: int, is_error: bool, data: bytes) -> None:
-        # What they print is the same as on rank 0; and when this process fails by itself, what they say of its loss is
-        # no news, and would stand in the middle of the reason.
+        # Their stdout is the same as on rank 0. When this process fails by itself, their errors about its loss are no
+        # news and would interrupt its own.
         if is_error and not (process_exit.has_failed() and _failed_by_itself()):
             self._screen.feed(rank, is_error, data)
 
@@ -218,14 +218,14 @@ class _ReplicaSupervisor(JobObserver):
     def exited(self, end: WorkerExit) -> None:
         self._screen.finish(end.rank)
 
-    # How it ends.
+    # ---- how it ends
 
     def close(self, wait_s: float) -> None:
-        """Wait for the replicas to end; those that have not by then are ended."""
+        """Wait for the replicas to exit, and end those that have not by then."""
         self._closing.set()
         if not self._ended.wait(wait_s):
             if wait_s > 0:
-                self._screen.message(f"phalanx: replicas still ran {wait_s:g} s after rank 0 had ended; ending them")
+                self._screen.message(f"phalanx: replicas still run {wait_s:g} s after rank 0 exited; ending them")
             self._job.stop(signal.SIGTERM)
             self._job.stop(signal.SIGINT)  # at once
             self._ended.wait(self._grace_s)
@@ -236,8 +236,8 @@ class _ReplicaSupervisor(JobObserver):
         return outcome if outcome is not None and outcome.verdict.cause is not None else None
 
     def raise_failure(self) -> None:
-        if self._defect:
-            raise PhalanxError("The watch over the local replicas failed, and ended them; the log says how.")
+        if self._has_crashed:
+            raise PhalanxError("The supervision of the local replicas failed, and ended them; see the log.")
         failure = self.failure
         if failure is not None and failure.verdict.cause is not None:
             cause = failure.verdict.cause
@@ -251,9 +251,9 @@ class _ReplicaSupervisor(JobObserver):
     def _run(self) -> None:
         try:
             self._outcome = self._job.run()
-        except Exception:  # by which the replicas are killed
-            self._defect = True
-            logger.exception("The watch over the local replicas failed.")
+        except Exception:  # which kills the replicas
+            self._has_crashed = True
+            logger.exception("The supervision of the local replicas failed.")
         finally:
             self._ended.set()
             self._selector.close()
@@ -262,15 +262,15 @@ class _ReplicaSupervisor(JobObserver):
         if self._closing.wait(NOTICE_S):
             return  # `_at_exit` or the caller of `close` reports it, after rank 0's own error
         self._report()
-        # Rank 0 meets the loss at its next collective, if it comes to one: after that time it is ended.
+        # Rank 0 notices the loss at its next collective, if it reaches one; after that time it is ended.
         if not self._closing.wait(self._grace_s):
             faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
             _end_process(self._code)
 
     @property
     def _code(self) -> int:
-        """With which this process has to end because of the other replicas; 0 for none."""
-        if self._defect:
+        """The exit code of this process because of the other replicas; 0 if none has failed."""
+        if self._has_crashed:
             return PhalanxError.exit_code
         return 0 if self.failure is None else self.failure.verdict.code
 
@@ -286,9 +286,9 @@ class _ReplicaSupervisor(JobObserver):
         if getattr(sys, "last_value", None) is None:
             self.close(JOIN_S)
         elif own_error:
-            self.close(0.0)  # the replicas only wait for a rank that will not come
+            self.close(0.0)  # the replicas only wait for a rank that will not arrive
         else:
-            self.close(self._grace_s)  # a replica's end was the cause: let it say why
+            self.close(self._grace_s)  # a replica was the cause: let it print why
         if self._code != 0 and not own_error:
             if not self._reported:
                 self._report()
@@ -296,7 +296,7 @@ class _ReplicaSupervisor(JobObserver):
 
 
 def _failed_by_itself() -> bool:
-    """Whether this process ends because of an error that is not the echo of a replica's."""
+    """Whether this process exits because of an error that is not the consequence of a replica's."""
     error = getattr(sys, "last_value", None)
     return error is not None and exit_codes.of_error(error) not in exit_codes.CONSEQUENCES
 

@@ -1,4 +1,4 @@
-"""What a worker runs, and how the present program is run once more."""
+"""What a worker runs, and the command line that runs the present program again."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def parse_command(command: Sequence[str]) -> Program | None:
 
 
 def starting_folder(program: Program, file: str | None) -> str | None:
-    """Where the present program was started, which it may have left since; None where that cannot be told.
+    """The directory where the present program was started, which it may have left since; None if that is unknown.
 
     Args:
-        file: `__file__` of its main module: to a relative path Python has put the folder before.
+        file: `__file__` of its main module. Python prepends the directory to a relative path.
     """
     script = program.arguments[0]
     if file is None or script.startswith("-") or Path(script).is_absolute():
@@ -76,7 +76,10 @@ def starting_folder(program: Program, file: str | None) -> str | None:
 
 
 def check_script(script: str) -> None:
-    """Complain about a script that no worker could run, before any is started."""
+    """Check that workers can run this script, before any is started.
+
+    Raises: ConfigurationError saying what to write instead.
+    """
     path = Path(script)
     if path.is_file() or (path.is_dir() and (path / "__main__.py").is_file()):
         return

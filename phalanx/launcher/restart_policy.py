@@ -1,5 +1,5 @@
-"""Which tasks are started again after they have failed, and when: in jobs with parameter servers, and in those whose
-members come and go. And which jobs, as a whole (`phalanx run --max-restarts`)."""
+"""Which tasks are restarted after they have failed, and when: in jobs with parameter servers, in elastic jobs, and for
+`phalanx run --max-restarts` whole jobs."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from collections import defaultdict
 
 from phalanx import errors
 
-DEFAULT = 10
-"""How often one task is started again."""
+DEFAULT_RESTARTS = 10
+"""How often one task is restarted."""
 SHORT_LIFE_S = 5.0
-"""A task that lives no longer than this has hardly come to train: its imports alone take some seconds."""
-SHORT_LIVES = 7
-"""After so many of those in a row it is given up. A server on a fast machine may be back and be killed again within
-SHORT_LIFE_S, and should survive that a few times."""
+"""A task that lives no longer than this has hardly begun to train: its imports alone take some seconds."""
+MAX_SHORT_LIVES = 7
+"""After this many short lives in a row a task is given up. A server on a fast machine may be back and be killed again
+within SHORT_LIFE_S, and should survive that a few times."""
 FIRST_DELAY_S = 0.5
 """Before a second attempt in a row, and twice as long before each further one."""
-
 
 _HOPELESS = {
     error.exit_code
@@ -30,49 +29,46 @@ _HOPELESS = {
         errors.PreemptedError,
     )
 }
-"""A task that ended with one of these would do so again, or is not to be started again by us."""
+"""A task that exited with one of these would do so again, or must not be restarted here."""
 
 
 class RestartPolicy:
-    """The memory of a job's restarts.
+    """Counts a job's restarts.
 
-    A task that was killed by a signal is started again (memory ran out, its host took the core away, somebody killed
-    it), and one that the others have left out as it was stopped, or go on without as it does not reach them. With
-    servers, one that ended by itself, with an error, would do so again. In an elastic job the error may be its host's,
-    so it is tried.
+    A task is restarted if it was killed by a signal (memory ran out, its host took a core away, a user killed it), and
+    if the others excluded it or continue without it. A task with servers that exited with its own error would do so
+    again. In an elastic job the error may be its host's, so it is restarted.
 
     Args:
-        allowed: how often each task may be started again; 0: never.
+        allowed: how often each task may be restarted; 0 for never.
     """
 
     def __init__(self, allowed: int, *, elastic: bool = False):
         self._allowed = allowed
         self._elastic = elastic
-        self._made: dict[int, int] = defaultdict(int)
-        self._short: dict[int, int] = defaultdict(int)
-
-    @property
-    def any(self) -> bool:
-        return self._allowed > 0
+        self._restarts: dict[int, int] = defaultdict(int)
+        self._short_lives: dict[int, int] = defaultdict(int)  # in a row
 
     def delay_s(self, rank: int, returncode: int | None, lived_s: float, *, outlived: bool = False) -> float | None:
-        """Seconds to wait before this task is started again; None: it is not.
+        """Seconds to wait before this task is restarted; None if it is not. A delay counts as a restart.
 
         Args:
-            outlived: whether the others go on without it.
+            returncode: as in `WorkerExit`.
+            lived_s: seconds since its process was started.
+            outlived: whether the others continue without it.
         """
-        killed = returncode is not None and returncode < 0 and returncode != -signal.SIGINT  # that asks it to end
-        innocent = killed or returncode == errors.EvictedError.exit_code or (outlived and returncode is not None)
+        killed = returncode is not None and returncode < 0 and returncode != -signal.SIGINT  # which stops it on purpose
+        restartable = killed or returncode == errors.EvictedError.exit_code or (outlived and returncode is not None)
         if self._elastic and returncode not in (None, 0):
-            innocent = returncode not in _HOPELESS
-        if not innocent or self._made[rank] >= self._allowed:
+            restartable = returncode not in _HOPELESS
+        if not restartable or self._restarts[rank] >= self._allowed:
             return None
-        self._short[rank] = self._short[rank] + 1 if lived_s < SHORT_LIFE_S else 0
-        if self._short[rank] >= SHORT_LIVES:
+        self._short_lives[rank] = short = self._short_lives[rank] + 1 if lived_s < SHORT_LIFE_S else 0
+        if short >= MAX_SHORT_LIVES:
             return None
-        self._made[rank] += 1
-        return FIRST_DELAY_S * 2 ** (self._short[rank] - 2) if self._short[rank] > 1 else 0.0
+        self._restarts[rank] += 1
+        return FIRST_DELAY_S * 2 ** (short - 2) if short > 1 else 0.0
 
     def describe(self, rank: int) -> str:
         """Which restart this is, for a message."""
-        return f"{self._made[rank]} of {self._allowed}"
+        return f"{self._restarts[rank]} of {self._allowed}"

@@ -1,7 +1,7 @@
 """Which task was the cause of a job's end. Plain functions from what was seen to what it means.
 
-When one worker fails, the others lose their peer and fail as well, often before the launcher sees the exit of the first.
-So the order of the exits is a weak sign, and the kind of each a strong one:
+When one worker fails, the others lose their peer and fail as well, often before the launcher sees the exit of the
+first. So the order of the exits is a weak sign, and the kind of each a strong one:
 
     1. its own failure: an exception of the program, a signal that the launcher did not send, `sys.exit(3)`
     2. a collective that timed out: the peer that did not arrive is the cause, but may still hang
@@ -62,8 +62,8 @@ class WorkerExit:
 
     @property
     def distance(self) -> int:
-        """How far it is from the cause: 0 for its own failure, more for the echo of another's, even if the program caught
-        that and exited itself. It is less certain to be an echo if only the exit code says so."""
+        """How far it is from the cause: 0 for its own failure, more for the echo of another's, even if the program
+        caught that and exited itself. It is less certain to be an echo if only the exit code says so."""
         if self.returncode is None:
             return 0
         by_code = _CONSEQUENCE.get(self.code, 0)
@@ -73,7 +73,8 @@ class WorkerExit:
 
     @property
     def stalled(self) -> bool:
-        """Whether it hung. Servers and evaluators run until they are ended: they count only if a signal stopped them."""
+        """Whether it hung. Servers and evaluators run until they are ended: they count only if a signal stopped
+        them."""
         return self.hung and (self.trains or self.diagnostics.state == STOPPED)
 
     @property

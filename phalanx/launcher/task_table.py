@@ -118,19 +118,22 @@ class TaskTable:
     Args:
         elastic: whether the job continues without workers that it loses.
         restarts: whether tasks may be restarted at all.
+
+    Attributes:
+        is_complete: whether members of an elastic job have finished it, so that no other needs to join them.
     """
 
     def __init__(self, placements: Sequence[WorkerPlacement], *, elastic: bool, restarts: bool):
         self._elastic = elastic
         self._restarts = restarts
         self._tasks = {placement.spec.rank: TaskRecord(placement) for placement in placements}
-        self._is_complete = False
+        self.is_complete = False
 
     def __getitem__(self, rank: int) -> TaskRecord:
         return self._tasks[rank]
 
-    def __contains__(self, rank: int) -> bool:
-        return rank in self._tasks
+    def get(self, rank: int) -> TaskRecord | None:
+        return self._tasks.get(rank)
 
     def __iter__(self) -> Iterator[TaskRecord]:
         return iter(list(self._tasks.values()))
@@ -165,12 +168,8 @@ class TaskTable:
         return any(record.is_server for record in self)
 
     @property
-    def chief(self) -> TaskRecord | None:
-        return self._tasks.get(CHIEF_RANK)
-
-    @property
     def chief_has_exited(self) -> bool:
-        return self.chief is not None and self.chief.exit is not None
+        return (chief := self.get(CHIEF_RANK)) is not None and chief.exit is not None
 
     @property
     def servers_have_finished(self) -> bool:
@@ -181,12 +180,8 @@ class TaskTable:
     def training_is_over(self) -> bool:
         """Whether the training has ended, successfully or not: with the chief, or in an elastic job with any member."""
         if self._elastic:
-            return self._is_complete or any(record.trains and record.has_succeeded for record in self)
+            return self.is_complete or any(record.trains and record.has_succeeded for record in self)
         return self.chief_has_exited or self.servers_have_finished
-
-    def complete(self) -> None:
-        """The members of an elastic job have finished it: no other needs to join them."""
-        self._is_complete = True
 
     def only_optional_left(self, now: float) -> bool:
         """Whether no task waits for those that still run: evaluators; servers whose workers have all exited; and, if
@@ -200,7 +195,7 @@ class TaskTable:
             # A task that was restarted when the job was already over does not learn of its end.
             if self.chief_has_exited and all(record.restarted_recently(now) for record in servers):
                 return True
-            chief = self.chief
+            chief = self.get(CHIEF_RANK)
             if chief is not None and chief.exit is None and self.servers_have_finished and not servers:
                 return chief.restarted_recently(now) or all(record.is_evaluator for record in left)
         return all(record.is_evaluator for record in left)
@@ -216,7 +211,7 @@ class TaskTable:
         """Whether this worker exits after the chief and all servers have finished: they do not wait for a worker that
         they excluded, and it cannot know that they are done."""
         servers = [other for other in self if other.is_server]
-        chief = self.chief
+        chief = self.get(CHIEF_RANK)
         return (
             bool(servers)
             and record.trains
@@ -260,7 +255,7 @@ class TaskTable:
         if (diagnostics.missed or "").startswith(SERVERS):
             return True
         others = [other for other in self.open if other.trains and other.rank not in (CHIEF_RANK, record.rank)]
-        chief = self.chief
+        chief = self.get(CHIEF_RANK)
         return (
             chief is not None
             and diagnostics.missed == chief.name

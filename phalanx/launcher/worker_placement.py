@@ -1,4 +1,4 @@
-"""From hosts and a program to the workers of a job: their ports, secret, environment."""
+"""From hosts and a program to the placements of a job: ports, secret, environment."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from phalanx.launcher.hosts.output_streams import OutputStreams
 from phalanx.launcher.hosts.ssh_host import SSHHost
 from phalanx.launcher.worker_environment import job_settings
 
-# Bytes of randomness: as long as the HMAC-SHA256 key that is made of it.
+# Bytes of randomness: as long as the HMAC-SHA256 key that is derived from it.
 SECRET_BYTES = 32
 # ssh with a slow name service, and Python's start on a cold file system.
 START_TIMEOUT_S = 60.0
-# As good as for ever, and no more than what the waits of the operating system take (2**31 ms).
+# Practically for ever, and within the limit of the operating system's waits (2**31 ms).
 LONGEST_START_S = 1e6
-# For a task that is started again to come so far that it answers; a busy host takes long to import a backend.
+# For a restarted task to answer again; a busy host takes long to import a backend.
 RETURN_TIMEOUT_S = 120.0
 LOOPBACK = "127.0.0.1"
-# Tasks of these types compute little, or when it suits them: the cores are divided among the others.
+# Tasks of these types compute little, or at any time: the cores are divided among the others.
 NO_REPLICA = ("ps/", "evaluator/")
 
 
 def new_identity() -> tuple[str, str]:
-    """A secret and a name for a new job."""
+    """The secret and the id of a new job."""
     return secrets.token_hex(SECRET_BYTES), secrets.token_hex(8)
 
 
@@ -50,7 +50,7 @@ def check_start_timeout(start_timeout_s: float | None) -> float | None:
 
 
 def task_names(workers: int, *, chief: bool = False, servers: int = 0, evaluator: bool = False) -> list[str]:
-    """The tasks of a job: first those that train, in rank order, then parameter servers and the evaluator.
+    """The tasks of a job: those that train first, in rank order, then parameter servers and the evaluator.
 
     >>> task_names(2, servers=1)
     ['worker/0', 'worker/1', 'ps/0']
@@ -127,10 +127,13 @@ def place(
     streams: OutputStreams,
     say: Callable[[str], None],
 ) -> list[WorkerPlacement]:
-    """Everything that is needed to start the job; only the agents of other hosts run already.
+    """Connect to the hosts and place the tasks on them; nothing of the job runs yet.
 
     Args:
-        shares: with as many places as there are tasks, which take them in order.
+        shares: the hosts, with as many slots as there are tasks, which take them in order.
+        recipe: what the tasks have in common.
+        selector: wakes when a host has something to report.
+        streams: how outputs of workers on this host are connected.
         say: see `SSHHost`.
 
     Raises: RendezvousError or ConfigurationError if another host cannot take part.

@@ -1,11 +1,12 @@
 """Many outputs on one terminal.
 
-Every line of the screen begins with the task that wrote it. Whole lines are simple. What is not a whole line is a
-progress bar: text that is drawn again and again after a carriage return. On a terminal the chief's is drawn live, as
-without Phalanx, and the lines of the other tasks are put above it: the bar is erased, the line written, the bar drawn
-again. Without a terminal a line is shown once it is complete, as a terminal would show it in the end.
+Every line begins with the task that wrote it. Whole lines are simple. Anything else is a progress bar: text that is
+redrawn after a carriage return. On a terminal the chief's bar is drawn live, as without Phalanx, and the lines of other
+tasks are put above it: the bar is erased, the line written, the bar drawn again. Without a terminal a line is shown
+once it is complete, as a terminal would show it in the end.
 
-`LineAssembler` and `LiveLine` are text in, text out; `Console` owns the streams.
+`LineAssembler` and `LiveLine` are text in, text out; `Console` owns the streams. Not `rich.live`: it draws renderables
+of this process, while here another process draws, with any escape sequences, and they must arrive as they were sent.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class TextSink(Protocol):
 
 
 def prefixes(tasks: Sequence[str], *, colour: bool) -> list[str]:
-    """What each task's lines begin with."""
+    """The prefix of each task's lines."""
     if not colour:
         return [f"[{task}] " for task in tasks]
     return [f"\x1b[{_COLOURS[i % len(_COLOURS)]}m[{task}]{_RESET} " for i, task in enumerate(tasks)]
@@ -52,12 +53,12 @@ def without_escapes(text: str) -> str:
 
 
 def width(text: str) -> int:
-    """Columns that a text without line breaks takes (one for each character)."""
+    """Columns that a text without line breaks needs (one for each character)."""
     return len(without_escapes(text))
 
 
 class LineAssembler:
-    """Pieces of text in, complete lines out, each as it would look in the end on a terminal."""
+    """Pieces of text in, complete lines out, each as a terminal shows it in the end."""
 
     def __init__(self) -> None:
         self._rest = ""
@@ -82,17 +83,17 @@ class LineAssembler:
 
 
 def _final(line: str) -> str:
-    """What stays visible of a line in which carriage returns went back to its start."""
+    """The visible part of a line in which carriage returns went back to its start."""
     drawn = [part.rstrip("\b") for part in line.split("\r")]
     return next((part for part in reversed(drawn) if without_escapes(part)), "")
 
 
 class LiveLine:
-    """The terminal's last line, drawn by the chief: what it writes in, what the terminal gets out."""
+    """The terminal's last line, drawn by the chief: its output in, the terminal's input out."""
 
     def __init__(self, prefix: str):
         self._prefix = prefix
-        self._shown: list[str] = []  # what the screen's last line shows, without the prefix
+        self._shown: list[str] = []  # what the last line shows, without the prefix
         self._shown_characters = 0
         self._at_start = True  # the cursor is in the first column, and no prefix was written since
         self.escaped = False  # whether the chief has used any escape sequence
@@ -100,7 +101,7 @@ class LiveLine:
 
     def feed(self, text: str) -> str:
         text = self._escape + text
-        # What is longer is no sequence after all, and let through.
+        # Anything longer is not a sequence after all, and is let through.
         incomplete = _INCOMPLETE_ESCAPE.search(text, max(0, len(text) - MAX_ESCAPE_CHARACTERS))
         self._escape = incomplete.group() if incomplete else ""
         text = text[: len(text) - len(self._escape)]
@@ -109,7 +110,7 @@ class LiveLine:
         for token in _TOKEN.findall(text):
             if token == "\n":
                 if self._at_start and not self._shown:
-                    written.append(self._prefix)  # an empty line, too, says whose it is
+                    written.append(self._prefix)  # empty lines have a prefix too
                 self._begin()
                 self._at_start = True
             elif token == "\r":
@@ -128,14 +129,14 @@ class LiveLine:
                 self._shown.append(token)
                 self._shown_characters += len(token)
             written.append(token)
-            if self._shown_characters > MAX_LINE_CHARACTERS:  # it goes on in another line
+            if self._shown_characters > MAX_LINE_CHARACTERS:  # it continues in another line
                 written.append("\n")
                 self._begin()
                 self._at_start = True
         return "".join(written)
 
     def _begin(self, *shown: str) -> None:
-        """Whatever it showed, it shows this now."""
+        """From now on the line shows this."""
         self._shown = list(shown)
         self._shown_characters = sum(map(len, shown))
 
@@ -157,14 +158,14 @@ class LiveLine:
 
 
 class Console:
-    """Shows the output of all tasks, and keeps a file of each task's output as it was.
+    """Shows the output of all tasks, and logs it unchanged to a file for each task.
 
     Args:
-        tasks: their names, in rank order; rank 0 is the chief.
+        tasks: names of the tasks, in rank order; rank 0 is the chief.
         out, err: where stdout and stderr of the tasks go; the same object if they are the same place.
-        columns: width of the terminal that `out` is; None if it is none.
+        columns: width of the terminal; None if `out` is no terminal.
         colour: whether prefixes are coloured.
-        logs: for each task a file that gets all of its output, or nothing.
+        logs: for each task a file for all of its output; empty to log nothing.
     """
 
     def __init__(
@@ -182,7 +183,7 @@ class Console:
         self._prefixes = prefixes(tasks, colour=colour)
         self._logs = logs
         self._live = LiveLine(self._prefixes[0])
-        self._ended: list[TextSink] = []  # of which nothing can be seen any more, such as a file on a full disk
+        self._ended: list[TextSink] = []  # outputs that accept nothing any more, such as a file on a full disk
         self._decoders: dict[tuple[int, bool], codecs.IncrementalDecoder] = {}
         self._lines: dict[tuple[int, bool], LineAssembler] = {}
 
@@ -192,7 +193,7 @@ class Console:
         return self._out is self._err
 
     def feed(self, rank: int, is_error: bool, data: bytes) -> None:
-        """Show what a task wrote, as far as it can be shown yet."""
+        """Show what a task wrote, as far as lines are complete."""
         self._log(rank, data)
         source = (rank, is_error)
         if source not in self._decoders:
@@ -212,12 +213,12 @@ class Console:
                 self._logs[rank].write(data)
             except OSError as error:
                 self._logs = ()
-                self.message(f"phalanx: the log files end here ({error.strerror}); the job goes on")
+                self.message(f"phalanx: the log files end here ({error.strerror}); the job continues")
 
     def finish(self, rank: int) -> None:
-        """Show what is left of an ended task's last line; what comes next stands in one of its own."""
+        """Show the rest of an exited task's last line; the next output begins a new line."""
         for is_error in (False, True):
-            if (rank, is_error) in self._decoders:  # which may hold the beginning of a character
+            if (rank, is_error) in self._decoders:  # the decoder may hold the beginning of a character
                 self._show(rank, is_error, self._decoders[rank, is_error].decode(b"", final=True))
         if rank == 0 and self.columns is not None and self._live.is_open:
             self._write(False, self._live.feed("\n"))
@@ -227,14 +228,14 @@ class Console:
                 self._write_lines(rank, is_error, lines.finish())
 
     def message(self, text: str) -> None:
-        """Show whole lines of the launcher's own, on stderr."""
+        """Show lines of the launcher itself, on stderr."""
         self._put_above(True, text if text.endswith("\n") else f"{text}\n")
 
     def close(self) -> None:
-        """Leave the terminal as it was: the cursor visible and at the start of a line, no colour."""
+        """Restore the terminal: the cursor visible and at the start of a line, no colour."""
         if self.columns is not None:
             self._write(False, self._live.feed("\n") if self._live.is_open else "")
-            if self._live.escaped:  # an ended progress bar may have left the cursor hidden
+            if self._live.escaped:  # an interrupted progress bar may have left the cursor hidden
                 self._write(False, f"{_RESET}{_SHOW_CURSOR}")
 
     def _write_lines(self, rank: int, is_error: bool, lines: Sequence[str]) -> None:
@@ -249,23 +250,23 @@ class Console:
 
     def _write(self, is_error: bool, text: str) -> None:
         sink: TextSink | None = self._err if is_error else self._out
-        if getattr(sink, "closed", False):  # that of a test runner, which has put it in the place of the program's own
+        if getattr(sink, "closed", False):  # a test runner's, which replaced the program's own
             sink = sys.__stderr__ if is_error else sys.__stdout__
         if sink is None or sink in self._ended or not text:
             return
         try:
             write_whole(sink, text)
-        except BrokenPipeError:  # nobody reads, and nobody wants the job
+        except BrokenPipeError:  # the reader has exited, and wants no job any more
             raise
         except OSError as error:
             self._ended.append(sink)
             _discard(sink)
-            self.message(f"phalanx: the output ends here ({error.strerror}); the job goes on")
+            self.message(f"phalanx: the output ends here ({error.strerror}); the job continues")
 
 
 def write_whole(sink: TextSink, text: str) -> None:
-    """Write all of a text, and wait where the sink takes no more for now: whoever shares a pipe or a terminal with this
-    process can make it non-blocking, as OpenSSH does. What the sink's encoding lacks becomes a question mark."""
+    """Write all of a text, waiting while the sink is full: another process that shares the pipe or terminal can make it
+    non-blocking, as OpenSSH does. Characters that the sink's encoding lacks become question marks."""
     encoding = getattr(sink, "encoding", None) or "utf-8"
     errors = getattr(sink, "errors", None) or "strict"
     data = text.encode(encoding, "replace" if errors == "strict" else errors)
@@ -276,7 +277,7 @@ def write_whole(sink: TextSink, text: str) -> None:
         return
     while data:
         try:
-            sink.flush()  # of what others have written; the stream itself loses what is not taken at once
+            sink.flush()  # what others have written; the stream itself would lose what is not accepted at once
             data = data[os.write(descriptor, data) :]
         except BlockingIOError:
             writable = select.poll()
@@ -285,7 +286,8 @@ def write_whole(sink: TextSink, text: str) -> None:
 
 
 def _descriptor(sink: TextSink) -> int | None:
-    """Where a plain stream writes to; None for a stand-in (of a notebook, of a test runner), which writes by itself."""
+    """The descriptor of a plain stream; None for a replacement (of a notebook, a test runner), which writes by
+    itself."""
     if type(sink) is not io.TextIOWrapper:
         return None
     try:
@@ -295,7 +297,7 @@ def _descriptor(sink: TextSink) -> int | None:
 
 
 def _discard(sink: TextSink) -> None:
-    """Let what the sink still holds, and would write at exit, go nowhere."""
+    """Discard what the sink still holds and would write at exit."""
     if isinstance(sink, io.TextIOWrapper):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sink.fileno())

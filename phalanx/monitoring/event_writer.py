@@ -21,7 +21,7 @@ def is_available() -> bool:
 
 
 class EventWriter:
-    """Writes numbers that TensorBoard shows. The file is made with the first of them.
+    """Writes numbers that TensorBoard shows. The first one creates the file.
 
     Raises: ConfigurationError naming the package that is not installed.
     """
@@ -36,8 +36,8 @@ class EventWriter:
         self._writer: Any = None
 
     def scalars(self, values: Mapping[str, Any], step: int) -> None:
-        """Note numbers by their names; they are in the file when this returns. Of several together (a score for each
-        class) each has its index after the name: `f1_score/0`."""
+        """Write numbers by name; they are in the file when this returns. Numbers of an array (a score for each class)
+        have their index after the name: `f1_score/0`."""
         if self._writer is None:
             self._writer = importlib.import_module(PACKAGE).SummaryWriter(logdir=self._directory)
         for name, value in values.items():

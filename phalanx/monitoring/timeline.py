@@ -3,15 +3,15 @@
 Theory
 ------
 *One clock.* Times are those of the monotonic clock of the host on which the file lies: processes of one host share it,
-whatever happens to the time of day. Another host measures how far its own clock is off (`phalanx.cluster.timeline_relay`).
+whatever happens to the time of day. Other hosts measure their clock offset (`phalanx.cluster.timeline_relay`).
 
-*One file, whole at any time.* Recorded events wait in memory. Twice a second a thread of each process puts what has
-come in the place of the file's last bracket, and a bracket behind it, under a lock of the file. So there is nothing to
-join at the end, the file is valid JSON after each write, and of a rank that was killed all is there but its last
-half second. Ranks of other hosts send their events to one that can write.
+*One file, valid at any time.* Recorded events wait in memory. Twice a second a thread of each process overwrites the
+file's last bracket with the new events and a new bracket, under a lock of the file. So nothing has to be merged at the
+end, the file is valid JSON after each write, and a killed rank loses its last half second at most. Ranks of other hosts
+send their events to one that can write.
 
-*Nothing where nothing is recorded.* `current` is then a `TimelineRecorder` whose methods do nothing; whoever has more to do for
-an event than a call asks `current.on` first.
+*No cost if nothing is recorded.* `current` is then a `TimelineRecorder` whose methods do nothing. Callers that have
+more to do for an event than a call check `current.on` first.
 
 A rank is a process of the trace, its tracks are the threads. Events of one track follow each other or are nested.
 
@@ -39,20 +39,20 @@ from phalanx.errors import ConfigurationError
 _log = logging.getLogger(__name__)
 
 TRAINING = "training"
-"""The track of a step's parts, which follow each other."""
+"""The track of the phases of a step, which follow each other."""
 COLLECTIVES = "collectives"
-"""The track of collectives, and, within them, of waiting and fusing."""
+"""The track of collectives, with waiting and fusing nested in them."""
 CHECKPOINTS = "checkpoints"
-"""The track of what is written in the background."""
+"""The track of checkpoints that are written in the background."""
 MEMBERSHIP = "membership"
-"""The track of changes of who takes part."""
+"""The track of membership changes."""
 
 FLUSH_S = 0.5
+"""How long an event waits in memory at most, and so what a killed rank loses."""
 PATIENCE_S = 10.0
-"""At the end, for what is being written."""
-"""How long an event waits in memory at most: what a rank that is killed takes with it."""
+"""How long the end of the process waits for a write in progress."""
 MAX_WAITING = 500_000
-"""Events that wait in memory at most (100 MB), should the file system or another host be slow; more are lost."""
+"""The most events that wait in memory (100 MB) while the file system or another host is slow; more are dropped."""
 
 Args = Mapping[str, Any]
 now = time.monotonic_ns
@@ -60,10 +60,10 @@ now = time.monotonic_ns
 
 
 class TimelinePart(NamedTuple):
-    """Of something that `Recorder.across` tells of.
+    """A part of an operation that `TimelineRecorder.across` records.
 
     Attributes:
-        ended_ns: when, of `now()`.
+        ended_ns: when it ended, by `now()`.
     """
 
     name: str
@@ -76,34 +76,34 @@ class TimelineRecorder:
 
     Attributes:
         on: whether anything is recorded.
-        marks_cycles: whether rounds of Horovod's negotiation are wanted as well.
+        marks_cycles: whether negotiation rounds of Horovod are recorded as well.
     """
 
     on = False
     marks_cycles = False
 
     def enter(self, phase: str, **args: Any) -> None:
-        """A part of a step begins on the track `TRAINING`; the one before it ends."""
+        """A phase of a step begins on the track `TRAINING`; the one before it ends."""
 
     def leave(self) -> None:
-        """The present part of a step ends."""
+        """The present phase of a step ends."""
 
     def complete(self, track: str, name: str, started_ns: int, args: Args | None = None) -> None:
-        """Something that began at `started_ns` (of `now()`) has just ended."""
+        """An event that began at `started_ns` (by `now()`) has just ended."""
 
     def instant(self, track: str, name: str, args: Args | None = None) -> None:
-        """Something has happened."""
+        """An event without duration has happened."""
 
     def across(self, line: str, started_ns: int, parts: Sequence[TimelinePart]) -> None:
-        """Something went on meanwhile that may overlap with others of its kind; each `line` is one of its own.
+        """An operation ran that may overlap with others of its kind, so each `line` of the view is a separate one.
 
         Args:
-            parts: follow each other.
+            parts: the parts of the operation, which follow each other.
         """
 
     @contextmanager
     def span(self, track: str, name: str, args: Args | None = None) -> Iterator[None]:
-        """What happens inside."""
+        """Records what happens inside as one event."""
         started = now()
         try:
             yield
@@ -112,12 +112,12 @@ class TimelineRecorder:
 
 
 class TimelineSink(Protocol):
-    """Where events go."""
+    """Where events are written."""
 
     def write(self, events: Sequence[bytes]) -> bool:
-        """Take encoded events; False if that cannot be done yet, and they are to be brought again.
+        """Write encoded events. Returns False if that is not possible yet, so that the caller tries again later.
 
-        Raises: OSError if it never can.
+        Raises: OSError if it will never be possible.
         """
         ...
 
@@ -125,7 +125,7 @@ class TimelineSink(Protocol):
 
 
 class _Event(msgspec.Struct, omit_defaults=True):
-    """As the format has it; times in microseconds."""
+    """An event of the format; times in microseconds."""
 
     name: str
     ph: str
@@ -143,13 +143,14 @@ _encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
 class TimelineFileRecorder(TimelineRecorder):
-    """Records into a sink, in a thread of its own.
+    """Records into a sink, which a thread writes to.
 
     Args:
-        sink: closed by `stop`.
-        rank: number of the process in the trace.
-        name: its name there.
-        offset_ns: what has to be added to this host's clock.
+        sink: where events are written; closed by `stop`.
+        rank: number of this process in the trace.
+        name: name of this process in the trace.
+        offset_ns: nanoseconds to add to this host's clock.
+        marks_cycles: see `TimelineRecorder`.
     """
 
     on = True
@@ -160,10 +161,10 @@ class TimelineFileRecorder(TimelineRecorder):
         self._rank = rank
         self._offset_ns = offset_ns
         self._waiting: list[tuple[Any, ...]] = []  # list.append needs no lock
-        self._unwritten: list[bytes] = []  # encoded; used by who holds `_flushing`
-        self._flushing = threading.Lock()
+        self._unwritten: list[bytes] = []  # encoded
+        self._flushing = threading.Lock()  # protects `_unwritten`, and the order of writes to the sink
         self._tracks: dict[str, int] = {}
-        self._new_tracks = threading.Lock()  # protects the making of `_tracks`
+        self._new_tracks = threading.Lock()  # protects additions to `_tracks`
         self._phase: tuple[str, int, Args] | None = None
         self._lost = 0
         self._stopped = threading.Event()
@@ -174,7 +175,7 @@ class TimelineFileRecorder(TimelineRecorder):
         self._thread = threading.Thread(target=self._run, name="phalanx-timeline", daemon=True)
 
     def start(self) -> None:
-        """Begin to write."""
+        """Start writing."""
         self._thread.start()
 
     def enter(self, phase: str, **args: Any) -> None:
@@ -192,7 +193,7 @@ class TimelineFileRecorder(TimelineRecorder):
         self._add(("i", name, self._tid(track), now(), 0, args))
 
     def across(self, line: str, started_ns: int, parts: Sequence[TimelinePart]) -> None:
-        # Viewers name a line after its first event, and would give equal ids of several ranks one line.
+        # Viewers name a line after its first event, and would show equal ids of several ranks in one line.
         ident = f"{self._rank} {line}"
         self._add(("b", line, 0, started_ns, 0, None, ident))
         for part in parts:
@@ -202,7 +203,7 @@ class TimelineFileRecorder(TimelineRecorder):
         self._add(("e", line, 0, started_ns, 0, None, ident))
 
     def stop(self) -> None:
-        """Write what is left, and no more; safe to call twice."""
+        """Write what is left and stop. Safe to call twice."""
         if self._stopped.is_set():
             return
         self.leave()
@@ -280,10 +281,11 @@ class TimelineFileRecorder(TimelineRecorder):
 
 
 class TimelineFileSink:
-    """Adds events to a file that `create` has made, together with other processes of this host.
+    """Adds events to a file that `create` has created, together with other processes of this host.
 
     Args:
-        job: of which the file must be: until one is there, events wait.
+        path: the file.
+        job: the job that the file must belong to. Until there is such a file, events wait.
     """
 
     def __init__(self, path: Path, job: str):
@@ -297,7 +299,7 @@ class TimelineFileSink:
         except FileNotFoundError:
             return False
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)  # let go when the descriptor is closed, also by a death
+            fcntl.flock(file, fcntl.LOCK_EX)  # released when the descriptor is closed, also when this process dies
             if os.pread(file, len(self._header), 0) != self._header:
                 return False
             content = b"".join(b",\n" + event for event in events) + _END
@@ -313,11 +315,11 @@ class TimelineFileSink:
 
 current: TimelineRecorder = TimelineRecorder()
 """The recorder of this process."""
-_lock = threading.Lock()  # protects `current` while it is exchanged
+_lock = threading.Lock()  # protects the replacement of `current`
 
 
-def create(path: Path, job: str, *, anew: bool = False) -> None:
-    """Make the file; it stays if it is of this job already, unless it is to be made `anew`.
+def create(path: Path, job: str, *, overwrite: bool = False) -> None:
+    """Create the file. An existing file of the same job stays, unless it is to be replaced (`overwrite`).
 
     Raises: ConfigurationError if it cannot be written.
     """
@@ -325,10 +327,10 @@ def create(path: Path, job: str, *, anew: bool = False) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
-            if job and not anew and file.read(len(header)) == header:
+            if job and not overwrite and file.read(len(header)) == header:
                 return
         temporary.write_bytes(header + _END)
-        os.replace(temporary, path)  # who writes to the former one does not disturb
+        os.replace(temporary, path)  # processes that still write to the old file do no harm
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -339,7 +341,7 @@ def create(path: Path, job: str, *, anew: bool = False) -> None:
 
 
 def start(recorder: TimelineFileRecorder) -> None:
-    """Record from now on.
+    """Record events from now on.
 
     Raises: ValueError if this process records already.
     """
@@ -353,7 +355,7 @@ def start(recorder: TimelineFileRecorder) -> None:
 
 
 def stop() -> None:
-    """Record no more; does nothing where nothing is recorded."""
+    """Stop recording. Does nothing if nothing is recorded."""
     global current
     with _lock:
         recorder, current = current, TimelineRecorder()
@@ -370,7 +372,7 @@ def _replace(recorder: TimelineRecorder, other: TimelineRecorder) -> None:
 
 
 def _forget() -> None:
-    """In a forked process nobody writes."""
+    """A forked process has no thread that writes."""
     global current, _lock
     current, _lock = TimelineRecorder(), threading.Lock()
 
@@ -387,7 +389,7 @@ def _header(job: str) -> bytes:
 
 
 def _end_of_events(file: int) -> int:
-    """The position behind the last whole event. A writer that was killed may have left a part of one."""
+    """The position behind the last whole event. A killed writer may have left a part of one."""
     size = os.fstat(file).st_size
     if os.pread(file, len(_END), size - len(_END)) == _END:
         return size - len(_END)

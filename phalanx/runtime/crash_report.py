@@ -1,4 +1,4 @@
-"""The last words of a worker: the error that ended it, in a file that only its launcher sees."""
+"""The error that ended a worker, in a file that only its launcher sees."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import msgspec
 from phalanx.errors import LinkTimeoutError, PeerLostError, PhalanxError
 from phalanx.runtime import exit_codes
 
-# A traceback is shown on one page; an error that holds a whole array in its message is cut.
+# A report is one page; the message of an error that contains a whole array is cut.
 MAX_TRACEBACK_CHARACTERS = 60_000
 MAX_MESSAGE_CHARACTERS = 4_000
 
 
 class CrashReport(msgspec.Struct, frozen=True):
-    """An error that was not caught, or with which the program ended itself.
+    """An error that was not caught, or that made the program exit.
 
     Attributes:
         kind: name of its class.
-        message: what it said.
+        message: its message.
         traceback: as Python prints it, chained errors included.
-        lost: the task that a PeerLostError names.
+        lost: the task that a PeerLostError in the chain names.
         code: the exit code of the first error of Phalanx in the chain; 1 if there is none.
-        interrupted: whether it came of an interruption.
-        silent: the task that did not answer in time, though nobody says that it is lost.
+        interrupted: whether an interrupt caused it.
+        silent: the task that did not answer in time, which need not be lost.
     """
 
     kind: str
@@ -49,16 +49,16 @@ def of_error(error: BaseException) -> CrashReport:
         lost=next((each.task for each in _chain(error) if isinstance(each, PeerLostError)), None),
         silent=next((each.peer for each in _chain(error) if isinstance(each, LinkTimeoutError)), None),
         code=next((each.exit_code for each in _chain(error) if isinstance(each, PhalanxError)), 1),
-        interrupted="KeyboardInterrupt" in text,  # others make errors of their own of it
+        interrupted="KeyboardInterrupt" in text,  # libraries wrap it in their own errors
     )
 
 
-def encode(words: CrashReport) -> bytes:
-    return msgspec.json.encode(words)
+def encode(report: CrashReport) -> bytes:
+    return msgspec.json.encode(report)
 
 
 def parse(content: bytes) -> CrashReport | None:
-    """The words in a file's content; None if there are none or the worker died while writing them."""
+    """The report in a file's content; None if there is none or the worker died while writing it."""
     try:
         return msgspec.json.decode(content, type=CrashReport)
     except msgspec.DecodeError:
@@ -66,7 +66,7 @@ def parse(content: bytes) -> CrashReport | None:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, and what it was raised from, or while handling what."""
+    """The error, what it was raised from or while handling, and so on."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -1,7 +1,7 @@
-"""The worker's side of `phalanx.launch`: call a function that came pickled, and pickle what it returns.
+"""The worker's side of `phalanx.launch`: call a pickled function, and pickle what it returns.
 
-Pickles pass only between a launcher and the workers it started itself, through files without a name that no
-other process can open; never over the network.
+Pickles pass only between a launcher and the workers that it started, through files without a name that no other process
+can open; never over the network.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class CallRaised(NamedTuple):
 
 
 def encode(call: PickledCall) -> bytes:
-    # The path comes first and on its own: functions of modules are pickled by name and found through it.
+    # The path comes first and separately: functions of modules are pickled by name and found through it.
     return pickle.dumps((list(sys.path), dumps(call)))
 
 
@@ -44,10 +44,11 @@ def decode_result(content: bytes) -> CallReturned | CallRaised:
 
 
 def run(function_fd: int, result_fd: int, record: Callable[[BaseException], object]) -> int:
-    """Do the call; returns the exit code. The traceback is not printed: the launcher raises the error.
+    """Call the function; returns the exit code. The traceback is not printed: the launcher raises the error.
 
     Args:
-        record: is told the error of the function.
+        function_fd, result_fd: descriptors of the files with the call and for its result.
+        record: called with the error of the function.
     """
     try:
         with os.fdopen(function_fd, "rb") as file:
@@ -67,17 +68,17 @@ def run(function_fd: int, result_fd: int, record: Callable[[BaseException], obje
 
 
 def encode_error(error: BaseException) -> bytes:
-    """The pickle of a `CallRaised`; of a stand-in with the same words, if the error itself cannot travel."""
+    """The pickle of a `CallRaised`; of a `RuntimeError` with the same text, if the error itself cannot be pickled."""
     text = "".join(traceback.format_exception(error))
     try:
         content: bytes = dumps(CallRaised(error.with_traceback(None), text))
-        pickle.loads(content)  # an error whose __init__ wants other arguments pickles well and unpickles badly
+        pickle.loads(content)  # an error whose __init__ has other arguments pickles but does not unpickle
     except Exception:
-        # Any error may come from a class's own pickling code; the original's text is not lost by it.
+        # Any error may come from the class's pickling code; the text of the original is kept.
         content = dumps(CallRaised(stand_in(type(error).__name__, exit_codes.message(error)), text))
     return content
 
 
 def stand_in(kind: str, message: str) -> RuntimeError:
-    """For an error that cannot travel."""
+    """Replaces an error that cannot be pickled."""
     return RuntimeError(f"{kind}: {message}")

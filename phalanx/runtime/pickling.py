@@ -1,4 +1,4 @@
-"""Cloudpickle, for functions that travel to other processes of the job."""
+"""Cloudpickle, for functions that are sent to other processes of the job."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import cloudpickle
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Takes modules that can be imported by name, whatever their class, and lets code keep the name of its file.
+    """Pickles modules by name, whatever their class, and keeps the file name of code.
 
-    Cloudpickle takes a module of a class of its own, as `torch.ops` is, for an object, and fails at it. A function
-    refers to that module if it uses `torch` and, for example, `keras.ops`: cloudpickle goes by the names alone.
+    Cloudpickle treats a module of a custom class, such as `torch.ops`, as an object, and fails. A function refers to
+    that module if it uses `torch` and, for example, `keras.ops`: cloudpickle looks at the names alone.
 
-    Since 3.1.3 it drops the name of the file that code comes from. Tracebacks would lack their lines of source, and
+    Since 3.1.3 it drops the file name of code. Tracebacks would lack their source lines, and
     AutoGraph, which reads the source of a `tf.function`, could not convert its `if` and `for`.
     """
 
@@ -37,7 +37,7 @@ def _code(filename: str, args: tuple[Any, ...]) -> types.CodeType:
 
 
 def dumps(thing: Any) -> bytes:
-    """As `cloudpickle.dumps`."""
+    """Like `cloudpickle.dumps`."""
     file = io.BytesIO()
     Pickler(file).dump(thing)
     return file.getvalue()

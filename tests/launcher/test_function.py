@@ -17,8 +17,9 @@ import psutil
 import pytest
 
 from phalanx.errors import CollectiveTimeoutError, ConfigurationError, PeerLostError
-from phalanx.launcher.launch_function import WorkerTraceback, launch
+from phalanx.launcher.launch_function import launch
 from phalanx.runtime import pickling
+from phalanx.runtime.worker_traceback import WorkerTraceback
 
 
 @pytest.fixture(autouse=True)

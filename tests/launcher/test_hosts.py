@@ -34,7 +34,7 @@ def test_ssh_gets_the_name_without_brackets_and_with_the_user() -> None:
         ("fe80::1", "is not a host"),
         ("a:0", "has no worker"),
         ("a:1,a:2", "names a twice. Write it once: a:3"),
-        ("localhost:1,b:2", "has localhost beside other hosts"),
+        ("localhost:1,b:2", "has localhost next to other hosts"),
     ],
 )
 def test_a_bad_value_is_an_error_that_says_what_to_write(text: str, message: str) -> None:

@@ -232,7 +232,7 @@ def test_an_output_that_takes_no_more_is_told_of_on_the_other_one() -> None:
     screen.feed(0, False, b"three\n")
     screen.feed(0, True, b"four\n")
     assert err.getvalue().splitlines() == [
-        "phalanx: the output ends here (No space left on device); the job goes on",
+        "phalanx: the output ends here (No space left on device); the job continues",
         "[worker/0] four",
     ]
 
