@@ -225,7 +225,7 @@ def test_the_failing_workers_traceback_comes_last_and_its_code_is_returned(launc
     lines = [line for line in job.err.splitlines() if line.strip("-")]
     assert lines[-1] == "ValueError: boom of one"
     assert lines[lines.index("worker/1 said:") + 1] == "Traceback (most recent call last):"
-    assert "child.py" not in job.err
+    assert "bootstrap.py" not in job.err
     assert "worker/0  ended by the launcher" in job.err
 
 

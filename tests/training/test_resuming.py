@@ -223,7 +223,7 @@ def worker(launcher: Launcher, rank: int) -> int:
     """The process id of a task."""
     for process in launcher.processes():
         environment = process.environ()
-        if f'"index": {rank}}}' in environment.get("TF_CONFIG", "") and "child.py" in " ".join(process.cmdline()):
+        if f'"index": {rank}}}' in environment.get("TF_CONFIG", "") and "bootstrap.py" in " ".join(process.cmdline()):
             return process.pid
     raise AssertionError(f"worker/{rank} does not run")
 
