@@ -587,7 +587,7 @@ def test_hosts_that_are_taken_back_before_the_beginning_take_part_until_others_a
 
 
 def test_members_on_their_way_out_leave_room_for_others():
-    """At the maximum of one, whose host is taken back: another one comes in first, then it goes."""
+    """At the maximum of one, whose host is withdrawn: another one joins first, then it leaves."""
     job = Job(maximum=1, expected=1)
     job.arrive("a1")
     job.send("a1", EntryBegan(0))
