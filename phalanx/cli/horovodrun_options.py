@@ -18,96 +18,63 @@ class _Option(NamedTuple):
     flags: str
     variable: str
     text: Callable[[Any], str]
+    type: Any
+    metavar: str | None
     help: str
-    type: Any = None
-    metavar: str | None = None
 
     @property
     def name(self) -> str:
         return self.flags.partition("/")[0].removeprefix("--").replace("-", "_")
 
 
+def _flag(value: bool) -> str:
+    return str(int(value))
+
+
+def _path(value: Path) -> str:
+    return str(value.absolute())  # a program may change its directory before it joins the job
+
+
+def _mebibytes(value: int) -> str:
+    return str(value * 2**20)
+
+
+_number = "{:g}".format
 _FILE = click.Path(dir_okay=False, path_type=Path)
-_SECONDS = click.FloatRange(min=0)
-_OPTIONS = (
-    # Files are absolute, since a program may change its directory before it joins the job.
-    _Option(
-        "--timeline-filename",
-        names.TIMELINE,
-        lambda path: str(path.absolute()),
-        "Record what each rank does when, for Perfetto.",
-        _FILE,
-    ),
-    _Option("--timeline-mark-cycles", names.MARK_CYCLES, lambda _: "1", "Record negotiation rounds of hvd as well."),
-    _Option(
-        "--fusion-threshold-mb",
-        names.FUSION_THRESHOLD,
-        lambda megabytes: str(megabytes * 2**20),
-        "hvd: tensors that are ready together are reduced as one up to this size.",
-        click.IntRange(min=0),
-        "MB",
-    ),
-    _Option(
-        "--cycle-time-ms",
-        names.CYCLE_TIME,
-        "{:g}".format,
-        "hvd: time between two negotiation rounds while ranks wait for each other.",
-        _SECONDS,
-        "MS",
-    ),
-    _Option(
-        "--cache-capacity",
-        names.CACHE_CAPACITY,
-        str,
-        "hvd: how many named operations are cached.",
-        click.IntRange(min=0),
-        "N",
-    ),
-    _Option(
-        "--autotune/--no-autotune",
-        names.AUTOTUNE,
-        lambda on: str(int(on)),
-        "Find the fastest collectives during the first steps.",
-    ),
-    _Option(
-        "--autotune-log-file",
-        names.AUTOTUNE_LOG,
-        lambda path: str(path.absolute()),
-        "Log the trials and the choice of --autotune.",
-        _FILE,
-    ),
-    _Option("--no-stall-check", names.STALL_CHECK_DISABLE, lambda _: "1", "Disable warnings about stalled ranks."),
-    _Option(
-        "--stall-check-warning-time-seconds",
-        names.STALL_CHECK_TIME,
-        "{:g}".format,
-        "Time until a warning names the ranks missing from a collective (60).",
-        _SECONDS,
-        "S",
-    ),
-    _Option(
-        "--stall-check-shutdown-time-seconds",
-        names.STALL_SHUTDOWN_TIME,
-        "{:g}".format,
-        "Time until missing ranks end the job (600, or PHALANX_TIMEOUT).",
-        _SECONDS,
-        "S",
-    ),
+_COUNT, _TIME = click.IntRange(min=0), click.FloatRange(min=0)
+_WARNING, _SHUTDOWN = "--stall-check-warning-time-seconds", "--stall-check-shutdown-time-seconds"
+_OPTIONS = tuple(
+    _Option(*row)
+    for row in (
+        ("--timeline-filename", names.TIMELINE, _path, _FILE, None, "Record what each rank does when, for Perfetto."),
+        ("--timeline-mark-cycles", names.MARK_CYCLES, _flag, None, None, "Record negotiation rounds of hvd as well."),
+        (
+            "--fusion-threshold-mb",
+            names.FUSION_THRESHOLD,
+            _mebibytes,
+            _COUNT,
+            "MB",
+            "hvd: fuse tensors up to this size.",
+        ),
+        ("--cycle-time-ms", names.CYCLE_TIME, _number, _TIME, "MS", "hvd: time between two negotiation rounds."),
+        ("--cache-capacity", names.CACHE_CAPACITY, str, _COUNT, "N", "hvd: how many named operations are cached."),
+        ("--autotune/--no-autotune", names.AUTOTUNE, _flag, None, None, "Find the fastest collectives at the start."),
+        ("--autotune-log-file", names.AUTOTUNE_LOG, _path, _FILE, None, "Log the trials and the choice of --autotune."),
+        ("--no-stall-check", names.STALL_CHECK_DISABLE, _flag, None, None, "Disable warnings about stalled ranks."),
+        (_WARNING, names.STALL_CHECK_TIME, _number, _TIME, "S", "Time until missing ranks are named (60)."),
+        (_SHUTDOWN, names.STALL_SHUTDOWN_TIME, _number, _TIME, "S", "Time until missing ranks end the job (600)."),
+    )
 )
 
 
 def add_options(command: Callable[..., None]) -> Callable[..., None]:
     """A decorator: the command takes these options."""
     for row in reversed(_OPTIONS):
-        is_switch = row.type is None
-        command = click.option(
-            row.flags,
-            type=row.type,
-            metavar=row.metavar,
-            is_flag=is_switch or None,
-            default=None,
-            help=row.help,
-        )(command)
+        is_flag = True if row.type is None else None
+        option = click.option(
+            row.flags, type=row.type, metavar=row.metavar, is_flag=is_flag, default=None, help=row.help
+        )
+        command = option(command)
     return command
 
 

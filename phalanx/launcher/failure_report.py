@@ -6,7 +6,7 @@ import contextlib
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -31,53 +31,24 @@ _STATES = {
 }
 
 
-class TaskReport(msgspec.Struct, frozen=True):
-    """One task's part of the report, for programs."""
-
-    rank: int
-    task: str
-    host: str
-    pid: int
-    exit_code: int
-    by_launcher: bool
-    hung: bool
-    diagnostics: WorkerDiagnostics
-
-
-class FailureReport(msgspec.Struct, frozen=True):
-    """The report, for programs."""
-
-    exit_code: int
-    reason: str
-    cause: str | None
-    meaning: str
-    check: str
-    tasks: list[TaskReport]
-
-
-def report(verdict: RootCause, ends: Sequence[WorkerExit]) -> FailureReport:
-    """The report as one value."""
+def as_json(verdict: RootCause, ends: Sequence[WorkerExit]) -> dict[str, Any]:
+    """The report for programs, as values for JSON. Its names are documented, so they stay."""
     meaning = exit_codes.meaning(verdict.code)
-    return FailureReport(
-        exit_code=verdict.code,
-        reason=verdict.reason,
-        cause=verdict.cause.task if verdict.cause else None,
-        meaning=f"{meaning.name}: {meaning.sentence}",
-        check=_check(verdict, ends),
-        tasks=[
-            TaskReport(
-                rank=end.rank,
-                task=end.task,
-                host=end.host,
-                pid=end.pid,
-                exit_code=end.code,
-                by_launcher=end.by_launcher,
-                hung=end.hung,
-                diagnostics=end.diagnostics,
-            )
+    return {
+        "exit_code": verdict.code,
+        "reason": verdict.reason,
+        "cause": verdict.cause.task if verdict.cause else None,
+        "meaning": f"{meaning.name}: {meaning.sentence}",
+        "check": _check(verdict, ends),
+        "tasks": [
+            {
+                **{name: getattr(end, name) for name in ("rank", "task", "host", "pid", "by_launcher", "hung")},
+                "exit_code": end.code,
+                "words": end.diagnostics,
+            }
             for end in sorted(ends, key=lambda end: end.rank)
         ],
-    )
+    }
 
 
 def render(
@@ -129,7 +100,7 @@ def render(
 def write(folder: Path, verdict: RootCause, ends: Sequence[WorkerExit]) -> None:
     """Write the report and its JSON form into the log directory."""
     (folder / PAGE_FILE).write_text(render(verdict, ends, log_dir=str(folder)), encoding="utf-8", errors="replace")
-    (folder / JSON_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(report(verdict, ends)), indent=2))
+    (folder / JSON_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(as_json(verdict, ends)), indent=2))
 
 
 @contextlib.contextmanager

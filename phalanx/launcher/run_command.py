@@ -159,13 +159,8 @@ def _run_once(request: JobRequest, console: Console, signals: Sequence[signal.Si
             )
         job = JobSupervisor(placements, selector, reporter, config, merged=console.is_merged, slots=pool)
 
-        def resize() -> None:
-            console.columns = shutil.get_terminal_size().columns
-            chief = job.placement(0)
-            if chief is not None and isinstance(chief.host, LocalHost):
-                chief.host.resize(_terminal_size(prefix))
-
-        stack.enter_context(stopped_by_signals(job, signals, None if console.columns is None else resize))
+        on_resize = None if console.columns is None else lambda: _resize(job, console, prefix)
+        stack.enter_context(stopped_by_signals(job, signals, on_resize))
         try:
             job.start()
             if elastic is not None and pool is not None and supervisor is not None:
@@ -177,6 +172,14 @@ def _run_once(request: JobRequest, console: Console, signals: Sequence[signal.Si
             return job.run()
         finally:
             end_orphans()
+
+
+def _resize(job: JobSupervisor, console: Console, prefix_columns: int) -> None:
+    """The terminal has another size now, and so has the chief's."""
+    console.columns = shutil.get_terminal_size().columns
+    chief = job.placement(0)
+    if chief is not None and isinstance(chief.host, LocalHost):
+        chief.host.resize(_terminal_size(prefix_columns))
 
 
 def _raise_file_limit(tasks: int) -> None:

@@ -82,7 +82,7 @@ MEANINGS: dict[int, Meaning] = {
     ),
     errors.PreemptedError.exit_code: Meaning(
         "PreemptedError",
-        "the job was told to stop, and saved a checkpoint first",
+        "the job was asked to stop, and saved a checkpoint first",
         "nothing: started again, it continues there",
     ),
     SIGNAL_BASE + signal.SIGINT: Meaning("interrupted", "Ctrl-C was pressed", "nothing"),

@@ -102,7 +102,7 @@ def test_who_hangs_is_named_when_the_others_only_timed_out() -> None:
     verdict = find_root_cause(ends)
     assert verdict.code == TIMEOUT
     assert "worker/1 hung" in verdict.reason
-    assert "worker/1" in failure_report.report(verdict, ends).check
+    assert "worker/1" in failure_report.as_json(verdict, ends)["check"]
 
 
 def test_told_to_end_the_job_ends_with_that_signals_code() -> None:

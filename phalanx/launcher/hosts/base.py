@@ -1,7 +1,7 @@
 """Where workers run: the protocol that every kind of host satisfies.
 
 A host starts worker processes, reports what happens to them as events (`host_messages`), and delivers signals. It never
-decides anything about the job. To launch on another platform, implement `WorkerHost` in a new file beside this one and
+decides anything about the job. To launch on another platform, implement `WorkerHost` in a new file next to this one and
 create it in `worker_placement`.
 """
 
