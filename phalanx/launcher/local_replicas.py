@@ -59,10 +59,10 @@ class LocalReplicas:
         rank: rank of this process.
     """
 
-    def __init__(self, count: int, rank: int, watch: _ReplicaSupervisor | None = None):
+    def __init__(self, count: int, rank: int, supervisor: _ReplicaSupervisor | None = None):
         self.count = count
         self.rank = rank
-        self._watch = watch
+        self._supervisor = supervisor
 
     def close(self) -> None:
         """On rank 0: wait for the other replicas to end, for JOIN_S at most. Safe to call twice.
@@ -71,9 +71,9 @@ class LocalReplicas:
 
         Raises: PeerLostError naming the replica that failed, if one has.
         """
-        if self._watch is not None:
-            self._watch.close(JOIN_S)
-            self._watch.raise_failure()
+        if self._supervisor is not None:
+            self._supervisor.close(JOIN_S)
+            self._supervisor.raise_failure()
 
 
 _current: LocalReplicas | None = None
@@ -141,14 +141,14 @@ def _start(count: int, devices: Sequence[str] | None) -> LocalReplicas:
         )
         for rank in range(1, count)
     ]
-    watch = _ReplicaSupervisor(placements, selector, tasks)
-    watch.start()
+    supervisor = _ReplicaSupervisor(placements, selector, tasks)
+    supervisor.start()
     set_variables(thread_settings(shares[0].threads), overwrite=False)
     # The descriptor stays open as long as the process, like an inherited one.
     set_variables({**settings(0), LISTEN_FD: str(listener.detach())})
     core_affinity.bind(shares[0].cores)
     _limit_running_libraries(shares[0].threads)
-    return LocalReplicas(count, 0, watch)
+    return LocalReplicas(count, 0, supervisor)
 
 
 def _own_program() -> Program:
@@ -187,7 +187,7 @@ class _ReplicaSupervisor(JobObserver):
 
     def __init__(self, placements: Sequence[WorkerPlacement], selector: selectors.BaseSelector, tasks: Sequence[str]):
         self._selector = selector
-        self._screen = Console(tasks, sys.stderr, sys.stderr)
+        self._console = Console(tasks, sys.stderr, sys.stderr)
         config = LaunchConfig.from_environment()
         self._grace_s = config.grace_s
         self._job = JobSupervisor(placements, selector, self, config)
@@ -210,13 +210,13 @@ class _ReplicaSupervisor(JobObserver):
         # Their stdout is the same as on rank 0. When this process fails by itself, their errors about its loss are no
         # news and would interrupt its own.
         if is_error and not (process_exit.has_failed() and _failed_by_itself()):
-            self._screen.feed(rank, is_error, data)
+            self._console.feed(rank, is_error, data)
 
     def started(self, placement: WorkerPlacement, pid: int) -> None:
         logger.debug("%s started, pid %d", placement.task, pid)
 
     def exited(self, end: WorkerExit) -> None:
-        self._screen.finish(end.rank)
+        self._console.finish(end.rank)
 
     # ---- how it ends
 
@@ -225,7 +225,7 @@ class _ReplicaSupervisor(JobObserver):
         self._closing.set()
         if not self._ended.wait(wait_s):
             if wait_s > 0:
-                self._screen.message(f"phalanx: replicas still run {wait_s:g} s after rank 0 exited; ending them")
+                self._console.message(f"phalanx: replicas still run {wait_s:g} s after rank 0 exited; ending them")
             self._job.stop(signal.SIGTERM)
             self._job.stop(signal.SIGINT)  # at once
             self._ended.wait(self._grace_s)
@@ -277,7 +277,7 @@ class _ReplicaSupervisor(JobObserver):
     def _report(self) -> None:
         self._reported = True
         if self.failure is not None:
-            self._screen.message(failure_report.render(self.failure.verdict, self.failure.ends, full=False))
+            self._console.message(failure_report.render(self.failure.verdict, self.failure.ends, full=False))
 
     def _at_exit(self) -> None:
         if os.getpid() != self._pid:  # a fork of rank 0 is ending

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.launcher.conftest import Launcher, wait_until
-from tests.launcher.test_remote import A, B, install_ssh
+from tests.launcher.test_ssh_host import A, B, install_ssh
 
 C = "127.0.0.4"
 MEMBER = Path(__file__).with_name("member.py")
