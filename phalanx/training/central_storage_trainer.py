@@ -8,17 +8,16 @@ communicator between them, and what is not training is divided among them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from phalanx.errors import ConfigurationError
-from phalanx.training import state_sync
 from phalanx.training.callback_list import has_batch_hooks
 from phalanx.training.parameter_server_trainer import ParameterServerTrainer
 from phalanx.training.parameter_server_worker import ParameterServerWorker
 from phalanx.training.replica import Replica
 from phalanx.training.replica_trainer import ReplicaTrainer
+from phalanx.training.worker_agreement import ReplicasDecide
 
 
 @dataclass(kw_only=True)
@@ -33,42 +32,6 @@ class CentralStorageWorker(ParameterServerWorker):
 
     def describe(self) -> str:
         return f"Central storage: {self.workers} replicas, whose variables lie in the first."
-
-
-class ReplicasDecide:
-    """The agreement of workers that are replicas: all decide together, and have the same logs and weights.
-
-    Args:
-        watched: whether callbacks of any replica see single batches.
-    """
-
-    def __init__(self, model: Any, replica: Replica, *, watched: bool) -> None:
-        self._model = model
-        self._replica = replica
-        self._watched = watched
-
-    def synchronise(self) -> None:
-        """See `WorkerAgreement.synchronise`."""
-        state_sync.synchronise(self._model, self._replica)
-
-    def merge_logs(self, logs: dict[str, Any]) -> dict[str, Any]:
-        """See `WorkerAgreement.merge_logs`."""
-        return dict(self._replica.broadcast_from_chief(logs))
-
-    def stops_within_epoch(self) -> bool:
-        """See `WorkerAgreement.stops_within_epoch`."""
-        return self._watched and self.stops_after_epoch(is_fit_over=False)
-
-    def stops_after_epoch(self, *, is_fit_over: bool) -> bool:
-        """See `WorkerAgreement.stops_after_epoch`. If a callback of any replica has set `stop_training`, it is set on
-        all."""
-        stop = self._replica.any(self._model.stop_training)
-        self._model.stop_training = stop
-        return stop
-
-    def final_callbacks(self, callbacks: Any) -> AbstractContextManager[None]:
-        """See `WorkerAgreement.final_callbacks`. They have the same logs and weights everywhere."""
-        return nullcontext()
 
 
 class CentralStorageTrainer:

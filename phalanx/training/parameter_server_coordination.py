@@ -11,8 +11,8 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
@@ -44,6 +44,7 @@ from phalanx.training.remote_variables import to_host
 from phalanx.training.steps.optimizer_properties import set_step_count
 from phalanx.training.steps.parameter_server_stepper import ParameterServerStepper
 from phalanx.training.ticket_batches import OrderUnavailableError, TicketBatch, TicketBatches
+from phalanx.training.worker_agreement import WorkerAgreement
 
 logger = logging.getLogger(__name__)
 
@@ -65,74 +66,6 @@ class ValidationHeartbeat(ChiefCallback):
         if time.monotonic() > self._sent_at + HEARTBEAT_S:
             self._client.request(HEAD, ChiefAlive())
             self._sent_at = time.monotonic()
-
-
-class WorkerAgreement(Protocol):
-    """What workers decide together, besides what the servers' schedule says."""
-
-    def synchronise(self) -> None:
-        """Before the first step."""
-
-    def merge_logs(self, logs: dict[str, Any]) -> dict[str, Any]:
-        """An epoch's logs for callbacks and history."""
-
-    def stops_within_epoch(self) -> bool:
-        """Whether no further step of the running epoch is to be taken."""
-
-    def stops_after_epoch(self, *, is_fit_over: bool) -> bool:
-        """Whether there are no more epochs."""
-
-    def final_callbacks(self, callbacks: Any) -> AbstractContextManager[None]:
-        """Around `on_train_end`, where callbacks may set weights."""
-
-
-class ChiefDecides:
-    """The agreement of workers that take steps of their own: the chief decides, and each has logs of its own."""
-
-    def __init__(self, fit: int, worker: ParameterServerWorker, remote_model: RemoteModel) -> None:
-        self._fit = fit
-        self._worker = worker
-        self._remote_model = remote_model
-
-    def synchronise(self) -> None:
-        """See `WorkerAgreement.synchronise`. The servers have what all start from."""
-
-    def merge_logs(self, logs: dict[str, Any]) -> dict[str, Any]:
-        """See `WorkerAgreement.merge_logs`."""
-        return logs
-
-    def stops_within_epoch(self) -> bool:
-        """See `WorkerAgreement.stops_within_epoch`. Workers continue to the end of the epoch."""
-        return False
-
-    def stops_after_epoch(self, *, is_fit_over: bool) -> bool:
-        """See `WorkerAgreement.stops_after_epoch`. What other workers than the chief see is only a part."""
-        if not self._worker.is_chief:
-            return is_fit_over
-        asked, _ = self._worker.client.request(HEAD, RequestStop(self._fit, stop=False))
-        return is_fit_over or isinstance(asked, FitOver) or bool(self._remote_model.model.stop_training)
-
-    @contextmanager
-    def final_callbacks(self, callbacks: Any) -> Iterator[None]:
-        """See `WorkerAgreement.final_callbacks`. What the chief's callbacks make of the weights holds for all workers;
-        what those of the others make of them, by logs of their own, is undone."""
-        if self._worker.workers == 1 or not callback_list.may_set_weights_at_train_end(callbacks):
-            yield
-            return
-        variables = self._remote_model.variables.variables
-        before = [np.array(to_host(variable)) for variable in variables]
-        yield
-        changed = {
-            number: variable
-            for number, (variable, value) in enumerate(zip(variables, before, strict=True))
-            if not np.array_equal(to_host(variable), value)
-        }
-        if self._worker.is_chief:
-            chief_state_sync.send_final_weights(self._worker, self._fit, changed)
-            return
-        chiefs = chief_state_sync.receive_final_weights(self._worker, self._fit)
-        for number in {*changed, *chiefs}:
-            variables[number].assign(chiefs.get(number, before[number]))
 
 
 class FitRejoin:

@@ -22,16 +22,11 @@ from phalanx.training import callback_list
 from phalanx.training.fit_arguments import FitArguments
 from phalanx.training.fit_loop import FitLoop
 from phalanx.training.fit_state import FitState
-from phalanx.training.parameter_server_coordination import (
-    ChiefDecides,
-    FitRejoin,
-    ParameterServerCoordination,
-    ValidationHeartbeat,
-    WorkerAgreement,
-)
+from phalanx.training.parameter_server_coordination import FitRejoin, ParameterServerCoordination, ValidationHeartbeat
 from phalanx.training.parameter_server_worker import ParameterServerWorker
 from phalanx.training.remote_model import RemoteModel
 from phalanx.training.ticket_batches import TicketBatches
+from phalanx.training.worker_agreement import ChiefDecides, WorkerAgreement
 
 OriginalMethod = Callable[[str], Callable[..., Any]]
 """Keras's own method of a name, bound to the model."""
@@ -126,9 +121,8 @@ class ParameterServerTrainer:
             add_history=True,
         )
 
-    # Keras's own methods, on this worker, with the servers' newest weights.
-
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """As Keras's method, on this worker alone, with the servers' newest weights; so do the methods below."""
         return self._run_locally("evaluate", *args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:

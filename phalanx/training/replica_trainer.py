@@ -8,9 +8,9 @@ gets the result of those that are over.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 
@@ -35,6 +35,8 @@ from phalanx.training.training_policy import EVERY_STEP, TrainingPolicy
 from phalanx.transport.serialization import decode, encode
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class ReplicaTrainer:
@@ -89,21 +91,19 @@ class ReplicaTrainer:
         """The metrics over all samples, the same on every rank."""
         self._model._assert_compile_called("evaluate")
         replica, replica_model = self._replica, self._replica_model
-        try:
-            with replica.entry() as entry:
-                source = replica_model.shard(x, y, sample_weight, batch_size=batch_size, steps=steps)
-                self._wait_for_result()
-                replica_model.prepare(source, "evaluate")
-                replica_model.synchronise()
-                # `verbose` may differ between the ranks.
-                shows = verbose in ("auto", 1, True) or callback_list.has_batch_hooks(callbacks, "test")
-                watched = replica.retry(lambda: replica.any(shows))
-                callbacks = replica_model.build_callbacks(callbacks, verbose, epochs=1, steps=source.num_batches)
-                logs = evaluate_on_replicas(replica_model, source, callbacks, watched=watched)
-                if replica.elastic is not None:
-                    entry.result = encode(logs)
-        except EntryOverError as over:
-            logs = decode(over.result)
+
+        def run() -> dict[str, Any]:
+            source = replica_model.shard(x, y, sample_weight, batch_size=batch_size, steps=steps)
+            self._wait_for_result()
+            replica_model.prepare(source, "evaluate")
+            replica_model.synchronise()
+            # `verbose` may differ between the ranks.
+            shows = verbose in ("auto", 1, True) or callback_list.has_batch_hooks(callbacks, "test")
+            watched = replica.retry(lambda: replica.any(shows))
+            built = replica_model.build_callbacks(callbacks, verbose, epochs=1, steps=source.num_batches)
+            return evaluate_on_replicas(replica_model, source, built, watched=watched)
+
+        logs = self._as_entry(run, encode, decode)
         return logs if return_dict else self._model._flatten_metrics_in_order(logs)
 
     def predict(
@@ -116,22 +116,19 @@ class ReplicaTrainer:
     ) -> Any:
         """The outputs for all samples, in their order, on every rank."""
         replica, replica_model = self._replica, self._replica_model
-        try:
-            with replica.entry() as entry:
-                source = replica_model.shard(x, None, None, batch_size=batch_size, steps=steps, in_order=True)
-                source.take_as_it_is()
-                self._wait_for_result()
-                replica_model.prepare_to_predict(source, "predict")
-                replica_model.synchronise()
-                has_hooks = callback_list.has_batch_hooks(callbacks, "predict")
-                watched = replica.retry(lambda: replica.any(has_hooks))
-                callbacks = replica_model.build_callbacks(callbacks, verbose, epochs=1, steps=source.num_batches)
-                outputs = predict_on_replicas(replica_model, source, callbacks, watched=watched)
-                if replica.elastic is not None:
-                    entry.result = encode_outputs(outputs)
-        except EntryOverError as over:
-            outputs = decode_outputs(over.result, self._model)
-        return outputs
+
+        def run() -> Any:
+            source = replica_model.shard(x, None, None, batch_size=batch_size, steps=steps, in_order=True)
+            source.take_as_it_is()
+            self._wait_for_result()
+            replica_model.prepare_to_predict(source, "predict")
+            replica_model.synchronise()
+            has_hooks = callback_list.has_batch_hooks(callbacks, "predict")
+            watched = replica.retry(lambda: replica.any(has_hooks))
+            built = replica_model.build_callbacks(callbacks, verbose, epochs=1, steps=source.num_batches)
+            return predict_on_replicas(replica_model, source, built, watched=watched)
+
+        return self._as_entry(run, encode_outputs, lambda content: decode_outputs(content, self._model))
 
     def train_on_batch(
         self,
@@ -179,6 +176,17 @@ class ReplicaTrainer:
         return outputs.gather()
 
     # Their parts.
+
+    def _as_entry(self, run: Callable[[], T], encode: Callable[[T], bytes], decode: Callable[[bytes], T]) -> T:
+        """The result of `run`, as an entry: a process that joins later gets the members' result."""
+        try:
+            with self._replica.entry() as entry:
+                result = run()
+                if self._replica.elastic is not None:
+                    entry.result = encode(result)
+                return result
+        except EntryOverError as over:
+            return decode(over.result)
 
     def _wait_for_result(self) -> None:
         """Members are admitted to a `fit` only: a candidate waits for the results of all else."""
