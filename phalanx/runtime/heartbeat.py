@@ -13,62 +13,47 @@ from phalanx.runtime import progress
 
 BEAT_S = 0.5
 WINDOW = 10
-"""Heartbeats over which the speed is taken."""
+"""Heartbeats over which the speed is measured."""
 
 
 class Heartbeat:
-    """Makes pulses from what the process reports to its launcher (`launcher.progress`).
+    """Measures the time since the last call, and adds what the process last reported (`progress`).
 
     Args:
-        waited_s: how many seconds the process has spent in collectives so far.
+        waited_s: returns the seconds that the process has spent in collectives so far.
     """
 
     def __init__(self, waited_s: Callable[[], float] = lambda: 0.0) -> None:
         self._waited_s = waited_s
-        self._seen: deque[tuple[float, int]] = deque(maxlen=WINDOW)  # when, how many steps there had been
-        self._at = time.monotonic()
-        self._waited_before_s = 0.0
-        self._steps_before = progress.steps()
+        self._last = time.monotonic(), 0.0, progress.steps()
+        self._window: deque[tuple[float, int]] = deque(maxlen=WINDOW)  # time and steps of the last calls
 
     def __call__(self) -> StepTiming:
-        last, steps = progress.latest(), progress.steps()
-        computed_s, waited_s = self._spent()
-        if last is None:
-            return StepTiming(computed_s=computed_s, waited_s=waited_s)
-        return StepTiming(
-            last.phase,
-            last.epoch,
-            last.step,
-            max(0.0, time.time() - last.time),
-            self._steps_per_s(steps),
-            computed_s,
-            waited_s,
-            self._since_before(steps),
-        )
-
-    def _spent(self) -> tuple[float, float]:
-        """Seconds outside of collectives and in them, since the pulse before."""
-        now, waited_s = time.monotonic(), self._waited_s()
-        passed_s = now - self._at
+        now, waited_total_s, steps = time.monotonic(), self._waited_s(), progress.steps()
+        last_now, last_waited_s, last_steps = self._last
+        self._last = now, waited_total_s, steps
+        self._window.append((now, steps))
+        passed_s = now - last_now
         # Collectives in the background count twice, and one that ends just now may be missed once.
-        in_collectives_s = min(max(0.0, waited_s - self._waited_before_s), passed_s)
-        self._at, self._waited_before_s = now, waited_s
-        return passed_s - in_collectives_s, in_collectives_s
-
-    def _since_before(self, steps: int) -> int:
-        """Steps since the pulse before."""
-        before, self._steps_before = self._steps_before, steps
-        return steps - before
-
-    def _steps_per_s(self, steps: int) -> float:
-        self._seen.append((time.monotonic(), steps))
-        since, first = self._seen[0]
-        duration_s = time.monotonic() - since
-        return (steps - first) / duration_s if duration_s > 0 else 0.0
+        waited_s = min(max(0.0, waited_total_s - last_waited_s), passed_s)
+        report = progress.latest()
+        if report is None:
+            return StepTiming(computed_s=passed_s - waited_s, waited_s=waited_s)
+        first_now, first_steps = self._window[0]
+        return StepTiming(
+            report.phase,
+            report.epoch,
+            report.step,
+            max(0.0, time.time() - report.time),
+            (steps - first_steps) / (now - first_now) if now > first_now else 0.0,
+            passed_s - waited_s,
+            waited_s,
+            steps - last_steps,
+        )
 
 
 class TimingAnnouncer:
-    """Notes for the launcher how long this process computes and waits, in a thread, until it is closed. For processes
+    """Reports to the launcher how long this process computes and waits, in a thread, until it is closed. For processes
     that have a launcher (`progress.has_launcher`).
 
     Args:
@@ -78,7 +63,7 @@ class TimingAnnouncer:
     def __init__(self, waited_s: Callable[[], float]) -> None:
         self._heartbeat = Heartbeat(waited_s)
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="phalanx-pulse", daemon=True)
+        self._thread = threading.Thread(target=self._beat, name="phalanx-heartbeat", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -90,7 +75,7 @@ class TimingAnnouncer:
     def _beat(self) -> None:
         number, steps, computed_s, waited_s = 0, 0, 0.0, 0.0
         while not self._closed.wait(BEAT_S):
-            pulse = self._heartbeat()
-            number, steps = number + 1, steps + pulse.steps
-            computed_s, waited_s = computed_s + pulse.computed_s, waited_s + pulse.waited_s
+            timing = self._heartbeat()
+            number, steps = number + 1, steps + timing.steps
+            computed_s, waited_s = computed_s + timing.computed_s, waited_s + timing.waited_s
             progress.record_totals(progress.ProgressTotals(number, computed_s, waited_s, steps))
