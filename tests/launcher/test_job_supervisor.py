@@ -25,7 +25,6 @@ from phalanx.launcher.job_observer import JobObserver
 from phalanx.launcher.job_supervisor import JobSupervisor
 from phalanx.launcher.restart_policy import RestartPolicy
 from phalanx.launcher.root_cause import WorkerExit
-from phalanx.launcher.shutdown import ShutdownStep, after_failure, after_signal
 from phalanx.runtime.crash_report import CrashReport
 
 
@@ -201,18 +200,6 @@ def test_a_failure_before_ctrl_c_stays_the_reason() -> None:
     job.start()
     recorder.failed = lambda end: job.stop(signal.SIGINT)  # type: ignore[method-assign]
     assert job.run().verdict.code == 5
-
-
-def test_the_steps_come_in_order_and_end() -> None:
-    for schedule in (
-        after_failure(10.0),
-        after_signal(10.0, signal.SIGINT),
-        after_signal(10.0, signal.SIGTERM),
-    ):
-        times = [time for time, _ in schedule]
-        assert times == sorted(times)
-        assert times[0] >= 10.0
-        assert [step for _, step in schedule][-2:] == [ShutdownStep.KILL, ShutdownStep.GIVE_UP]
 
 
 def test_a_killed_task_is_started_again() -> None:
