@@ -30,6 +30,7 @@ from phalanx.elastic.entry_log import EntryLog
 from phalanx.elastic.evictions import EvictionPolicy
 from phalanx.elastic.launcher_interface import ElasticJob
 from phalanx.elastic.member_table import MembershipLimits, MemberTable
+from phalanx.elastic.partitions import ConnectionFailures
 from phalanx.elastic.stragglers import StepTiming
 
 Send = Callable[[str, messages.FromCoordinator], None]
@@ -122,6 +123,7 @@ class ElasticCoordinator:
         self.entries = EntryLog()
         self._job = job
         self._send = send
+        self._connections = ConnectionFailures()
         self._evictions = EvictionPolicy(limits.timeout_s, now)
         self._state_since = now
         # The chief of the present generation, and whether it was lost and no other member is chief yet.
@@ -267,7 +269,7 @@ class ElasticCoordinator:
             if table.reports and self._evictions.is_overdue(now):
                 self._evict(stuck, STUCK, now)
             return
-        if unreachable := self._evictions.unreachable(self.generation, table):
+        if unreachable := self._connections.evictions(self.generation, table.members, table.reports):
             self._evict(unreachable, PARTITIONED, now)
             return
         reports = table.reports.values()
@@ -325,7 +327,7 @@ class ElasticCoordinator:
         self._enter(CoordinatorState.RUNNING, now)
         # Before the chief learns of the generation: it could complete many steps before it reads the next message.
         self._request_regroup(now)
-        broken = self._evictions.broken_links(incarnations)
+        broken = self._connections.broken_links(incarnations)
         for incarnation in incarnations:
             self._send(incarnation, messages.FormGeneration(self.generation, addresses, broken))
 

@@ -1,4 +1,4 @@
-"""Decides which processes are evicted: those that are silent, hold up the others, or cannot be reached. Pure.
+"""Decides which processes are evicted because they are silent or hold up the others. Pure; see also `partitions`.
 
 Processes send a sign of life twice a second. A process that is stopped or cut off does not; if it is the last member,
 or a candidate, no other member would notice. A member that lives but is stuck is noticed by those that wait for it.
@@ -7,11 +7,9 @@ or a candidate, no other member would notice. A member that lives but is stuck i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
-from phalanx.elastic.member_table import ElasticProcess, MemberTable
+from phalanx.elastic.member_table import ElasticProcess
 from phalanx.elastic.membership_messages import LossReport
-from phalanx.elastic.partitions import ConnectionFailures, choose_evictions
 
 STUCK_GRACE_S = 1.0
 """After a member has waited for the whole timeout: how long the other waiting members have to report it."""
@@ -31,7 +29,6 @@ class EvictionPolicy:
         self._timeout_s = timeout_s
         self._ticked_at = self._awake_since = now
         self._formed_at = now
-        self._connections = ConnectionFailures()
         # When the members that have not reported are evicted; infinite while no member waits for them.
         self._overdue_at = math.inf
 
@@ -67,17 +64,3 @@ class EvictionPolicy:
         """Whether the members that have not reported are stuck, if another member waits for them. Otherwise they may
         just be busy between two collectives."""
         return now >= self._overdue_at
-
-    def unreachable(self, generation: int, table: MemberTable) -> Sequence[str]:
-        """The members to evict because they and other live members cannot reach each other. Call it once all members
-        have reported."""
-        reports = table.reports
-        if not reports:
-            return []
-        self._connections.record(generation, reports)
-        needing_state = [incarnation for incarnation, report in reports.items() if report.needs_state]
-        return choose_evictions(table.members, self._connections.severed, needing_state)
-
-    def broken_links(self, members: Sequence[str]) -> list[tuple[str, str]]:
-        """The pairs that must replace the link between them in the next generation."""
-        return self._connections.broken_links(members)

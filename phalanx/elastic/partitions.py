@@ -68,6 +68,18 @@ class ConnectionFailures:
         }
         self.broken = pairs - self.severed
 
+    def evictions(self, generation: int, members: Sequence[str], reports: Mapping[str, LossReport]) -> list[str]:
+        """The members to evict because they and other live members cannot reach each other.
+
+        Args:
+            generation: the generation that has ended.
+            members: the incarnations of its live members, in rank order; all have reported.
+            reports: their reports.
+        """
+        self.record(generation, reports)
+        needing_state = [incarnation for incarnation, report in reports.items() if report.needs_state]
+        return choose_evictions(members, self.severed, needing_state)
+
     def broken_links(self, members: Collection[str]) -> list[tuple[str, str]]:
         """The broken pairs among the members of the next generation."""
         pairs = (sorted(pair) for pair in self.broken if pair <= set(members))

@@ -23,7 +23,7 @@ GONE_S = 30.0
 FILE_LIMIT_BYTES = 30_000
 """Where no small disk can be mounted, the size above which processes cannot write files: below that of a checkpoint."""
 FILLER = ".filler"
-NOBODY_S = 120.0
+NO_VICTIM_S = 120.0
 """A job that is started again as a whole has somebody to meet a fault within this time."""
 
 Undo = Callable[[], None]
@@ -65,14 +65,14 @@ class Faults:
 
     def do(self, fault: Fault) -> Done:
         """Bring a fault about, now: as soon as there is somebody to meet it."""
-        until = time.monotonic() + NOBODY_S
+        until = time.monotonic() + NO_VICTIM_S
         while not (members := self._job.members()) and self._job.code is None and time.monotonic() < until:
             time.sleep(0.05)
         victim = choose(members, fault)
         now = time.time()
         if victim is None:
-            gone = f"for {NOBODY_S:g} s there was nobody whom {fault.kind.value} could meet"
-            return Done(fault, now, "nobody", violation=gone if self._job.code is None else "")
+            gone = f"for {NO_VICTIM_S:g} s there was no victim for {fault.kind.value}"
+            return Done(fault, now, "no victim", violation=gone if self._job.code is None else "")
         match fault.kind:
             case Kind.KILL:
                 send(victim, signal.SIGKILL)

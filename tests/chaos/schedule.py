@@ -46,7 +46,7 @@ class Kind(enum.StrEnum):
     SEVER = "sever"
     """Two members cannot reach each other; the launcher reaches both."""
     HALF_OPEN = "half open"
-    """The victim is killed, and nobody is told: its connections to the others stay open at their ends."""
+    """The victim is killed without notice: its connections stay open at the other ends."""
     SLOW = "slow"
     """A narrow cable with a long queue."""
 

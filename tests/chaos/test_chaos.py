@@ -125,7 +125,7 @@ def bring_about(folder: Path, shape: Shape, chosen: Plan, expected: Result) -> t
 
 @pytest.mark.timeout(600)
 def test_a_short_schedule(tmp_path, tmp_path_factory):
-    """The chief is killed, and then a connection breaks; nobody waits for the lost one to return."""
+    """The chief is killed, and then a connection breaks; no member waits for the lost one to return."""
     shape = Shape(FIRST, epochs=2, hold_s=0.0, timeout_s=TIMEOUT_S)
     chosen = Plan(0, (Fault(8, Kind.KILL, chief=True), Fault(12, Kind.DISCONNECT)), False, TIMEOUT_S)
     bring_about(tmp_path / "job", shape, chosen, reference(tmp_path_factory, shape))
@@ -141,7 +141,7 @@ def test_a_short_schedule(tmp_path, tmp_path_factory):
     ],
 )
 def test_five_kills_at_random_moments(tmp_path, tmp_path_factory, backend, seed):
-    """The chief among the victims. Whoever has the state of the job is never the last one that is killed."""
+    """The chief among the victims. A member that has the state of the job is never the last one that is killed."""
     shape = Shape(backend, timeout_s=TIMEOUT_S)
     chosen = kills(seed, steps=shape.steps, count=5, timeout_s=TIMEOUT_S)
     bring_about(tmp_path / "job", shape, chosen, reference(tmp_path_factory, shape))

@@ -106,7 +106,7 @@ def wait_for(name, bound_s=30):
         time.sleep(0.01)
 def touch(name):
     Path(f"{name}.{os.getpid()}").write_text(str(os.getpid()))
-    os.replace(f"{name}.{os.getpid()}", name)  # whoever sees it can read it
+    os.replace(f"{name}.{os.getpid()}", name)  # complete as soon as it is visible
 def hang():
     time.sleep(1000)
 """

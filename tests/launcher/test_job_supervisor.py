@@ -509,7 +509,7 @@ def test_the_last_member_that_is_lost_with_its_host_ends_the_job() -> None:
 
 
 class GivingUpHost(FakeHost):
-    """The job is given up when worker 1 is started again; both that were then find nobody any more."""
+    """The job is given up when worker 1 is started again; both processes then find no other member."""
 
     job: JobSupervisor
 

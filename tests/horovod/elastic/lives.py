@@ -44,4 +44,4 @@ def until_others_come(look: Callable[[], None]) -> None:
     while time.monotonic() < until:
         look()
         time.sleep(0.05)
-    raise TimeoutError("nobody came")
+    raise TimeoutError("no other member joined")

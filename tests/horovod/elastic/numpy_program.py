@@ -1,4 +1,4 @@
-"""An elastic program without a framework: what Horovod's layer itself makes anew when the members change.
+"""An elastic program without a framework: what Horovod's layer itself rebuilds when the members change.
 
 phalanx run -np 3 --min-np 2 --max-np 4 numpy_program.py FOLDER
 
@@ -41,7 +41,7 @@ def main(folder: Path) -> None:
             if life.is_first_of(0) and state.step == KILL_AT:
                 life.die()
             own = sum(n for n in range(NUMBERS) if n % hvd.size() == hvd.rank())
-            total = hvd.allreduce(np.array([float(own)]), op=hvd.Sum)  # no name: counted anew by all
+            total = hvd.allreduce(np.array([float(own)]), op=hvd.Sum)  # no name: all count again from 0
             assert all((hvd.synchronize(handle) == hvd.size()).all() for handle in handles)
             if sets[-1].included():
                 members = hvd.allreduce(np.ones(1), op=hvd.Sum, process_set=sets[-1])
