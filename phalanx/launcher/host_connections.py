@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from phalanx.errors import PhalanxError
 from phalanx.launcher.host_blacklist import HostBlacklist
+from phalanx.launcher.host_loop import HostLoop
 from phalanx.launcher.host_slots import HostShare
 from phalanx.launcher.hosts.local_host import LocalHost
 from phalanx.launcher.hosts.output_streams import OutputStreams
@@ -84,7 +85,6 @@ class HostConnections:
     Attributes:
         blacklist: the hosts that are not used for a while.
         error: why the first host could not be connected.
-        on_ready, on_closed: called with a host that has answered, or is about to be closed.
     """
 
     def __init__(
@@ -104,8 +104,14 @@ class HostConnections:
         self.blacklist = blacklist
         self.error: Exception | None = None
         self._connections: dict[str, HostConnection] = {}
-        self.on_ready: Callable[[HostConnection], None] = lambda connection: None
-        self.on_closed: Callable[[HostConnection], None] = lambda connection: None
+        self._loop: HostLoop | None = None
+
+    def attach(self, loop: HostLoop) -> None:
+        """Add the hosts that have answered, now and later, to the loop of the job, which has been started."""
+        self._loop = loop
+        for name in self.names:
+            if connection := self.ready(name):
+                loop.add(connection.host)
 
     @property
     def names(self) -> list[str]:
@@ -144,8 +150,7 @@ class HostConnections:
             local = LocalHost(self._selector, streams=self._streams)
             local.name = share.name
             connection = self._connections[share.name] = HostConnection(share, local, name, slots)
-            connection.ports = local.prepare(slots, address=LOOPBACK if loopback else None)
-            self.on_ready(connection)
+            self._answered(connection, local.prepare(slots, address=LOOPBACK if loopback else None))
             return
         remote = SSHHost(self._selector, share, say=lambda text: self._post(lambda: self._relay(text)))
         remote.share = replace(share, workers=slots)
@@ -181,7 +186,8 @@ class HostConnections:
         """Close the connections to these hosts."""
         for name in list(names):
             connection = self._connections.pop(name)
-            self.on_closed(connection)
+            if self._loop is not None:
+                self._loop.remove(connection.host)
             connection.close()
 
     def _await_ports(self, connection: HostConnection, host: SSHHost) -> None:
@@ -196,7 +202,9 @@ class HostConnections:
     def _answered(self, connection: HostConnection, ports: list[int]) -> None:
         if self._connections.get(connection.share.name) is connection:  # otherwise it was closed meanwhile
             connection.ports = ports
-            self.on_ready(connection)
+            if self._loop is not None:
+                self._log(f"{connection.share.name} joined with {connection.share.workers} slots")
+                self._loop.add(connection.host)
 
     def _failed(self, connection: HostConnection, error: Exception) -> None:
         name = connection.share.name

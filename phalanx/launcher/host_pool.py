@@ -223,11 +223,7 @@ class HostPool:
     def begin(self, job: JobSupervisor, membership: MembershipControl) -> None:
         """The job has been started."""
         self._job, self._membership = job, membership
-        for name in self._connections.names:
-            if connection := self._connections.ready(name):
-                job.loop.add(connection.host)
-        self._connections.on_ready = self._watch
-        self._connections.on_closed = lambda connection: job.loop.remove(connection.host)
+        self._connections.attach(job.loop)
         job.loop.wake()
 
     def close(self) -> None:
@@ -305,12 +301,6 @@ class HostPool:
             is_last = is_fixed and share is self.shares[-1]  # the evaluator runs there
             slots = share.workers + (self._placements.extra_slots if is_last else 0)
             self._connections.connect(share, name=name, slots=slots, loopback=is_fixed and share.is_loopback)
-
-    def _watch(self, connection: HostConnection) -> None:
-        """A host has answered while the job runs."""
-        self._log(f"{connection.share.name} joined with {connection.share.workers} slots")
-        if self._job is not None:
-            self._job.loop.add(connection.host)
 
     def _withdraw(self, membership: MembershipControl) -> None:
         for rank in self._slots.withdraw():
