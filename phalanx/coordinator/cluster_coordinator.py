@@ -16,11 +16,12 @@ from phalanx.config.variables import SECRET
 from phalanx.coordinator import function_effects
 from phalanx.coordinator.coordinated_variables import ChiefVariables
 from phalanx.coordinator.coordinator_messages import MakeObject
-from phalanx.coordinator.dispatcher import Dispatcher, ScheduledCall
+from phalanx.coordinator.dispatcher import Dispatcher
 from phalanx.coordinator.function_pickling import pack, unpack
 from phalanx.coordinator.function_server import FunctionServer
 from phalanx.coordinator.outgoing_references import OutgoingReferences
 from phalanx.coordinator.remote_values import PerWorkerDataset, PerWorkerIterator, PerWorkerValues, RemoteValue
+from phalanx.coordinator.scheduled_calls import ScheduledCall
 from phalanx.engines import make_tensors
 from phalanx.errors import ConfigurationError, UnsupportedError
 from phalanx.strategies.parameter_server_strategy import ParameterServerStrategy
@@ -168,7 +169,7 @@ class ClusterCoordinator:
         """
         with self._lock:
             dataset = PerWorkerDataset(self._references.number, self._iterate)
-            self._dispatcher.tell(MakeObject(dataset.number), [self._pack_maker(dataset_fn)])
+            self._dispatcher.broadcast(MakeObject(dataset.number), [self._pack_maker(dataset_fn)])
             return dataset
 
     def create_per_worker_values(self, fn: Callable[..., Any]) -> PerWorkerValues:
@@ -177,7 +178,7 @@ class ClusterCoordinator:
             raise ConfigurationError(f"create_per_worker_values() got {fn!r}; pass a function.")
         with self._lock:
             values = PerWorkerValues(self._references.number)
-            self._dispatcher.tell(MakeObject(values.number), [self._pack_maker(fn)])
+            self._dispatcher.broadcast(MakeObject(values.number), [self._pack_maker(fn)])
             return values
 
     # Behind them.
@@ -199,7 +200,7 @@ class ClusterCoordinator:
         begin = self._variables.begin(used)
         if begin is not None:
             values = pack(function_effects.untrained(self._worker.made), self._references, "The state of layers")
-            self._dispatcher.tell(begin, [values])
+            self._dispatcher.broadcast(begin, [values])
 
     def _settle(self) -> None:
         with self._lock:
@@ -215,7 +216,7 @@ class ClusterCoordinator:
     def _iterate(self, dataset: PerWorkerDataset) -> PerWorkerIterator:
         with self._lock:
             iterator = PerWorkerIterator(self._references.number, dataset)
-            self._dispatcher.tell(MakeObject(iterator.number, iterator_of=dataset.number))
+            self._dispatcher.broadcast(MakeObject(iterator.number, iterator_of=dataset.number))
             return iterator
 
     def _pack_maker(self, maker: Any) -> bytes:

@@ -17,8 +17,9 @@ from phalanx.cluster.peer_registry import TaskIdentity
 from phalanx.cluster.spec import ClusterSpec, Task
 from phalanx.config.job_config import JobConfig
 from phalanx.coordinator.coordinator_messages import CallFunction, FunctionRaised, FunctionReturned, Ping
-from phalanx.coordinator.dispatcher import PURPOSE, Dispatcher, ScheduledCall
+from phalanx.coordinator.dispatcher import PURPOSE, Dispatcher
 from phalanx.coordinator.remote_values import RemoteValue
+from phalanx.coordinator.scheduled_calls import ScheduledCall
 from phalanx.errors import LinkClosedError, PeerLostError, RendezvousError
 from phalanx.parameter_server.client import connect
 from phalanx.runtime import function_call as calls
@@ -55,7 +56,7 @@ def call(dispatcher: Dispatcher, number: int, **keeps: object) -> RemoteValue:
     return result
 
 
-def test_without_workers_whoever_waits_is_told(dispatcher: Dispatcher) -> None:
+def test_without_workers_each_waiting_caller_gets_the_error(dispatcher: Dispatcher) -> None:
     result = call(dispatcher, 0)
     errors = []
 

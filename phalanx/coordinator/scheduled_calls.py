@@ -1,0 +1,103 @@
+"""The functions that are scheduled and not finished, with their results, and the error of one that failed.
+
+Pure bookkeeping over a `FunctionQueue`: no thread, link or clock. Whoever owns it holds a lock during each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.coordinator.function_queue import MAX_LOSSES, FunctionQueue
+from phalanx.coordinator.remote_values import RemoteValue
+from phalanx.errors import PeerLostError
+
+
+@dataclass
+class ScheduledCall:
+    """A function that is going to run on a worker.
+
+    Attributes:
+        digest: digest of the pickled function.
+        function: the pickled function.
+        arguments: the pickled arguments.
+        needs: results of other functions that the arguments refer to.
+        keeps: for each large value that the arguments refer to, its number and a function that pickles it.
+        holds: objects that must stay alive until the function has run.
+        result: receives the result, or the error.
+    """
+
+    digest: bytes
+    function: bytes
+    arguments: bytes
+    needs: Sequence[RemoteValue]
+    keeps: dict[int, Callable[[], bytes]]
+    holds: Sequence[Any]
+    result: RemoteValue
+
+
+class ScheduledCalls:
+    """Unfinished calls by number, and the first failure that no caller has seen yet."""
+
+    def __init__(self) -> None:
+        self.queue = FunctionQueue()
+        self._calls: dict[int, ScheduledCall] = {}
+        self._failure: BaseException | None = None
+
+    def __getitem__(self, number: int) -> ScheduledCall:
+        return self._calls[number]
+
+    @property
+    def has_failed(self) -> bool:
+        return self._failure is not None
+
+    def add(self, call: ScheduledCall) -> None:
+        number = call.result.number
+        self._calls[number] = call
+        self.queue.add(number, [need.number for need in call.needs if not need.is_finished])
+
+    def finish(self, worker: int, incarnation: str, number: int) -> ScheduledCall | None:
+        """The call that a worker has answered; None if the answer does not count any more."""
+        if not self.queue.finish(worker, incarnation, number):
+            return None
+        return self._calls.pop(number)
+
+    def fail(self, call: ScheduledCall, error: BaseException) -> None:
+        """A call failed: all that wait are cancelled."""
+        call.result.fail(error)
+        if self._failure is None:
+            self._failure = error
+        self._cancel(self.queue.fail())
+
+    def fail_all(self, error: BaseException) -> None:
+        """No call can run: each result raises the error, and so does the next `raise_failure`."""
+        for number in self.queue.fail():
+            self._calls.pop(number).result.fail(error)
+        self._failure = error
+
+    def give_up(self, numbers: Iterable[int], worker: str) -> None:
+        """The worker that ran these calls is lost, and they do not run again."""
+        for number in numbers:
+            if self.queue.failing:
+                self._cancel([number])
+                continue
+            error = PeerLostError(
+                f"A function was given up: {MAX_LOSSES} workers were lost while they ran it, {worker} last. Look at the "
+                f"end of their output for the cause.",
+                rank=-1,
+                task=worker,
+                host="",
+            )
+            self.fail(self._calls.pop(number), error)
+
+    def raise_failure(self) -> None:
+        """Raise the error of the call that failed first, once; the queue then takes calls again."""
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            self.queue.clear_failure()
+            raise failure
+
+    def _cancel(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self._calls.pop(number).result.cancel()

@@ -1,0 +1,61 @@
+"""One connected worker, as the coordinator sees it: what it has received already, and what it is sent next."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from phalanx.coordinator.coordinator_messages import FUNCTIONS_KEPT, CallFunction, KeepObject, Order
+from phalanx.coordinator.scheduled_calls import ScheduledCall
+from phalanx.transport.link import Link
+
+Message = tuple[Order, Sequence[bytes | memoryview]]
+
+
+@dataclass(eq=False)
+class WorkerConnection:
+    """A connected worker.
+
+    Attributes:
+        number: rank of its task.
+        name: its task, such as `worker/1`.
+        incarnation: identifies its process and this link.
+        link: the open link to it.
+        outbox: messages to send before the next function.
+        functions: digests of the functions that it has, most recently used last.
+        kept: numbers of the large values that it has.
+        last_sent_at: when the last message was sent (monotonic seconds).
+    """
+
+    number: int
+    name: str
+    incarnation: str
+    link: Link
+    outbox: deque[Message]
+    functions: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    kept: set[int] = field(default_factory=set)
+    last_sent_at: float = field(default_factory=time.monotonic)
+
+    def enqueue(self, number: int, call: ScheduledCall) -> None:
+        """Put a call into the outbox, after the values that it refers to and the worker lacks.
+
+        Raises: whatever pickling a large value raises, if it changed since the call was scheduled.
+        """
+        for kept, pickle in call.keeps.items():
+            if kept not in self.kept:
+                self.outbox.append((KeepObject(kept), [pickle()]))
+                self.kept.add(kept)
+        is_new = call.digest not in self.functions
+        self.functions[call.digest] = None
+        self.functions.move_to_end(call.digest)
+        if len(self.functions) > FUNCTIONS_KEPT:
+            self.functions.popitem(last=False)
+        results = tuple(need.number for need in call.needs)
+        buffers: list[bytes | memoryview] = [
+            *([call.function] if is_new else []),
+            call.arguments,
+            *[need.finished() for need in call.needs],
+        ]
+        self.outbox.append((CallFunction(number, call.digest, is_new, results), buffers))
