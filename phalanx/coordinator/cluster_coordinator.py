@@ -163,7 +163,7 @@ class ClusterCoordinator:
 
         Args:
             dataset_fn: a function that returns one, called on each worker, with an `InputContext` if it takes an
-                argument; or a dataset, of which each worker gets a copy. A worker that comes back makes it anew.
+                argument; or a dataset, of which each worker gets a copy. A worker that is restarted creates it again.
 
         Returns: what `iter()` makes iterators of that can be passed to `schedule`.
         """
@@ -181,10 +181,10 @@ class ClusterCoordinator:
             self._dispatcher.broadcast(MakeObject(values.number), [self._pack_maker(fn)])
             return values
 
-    # Behind them.
+    # Internal.
 
     def refresh(self) -> None:
-        """In the midst of functions: this task's variables and metrics are those of a moment in which none runs.
+        """Between functions: update this task's variables and metrics to a moment in which no function runs.
 
         Raises: PeerLostError or RendezvousError as `join`.
         """
@@ -192,10 +192,10 @@ class ClusterCoordinator:
             self._take_changes(more_to_come=some_wait)
 
     def _prepare(self, used: set[ScopedName]) -> None:
-        """Let the servers have the variables as functions need them."""
+        """Declare on the servers the variables that functions use."""
         if self._variables.is_ready(used):
             return
-        self._dispatcher.join()  # who runs must not see them change
+        self._dispatcher.join()  # running functions must not see them change
         self._take_changes()
         begin = self._variables.begin(used)
         if begin is not None:
@@ -260,7 +260,7 @@ def _check(strategy: Any) -> ParameterServerWorker:
     me = worker.client.identity
     if not me.config.secret:
         raise ConfigurationError(
-            f"A ClusterCoordinator sends code to workers, so nobody else may be able to: set {SECRET} to the same "
+            f"A ClusterCoordinator sends code to workers, so no one else may be able to: set {SECRET} to the same "
             f"random value for all tasks, or start the job with "
             f"`phalanx run`, which does so."
         )

@@ -100,7 +100,7 @@ class ChiefVariables:
         if self._served is None or self._pulled is not None or self._fit != self._worker.last_fit:
             return
         if more_to_come:
-            self._served.send_learning_rate()  # lest one that was set meanwhile be overwritten
+            self._served.send_learning_rate()  # so that pulling does not overwrite one that was just set
         self._served.assign(self._merge.pull())
         if self._optimizer is not None:
             self._served.pull_optimizer()
@@ -186,7 +186,7 @@ class WorkerVariables:
                 self._merge.flush()
 
     def _apply(self, gradients: Any, variables: Any) -> None:
-        """In the place of the optimizer's `apply`: the servers update, and the new values come here."""
+        """Replaces the optimizer's `apply`: the servers update, and this task receives the new values."""
         served = self._served
         assert served is not None
         complete = self._in_order(list(gradients), variables)

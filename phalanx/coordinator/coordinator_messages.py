@@ -1,7 +1,7 @@
-"""What passes between the coordinator and a worker: a header of one of these kinds, and pickles as raw buffers.
+"""Messages between the coordinator and a worker: a header of one of these kinds, and pickles as raw buffers.
 
-The coordinator sends, in order; the worker runs what it gets in that order, and answers each `CallFunction`. A `Ping` is
-answered at once, whatever the worker computes.
+The worker handles the coordinator's messages in the order in which they were sent, and answers each `CallFunction`. It
+answers a `Ping` at once, even while a function runs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class MakeObject(msgspec.Struct, frozen=True, tag="make"):
 
 
 class ForgetObject(msgspec.Struct, frozen=True, tag="forget"):
-    """Nobody refers to what was kept or made under this number any more."""
+    """Drop the object that was kept or created under this number."""
 
     number: int
 

@@ -61,8 +61,8 @@ class Dispatcher:
 
     Args:
         me: this task.
-        on_answer: called with each result that counts: the pickle of its effects, and the worker's global step. Calls do
-            not overlap.
+        on_answer: called with each result that counts: the pickle of its effects, and the worker's global step.
+            Calls do not overlap.
         silent: names of workers that were lost because they did not answer, and have not returned. Kept up to date.
     """
 
@@ -103,7 +103,9 @@ class Dispatcher:
             if isinstance(order, Begin):
                 self._broadcasts = [sent for sent in self._broadcasts if not isinstance(sent[0], Begin)]
             self._broadcasts.append((order, buffers))
-            self._send_to_all((order, buffers))
+            for worker in self._workers.values():
+                worker.outbox.append((order, buffers))
+            self._changed.notify_all()
 
     def forget(self, number: int) -> None:
         """Let workers drop the per-worker value, or the large array, of this number."""
@@ -115,7 +117,8 @@ class Dispatcher:
             ]
             for worker in self._workers.values():
                 worker.kept.discard(number)
-            self._send_to_all((ForgetObject(number), ()))
+                worker.outbox.append((ForgetObject(number), ()))
+            self._changed.notify_all()
 
     def is_done(self) -> bool:
         """Whether all calls are finished; raises as `join`."""
@@ -164,18 +167,15 @@ class Dispatcher:
             if self._closing:
                 return
             self._closing = True
-            self._send_to_all((StopWorker(), ()))
+            for worker in self._workers.values():
+                worker.outbox.append((StopWorker(), ()))
+            self._changed.notify_all()
             # The workers hang up. If this end did, a message that they are sending could lose them ours.
             self._changed.wait_for(lambda: not self._workers, timeout=CLOSE_S)
             links = [worker.link for worker in self._workers.values()]
         for link in links:
             link.close()
         self._listener.close()
-
-    def _send_to_all(self, message: Message) -> None:
-        for worker in self._workers.values():
-            worker.outbox.append(message)
-        self._changed.notify_all()
 
     def _wait(self, condition: Callable[[], bool]) -> None:
         """Wait with the lock held, but not forever without a worker."""

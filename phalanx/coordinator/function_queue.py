@@ -1,13 +1,13 @@
-"""Which function runs where: decisions only, without a process, thread or clock.
+"""Which worker runs which function: pure decisions, without a process, thread or clock.
 
     waiting --(a worker is free)--> sent --(it answers)--> done
        ^                             |
        +-----(its worker is lost)----+
     waiting, sent --(a function failed)--> cancelled, failed
 
-A function is done when the first answer of the process that it was sent to is here; whatever else comes of it (from a
-worker that was thought dead) does not count. When one fails, those that wait are cancelled, and those that
-run are waited for; then the error is told, once, and the queue is as new.
+A function is done when the process that it was sent to has answered. Later answers (from a worker that was thought
+dead) do not count. When one fails, the waiting ones are cancelled and the running ones are awaited. Then the error is
+raised, once, and the queue can be used again.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Worker = int
 FunctionId = int
 
 PIPELINE = 2
-"""Functions that a worker has at one time: one that runs, and one that waits there, so that it need not wait for us."""
+"""Functions that a worker has at a time: one that runs and one that is queued there, so that the worker never idles."""
 MAX_LOSSES = 5
-"""A function at whose side so many workers died is what kills them."""
+"""After so many lost workers, the function that they ran is assumed to be the cause."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class _Presence:
 
 
 class FunctionQueue:
-    """Not safe for use by several threads at once: whoever owns it has a lock."""
+    """Decides which function each worker runs. Not thread-safe: its owner holds a lock."""
 
     def __init__(self) -> None:
         self._unfinished: dict[FunctionId, _Function] = {}
@@ -90,7 +90,7 @@ class FunctionQueue:
         return frozenset(self._workers)
 
     def enter(self, worker: Worker, incarnation: str) -> list[FunctionId]:
-        """A worker is here, perhaps in the place of its former self; returns what `leave` says of that one."""
+        """A worker has connected. If it replaces a former connection, returns what `leave` returns for that one."""
         former = self._workers.get(worker)
         over = self.leave(worker, former.incarnation) if former is not None else []
         self._workers[worker] = _Presence(incarnation)

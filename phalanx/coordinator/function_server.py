@@ -139,7 +139,7 @@ class FunctionServer:
                 self._serve(link)
                 deadline = time.monotonic() + config.timeout_s
         except KeyboardInterrupt:
-            if not self._stopped:  # else it is our own, to end a function that nobody waits for
+            if not self._stopped:  # otherwise it is our own, to end a function whose result is not awaited
                 raise
         finally:
             if link is not None:
@@ -179,7 +179,7 @@ class FunctionServer:
         """In the reading thread: there is no more to do."""
         self._stopped = True
         if self._calling:
-            # What it runs is for nobody. A real signal, which ends sleeping and waiting as well.
+            # Its result is not awaited any more. A real signal also ends sleeps and waits.
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     def _handle(self, order: Order, buffers: list[memoryview]) -> tuple[Answer, list[bytes]] | None:

@@ -54,7 +54,7 @@ class OutgoingReferences(References):
         self._kept: dict[int, tuple[int, weakref.ref[Any]]] = {}  # by id
         self._functions: dict[int, tuple[Trace, bytes, NotedReference]] = {}  # by id; the traces keep the functions
         self.numbers = itertools.count()
-        # Numbers to which nobody refers any more; filled by the garbage collector, whenever that comes by.
+        # Numbers without references. The garbage collector appends to it at any time.
         self.forgotten: deque[int] = deque()
 
     @contextmanager
@@ -71,7 +71,7 @@ class OutgoingReferences(References):
             self._noted, self._keeps = NotedReference(), False
 
     def pack_function(self, function: Any, what: str) -> tuple[bytes, NotedReference]:
-        """The pickle of a function, made anew only if something has changed; and what it refers to."""
+        """The pickle of a function, created again only if something has changed, and what it refers to."""
         with self.noting(keeps=True):
             now = trace(function, self._is_constant, lambda thing: pack(thing, self, what))
         known = self._functions.pop(id(function), None)

@@ -1,6 +1,6 @@
 """The functions that are scheduled and not finished, with their results, and the error of one that failed.
 
-Pure bookkeeping over a `FunctionQueue`: no thread, link or clock. Whoever owns it holds a lock during each call.
+Pure bookkeeping over a `FunctionQueue`: no thread, link or clock. The owner holds a lock during each call.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class ScheduledCalls:
                 self._cancel([number])
                 continue
             error = PeerLostError(
-                f"A function was given up: {MAX_LOSSES} workers were lost while they ran it, {worker} last. Look at the "
-                f"end of their output for the cause.",
+                f"A function was given up: {MAX_LOSSES} workers were lost while they ran it, {worker} last. Look at "
+                f"the end of their output for the cause.",
                 rank=-1,
                 task=worker,
                 host="",

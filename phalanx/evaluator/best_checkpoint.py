@@ -51,8 +51,8 @@ class BestCheckpoint:
             logs: numbers by name, lists where a metric has several.
 
         Raises:
-            ConfigurationError: there is no such metric, or it is no single number, or nobody knows whether more of it
-                is better.
+            ConfigurationError: the metric does not exist, is not a scalar, or it is unknown whether more of it is
+                better.
             OSError: it cannot be written.
         """
         if self._monitor not in logs:

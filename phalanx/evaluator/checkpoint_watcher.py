@@ -48,7 +48,7 @@ Identity = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class FoundCheckpoint:
-    """A whole checkpoint, copied to where nobody else writes.
+    """A whole checkpoint, copied to a private folder.
 
     Attributes:
         name: of the file in the directory.

@@ -1,12 +1,12 @@
-"""How an evaluator, which is no member of the job, learns that the job is over.
+"""How an evaluator, which is not a member of the job, learns that the job is over.
 
-It asks at the ports. In synchronous training the chief listens until it leaves; with parameter servers the first server
-does until all workers have left, whatever restarts meanwhile. So the job is over when nobody listens there any more.
-Under `phalanx run`, which opens all ports before it starts the first task, that is so at once, also for an evaluator
-that came so late that it saw nobody; a task that was started by hand may be started again, and gets a while for it.
+It probes the ports. In synchronous training the chief listens until it leaves. With parameter servers, the first server
+listens until all workers have left, even if some restart meanwhile. So the job is over when no task listens there.
+`phalanx run` opens all ports before it starts the first task, so that holds at once, also for an evaluator that
+starts too late to see any task. A task that was started by hand may be restarted, and gets some time for it.
 
-A job without ports (one worker, by hand; no cluster at all) says it with a file in the directory of its checkpoints, or
-by saving nothing for a long time.
+A job without ports (one worker, by hand; no cluster) writes a file into its checkpoint directory, or saves nothing for
+a long time.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from phalanx.errors import HandshakeError, LinkClosedError, LinkTimeoutError
 from phalanx.transport.dial import RefusedError, UnreachableError
 
 GONE_LAUNCHED_S = 3.0
-"""For how long nobody must have listened under `phalanx run`: whatever it starts again has its port all the while."""
+"""How long all ports must be closed under `phalanx run`. A task that is restarted keeps its port open meanwhile."""
 GONE_BY_HAND_S = 60.0
-"""The same without it: whoever watches a task, a person or a scheduler, needs a moment to start it again."""
+"""The same without `phalanx run`: a person or a scheduler needs a moment to restart a task."""
 PROBE_S = 1.0
 PROBE_EVERY_S = 1.0
 
 
 class JobSign(enum.Enum):
-    """What is to be seen of a job."""
+    """The result of probing a job."""
 
-    ALIVE = "somebody answers"
-    SILENT = "somebody may be there and does not answer"
-    GONE = "nobody listens"
+    ALIVE = "a task answers"
+    SILENT = "a task may be there but does not answer"
+    GONE = "no task listens"
 
 
 @dataclass(frozen=True)
 class EndOfJobPatience:
-    """How long to wait for what, in seconds.
+    """Time limits, in seconds.
 
     Attributes:
-        start_s: for a first sign of the job, or a first checkpoint.
-        gone_s: once nobody listens any more, where somebody did.
-        silent_s: for somebody who does not answer, after the last answer or checkpoint.
-        idle_s: for a new checkpoint, where nothing else tells whether the job goes on.
+        start_s: until the first answer or checkpoint.
+        gone_s: after the last listening task is gone.
+        silent_s: after the last answer or checkpoint, while a task does not answer.
+        idle_s: until the next checkpoint, if nothing else says whether the job continues.
     """
 
     start_s: float
@@ -58,11 +58,11 @@ class EndOfJobPatience:
 
 
 class JobEndDetector:
-    """Decides from signs and times whether the job is over. Asks nobody itself.
+    """Decides from probe results and times whether the job is over. Probes nothing itself.
 
     Args:
-        now: when the evaluator began.
-        launched: whether all ports of the job were open before, so that it is known to have been there.
+        now: when the evaluator started (monotonic seconds).
+        launched: whether all ports were open before, so that the job is known to have existed.
     """
 
     def __init__(self, patience: EndOfJobPatience, now: float, *, launched: bool = False):

@@ -370,7 +370,7 @@ def _own_parts(replica: Replica, flowing: list[Array], shapes: list[tuple[int, .
 
 
 def _with_axis(shape: Shape, axis: int, lengths: Shape) -> Shape:
-    """A shape with these lengths in the place of an axis."""
+    """The shape with one axis replaced by these lengths."""
     if not -len(shape) <= axis < len(shape):
         return shape  # who merges says what is wrong
     place = range(len(shape))[axis]

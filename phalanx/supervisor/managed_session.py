@@ -1,9 +1,9 @@
 """`ManagedSession`: a model that is trained under a supervisor.
 
-All that a session does by itself happens in the thread that trains, at step boundaries: after a batch of `fit`, after
-`train_on_batch`, and where a loop of one's own asks `should_stop()`. So what is saved is of one step: a thread beside
-the training would read some variables before and some after an update, and on JAX none at all, since a compiled step
-consumes them. What other threads want saved waits for the next boundary.
+A session acts in the training thread alone, at step boundaries: after a batch of `fit`, after `train_on_batch`, and
+when a custom training loop calls `should_stop()`. So a checkpoint belongs to one step. Another thread would read some
+variables before and some after an update, and on JAX none at all, since a compiled step consumes them. Requests of
+other threads wait for the next boundary.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +30,7 @@ from phalanx.keras_compat.model_state import sync_jax_state
 from phalanx.monitoring import timeline
 from phalanx.monitoring.event_writer import EventWriter
 from phalanx.runtime import progress
+from phalanx.supervisor.boundary_requests import BoundaryRequests
 from phalanx.supervisor.looper_threads import LooperThreads
 from phalanx.training import model_dispatch
 
@@ -40,13 +39,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SessionServices:
-    """What a session does by itself, on the chief.
+    """The standard services of a session, on the chief.
 
     Attributes:
-        checkpoints: where it saves; None: nowhere.
-        save_every_s: 0: only when it is asked to.
-        writer: of event files; None: no summaries.
-        summarise_every_s: between two notes of the steps per second.
+        checkpoints: the directory for checkpoints; None saves nothing.
+        save_every_s: seconds between two checkpoints; 0 saves only on request.
+        writer: writes event files; None writes no summaries.
+        summarise_every_s: seconds between two summaries of the steps per second.
     """
 
     checkpoints: CheckpointDirectory | None = None
@@ -55,13 +54,48 @@ class SessionServices:
     summarise_every_s: float = 0.0
 
 
-class ManagedSession:
-    """A model under a supervisor: what `Supervisor.managed_session` gives.
+@dataclass
+class FitProgress:
+    """Which call of `fit`, and which of its epochs, the program has reached.
 
     Attributes:
-        model: that is trained.
+        calls: how many calls of `fit` have begun.
+        epoch: the next epoch to train.
+        is_running: whether a `fit` is running.
+    """
+
+    calls: int = 0
+    epoch: int = 0
+    is_running: bool = False
+
+    def begin(self, restored: Mapping[str, Any], initial: int, epochs: int) -> int:
+        """Begin a call of `fit`; returns its first epoch.
+
+        Args:
+            restored: the state in the checkpoint that the session started from. A call that finished before that
+                checkpoint is skipped, the one that was running then continues at its epoch.
+        """
+        self.calls += 1
+        saved_calls = int(restored.get("fits", 0))
+        if self.calls > saved_calls:
+            self.epoch = initial
+        elif self.calls < saved_calls:
+            self.epoch = epochs
+        else:
+            self.epoch = max(initial, int(restored.get("epoch", 0)))
+        self.is_running = True
+        return self.epoch
+
+
+class ManagedSession:
+    """A model under a supervisor: `Supervisor.managed_session` yields it.
+
+    Attributes:
+        model: the model that is trained.
         is_chief: whether this process saves.
-        restored: the checkpoint that the model started from; None if it started anew, or if another process restored.
+        restored: the checkpoint that the model started from; None if there was none, or if another process restored.
+        requests: what other threads want done at the next step boundary.
+        progress: which epoch of which `fit` is reached.
     """
 
     def __init__(
@@ -81,21 +115,17 @@ class ManagedSession:
         self._loops = loops
         self._read_step = read_step
         self._thread = threading.get_ident()
-        self._fits = 0
-        self._epoch = 0
-        self._fitting = False
+        self.requests = BoundaryRequests()
+        self.progress = FitProgress()
         self._step = 0
         self._saved_at = self._summarised_at = time.monotonic()
         self._summarised_step = 0
-        self._lock = threading.Lock()  # protects the two that follow
-        self._requests: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self._closed = False
 
-    # What the program may ask and do.
+    # The program's interface.
 
     @property
     def global_step(self) -> int:
-        """How many steps the model has made, those before it was restored included."""
+        """Number of steps that the model has trained, including those before it was restored."""
         if self._reads_at_once:
             self._step = self._read_step()
         elif self._is_ours:
@@ -104,9 +134,9 @@ class ManagedSession:
         return self._step
 
     def should_stop(self) -> bool:
-        """Whether somebody has asked to stop. In a loop of one's own, ask once for each step: what is due is saved
-        then."""
-        if self._is_ours and not self._fitting:
+        """Whether a stop was requested. In a custom training loop, call it once for each step: a checkpoint that is due
+        is saved then."""
+        if self._is_ours and not self.progress.is_running:
             self.boundary()
         return self._loops.should_stop()
 
@@ -115,21 +145,22 @@ class ManagedSession:
         if not self.is_chief:
             return None
         if not self._is_ours:
-            path: Path | None = self._at_boundary(lambda: self.save(save_path, global_step))
+            timeout_s = JobConfig.from_environment().timeout_s
+            path: Path | None = self.requests.call(lambda: self.save(save_path, global_step), timeout_s)
             return path
         directory = self._directory_of(save_path)
         progress.enter("checkpoint")
         with timeline.current.span(timeline.CHECKPOINTS, "checkpoint"):
             model_dispatch.update_variables(self.model)
             step = self.global_step if global_step is None else int(global_step)
-            written = directory.save(self.model, step, {"fits": self._fits, "epoch": self._epoch})
+            written = directory.save(self.model, step, {"fits": self.progress.calls, "epoch": self.progress.epoch})
         self._saved_at = time.monotonic()
         logger.info("Saved step %d to %s.", step, written)
         return written
 
     def restore(self, save_path: str | os.PathLike[str]) -> None:
         """See `Saver.restore`."""
-        if self._fitting:
+        if self.progress.is_running:
             raise ConfigurationError("restore() in the middle of fit() would be undone by it: call it before.")
         try:
             checkpoint = checkpoint_directory.read(Path(save_path))
@@ -139,12 +170,12 @@ class ManagedSession:
         self.restored = checkpoint
 
     def summarise(self, values: Mapping[str, Any], global_step: int | None = None) -> None:
-        """Note numbers for TensorBoard, where this process writes event files."""
+        """Write scalars for TensorBoard, if this process writes event files."""
         writer = self._services.writer
         if writer is not None:
             writer.scalars(values, self.global_step if global_step is None else int(global_step))
 
-    # What the supervisor does.
+    # The supervisor's interface.
 
     def begin(self, restored: StoredCheckpoint | None) -> None:
         """The model has its first values."""
@@ -152,52 +183,32 @@ class ManagedSession:
         self._step = self._summarised_step = self.global_step
 
     def boundary(self) -> None:
-        """Between two steps, in the session's thread: do what is due."""
-        self.serve()
+        """Between two steps, in the training thread: save and summarise what is due."""
+        self.requests.serve()
         services, now = self._services, time.monotonic()
         if services.save_every_s and now - self._saved_at >= services.save_every_s:
             self._saved_at = now
             try:
                 self.save()
-            except OSError as error:  # a disk that is full now may not be so later; the last save of all does raise
-                logger.warning("%s. Training goes on; the next attempt is in %g s.", error, services.save_every_s)
+            except OSError as error:  # the disk may have room later; the last save does raise
+                logger.warning("%s. Training continues; the next attempt is in %g s.", error, services.save_every_s)
         if services.summarise_every_s and now - self._summarised_at >= services.summarise_every_s:
             rate = (self._step - self._summarised_step) / (now - self._summarised_at)
             self._summarised_at, self._summarised_step = now, self._step
             self._note({"global_step/sec": rate}, self._step)
 
     def _note(self, values: Mapping[str, Any], step: int) -> None:
-        """Write to the event file what nobody asked for; a disk that is full is no reason to end the training."""
+        """Write a summary that the program did not ask for. A full disk must not end the training."""
         try:
             self.summarise(values, step)
         except OSError as error:
-            logger.warning("No more is written to the event file of this session: %s.", error)
+            logger.warning("Nothing more is written to the event file of this session: %s.", error)
             self._services = replace(self._services, writer=None, summarise_every_s=0.0)
 
-    def serve(self) -> None:
-        """Do what other threads have asked for."""
-        while self._requests:
-            with self._lock:
-                future, function = self._requests.popleft()
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(function())
-            except Exception as error:
-                future.set_exception(error)
-
     def finish(self) -> None:
-        """The program is through without an error: save what it has reached."""
+        """The program ended without an error: save the last step."""
         if self._services.save_every_s:
             self.save()
-
-    def close(self) -> None:
-        """Take no more requests; those that wait end with an error. Safe to call twice."""
-        with self._lock:
-            self._closed = True
-            requests, self._requests = self._requests, deque()
-        for future, _ in requests:
-            future.cancel()
 
     @property
     def methods(self) -> dict[str, Callable[..., Any]]:
@@ -220,14 +231,13 @@ class ManagedSession:
                 _Boundaries(self),
                 _Stop(self._loops),
             ]
-            self._epoch = self._first_epoch(arguments.get("initial_epoch", 0), arguments.get("epochs", 1))
-            arguments["initial_epoch"] = self._epoch
-            self._fits += 1
-            self._fitting = True
+            restored = {} if self.restored is None else self.restored.state
+            first = self.progress.begin(restored, arguments.get("initial_epoch", 0), arguments.get("epochs", 1))
+            arguments["initial_epoch"] = first
             try:
                 return fit(**arguments)
             finally:
-                self._fitting = False
+                self.progress.is_running = False
 
         return accompanied
 
@@ -241,25 +251,13 @@ class ManagedSession:
 
         return accompanied
 
-    def _first_epoch(self, initial: int, epochs: int) -> int:
-        """With which epoch a call of `fit` begins: one that the checkpoint is of goes on there, one before it in the
-        program has been made."""
-        state = {} if self.restored is None else self.restored.state
-        fits = int(state.get("fits", 0))
-        if self._fits + 1 > fits:
-            return initial
-        return epochs if self._fits + 1 < fits else max(initial, int(state.get("epoch", 0)))
-
-    # What happens in `fit`.
+    # Called by the callbacks of `fit`.
 
     def trained(self, steps: int) -> None:
-        """After so many batches."""
+        """Count steps that have ended."""
         self._step = self._read_step() if self._reads_at_once else self._step + steps
 
-    def enter_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
-
-    def note_epoch(self, logs: Mapping[str, Any]) -> None:
+    def end_epoch(self, logs: Mapping[str, Any]) -> None:
         """At the end of an epoch."""
         if self._services.writer is not None and logs:
             self._note({f"epoch_{name}": value for name, value in logs.items()}, self.global_step)
@@ -267,13 +265,13 @@ class ManagedSession:
 
     @property
     def has_directory(self) -> bool:
-        """Whether there is a place where it saves by itself."""
+        """Whether the session has a checkpoint directory."""
         return self._directory is not None
 
     @property
     def _reads_at_once(self) -> bool:
-        """Whether the step may be looked at after every batch: with parameter servers it is a number of this process,
-        else a variable, which JAX would have to fetch out of its loop."""
+        """Whether reading the step after every batch is cheap. With parameter servers it is a number of this process,
+        otherwise a variable, which JAX would have to fetch from its loop."""
         return model_dispatch.is_server_worker(self.model)
 
     @property
@@ -291,42 +289,23 @@ class ManagedSession:
             raise ConfigurationError("The supervisor has no logdir: give save() a path, such as 'runs/model.ckpt'.")
         return self._directory
 
-    def _at_boundary(self, function: Callable[[], Any]) -> Any:
-        future: Future[Any] = Future()
-        with self._lock:
-            if self._closed:
-                raise RuntimeError("The managed session is over: nothing can be saved any more.")
-            self._requests.append((future, function))
-        bound_s = JobConfig.from_environment().timeout_s
-        try:
-            return future.result(bound_s)
-        except CancelledError:
-            raise RuntimeError("The managed session ended before it came to a step boundary.") from None
-        except TimeoutError:
-            if future.cancel():
-                raise TimeoutError(
-                    f"No step ended within {bound_s:g} s (PHALANX_TIMEOUT), so nothing could be saved. In a loop of "
-                    f"one's own, ask should_stop() once for each step."
-                ) from None
-            return future.result()  # it is being done
-
 
 class _Epochs(ChiefCallback):
-    """Tells the session of the chief which epoch is to be made next; before the program's callbacks, which may save."""
+    """Tracks the next epoch on the chief. Runs before the program's callbacks, which may save."""
 
     def __init__(self, session: ManagedSession) -> None:
         super().__init__()
         self._session = session
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._session.enter_epoch(epoch)
+        self._session.progress.epoch = epoch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._session.enter_epoch(epoch + 1)
+        self._session.progress.epoch = epoch + 1
 
 
 class _Steps(BatchListener):
-    """Counts the steps for other threads, on every worker."""
+    """Counts steps on every worker, for other threads."""
 
     def __init__(self, session: ManagedSession) -> None:
         super().__init__()
@@ -337,7 +316,7 @@ class _Steps(BatchListener):
 
 
 class _Boundaries(ChiefCallback):
-    """Tells the session of the chief that a step or an epoch has ended."""
+    """Runs the chief's step boundaries."""
 
     def __init__(self, session: ManagedSession) -> None:
         super().__init__()
@@ -347,14 +326,14 @@ class _Boundaries(ChiefCallback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._session.boundary()
         if self._session.should_stop():
-            self.model.stop_training = True  # of `self.model` JAX makes copies: only when it must be
+            self.model.stop_training = True  # on JAX, touching `self.model` copies its state, so only when needed
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._session.note_epoch(logs or {})
+        self._session.end_epoch(logs or {})
 
 
 class _Stop(keras.callbacks.Callback):  # type: ignore[misc]
-    """Ends `fit` with the epoch in which a stop was asked for, on any worker."""
+    """Ends `fit` with the epoch in which any worker requested a stop."""
 
     def __init__(self, loops: LooperThreads) -> None:
         super().__init__()

@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import keras
-
 from phalanx.checkpoint.checkpoint_directory import DEFAULT_BASENAME, CheckpointDirectory, StoredCheckpoint
 from phalanx.cluster.resolvers.auto_resolver import resolve
 from phalanx.config.job_config import JobConfig
@@ -31,6 +29,7 @@ from phalanx.strategies.replica_context import current_strategy
 from phalanx.supervisor.looper_threads import LooperThreads
 from phalanx.supervisor.managed_session import ManagedSession, SessionServices
 from phalanx.supervisor.saver import Saver
+from phalanx.supervisor.step_counter import StepCounter
 from phalanx.training import model_dispatch, state_sync
 from phalanx.training.parameter_server_worker import ParameterServerWorker
 from phalanx.training.replica import Replica
@@ -40,41 +39,41 @@ logger = logging.getLogger(__name__)
 DEFAULT_SAVE_MODEL_SECS = 600
 DEFAULT_SAVE_SUMMARIES_SECS = 120
 DEFAULT_STOP_GRACE_SECS = 120
-"""These three as in TensorFlow 1."""
+"""Seconds; the defaults of TensorFlow 1."""
 POLL_S = 0.5
-"""Between two looks into a directory in which another process saves."""
+"""Between two scans of a directory in which another process saves."""
 
 
 class Supervisor:
     """Saves, restores and watches the training of a model (`tf.train.Supervisor`).
 
-    Every worker makes one, with the same arguments:
+    Every worker creates one, with the same arguments:
 
     >>> supervisor = phalanx.Supervisor("runs/1", save_model_secs=60)  # doctest: +SKIP
     >>> with supervisor.managed_session(model) as session:  # doctest: +SKIP
     ...     model.fit(x, y, epochs=10)
 
-    Started again after whatever ended it, the program goes on from the newest checkpoint in `logdir`: weights,
-    optimizer, step, and the epoch of `fit`.
+    After a restart, the program continues from the newest checkpoint in `logdir`: weights, optimizer, step, and the
+    epoch of `fit`.
 
     Args:
-        logdir: directory of checkpoints and event files. Only the chief needs it. None: nothing is saved by itself.
-        is_chief: whether this process initialises and saves. None: as the strategy or the cluster says.
-        save_model_secs: seconds between two checkpoints; 0: none is written by itself.
-        saver: a `Saver`, which says how many are kept; None: nothing is saved or restored by itself.
-        global_step: what counts the steps: a `keras.Variable` or a function. None: `strategy.global_step` with
-            parameter servers, else the optimizer's iterations.
-        save_summaries_secs: seconds between two notes of the steps per second for TensorBoard; 0: none. None: 120 if
-            the package for it is installed.
-        checkpoint_basename: names of checkpoints begin with it.
-        init_fn: called with the session on the chief, if there is no checkpoint, to give the model its first values.
-        stop_grace_secs: how long threads of `loop` may take to end.
+        logdir: directory for checkpoints and event files. Only the chief needs it. None saves nothing automatically.
+        is_chief: whether this process initialises and saves. None asks the strategy or the cluster.
+        save_model_secs: seconds between two checkpoints; 0 writes none automatically.
+        saver: a `Saver`, which says how many checkpoints are kept; None saves and restores nothing automatically.
+        global_step: a `keras.Variable` or a function that returns the step. None: `strategy.global_step` with
+            parameter servers, otherwise the optimizer's iterations.
+        save_summaries_secs: seconds between two summaries of the steps per second for TensorBoard; 0 writes none. None:
+            120 if tensorboardX is installed.
+        checkpoint_basename: prefix of checkpoint names.
+        init_fn: called with the session on the chief if there is no checkpoint, to initialise the model.
+        stop_grace_secs: seconds that threads of `loop` may take to end.
 
-    Raises: ConfigurationError if arguments do not fit.
+    Raises: ConfigurationError if an argument has the wrong type or range.
     """
 
     USE_DEFAULT = 0
-    """For arguments that have a default of their own, as in TensorFlow 1."""
+    """Stands for the default of an argument, as in TensorFlow 1."""
 
     def __init__(
         self,
@@ -115,7 +114,7 @@ class Supervisor:
         if save_summaries_secs and self._logdir is not None and self._is_chief:
             EventWriter(self._logdir)  # says now what is missing
 
-    # What was set.
+    # The arguments.
 
     @property
     def is_chief(self) -> bool:
@@ -124,12 +123,12 @@ class Supervisor:
 
     @property
     def saver(self) -> Saver | None:
-        """For saving by hand: `supervisor.saver.save(session)`."""
+        """Saves explicitly: `supervisor.saver.save(session)`."""
         return self._saver if isinstance(self._saver, Saver) else None
 
     @property
     def save_path(self) -> str | None:
-        """Directory and beginning of the names of checkpoints; None without `logdir`."""
+        """Directory and name prefix of checkpoints; None without `logdir`."""
         return None if self._logdir is None else str(self._logdir / self._basename)
 
     @property
@@ -138,17 +137,17 @@ class Supervisor:
 
     @property
     def global_step(self) -> int:
-        """The step of the present session; 0 outside of one."""
+        """The step of the current session; 0 outside one."""
         return 0 if self._session is None else self._session.global_step
 
     # The session.
 
     @contextlib.contextmanager
     def managed_session(self, model: Any, *, start_standard_services: bool = True) -> Iterator[ManagedSession]:
-        """Inside, `model` has the values of the newest checkpoint, or its first ones, and is saved as it is trained.
+        """Restore `model` from the newest checkpoint if there is one, and save it while it trains.
 
-        On other workers than the chief this waits until the chief is ready. At the end the chief saves once more. An
-        error inside stops the threads of `loop`, saves nothing, and is raised again; so is an error of such a thread.
+        All workers but the chief wait until the chief is ready. At the end, the chief saves once more. An error inside
+        stops the threads of `loop`, saves nothing, and is raised again. So is an error of such a thread.
 
         Args:
             model: built, and compiled if it is trained by `fit`.
@@ -169,11 +168,11 @@ class Supervisor:
                 yield session
                 self._loops.request_stop()
                 grace_s = 0.0  # below: it was waited for
-                self._loops.join(self._stop_grace_secs, session.serve)
+                self._loops.join(self._stop_grace_secs, session.requests.serve)
                 session.finish()
         except BaseException as error:
             self._loops.request_stop(error)
-            session.close()
+            session.requests.close()
             try:
                 self._loops.join(grace_s)
             except RuntimeError as late:
@@ -189,8 +188,9 @@ class Supervisor:
                 announce_end(self._logdir)
         finally:
             self._session = None
-            session.close()
-            self._close_writer()
+            session.requests.close()
+            if self._writer is not None:
+                self._writer.close()
 
     def _begin(self, model: Any, services_start: bool) -> ManagedSession:
         if not hasattr(model, "save_weights"):
@@ -211,6 +211,7 @@ class Supervisor:
         if self._logdir is not None:
             keep = self._saver.max_to_keep if isinstance(self._saver, Saver) else None
             checkpoints = CheckpointDirectory(self._logdir, basename=self._basename, keep=keep)
+        counter = StepCounter(self._counter, model, member)
         session = ManagedSession(
             model,
             is_chief=self._is_chief,
@@ -221,27 +222,25 @@ class Supervisor:
                 self._summaries_s,
             ),
             loops=self._loops,
-            read_step=lambda: self._read_step(model, member),
+            read_step=counter.read,
         )
-        restored = None
-        if self._is_chief:
-            restored = self._initialise(session, checkpoints, member)
-        self._wait_for_the_chief(session, checkpoints, member)
+        restored = self._initialise(session, checkpoints, counter) if self._is_chief else None
+        self._wait_for_chief(session, checkpoints, member, counter)
         if session.restored is None:
             session.begin(restored)
         return session
 
     def _initialise(
-        self, session: ManagedSession, checkpoints: CheckpointDirectory | None, member: model_dispatch.Member | None
+        self, session: ManagedSession, checkpoints: CheckpointDirectory | None, counter: StepCounter
     ) -> StoredCheckpoint | None:
-        """The chief's part: the newest checkpoint, or the first values, which are saved at once, so that a directory
-        that cannot be written to is found out before the training."""
+        """On the chief: restore the newest checkpoint, or save the initial values at once, so that a directory that is
+        not writable is an error before training."""
         restored = None
         if checkpoints is not None and self._saver is not None:
             checkpoints.sweep()
             restored = checkpoints.restore(session.model)
         if restored is not None:
-            self._count_from(restored.step, member)
+            counter.continue_from(restored.step)
             logger.info("Restored step %d from %s.", restored.step, restored.path)
         elif self._init_fn is not None:
             self._init_fn(session)
@@ -251,19 +250,23 @@ class Supervisor:
             announce_beginning(checkpoints.directory)
         return restored
 
-    def _wait_for_the_chief(
-        self, session: ManagedSession, checkpoints: CheckpointDirectory | None, member: model_dispatch.Member | None
+    def _wait_for_chief(
+        self,
+        session: ManagedSession,
+        checkpoints: CheckpointDirectory | None,
+        member: model_dispatch.Member | None,
+        counter: StepCounter,
     ) -> None:
         if isinstance(member, ParameterServerWorker):
             try:
                 member.begin_session()
             except PeerLostError as error:
-                error.add_note("It was waited for the chief to begin its managed session.")
+                error.add_note("This worker was waiting for the chief to begin its managed session.")
                 raise
         elif isinstance(member, Replica) and member.world_size > 1:
             state_sync.synchronise(session.model, member)
             step: Any = member.broadcast_from_chief(session.global_step)
-            self._count_from(int(step), member)
+            counter.continue_from(int(step))
         elif not self._is_chief and checkpoints is not None:
             session.begin(_wait_for_a_checkpoint(checkpoints, session.model))
 
@@ -278,25 +281,6 @@ class Supervisor:
                 f"is_chief out."
             )
         return member.is_chief
-
-    # Steps.
-
-    def _read_step(self, model: Any, member: model_dispatch.Member | None) -> int:
-        counter = self._counter
-        if counter is not None:
-            value = counter() if callable(counter) and not isinstance(counter, keras.Variable) else counter
-            return int(keras.ops.convert_to_numpy(value))
-        if isinstance(member, ParameterServerWorker):
-            return member.global_step
-        optimizer = getattr(model, "optimizer", None)
-        return 0 if optimizer is None else int(keras.ops.convert_to_numpy(optimizer.iterations))
-
-    def _count_from(self, step: int, member: model_dispatch.Member | None) -> None:
-        """Let what counts the steps, and is not restored with the model, go on."""
-        if isinstance(self._counter, keras.Variable):
-            self._counter.assign(step)
-        if isinstance(member, ParameterServerWorker):
-            member.global_step = max(member.global_step, step)
 
     # Summaries.
 
@@ -313,19 +297,16 @@ class Supervisor:
             return None
         return EventWriter(self._logdir)
 
-    def _close_writer(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-
     def summary_computed(
         self, session: ManagedSession, summary: Mapping[str, Any], global_step: int | None = None
     ) -> None:
-        """Write numbers by their names to the event file, on the chief; on other workers nothing happens.
+        """Write scalars by name to the event file, on the chief. Does nothing on other workers.
 
         Args:
-            global_step: of which they are; None: the present one.
+            summary: the scalars by name.
+            global_step: the step that they belong to; None: the current one.
 
-        Raises: ConfigurationError on a chief that writes no event files; says why.
+        Raises: ConfigurationError on a chief that writes no event files, with the reason.
         """
         if self._is_chief and self._writer is None:
             reason = (
@@ -346,43 +327,43 @@ class Supervisor:
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> threading.Thread:
-        """Call `target` in a thread, at once and then every so many seconds (None: without a pause), until a stop.
+        """Call `target` in a thread, at once and then every `timer_interval_secs`, until a stop.
 
-        An error in it asks for a stop and is raised again at the end of the session.
+        An error in it requests a stop and is raised again at the end of the session.
         """
         return self._loops.start(timer_interval_secs, target, args or (), kwargs)
 
     def should_stop(self) -> bool:
-        """Whether somebody has asked to stop. In a loop of one's own ask it once for each step, between two steps: the
-        chief then saves, if it is time."""
+        """Whether a stop was requested. In a custom training loop, call it once for each step, between two steps: the
+        chief then saves a checkpoint that is due."""
         return self._loops.should_stop() if self._session is None else self._session.should_stop()
 
     def request_stop(self, ex: BaseException | None = None) -> None:
-        """Ask for a stop: `should_stop` says so, threads of `loop` end, `fit` ends with its epoch.
+        """Request a stop: `should_stop` returns True, threads of `loop` end, and `fit` ends with its epoch.
 
         Args:
-            ex: an error to be raised at the end of the session.
+            ex: an error to raise at the end of the session.
         """
         self._loops.request_stop(ex)
 
     def stop(self) -> None:
-        """Ask for a stop and wait for the threads of `loop`.
+        """Request a stop and wait for the threads of `loop`.
 
-        Raises: the first error of theirs; RuntimeError naming one that does not end.
+        Raises: their first error; RuntimeError naming a thread that does not end.
         """
         self._loops.request_stop()
         session = self._session
-        self._loops.join(self._stop_grace_secs, (lambda: None) if session is None else session.serve)
+        self._loops.join(self._stop_grace_secs, (lambda: None) if session is None else session.requests.serve)
         if self._loops.error is not None:
             raise self._loops.error
 
     def wait_for_stop(self, timeout_s: float | None = None) -> bool:
-        """Wait until somebody asks for a stop, at most so long; whether somebody did."""
+        """Wait for a stop request, for at most `timeout_s` seconds (None: forever). Returns whether there was one."""
         return self._loops.wait_for_stop(timeout_s)
 
     @contextlib.contextmanager
     def stop_on_exception(self) -> Iterator[None]:
-        """For threads of one's own: an error inside asks for a stop and is raised again at the end of the session."""
+        """For custom threads: an error inside requests a stop and is raised again at the end of the session."""
         try:
             yield
         except Exception as error:
@@ -390,7 +371,7 @@ class Supervisor:
 
 
 def _is_chief_here() -> bool:
-    """Whether this process is the chief, as far as is known without a model."""
+    """Whether this process is the chief, as far as is known before there is a model."""
     strategy = current_strategy()
     if strategy is not None and strategy.num_replicas_in_sync > 1:
         return strategy.is_chief
@@ -400,7 +381,7 @@ def _is_chief_here() -> bool:
 
 
 def _wait_for_a_checkpoint(checkpoints: CheckpointDirectory, model: Any) -> StoredCheckpoint:
-    """What another process saves, with which this one has no strategy in common."""
+    """Wait for a checkpoint of a process that shares no strategy with this one."""
     bound_s = JobConfig.from_environment().rendezvous_timeout_s
     until = time.monotonic() + bound_s
     while (found := checkpoints.restore(model, tidy=False)) is None:

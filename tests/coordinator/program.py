@@ -34,7 +34,7 @@ def main() -> None:
         """Counts, says that it runs, and waits until it may go on."""
         counter.update_state([1.0])
         (folder / f"running-{number}-{os.getpid()}").touch()
-        until((folder / "go").exists, "nobody lets the function go on")
+        until((folder / "go").exists, "the function was not released")
         return number, os.getpid(), name
 
     def make(context: phalanx.InputContext) -> tuple[int, int]:
@@ -51,9 +51,9 @@ def main() -> None:
     assert all(name[1] == pid for _, pid, name in found), "a worker's value is of its own process"
     assert float(counter.result()) == FUNCTIONS, float(counter.result())
     (folder / "joining").write_text(" ".join(str(pid) for _, pid, _ in found))
-    (folder / "joining").rename(folder / "joined")  # whoever sees it can read it
+    (folder / "joining").rename(folder / "joined")  # a reader that sees it can read it
     if kind == "comes back":
-        until((folder / "started again").exists, "nobody starts the worker again")
+        until((folder / "started again").exists, "the worker was not restarted")
         again = int((folder / "started again").read_text())
         seen: set[int] = set()
         end = time.monotonic() + BOUND_S

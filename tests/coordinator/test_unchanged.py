@@ -30,9 +30,9 @@ def made() -> tuple[Callable[..., Any], Callable[[str], None]]:
     def change(what: str) -> None:
         nonlocal number, large
         match what:
-            case "a name, bound anew":
+            case "a name, bound again":
                 number = 2
-            case "a large array, bound anew":
+            case "a large array, bound again":
                 large = np.zeros(1000)
             case "the inside of a dictionary":
                 options["rate"] = 0.2
@@ -57,8 +57,8 @@ def test_what_is_the_same_is_the_same() -> None:
 @pytest.mark.parametrize(
     "what",
     [
-        "a name, bound anew",
-        "a large array, bound anew",
+        "a name, bound again",
+        "a large array, bound again",
         "the inside of a dictionary",
         "the inside of a small array",
         "a default",

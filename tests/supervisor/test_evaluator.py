@@ -21,7 +21,7 @@ from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory, load, r
 from phalanx.checkpoint.temporary_directory import temporary_directory
 from phalanx.errors import ConfigurationError, RendezvousError
 from phalanx.evaluator import completion_marker
-from tests.supervision.models import make_data, make_model
+from tests.supervisor.models import make_data, make_model
 
 BOUND_S = 60.0
 
@@ -120,7 +120,7 @@ class Several(keras.metrics.Metric):
 
 def test_metrics_may_have_several_values(saved: list[Path], tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX")
-    from tests.supervision.event_files import scalars
+    from tests.supervisor.event_files import scalars
 
     put(saved[0], tmp_path)
     model = make_model(metrics=[Several(name="several")])
@@ -171,7 +171,7 @@ def test_the_best_can_be_loaded_and_is_what_was_evaluated(saved: list[Path], tmp
 
 def test_event_files_without_tensorflow(saved: list[Path], tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX")
-    from tests.supervision.event_files import scalars
+    from tests.supervisor.event_files import scalars
 
     put(saved[0], tmp_path / "run")
     note = Note()

@@ -17,7 +17,7 @@ import phalanx
 from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory, read
 from phalanx.errors import ConfigurationError, RendezvousError
 from phalanx.evaluator import completion_marker
-from tests.supervision.models import BATCH, STEPS, make_data, make_model, state_of
+from tests.supervisor.models import BATCH, STEPS, make_data, make_model, state_of
 
 BOUND_S = 30.0
 OFTEN = 1e-6
@@ -291,7 +291,7 @@ def test_a_directory_that_cannot_be_written_is_found_out_before_the_training(tmp
 
 def test_event_files_have_steps_per_second_logs_and_what_they_are_given(tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX")
-    from tests.supervision.event_files import scalars
+    from tests.supervisor.event_files import scalars
 
     model = make_model()
     supervisor = phalanx.Supervisor(tmp_path, save_summaries_secs=OFTEN)

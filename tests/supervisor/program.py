@@ -1,4 +1,4 @@
-"""What all tasks of a supervised job run: `python -m tests.supervision.program FOLDER STRATEGY SAVES EPOCHS`.
+"""What all tasks of a supervised job run: `python -m tests.supervisor.program FOLDER STRATEGY SAVES EPOCHS`.
 
 STRATEGY is `replicas`, `servers` or `synchronous` (servers); SAVES says who saves: `supervisor`, or `.weights.h5` or
 `.keras` for Keras's ModelCheckpoint. In FOLDER appear `run` with the checkpoints, and what each task found.
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.supervision.models import BATCH, make_data, make_model
+from tests.supervisor.models import BATCH, make_data, make_model
 
 
 def main() -> None:

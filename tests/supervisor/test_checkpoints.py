@@ -17,11 +17,11 @@ import pytest
 from phalanx.checkpoint import checkpoint_directory
 from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory, DamagedCheckpointError, read
 from phalanx.errors import ConfigurationError
-from tests.supervision.models import make_data, make_model, state_of
+from tests.supervisor.models import make_data, make_model, state_of
 from tests.support.backends import FIRST
 from tests.training.jobs import ROOT, environment
 
-NOBODY = 65534
+OTHER_UID = 65534
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_a_directory_that_is_not_writable_is_named(tmp_path: Path, trained: Any)
     folder.mkdir(mode=0o555)
     root = os.geteuid() == 0
     if root:
-        os.seteuid(NOBODY)
+        os.seteuid(OTHER_UID)
     try:
         with pytest.raises(PermissionError, match="The checkpoint of step 10 cannot be written") as caught:
             CheckpointDirectory(folder).save(trained, 10)
@@ -157,7 +157,7 @@ def test_a_directory_that_is_not_writable_is_named(tmp_path: Path, trained: Any)
 FULL = """
 import sys
 from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory
-from tests.supervision.models import make_model
+from tests.supervisor.models import make_model
 import resource
 model = make_model(width=int(sys.argv[2]))
 directory = CheckpointDirectory(sys.argv[1])
@@ -197,7 +197,7 @@ def test_a_disk_that_is_full_leaves_nothing_half_and_the_process_alive(tmp_path:
 KILLED = """
 import sys
 from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory
-from tests.supervision.models import make_model
+from tests.supervisor.models import make_model
 model = make_model(width=20000)
 directory = CheckpointDirectory(sys.argv[1], keep=3)
 step = 0

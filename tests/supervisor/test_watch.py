@@ -14,7 +14,7 @@ import pytest
 from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory
 from phalanx.evaluator import checkpoint_watcher as watching
 from phalanx.evaluator.checkpoint_watcher import DELIVERY_TIMEOUT_S, GIVE_UP_S, CheckpointWatcher, FoundCheckpoint
-from tests.supervision.models import make_data, make_model
+from tests.supervisor.models import make_data, make_model
 
 
 class Clock:
@@ -201,7 +201,7 @@ def test_a_file_that_is_written_while_it_is_copied_is_not_taken(
 def test_whoever_writes_is_not_disturbed(
     files: dict[str, Path], folder: Path, watch: CheckpointWatcher, clock: Clock
 ) -> None:
-    """HDF5 locks a file that it reads, and whoever wants to write it fails."""
+    """HDF5 locks a file that it reads, so a process that wants to write it fails."""
     place = put(files[".weights.h5"], folder, "latest.weights.h5", at=1)
     found = settled(watch, clock)
     assert found is not None

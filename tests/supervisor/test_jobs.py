@@ -20,7 +20,7 @@ import pytest
 from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory, read
 from phalanx.errors import CollectiveTimeoutError, PeerLostError
 from tests.parameter_server.tasks import Tasks
-from tests.supervision.models import STEPS, make_data, make_model
+from tests.supervisor.models import STEPS, make_data, make_model
 from tests.support.backends import BACKENDS, FIRST
 from tests.support.commands import ROOT, finish
 from tests.training.jobs import environment
@@ -28,7 +28,7 @@ from tests.training.jobs import environment
 pytestmark = pytest.mark.timeout(600)
 
 BOUND_S = 240.0
-PROGRAM = "tests.supervision.program"
+PROGRAM = "tests.supervisor.program"
 
 
 def launch(
@@ -105,7 +105,7 @@ def test_an_evaluator_takes_what_model_checkpoint_writes(
     kind: str, tasks: tuple[object, ...], saves: str, tmp_path: Path
 ) -> None:
     pytest.importorskip("tensorboardX")
-    from tests.supervision.event_files import scalars
+    from tests.supervisor.event_files import scalars
 
     arguments = (*tasks, "--evaluator", "-m", PROGRAM, tmp_path, kind, saves, 4)
     code, output = launch(tmp_path, *arguments, more={"LOGS": "1"})

@@ -1,0 +1,60 @@
+"""Requests of other threads that the training thread carries out at its next step boundary."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from typing import Any
+
+
+class BoundaryRequests:
+    """A queue of functions, each run by the training thread between two steps."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # protects both attributes below
+        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._closed = False
+
+    def call(self, function: Callable[[], Any], timeout_s: float) -> Any:
+        """Let the training thread call `function`; wait for its result.
+
+        Raises: what the function raises; RuntimeError if the session is over; TimeoutError if no step ends in time.
+        """
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("The managed session is over: nothing can be saved any more.")
+            self._waiting.append((future, function))
+        try:
+            return future.result(timeout_s)
+        except CancelledError:
+            raise RuntimeError("The managed session ended before it reached a step boundary.") from None
+        except TimeoutError:
+            if future.cancel():
+                raise TimeoutError(
+                    f"No step ended within {timeout_s:g} s (PHALANX_TIMEOUT), so nothing could be saved. In a custom "
+                    f"training loop, call should_stop() once for each step."
+                ) from None
+            return future.result()  # it is running now
+
+    def serve(self) -> None:
+        """In the training thread, between two steps: call what waits."""
+        while self._waiting:
+            with self._lock:
+                future, function = self._waiting.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(function())
+            except Exception as error:
+                future.set_exception(error)
+
+    def close(self) -> None:
+        """Take no more requests; those that wait raise an error. Safe to call twice."""
+        with self._lock:
+            self._closed = True
+            waiting, self._waiting = self._waiting, deque()
+        for future, _ in waiting:
+            future.cancel()
