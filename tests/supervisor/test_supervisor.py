@@ -277,7 +277,7 @@ def test_a_disk_that_is_full_later_is_a_warning_and_at_the_end_an_error(
     with pytest.raises(OSError, match="cannot be written"):
         train()
     assert int(keras.ops.convert_to_numpy(model.optimizer.iterations)) == STEPS
-    assert "Training goes on; the next attempt is in" in caplog.text
+    assert "Training continues; the next attempt is in" in caplog.text
 
 
 def test_a_directory_that_cannot_be_written_is_found_out_before_the_training(tmp_path: Path) -> None:
