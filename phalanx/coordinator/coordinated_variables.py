@@ -175,9 +175,9 @@ class WorkerVariables:
         if self._served is not None:
             with self._noting_failure():
                 values = self._merge.pull()
-            if self._merge.values is not self._assigned:
+            if self._merge.transfer.values is not self._assigned:
                 self._served.assign(values)
-                self._assigned = self._merge.values
+                self._assigned = self._merge.transfer.values
 
     def finish(self) -> None:
         """After a function: wait until what it sent has been applied."""
@@ -226,7 +226,7 @@ class WorkerVariables:
     def _update(self, gradients: list[Array]) -> list[Array]:
         with self._noting_failure():
             values = self._merge.update(gradients)
-        self._assigned = self._merge.values
+        self._assigned = self._merge.transfer.values
         return values
 
     @contextmanager

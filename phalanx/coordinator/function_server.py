@@ -43,8 +43,8 @@ from phalanx.data import DistributedIterator, InputContext
 from phalanx.engines import make_tensors
 from phalanx.engines.random_state import draw_own_numbers, random_state
 from phalanx.errors import FrameError, LinkClosedError, LinkTimeoutError, PeerLostError, PhalanxError, RendezvousError
-from phalanx.parameter_server.client import connect
-from phalanx.parameter_server.server.connected_workers import lost
+from phalanx.parameter_server.server_dialing import connect
+from phalanx.parameter_server.server_protocol import peer_lost
 from phalanx.runtime import function_call as calls
 from phalanx.strategies.parameter_server_strategy import ParameterServerStrategy
 from phalanx.training.parameter_server_worker import ParameterServerWorker
@@ -133,7 +133,7 @@ class FunctionServer:
                 except RendezvousError as error:
                     if link is None:
                         raise
-                    raise lost(
+                    raise peer_lost(
                         str(self._chief), "scheduled functions; it did not come back within the time set"
                     ) from error
                 self._serve(link)

@@ -250,7 +250,7 @@ def serve(me: TaskIdentity, snapshot_dir: str | os.PathLike[str] | None, snapsho
     copied = replication > 1
     # A copy is newer than any snapshot, which would only take time.
     snapshots = None if copied else snapshots_of(me, None if snapshot_dir is None else Path(snapshot_dir))
-    ParameterServer(me, snapshots, snapshot_s, copied=copied).run()
+    ParameterServer(me, snapshots, snapshot_s, is_replicated=copied).run()
 
 
 def _cast(compression: Compression | str | None) -> Float16 | BFloat16 | None:
@@ -295,7 +295,7 @@ def _join(
         process_exit.install()
         prepare()
         worker = ParameterServerWorker(
-            client=ParameterServerClient(me, return_s, copied=copied),
+            client=ParameterServerClient(me, return_s, is_replicated=copied),
             number=me.rank,
             workers=len(me.tasks),
             rules=rules,
@@ -317,7 +317,7 @@ def _join(
             f"belongs to one cluster."
         )
     worker.rules, worker.partitioner, worker.compression = rules, partitioner, compression
-    worker.client.return_s = return_s
+    worker.client.reconnection.return_s = return_s
     worker.embedding_rows = embedding_rows
     return worker
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.parameter_server.client import ParameterServerClient, PlacedVariables
+from phalanx.parameter_server.client import ParameterServerClient
+from phalanx.parameter_server.placed_variables import PlacedVariables
 from phalanx.parameter_server.server_messages import PullRows, PullTables, Ticket, Values, arrays_of
 from phalanx.parameter_server.shard_placement import Shard
 from phalanx.parameter_server.table_rows import NUMBER, TableRows, of_shard
@@ -44,7 +45,7 @@ class EmbeddingRowExchange:
 
     # What goes along with a step's gradients.
 
-    def of_step(self, gradients: Sequence[Array]) -> list[Array | TableRows]:
+    def with_rows(self, gradients: Sequence[Array]) -> list[Array | TableRows]:
         """The gradients, of tables only the rows of the step."""
         result: list[Array | TableRows] = list(gradients)
         for table, numbers in zip(self._placed.tables, self._step, strict=True):
@@ -59,7 +60,7 @@ class EmbeddingRowExchange:
         self._asked = self._next[0]
         return self._numbers_on(server, self._next[1])
 
-    def came(self, parts: Sequence[Sequence[Array]]) -> None:
+    def receive(self, parts: Sequence[Sequence[Array]]) -> None:
         """Rows that came with the answers to gradients."""
         serial, self._asked, self._next = self._asked, None, None
         complete = all(

@@ -165,7 +165,7 @@ class ParameterServerCoordination:
             return
         self._first_epoch = state.epoch = self.rejoin.epoch = epoch
         self._share_state()
-        self._worker.client.rejoin_requests = self.rejoin.messages
+        self._worker.client.reconnection.rejoin_requests = self.rejoin.messages
 
     def _share_state(self) -> None:
         """Compare the data with the chief's, and take from it what servers do not train."""
@@ -198,7 +198,7 @@ class ParameterServerCoordination:
         merge = self._remote_model.merge
         answer = merge.next_ticket(self._fit, self._state.epoch)
         if isinstance(answer, Ticket):
-            merge.put_back(answer)
+            merge.tickets.put_back(answer)
         return answer
 
     def _follow_back(self, answer: Ticket | EpochOver | FitOver | None) -> bool:
@@ -398,7 +398,7 @@ class ParameterServerCoordination:
             model.optimizer.finalize_variable_values(model.trainable_weights)
         with self._agreement.final_callbacks(state.callbacks):
             yield
-        worker.client.rejoin_requests = None
+        worker.client.reconnection.rejoin_requests = None
 
 
 class _EpochCount:

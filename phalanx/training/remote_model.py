@@ -225,7 +225,7 @@ class RemoteModel:
                 self._tables_stale = True
                 self.pull()
                 self.pull_tables()
-                versions = [*self.merge.versions(), *self.variables.pull_optimizer()]
+                versions = [*self.merge.transfer.dense_versions(), *self.variables.pull_optimizer()]
                 offsets = [version - versions[0] for version in versions]
                 if not any(offsets) or offsets == self._version_offsets:
                     return

@@ -15,7 +15,8 @@ from phalanx.engines.updater import check_optimizer, clipped, clips_by_norm
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat.object_config import config_json_of, configuration_of
 from phalanx.keras_compat.optimizer_slots import OptimizerSlot, slots_of_model
-from phalanx.parameter_server.client import HEAD, PlacedVariables
+from phalanx.parameter_server.client import HEAD
+from phalanx.parameter_server.placed_variables import PlacedVariables
 from phalanx.parameter_server.server_messages import (
     AssignVariables,
     DeclareModel,
@@ -101,7 +102,7 @@ class RemoteVariables:
         if len(attached) < len(answers):
             return None
         answer = attached[HEAD]
-        self._merge.era, self.tables = answer.era, answer.tables
+        self._merge.tickets.era, self.tables = answer.era, answer.tables
         # Also less than before, if the chief was started again since.
         self._worker.global_step = answer.step
         groups = [each.groups for each in attached]
@@ -112,7 +113,7 @@ class RemoteVariables:
                 "only, and single rows of embeddings travel. Pass embedding_rows=False, use one server, or clipvalue."
             )
         self._merge.place(fit, self._placed, self._clip)
-        self._client.rejoin_requests = self._rejoin_requests
+        self._client.reconnection.rejoin_requests = self._rejoin_requests
         return answer.first_epoch
 
     def _rejoin_requests(self, server: int) -> list[tuple[Any, Sequence[Array]]]:

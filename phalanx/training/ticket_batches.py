@@ -107,12 +107,12 @@ class TicketBatches:
 
     def upcoming(self) -> TicketBatch | None:
         """The batch of the step after this one, if its ticket is at hand."""
-        ticket = self._merge.upcoming()
+        ticket = self._merge.tickets.upcoming()
         if ticket is None:
             return None
         batch = self._read(ticket)
         if batch is None:
-            self._merge.drop_upcoming()
+            self._merge.tickets.drop_upcoming()
         else:
             self._ahead[ticket.serial] = batch
         return batch
@@ -141,4 +141,4 @@ class TicketBatches:
         """Return a ticket without a batch; `ends`: because the data have ended."""
         self._merge.flush()
         self._client.request(HEAD, NoBatch(ticket, ends))
-        self._merge.abandon(ticket)
+        self._merge.tickets.abandon(ticket)

@@ -18,8 +18,9 @@ from phalanx.cluster.spec import ClusterSpec, Task
 from phalanx.config.job_config import JobConfig
 from phalanx.errors import LinkTimeoutError, PhalanxError
 from phalanx.parameter_server.client import ParameterServerClient
+from phalanx.parameter_server.server.group_leadership import LeaderOffer
 from phalanx.parameter_server.server.parameter_server import ParameterServer
-from phalanx.parameter_server.server.shard_group import LEADING, ArrivingWorker, ShardGroup
+from phalanx.parameter_server.server.shard_group import ShardGroup
 from phalanx.parameter_server.server_messages import (
     Acknowledged,
     BeginSession,
@@ -29,6 +30,7 @@ from phalanx.parameter_server.server_messages import (
     QueryJobOver,
     Ticket,
 )
+from phalanx.parameter_server.server_protocol import LEADING
 from phalanx.transport.handshake import Hello
 from tests.launcher.conftest import wait_until
 
@@ -54,7 +56,7 @@ def started(*, copied: bool = False, timeout_s: float = BOUND_S) -> Iterator[Clu
     config = JobConfig(secret=b"0123456789abcdef", rendezvous_timeout_s=BOUND_S, timeout_s=timeout_s)
     with ExitStack() as stack:
         servers = [
-            ParameterServer(TaskIdentity(spec, Task("ps", index), JobFacts(), config), copied=copied)
+            ParameterServer(TaskIdentity(spec, Task("ps", index), JobFacts(), config), is_replicated=copied)
             for index in range(SERVERS)
         ]
         for server, sock in zip(servers, sockets, strict=True):
@@ -64,7 +66,7 @@ def started(*, copied: bool = False, timeout_s: float = BOUND_S) -> Iterator[Clu
             stack.callback(server.stop)
         clients = [
             ParameterServerClient(
-                TaskIdentity(spec, Task("worker", n), JobFacts(), config), return_s=BOUND_S, copied=copied
+                TaskIdentity(spec, Task("worker", n), JobFacts(), config), return_s=BOUND_S, is_replicated=copied
             )
             for n in range(2)
         ]
@@ -83,7 +85,7 @@ def test_a_link_that_breaks_is_mended_while_another_servers_answer_is_waited_for
     servers, (chief, other) = cluster
     waiting = threading.Thread(target=other.request, args=(0, BeginSession(0)))
     waiting.start()
-    links = servers[1]._groups[0]._links
+    links = servers[1]._groups[0]._links.by_worker
     wait_until(lambda: 1 in links)
     broken = links[1][1]
     broken.close()
@@ -113,8 +115,8 @@ def test_what_may_have_to_be_repeated_is_kept_until_it_is_answered(
     gradient[:] = 1.0
     client.send(0, PushGradients(Ticket(0, 0, 0, (0,), 0, 1, 0), 0, True, True, 1.0, ("float32",)), room)
     if through_memory:  # the link breaks: the next one shares other memory, or none
-        client._lanes.pop(0).close()
-    kept = client._unanswered[0]
+        client._connections[0].close_channel()
+    kept = client._connections[0].pending
     assert kept is not None
     np.testing.assert_array_equal(kept[1][0], 1.0)
     with pytest.raises(PhalanxError):  # nothing has been declared
@@ -126,19 +128,19 @@ def test_of_two_servers_that_lead_the_one_that_was_called_upon_later_is_right() 
     """The other was stopped, and asks or is asked first when it wakes: the answer is the same."""
     with started(copied=True) as (servers, _):
         was_stopped, called = servers[0]._groups[0], servers[1]._groups[1]
-        wait_until(lambda: called._following is not None)
+        wait_until(lambda: called.leadership.following is not None)
         me = was_stopped._me
 
         def asks(group: ShardGroup, term: int) -> str:
-            newcomer = ArrivingWorker(me.description, fresh=False, term=term)
-            return group.admit_leader(Hello(purpose="", task="", details=msgspec.msgpack.encode(newcomer))).refusal
+            newcomer = LeaderOffer(me.description, is_fresh=False, term=term)
+            return group.leadership.admit(Hello(purpose="", task="", details=msgspec.msgpack.encode(newcomer))).refusal
 
-        called.lead()
+        called.leadership.lead()
         assert asks(called, term=0) == LEADING
         assert asks(was_stopped, term=1) == ""
-        assert called._leading
-        assert not was_stopped._leading
-        wait_until(lambda: was_stopped._following is not None)
+        assert called.leadership.is_leading
+        assert not was_stopped.leadership.is_leading
+        wait_until(lambda: was_stopped.leadership.following is not None)
 
 
 def test_an_answer_that_came_too_late_is_not_taken_for_the_next_one() -> None:
@@ -162,9 +164,9 @@ def test_an_answer_that_came_too_late_is_not_taken_for_the_next_one() -> None:
 def test_a_link_whose_end_only_the_worker_has_noticed_is_replaced(cluster: Cluster) -> None:
     servers, (_, other) = cluster
     group = servers[0]._groups[0]
-    _, former = group._links[1]
-    abandoned = other._links[0]
-    other._links[0] = other._connect(0, time.monotonic() + BOUND_S, again=True)
+    _, former = group._links.by_worker[1]
+    abandoned = other._connections[0].link
+    other._connections[0].link, _, _ = other.reconnection._connect(0, time.monotonic() + BOUND_S)
     assert isinstance(other.request(0, QueryJobOver())[0], Acknowledged)
-    assert group._links[1][1] is not former
+    assert group._links.by_worker[1][1] is not former
     abandoned.close()

@@ -7,10 +7,19 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import pytest
 
 from phalanx.errors import CollectiveTimeoutError, PeerLostError, RendezvousError
-from phalanx.parameter_server.server.step_schedule import StepSchedule
+from phalanx.parameter_server.server.chief_announcements import ChiefAnnouncements
 from phalanx.parameter_server.server_messages import EpochOver
 from tests.launcher.conftest import wait_until
-from tests.parameter_server.test_schedule import BOUND_S, NAMES, ask, at_hand, begun, rules, take
+from tests.parameter_server.test_schedule import (
+    BOUND_S,
+    NAMES,
+    at_hand,
+    begun,
+    request_ticket,
+    rules,
+    schedule_of,
+    take,
+)
 
 SHORT_S = 0.1
 
@@ -24,76 +33,76 @@ def test_the_chief_waits_until_the_steps_of_others_are_made_and_no_more_begin() 
     schedule = begun(5)
     own, others = take(schedule, 0), take(schedule, 1)
     with ThreadPoolExecutor() as pool:
-        held = pool.submit(schedule.hold, BOUND_S)
-        wait_until(lambda: schedule._on_hold)
+        held = pool.submit(schedule.hold_steps, BOUND_S)
+        wait_until(lambda: schedule.fit.is_on_hold)
         assert runs(held)
         assert at_hand(schedule, 1) is None
-        schedule.done(others)
+        schedule.complete_step(others)
         held.result(BOUND_S)
-        waiting = pool.submit(ask, schedule, 1)
+        waiting = pool.submit(request_ticket, schedule, 1)
         assert runs(waiting), "no step begins"
-        schedule.go_on()
+        schedule.resume_steps()
         assert waiting.result(BOUND_S).batch == 2
-    schedule.done(own)
+    schedule.complete_step(own)
 
 
 def test_the_end_of_the_epoch_comes_after_it() -> None:
     schedule = begun(1)
-    schedule.done(take(schedule, 0))
-    schedule.hold(BOUND_S)
-    schedule.go_on()
-    assert isinstance(ask(schedule, 1), EpochOver)
+    schedule.complete_step(take(schedule, 0))
+    schedule.hold_steps(BOUND_S)
+    schedule.resume_steps()
+    assert isinstance(request_ticket(schedule, 1), EpochOver)
 
 
 def test_one_that_does_not_finish_its_step_is_left_out() -> None:
     schedule = begun(5)
     take(schedule, 1)
-    schedule.hold(SHORT_S)
-    assert schedule.is_evicted("incarnation 1")
-    schedule.go_on()
+    schedule.hold_steps(SHORT_S)
+    assert schedule.members.is_evicted("incarnation 1")
+    schedule.resume_steps()
     assert take(schedule, 0).batch == 0, "its batch goes to another"
 
 
 def test_steps_that_all_make_together_do_not_begin_either() -> None:
     schedule = begun(5, synchronous=True)
     first = [take(schedule, worker) for worker in (0, 1)]
-    schedule.hold(BOUND_S)
-    schedule.done(first[0])
+    schedule.hold_steps(BOUND_S)
+    schedule.complete_step(first[0])
     assert at_hand(schedule, 1) is None
-    schedule.go_on()
+    schedule.resume_steps()
     assert take(schedule, 1).batch == 1
 
 
 @pytest.mark.parametrize("end", ["it is lost", "it begins anew"])
 def test_a_chief_that_does_not_come_back_from_it_holds_nobody_up(end: str) -> None:
     schedule = begun(5)
-    schedule.hold(BOUND_S)
+    schedule.hold_steps(BOUND_S)
     if end == "it is lost":
-        schedule.detach(0, "incarnation 0")
+        schedule.members.detach(0, "incarnation 0")
         assert take(schedule, 1).batch == 0
     else:
-        schedule.begin(rules(), 0)
+        schedule.begin_fit(rules(), 0)
         schedule.open_epoch(0, 0, 5, None)
-        assert schedule.take(1, "incarnation 1", 0, 0, schedule.era, BOUND_S).batch == 0
+        assert schedule.next_ticket(1, "incarnation 1", 0, 0, schedule.fit.era, BOUND_S).batch == 0
 
 
 def test_a_chief_that_is_lost_meanwhile_leaves_nobody_out() -> None:
     schedule = begun(5)
     own = take(schedule, 1)
     with ThreadPoolExecutor() as pool:
-        held = pool.submit(schedule.hold, 20 * SHORT_S)
+        held = pool.submit(schedule.hold_steps, 20 * SHORT_S)
         assert runs(held)
-        schedule.detach(0, "incarnation 0")
+        schedule.members.detach(0, "incarnation 0")
         held.result(BOUND_S)
-    assert not schedule.is_evicted("incarnation 1")
-    schedule.done(own)
+    assert not schedule.members.is_evicted("incarnation 1")
+    schedule.complete_step(own)
 
 
 def test_the_global_step_goes_on_from_a_checkpoint_and_never_back() -> None:
-    schedule = StepSchedule(NAMES[:1], start_s=BOUND_S)
-    schedule.begin(rules(), 0, 1000)
+    schedule = schedule_of(NAMES[:1], start_s=BOUND_S)
+    schedule.begin_fit(rules(), 0, 1000)
     assert schedule.global_step == 1000
-    schedule.begin(rules(), 1, 10)
+    schedule.begin_fit(rules(), 1, 10)
     assert schedule.global_step == 1000
 
 
@@ -101,28 +110,29 @@ def test_the_global_step_goes_on_from_a_checkpoint_and_never_back() -> None:
 
 
 def test_a_session_begins_on_others_when_it_has_on_the_chief() -> None:
-    schedule = begun(1)
+    announcements = ChiefAnnouncements(begun(1).members)
     with ThreadPoolExecutor() as pool:
-        other = pool.submit(schedule.begin_session, 1, 0)
+        other = pool.submit(announcements.begin_session, 1, 0)
         assert runs(other)
-        schedule.begin_session(0, 0)
+        announcements.begin_session(0, 0)
         other.result(BOUND_S)
-        later = pool.submit(schedule.begin_session, 1, 1)
+        later = pool.submit(announcements.begin_session, 1, 1)
         assert runs(later), "the next session is another one"
-        schedule.begin_session(0, 1)
+        announcements.begin_session(0, 1)
         later.result(BOUND_S)
-    schedule.begin_session(1, 0)  # one that was started again does not wait
+    announcements.begin_session(1, 0)  # one that was started again does not wait
 
 
 def test_a_chief_that_does_not_begin_its_session_is_named() -> None:
-    schedule = StepSchedule(NAMES[:2], start_s=SHORT_S)
-    schedule.attach(1, "incarnation 1")
+    schedule = schedule_of(NAMES[:2], start_s=SHORT_S)
+    announcements = ChiefAnnouncements(schedule.members)
+    schedule.members.attach(1, "incarnation 1")
     with pytest.raises(RendezvousError, match="worker/0 has not come"):
-        schedule.begin_session(1, 0)
-    schedule.attach(0, "incarnation 0")
-    schedule.detach(0, "incarnation 0", why="its host has not answered.")
+        announcements.begin_session(1, 0)
+    schedule.members.attach(0, "incarnation 0")
+    schedule.members.detach(0, "incarnation 0", why="its host has not answered.")
     with pytest.raises(PeerLostError, match=r"lost worker/0 .* the time set: its host has not answered\. Look at"):
-        schedule.begin_session(1, 1)
-    schedule.attach(0, "incarnation 0")
+        announcements.begin_session(1, 1)
+    schedule.members.attach(0, "incarnation 0")
     with pytest.raises(CollectiveTimeoutError, match="worker/0 did not begin its managed session"):
-        schedule.begin_session(1, 0)
+        announcements.begin_session(1, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +14,13 @@ import pytest
 
 from phalanx.cluster.admission import link_name
 from phalanx.errors import CollectiveTimeoutError, EvictedError, PeerLostError, PhalanxError
+from phalanx.parameter_server.server.chief_announcements import ChiefAnnouncements
+from phalanx.parameter_server.server.connected_workers import ConnectedWorkers
+from phalanx.parameter_server.server.merge_history import MergeResult
+from phalanx.parameter_server.server.schedule_rebuild import ScheduleRebuild
 from phalanx.parameter_server.server.step_schedule import StepSchedule
-from phalanx.parameter_server.server.variable_store import VariableStore, _Result
+from phalanx.parameter_server.server.variable_store import VariableStore
+from phalanx.parameter_server.server.worker_membership import WorkerMembership
 from phalanx.parameter_server.server_messages import EpochOver, EpochReport, FitOver, Rejoin, Ticket, UpdateRules
 
 BOUND_S = 20.0
@@ -34,31 +40,44 @@ def rules(
     )
 
 
+def schedule_of(
+    names: Sequence[str],
+    *,
+    start_s: float = BOUND_S,
+    relink_s: float = 0.0,
+    chief_relink_s: float = 0.0,
+    clock: Callable[[], float] = time.monotonic,
+) -> StepSchedule:
+    """A schedule before its first `fit`, with no worker connected."""
+    workers = ConnectedWorkers(tuple(names), relink_s=relink_s, chief_relink_s=chief_relink_s, clock=clock)
+    return StepSchedule(WorkerMembership(tuple(names), start_s, workers, clock))
+
+
 def begun(steps: int | None, *, workers: int = 2, **options: object) -> StepSchedule:
     """A schedule whose first epoch is open, with workers 0, 1, ... present."""
-    schedule = StepSchedule(NAMES[:workers], start_s=BOUND_S)
+    schedule = schedule_of(NAMES[:workers], start_s=BOUND_S)
     for worker in range(workers):
-        schedule.attach(worker, f"incarnation {worker}")
-    schedule.begin(rules(**options), 0)  # type: ignore[arg-type]
+        schedule.members.attach(worker, f"incarnation {worker}")
+    schedule.begin_fit(rules(**options), 0)  # type: ignore[arg-type]
     schedule.open_epoch(0, 0, steps, None)
     return schedule
 
 
 def take(schedule: StepSchedule, worker: int, epoch: int = 0) -> Ticket:
-    ticket = ask(schedule, worker, epoch=epoch)
+    ticket = request_ticket(schedule, worker, epoch=epoch)
     assert isinstance(ticket, Ticket)
     return ticket
 
 
-def ask(
+def request_ticket(
     schedule: StepSchedule, worker: int, *, epoch: int = 0, incarnation: str | None = None, within_s: float = BOUND_S
 ) -> Ticket | EpochOver | FitOver:
     """What a worker of the first `fit` hears when it asks for a ticket."""
-    return schedule.take(worker, incarnation or f"incarnation {worker}", 0, epoch, 1, within_s)
+    return schedule.next_ticket(worker, incarnation or f"incarnation {worker}", 0, epoch, 1, within_s)
 
 
 def at_hand(schedule: StepSchedule, worker: int) -> Ticket | None:
-    return schedule.try_take(worker, f"incarnation {worker}", 0, 0, 1)
+    return schedule.try_next_ticket(worker, f"incarnation {worker}", 0, 0, 1)
 
 
 def test_each_batch_is_given_to_one_worker() -> None:
@@ -67,62 +86,64 @@ def test_each_batch_is_given_to_one_worker() -> None:
     for worker in (0, 1, 1, 1, 0):
         ticket = take(schedule, worker)
         batches.append(ticket.batch)
-        schedule.done(ticket)
+        schedule.complete_step(ticket)
     assert batches == [0, 1, 2, 3, 4]
-    assert isinstance(ask(schedule, 0, epoch=0), EpochOver)
+    assert isinstance(request_ticket(schedule, 0, epoch=0), EpochOver)
     assert schedule.global_step == 5
 
 
 def test_the_batch_of_a_lost_worker_goes_to_another() -> None:
     schedule = begun(2)
     lost, own = take(schedule, 1), take(schedule, 0)
-    schedule.done(own)
+    schedule.complete_step(own)
     assert at_hand(schedule, 0) is None, "all batches are given out"
-    schedule.detach(1, "incarnation 1")
+    schedule.members.detach(1, "incarnation 1")
     assert take(schedule, 0).batch == lost.batch
 
 
 def test_what_a_new_head_cannot_account_for_is_counted() -> None:
     schedule = begun(10)
-    schedule.await_rejoins()
+    rebuild = ScheduleRebuild(schedule)
+    rebuild.start()
 
     def rejoin(worker: int, *, batches: int, made: int, held: tuple[int, ...]) -> None:
-        tickets = tuple(Ticket(0, 0, batch, (worker,), worker, 20 + batch, schedule.era) for batch in held)
-        known = Rejoin(0, schedule.era, 0, 1, tickets, batches, 5, 5, 10, steps_made=made)
-        schedule.rejoin(worker, known, None)
+        tickets = tuple(Ticket(0, 0, batch, (worker,), worker, 20 + batch, schedule.fit.era) for batch in held)
+        known = Rejoin(0, schedule.fit.era, 0, 1, tickets, batches, 5, 5, 10, steps_made=made)
+        rebuild.rejoin(worker, known, None)
 
     rejoin(0, batches=6, made=3, held=(4,))
     rejoin(1, batches=4, made=1, held=())
-    assert schedule.lost_batches == 1, "of six 3 + 1 were trained, and one is held"
-    assert "1 batch of this fit()" in schedule.describe_losses()
+    assert schedule.fit.lost.count == 1, "of six 3 + 1 were trained, and one is held"
+    assert "1 batch of this fit()" in schedule.fit.lost.describe()
     assert take(schedule, 1).batch == 6
-    schedule.begin(rules(), 1)
-    assert not schedule.describe_losses()
+    schedule.begin_fit(rules(), 1)
+    assert not schedule.fit.lost.describe()
 
 
 def test_a_step_that_one_has_finished_is_not_counted_again_when_another_repeats_it() -> None:
     schedule = begun(10, synchronous=True)
-    schedule.await_rejoins()
+    rebuild = ScheduleRebuild(schedule)
+    rebuild.start()
 
     def ticket(worker: int, batch: int) -> Ticket:
-        return Ticket(0, 0, batch, (0, 1), worker, batch, schedule.era)
+        return Ticket(0, 0, batch, (0, 1), worker, batch, schedule.fit.era)
 
     # Both made step 4; worker 0 was answered, and has the ticket of step 5, and worker 1 was not.
     for worker, batch, finished, step in ((0, 5, 4, 5), (1, 4, 3, 4)):
-        message = Rejoin(0, schedule.era, 0, 1, (ticket(worker, batch),), batch + 1, finished, step, 10)
-        schedule.rejoin(worker, message, None)
+        message = Rejoin(0, schedule.fit.era, 0, 1, (ticket(worker, batch),), batch + 1, finished, step, 10)
+        rebuild.rejoin(worker, message, None)
     assert schedule.global_step == 5
-    schedule.done(ticket(1, 4))
+    schedule.complete_step(ticket(1, 4))
     assert schedule.global_step == 5
     assert take(schedule, 1).serial == 5, "which worker 0 has"
-    schedule.done(ticket(0, 5))
+    schedule.complete_step(ticket(0, 5))
     assert schedule.global_step == 6
 
 
 def test_updates_outside_of_epochs_count() -> None:
     schedule = begun(None)
     for serial in (-7, -3):
-        schedule.done(Ticket(0, -1, -1, (1,), 1, serial, schedule.era))
+        schedule.complete_step(Ticket(0, -1, -1, (1,), 1, serial, schedule.fit.era))
     assert schedule.global_step == 2
 
 
@@ -130,21 +151,21 @@ def test_an_epoch_is_over_when_the_last_batch_is_applied() -> None:
     schedule = begun(1)
     ticket = take(schedule, 1)
     with ThreadPoolExecutor() as pool:
-        answer = pool.submit(ask, schedule, 0)
-        schedule.done(ticket)
+        answer = pool.submit(request_ticket, schedule, 0)
+        schedule.complete_step(ticket)
         assert isinstance(answer.result(BOUND_S), EpochOver)
 
 
 def test_a_worker_that_is_gone_says_nothing_for_its_successor() -> None:
     schedule = begun(4)
-    schedule.attach(1, "successor")
+    schedule.members.attach(1, "successor")
     with pytest.raises(PhalanxError, match="started again in another process"):
-        ask(schedule, 1)
-    ticket = ask(schedule, 1, incarnation="successor")
+        request_ticket(schedule, 1)
+    ticket = request_ticket(schedule, 1, incarnation="successor")
     assert isinstance(ticket, Ticket)
-    schedule.detach(1, "incarnation 1")  # the old connection is noticed to be closed only now
-    assert schedule.is_present(1)
-    schedule.done(ticket)
+    schedule.members.detach(1, "incarnation 1")  # the old connection is noticed to be closed only now
+    assert schedule.members.is_present(1)
+    schedule.complete_step(ticket)
     assert take(schedule, 0).batch == ticket.batch + 1
 
 
@@ -154,52 +175,52 @@ def test_all_make_a_synchronous_step_together() -> None:
     assert {ticket.batch for ticket in tickets} == {0}
     assert {ticket.members for ticket in tickets} == {(0, 1, 2)}
     assert at_hand(schedule, 0) is None, "the step is not applied"
-    schedule.done(tickets[0])
+    schedule.complete_step(tickets[0])
     assert take(schedule, 0).batch == 1
 
 
 def test_the_next_synchronous_step_is_made_by_those_who_are_left() -> None:
     schedule = begun(3, synchronous=True)
     first = take(schedule, 0)
-    schedule.detach(1, "incarnation 1")
-    schedule.done(first)
+    schedule.members.detach(1, "incarnation 1")
+    schedule.complete_step(first)
     assert take(schedule, 0).members == (0,)
 
 
 def test_nobody_runs_further_ahead_than_the_staleness() -> None:
     schedule = begun(None, staleness=1)
     for _ in range(2):
-        schedule.done(take(schedule, 0))
+        schedule.complete_step(take(schedule, 0))
     assert at_hand(schedule, 0) is None
-    schedule.done(take(schedule, 1))
+    schedule.complete_step(take(schedule, 1))
     assert take(schedule, 0).batch == 3
 
 
 def test_one_who_holds_the_others_back_too_long_is_left_out() -> None:
     schedule = begun(None, staleness=0, timeout_s=0.2)
-    schedule.done(take(schedule, 0))
-    assert isinstance(ask(schedule, 0, epoch=0, within_s=0.2), Ticket)
-    assert not schedule.is_present(1)
-    assert schedule.is_evicted("incarnation 1")
+    schedule.complete_step(take(schedule, 0))
+    assert isinstance(request_ticket(schedule, 0, epoch=0, within_s=0.2), Ticket)
+    assert not schedule.members.is_present(1)
+    assert schedule.members.is_evicted("incarnation 1")
 
 
 def test_data_that_end_end_the_epoch() -> None:
     schedule = begun(None)
     first, second = take(schedule, 0), take(schedule, 1)
-    schedule.done(first)
-    schedule.no_batch(second, ends=True)
-    assert isinstance(ask(schedule, 0, epoch=0), EpochOver)
+    schedule.complete_step(first)
+    schedule.report_no_batch(second, ends=True)
+    assert isinstance(request_ticket(schedule, 0, epoch=0), EpochOver)
 
 
 def test_the_chief_ends_an_epoch_and_what_was_begun_is_made() -> None:
     schedule = begun(None)
     first, second, third = take(schedule, 0), take(schedule, 1), take(schedule, 0)
-    schedule.done(first)
+    schedule.complete_step(first)
     assert schedule.end_epoch(0, 0) == schedule.end_epoch(0, 0) == 3
     assert at_hand(schedule, 0) is None
-    schedule.no_batch(third, ends=True)  # the chief's own next one
-    schedule.done(second)
-    answers = [ask(schedule, worker, epoch=0) for worker in (0, 1)]
+    schedule.report_no_batch(third, ends=True)  # the chief's own next one
+    schedule.complete_step(second)
+    answers = [request_ticket(schedule, worker, epoch=0) for worker in (0, 1)]
     assert answers == [EpochOver(2), EpochOver(2)]
     assert schedule.end_epoch(0, 1) == 2, "not the epoch that is open"
 
@@ -207,48 +228,48 @@ def test_the_chief_ends_an_epoch_and_what_was_begun_is_made() -> None:
 def test_whose_part_was_not_needed_waits_for_the_last_step_on_the_other_servers() -> None:
     schedule = begun(1, synchronous=True)
     done = take(schedule, 1)
-    schedule.done(done)  # without the chief's part
-    over = ask(schedule, 0)
+    schedule.complete_step(done)  # without the chief's part
+    over = request_ticket(schedule, 0)
     assert over == EpochOver(1, newest=done.serial)
-    declared: Any = SimpleNamespace(rules=rules(synchronous=True))
+    declared: Any = SimpleNamespace(rules=rules(synchronous=True), fit=0)
     other = begun(None, synchronous=True)
-    store = VariableStore(1, other, NAMES[:2], is_head=False)
-    store._declared, store._fit = declared, 0
+    store = VariableStore(1, other, is_head=False)
+    store._shards = SimpleNamespace(declared=declared, values=lambda copy: [])
     with ThreadPoolExecutor() as pool:
         pulled = pool.submit(store.pull, 0, -1, over.newest)
         assert not wait([pulled], timeout=0.2).done
-        with store._changed:
-            store._remember((done.serial, 0), _Result((1,), []))
-            store._changed.notify_all()
+        with store.changed:
+            store.history.record((done.serial, 0), MergeResult((1,), []))
+            store.changed.notify_all()
         assert pulled.result(BOUND_S) == (0, [])
         lost = pool.submit(store.pull, 0, -1, over.newest + 1)
         other.detach(1, "incarnation 1")
-        store.notice()
+        store.wake()
         assert lost.result(BOUND_S) == (0, []), "who could send it is gone"
 
 
 def test_who_waits_for_a_chief_that_left_is_told() -> None:
     schedule = begun(1)
-    schedule.chief_left()
+    schedule.members.chief_left()
     with pytest.raises(PeerLostError, match="lost worker/0 during fit: its connection closed"):
-        ask(schedule, 1, epoch=1)
+        request_ticket(schedule, 1, epoch=1)
 
 
 def test_waiting_for_the_chief_is_bounded() -> None:
     schedule = begun(1)
     with pytest.raises(CollectiveTimeoutError, match="worker/0 did not begin epoch 2"):
-        ask(schedule, 1, epoch=1, within_s=0.1)
-    schedule.detach(0, "incarnation 0")
+        request_ticket(schedule, 1, epoch=1, within_s=0.1)
+    schedule.members.detach(0, "incarnation 0")
     with pytest.raises(PeerLostError, match="lost worker/0"):
-        ask(schedule, 1, epoch=1, within_s=0.1)
+        request_ticket(schedule, 1, epoch=1, within_s=0.1)
 
 
 def test_a_former_fit_or_epoch_is_over() -> None:
     schedule = begun(3)
     schedule.open_epoch(0, 4, 3, None)
-    assert isinstance(ask(schedule, 1, epoch=2), EpochOver)
+    assert isinstance(request_ticket(schedule, 1, epoch=2), EpochOver)
     schedule.end_fit(0)
-    assert isinstance(ask(schedule, 1, epoch=4), FitOver)
+    assert isinstance(request_ticket(schedule, 1, epoch=4), FitOver)
 
 
 def test_reports_are_merged_by_how_they_count() -> None:
@@ -256,26 +277,26 @@ def test_reports_are_merged_by_how_they_count() -> None:
     weights = ("one", "share", "first")
     for worker, samples in ((0, 1), (1, 3)):
         report = EpochReport(0, 0, samples, ("float32",) * 3, weights)
-        schedule.report(worker, report, [np.full(1, worker + 1, np.float32)] * 3)
-    merged, samples, _ = schedule.collect(0, 0, BOUND_S)
-    assert samples == 4
+        schedule.add_report(worker, report, [np.full(1, worker + 1, np.float32)] * 3)
+    merged = schedule.collect_reports(BOUND_S)
+    assert schedule.fit.reports.merged()[1] == 4
     assert [float(array[0]) for array in merged] == [3.0, 1.75, 1.0]
 
 
 def test_many_workers_take_every_batch_once() -> None:
-    schedule = StepSchedule(tuple(f"worker/{i}" for i in range(8)), start_s=BOUND_S)
+    schedule = schedule_of(tuple(f"worker/{i}" for i in range(8)), start_s=BOUND_S)
     for worker in range(8):
-        schedule.attach(worker, f"incarnation {worker}")
-    schedule.begin(rules(), 0)
+        schedule.members.attach(worker, f"incarnation {worker}")
+    schedule.begin_fit(rules(), 0)
     schedule.open_epoch(0, 0, 400, None)
     taken: list[int] = []
     lock = threading.Lock()
 
     def work(worker: int) -> None:
-        while isinstance(ticket := ask(schedule, worker), Ticket):
+        while isinstance(ticket := request_ticket(schedule, worker), Ticket):
             with lock:
                 taken.append(ticket.batch)
-            schedule.done(ticket)
+            schedule.complete_step(ticket)
 
     threads = [threading.Thread(target=work, args=(worker,)) for worker in range(8)]
     for thread in threads:
@@ -289,10 +310,10 @@ def test_many_workers_take_every_batch_once() -> None:
 def test_workers_apart_by_their_steps_still_end_an_epoch() -> None:
     schedule = begun(3, staleness=0)
     for worker in (0, 1, 0):
-        schedule.done(take(schedule, worker))
-    assert isinstance(ask(schedule, 0), EpochOver), "it is ahead, but there is nothing to wait for"
-    assert isinstance(ask(schedule, 1), EpochOver)
-    assert schedule.is_present(1)
+        schedule.complete_step(take(schedule, worker))
+    assert isinstance(request_ticket(schedule, 0), EpochOver), "it is ahead, but there is nothing to wait for"
+    assert isinstance(request_ticket(schedule, 1), EpochOver)
+    assert schedule.members.is_present(1)
 
 
 def test_tickets_in_hand_count_as_steps_ahead() -> None:
@@ -304,41 +325,41 @@ def test_tickets_in_hand_count_as_steps_ahead() -> None:
 def test_one_that_keeps_the_last_batch_too_long_is_left_out() -> None:
     schedule = begun(1)
     kept = take(schedule, 1)
-    again = ask(schedule, 0, within_s=0.2)
+    again = request_ticket(schedule, 0, within_s=0.2)
     assert isinstance(again, Ticket)
     assert again.batch == kept.batch
-    assert schedule.is_evicted("incarnation 1")
+    assert schedule.members.is_evicted("incarnation 1")
 
 
 def test_a_chief_that_begins_again_takes_the_others_back() -> None:
     schedule = begun(3)
     schedule.open_epoch(0, 4, 3, None)
-    schedule.attach(0, "second chief")
-    schedule.begin(rules(), 0)
+    schedule.members.attach(0, "second chief")
+    schedule.begin_fit(rules(), 0)
     schedule.open_epoch(0, 2, 3, None)
-    answer = ask(schedule, 1, epoch=5)
+    answer = request_ticket(schedule, 1, epoch=5)
     assert isinstance(answer, EpochOver)
     assert (answer.back_to, answer.era) == (2, 2)
-    assert isinstance(schedule.take(1, "incarnation 1", 0, 2, 2, BOUND_S), Ticket)
+    assert isinstance(schedule.next_ticket(1, "incarnation 1", 0, 2, 2, BOUND_S), Ticket)
 
 
 def test_a_second_fit_needs_only_those_who_are_left() -> None:
     schedule = begun(1, synchronous=True)
-    schedule.detach(1, "incarnation 1")
+    schedule.members.detach(1, "incarnation 1")
     schedule.end_fit(0)
-    schedule.begin(rules(synchronous=True), 1)
+    schedule.begin_fit(rules(synchronous=True), 1)
     schedule.open_epoch(1, 0, 1, None)
-    assert isinstance(schedule.take(0, "incarnation 0", 1, 0, 2, BOUND_S), Ticket)
+    assert isinstance(schedule.next_ticket(0, "incarnation 0", 1, 0, 2, BOUND_S), Ticket)
 
 
 def test_the_report_of_one_that_took_no_part_is_not_waited_for() -> None:
     schedule = begun(1)
-    schedule.done(take(schedule, 0))
-    schedule.attach(1, "just started")
-    schedule.report(0, EpochReport(0, 0, 1, ("float32",), ("one",)), [np.ones(1, np.float32)])
-    merged, _, steps = schedule.collect(0, 0, BOUND_S)
+    schedule.complete_step(take(schedule, 0))
+    schedule.members.attach(1, "just started")
+    schedule.add_report(0, EpochReport(0, 0, 1, ("float32",), ("one",)), [np.ones(1, np.float32)])
+    merged, steps = schedule.collect_reports(BOUND_S), schedule.fit.steps_made
     assert (float(merged[0][0]), steps) == (1.0, 1)
-    assert schedule.is_present(1)
+    assert schedule.members.is_present(1)
 
 
 # Where no worker can be done without.
@@ -347,27 +368,27 @@ def test_the_report_of_one_that_took_no_part_is_not_waited_for() -> None:
 def test_a_lost_worker_that_is_needed_ends_the_training_for_all() -> None:
     schedule = begun(5, synchronous=True, all_required=True)
     take(schedule, 0)
-    schedule.detach(1, "incarnation 1")
-    for call in (lambda: ask(schedule, 0), schedule.check):
+    schedule.members.detach(1, "incarnation 1")
+    for call in (lambda: request_ticket(schedule, 0), schedule.members.check):
         with pytest.raises(PeerLostError, match=r"lost worker/1 during training"):
             call()
 
 
 def test_a_worker_that_says_goodbye_is_missed_only_by_the_next_fit() -> None:
     schedule = begun(1, synchronous=True, all_required=True)
-    schedule.done(take(schedule, 0))
-    schedule.detach(1, "incarnation 1", goodbye=True)
-    assert isinstance(ask(schedule, 0), EpochOver)
-    schedule.begin(rules(synchronous=True, all_required=True), 1)
+    schedule.complete_step(take(schedule, 0))
+    schedule.members.detach(1, "incarnation 1", goodbye=True)
+    assert isinstance(request_ticket(schedule, 0), EpochOver)
+    schedule.begin_fit(rules(synchronous=True, all_required=True), 1)
     with pytest.raises(PeerLostError, match=r"lost worker/1 during the start of `fit`"):
         schedule.open_epoch(1, 0, 1, None)
 
 
 def test_a_needed_worker_that_does_not_come_ends_the_training_for_all() -> None:
     schedule = begun(5, synchronous=True, all_required=True)
-    schedule.evict(1)
+    schedule.members.evict(1)
     with pytest.raises(CollectiveTimeoutError, match=r"worker/1 did not make its part of a step within the time set"):
-        ask(schedule, 0)
+        request_ticket(schedule, 0)
 
 
 WAIT_S = 0.5
@@ -377,12 +398,12 @@ def test_a_chief_that_gives_signs_of_life_is_waited_for() -> None:
     schedule = begun(0)
     with ThreadPoolExecutor() as pool:
         waiting = [
-            pool.submit(schedule.order, 0, 1, 1, WAIT_S),
-            pool.submit(ask, schedule, 1, epoch=1, within_s=WAIT_S),
+            pool.submit(schedule.wait_for_order, 0, 1, 1, WAIT_S),
+            pool.submit(request_ticket, schedule, 1, epoch=1, within_s=WAIT_S),
         ]
         until = time.monotonic() + 3 * WAIT_S
         while time.monotonic() < until:
-            schedule.heard_of_chief()
+            schedule.members.chief_is_alive()
             time.sleep(WAIT_S / 20)
         schedule.open_epoch(0, 1, 1, np.arange(3))
         order, ticket = (each.result(BOUND_S) for each in waiting)
@@ -392,68 +413,69 @@ def test_a_chief_that_gives_signs_of_life_is_waited_for() -> None:
 
 def test_one_that_gives_none_is_not() -> None:
     with pytest.raises(CollectiveTimeoutError, match="did not begin epoch 2"):
-        begun(0).order(0, 1, 1, WAIT_S)
+        begun(0).wait_for_order(0, 1, 1, WAIT_S)
 
 
 def test_who_asks_for_an_order_hears_of_the_end_and_of_a_new_beginning() -> None:
     schedule = begun(2)
-    schedule.begin(rules(), 0)
+    schedule.begin_fit(rules(), 0)
     schedule.open_epoch(0, 0, 2, np.arange(5))
-    answer = schedule.order(0, 1, 1, BOUND_S)
+    answer = schedule.wait_for_order(0, 1, 1, BOUND_S)
     assert isinstance(answer, EpochOver)
     assert (answer.back_to, answer.era) == (0, 2)
     schedule.end_fit(0)
-    assert isinstance(schedule.order(0, 1, 2, BOUND_S), FitOver)
+    assert isinstance(schedule.wait_for_order(0, 1, 2, BOUND_S), FitOver)
 
 
 def test_what_the_chief_tells_once_holds_and_what_it_tells_anew_replaces() -> None:
     schedule = begun(1)
+    announcements = ChiefAnnouncements(schedule.members)
     first, second = [np.zeros(1, np.uint8)], [np.ones(1, np.uint8)]
-    assert schedule.tell("state", -1, first, once=True) is first
-    assert schedule.tell("state", -1, second, once=True) is first
-    assert schedule.hear("state", -1) is first
-    schedule.tell("weights", 1, second, once=False)
-    assert schedule.hear("weights", 0) is second
-    schedule.chief_left()
-    assert schedule.hear("weights", 2) is None
+    assert announcements.broadcast("state", -1, first, keep_first=True) is first
+    assert announcements.broadcast("state", -1, second, keep_first=True) is first
+    assert announcements.wait_for_broadcast("state", -1) is first
+    announcements.broadcast("weights", 1, second, keep_first=False)
+    assert announcements.wait_for_broadcast("weights", 0) is second
+    schedule.members.chief_left()
+    assert announcements.wait_for_broadcast("weights", 2) is None
 
 
 def test_a_chief_that_was_started_again_counts_from_what_it_has_restored() -> None:
-    schedule = StepSchedule(["chief", "worker"], start_s=BOUND_S)
-    schedule.attach(0, "first life")
-    schedule.begin(rules(), 0, 0)
+    schedule = schedule_of(["chief", "worker"], start_s=BOUND_S)
+    schedule.members.attach(0, "first life")
+    schedule.begin_fit(rules(), 0, 0)
     schedule.global_step = 70
-    schedule.begin(rules(), 1, 60)  # another fit: the others have made more steps than the chief knows of
+    schedule.begin_fit(rules(), 1, 60)  # another fit: the others have made more steps than the chief knows of
     assert schedule.global_step == 70
-    schedule.attach(0, "second life")
-    schedule.begin(rules(), 0, 34)
+    schedule.members.attach(0, "second life")
+    schedule.begin_fit(rules(), 0, 34)
     assert schedule.global_step == 34
 
 
 def test_a_worker_that_makes_its_link_anew_is_expected_for_a_while() -> None:
     now = [100.0]
-    schedule = StepSchedule(("worker/0", "worker/1"), start_s=60.0, relink_s=6.0, clock=lambda: now[0])
-    schedule.attach(1, "first")
-    schedule.detach(1, "first")
-    assert schedule.is_present(1)
+    schedule = schedule_of(("worker/0", "worker/1"), start_s=60.0, relink_s=6.0, clock=lambda: now[0])
+    schedule.members.attach(1, "first")
+    schedule.members.detach(1, "first")
+    assert schedule.members.is_present(1)
     now[0] += 7.0
-    assert not schedule.is_present(1)
-    schedule.attach(1, "second")
-    schedule.detach(1, "second", goodbye=True)
-    assert not schedule.is_present(1)
+    assert not schedule.members.is_present(1)
+    schedule.members.attach(1, "second")
+    schedule.members.detach(1, "second", goodbye=True)
+    assert not schedule.members.is_present(1)
 
 
 def test_a_worker_on_its_way_that_does_not_come_is_waited_for_no_longer() -> None:
-    schedule = StepSchedule(("worker/0", "worker/1"), start_s=60.0)
-    schedule.attach(0, "first")
-    schedule.begin(rules(synchronous=True), 0)
-    schedule.await_workers()
-    assert schedule.is_present(1)
-    schedule.evict(1)
-    assert not schedule.is_present(1)
-    schedule.attach(1, "second")
-    assert schedule.is_present(1)
-    assert not schedule.is_evicted("second")
+    schedule = schedule_of(("worker/0", "worker/1"), start_s=60.0)
+    schedule.members.attach(0, "first")
+    schedule.begin_fit(rules(synchronous=True), 0)
+    ScheduleRebuild(schedule).expect_workers()
+    assert schedule.members.is_present(1)
+    schedule.members.evict(1)
+    assert not schedule.members.is_present(1)
+    schedule.members.attach(1, "second")
+    assert schedule.members.is_present(1)
+    assert not schedule.members.is_evicted("second")
 
 
 # A process and its links.
@@ -461,51 +483,52 @@ def test_a_worker_on_its_way_that_does_not_come_is_waited_for_no_longer() -> Non
 
 def test_who_waits_at_a_link_that_was_replaced_gets_no_ticket() -> None:
     schedule = begun(2, synchronous=True)
-    schedule.attach(1, link_name("incarnation 1", 0))
-    schedule.attach(1, link_name("incarnation 1", 1))
+    schedule.members.attach(1, link_name("incarnation 1", 0))
+    schedule.members.attach(1, link_name("incarnation 1", 1))
     with pytest.raises(EvictedError):
-        ask(schedule, 1, incarnation=link_name("incarnation 1", 0))
-    assert isinstance(ask(schedule, 1, incarnation=link_name("incarnation 1", 1)), Ticket)
+        request_ticket(schedule, 1, incarnation=link_name("incarnation 1", 0))
+    assert isinstance(request_ticket(schedule, 1, incarnation=link_name("incarnation 1", 1)), Ticket)
 
 
 def test_a_process_that_was_left_out_is_so_by_any_link() -> None:
     schedule = begun(2)
-    schedule.attach(1, link_name("incarnation", 0))
-    schedule.evict(1)
-    assert schedule.is_evicted(link_name("incarnation", 1))
-    assert not schedule.is_evicted(link_name("another", 2))
+    schedule.members.attach(1, link_name("incarnation", 0))
+    schedule.members.evict(1)
+    assert schedule.members.is_evicted(link_name("incarnation", 1))
+    assert not schedule.members.is_evicted(link_name("another", 2))
 
 
 def test_a_chief_that_only_linked_anew_is_no_other_chief() -> None:
-    schedule = StepSchedule(("chief", "worker"), start_s=BOUND_S)
-    schedule.attach(0, link_name("life", 0))
-    schedule.begin(rules(), 0, 0)
+    schedule = schedule_of(("chief", "worker"), start_s=BOUND_S)
+    schedule.members.attach(0, link_name("life", 0))
+    schedule.begin_fit(rules(), 0, 0)
     schedule.global_step = 70
-    schedule.attach(0, link_name("life", 1))
-    schedule.begin(rules(), 1, 60)
+    schedule.members.attach(0, link_name("life", 1))
+    schedule.begin_fit(rules(), 1, 60)
     assert schedule.global_step == 70
 
 
 def test_a_stop_that_was_asked_for_is_of_that_fit_alone() -> None:
     schedule = begun(3)
-    schedule.stop_asked = 0
-    schedule.attach(0, "second chief")
-    schedule.begin(rules(), 0)
-    assert schedule.stop_asked == -1
+    schedule.fit.stop_requested = True
+    schedule.members.attach(0, "second chief")
+    schedule.begin_fit(rules(), 0)
+    assert not schedule.fit.stop_requested
 
 
 def test_the_chief_may_be_away_for_longer() -> None:
     now = [100.0]
-    schedule = StepSchedule(NAMES[:2], start_s=60.0, relink_s=6.0, chief_relink_s=60.0, clock=lambda: now[0])
+    schedule = schedule_of(NAMES[:2], start_s=60.0, relink_s=6.0, chief_relink_s=60.0, clock=lambda: now[0])
     for worker in (0, 1):
-        schedule.attach(worker, "life")
-        schedule.detach(worker, "life")
+        schedule.members.attach(worker, "life")
+        schedule.members.detach(worker, "life")
     now[0] += 50.0
-    assert (schedule.is_present(0), schedule.is_present(1)) == (True, False)
+    assert (schedule.members.is_present(0), schedule.members.is_present(1)) == (True, False)
 
 
 def test_a_new_leader_does_without_a_worker_that_does_not_come_before_the_time_is_up() -> None:
     schedule = begun(5)
-    schedule.await_rejoins()
-    schedule.rejoin(0, Rejoin(0, 1, 0, 2, (), 2, 2, 2, 5), None)
-    schedule.wait_until_rebuilt(0, 0.4)
+    rebuild = ScheduleRebuild(schedule)
+    rebuild.start()
+    rebuild.rejoin(0, Rejoin(0, 1, 0, 2, (), 2, 2, 2, 5), None)
+    rebuild.wait(0, 0.4)

@@ -1,41 +1,45 @@
-"""What the workers counted in an epoch, and how it is put together."""
+"""What the workers counted in an epoch, and how their reports are merged. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from phalanx.engines.step_layout import MergeWeight
-from phalanx.parameter_server.server.connected_workers import Worker
 from phalanx.parameter_server.server_messages import EpochReport
+from phalanx.parameter_server.server_protocol import Worker
 
 Array = np.ndarray[Any, Any]
 
 
 class EpochReports:
-    """Of the epochs of a `fit`. Its owner's lock protects it."""
+    """The reports of one epoch. The schedule's lock protects them.
+
+    Attributes:
+        participants: the workers that took part in the epoch, whose reports are waited for.
+    """
 
     def __init__(self) -> None:
-        self._of_epoch: dict[tuple[int, int], dict[Worker, tuple[EpochReport, Sequence[Array]]]] = {}
+        self.participants: set[Worker] = set()
+        self._by_worker: dict[Worker, tuple[EpochReport, Sequence[Array]]] = {}
 
     def add(self, worker: Worker, report: EpochReport, arrays: Sequence[Array]) -> None:
-        """The worker's report; a second one of the same epoch counts instead of the first."""
-        self._of_epoch.setdefault((report.fit, report.epoch), {})[worker] = (report, arrays)
+        """A worker's report; it replaces an earlier one of the same worker."""
+        self.participants.add(worker)
+        self._by_worker[worker] = (report, arrays)
 
-    def clear(self) -> None:
-        self._of_epoch.clear()
+    def missing(self) -> set[Worker]:
+        """The participants that have not reported yet."""
+        return self.participants - self._by_worker.keys()
 
-    def by(self, fit: int, epoch: int) -> Set[Worker]:
-        """Who has reported."""
-        return self._of_epoch.get((fit, epoch), {}).keys()
+    def merged(self) -> tuple[list[Array], int]:
+        """All reports as one, in the workers' order, and the number of samples.
 
-    def merged(self, fit: int, epoch: int) -> tuple[list[Array], int]:
-        """All reports of an epoch as one, in the workers' order, and its samples: counters are summed; what is a mean
-        is weighted by samples."""
-        by_worker = self._of_epoch[fit, epoch]
-        reports = [by_worker[worker] for worker in sorted(by_worker)]
+        Counters are summed; means are weighted by samples.
+        """
+        reports = [self._by_worker[worker] for worker in sorted(self._by_worker)]
         total = sum(report.samples for report, _ in reports)
         first, _ = reports[0]
         return [
@@ -45,7 +49,7 @@ class EpochReports:
 
 
 def _merged(weight: str, parts: Sequence[tuple[float, Array]]) -> Array:
-    """One array of all reports, from each one's share of the samples and its own."""
+    """One array of all reports, from each report's fraction of the samples and its array."""
     _, first = parts[0]
     if weight == MergeWeight.FIRST.value:
         return first

@@ -1,6 +1,6 @@
-"""A parameter server: a port, and a group of shards that it leads, or two with the copy of another server's.
+"""A parameter server: a port, the group of shards that it leads, and with replication another server's replica.
 
-It serves until the workers have said that they have no more to do.
+It serves until the workers have finished.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from pathlib import Path
 
 from phalanx.cluster.admission import PROBE, ProbeService
 from phalanx.cluster.peer_registry import TaskIdentity
-from phalanx.parameter_server.server.connected_workers import CHIEF
 from phalanx.parameter_server.server.running_clock import RunningClock
-from phalanx.parameter_server.server.shard_group import COPY, LEAD, PURPOSE, SNAPSHOT_S, ShardGroup
+from phalanx.parameter_server.server.shard_group import SNAPSHOT_S, ShardGroup
 from phalanx.parameter_server.server.snapshots import Snapshots
-from phalanx.parameter_server.server.step_schedule import POLL_S
+from phalanx.parameter_server.server.worker_membership import POLL_S
+from phalanx.parameter_server.server_protocol import CHIEF, LEAD, PURPOSE, REPLICATE
 from phalanx.transport.handshake import Hello, Welcome
 
 
@@ -23,9 +23,9 @@ class ParameterServer:
 
     Args:
         me: this task, with all that the workers must agree on.
-        snapshots: where to keep what another process goes on with if this one is killed; None: nowhere.
-        snapshot_s: seconds between two of them.
-        copied: whether each group of shards has a copy on the next server.
+        snapshots: where to keep the state for a process that replaces this one if it is killed; None: nowhere.
+        snapshot_s: seconds between two snapshots.
+        is_replicated: whether each group of shards has a replica on the next server.
     """
 
     def __init__(
@@ -34,26 +34,26 @@ class ParameterServer:
         snapshots: Snapshots | None = None,
         snapshot_s: float = SNAPSHOT_S,
         *,
-        copied: bool = False,
+        is_replicated: bool = False,
     ):
         self._me = me
         self._stopped = False
         servers = [task for task in me.spec.tasks if task.type == me.task.type]
         own = servers.index(me.task)
         following, before = (own + 1) % len(servers), (own - 1) % len(servers)
-        other = servers[following] if copied else None
+        other = servers[following] if is_replicated else None
         self._clock = clock = RunningClock()
         self._groups = [ShardGroup(me, own, other=other, snapshots=snapshots, snapshot_s=snapshot_s, clock=clock)]
-        if copied:
+        if is_replicated:
             self._groups.append(
                 ShardGroup(me, before, other=servers[before], snapshots=None, snapshot_s=snapshot_s, clock=clock)
             )
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until all workers have said goodbye, or `stop`.
+        """Serve until all workers have left, or until `stop`.
 
         Args:
-            sockets: that listen at this task's address; None: opened here.
+            sockets: sockets that listen at this task's address; None: they are opened here.
 
         Raises:
             ConfigurationError: the port is taken.
@@ -65,8 +65,8 @@ class ParameterServer:
         listener.register(PROBE, ProbeService(me))
         for group in self._groups:
             listener.register(f"{PURPOSE}/{group.number}", group)
-            listener.register(f"{LEAD}/{group.number}", _Call(group, str(me.tasks[CHIEF])))
-            listener.register(f"{COPY}/{group.number}", _Copying(group))
+            listener.register(f"{LEAD}/{group.number}", _LeadService(group, str(me.tasks[CHIEF])))
+            listener.register(f"{REPLICATE}/{group.number}", group.leadership)
         with listener:
             try:
                 for group in self._groups:
@@ -79,17 +79,17 @@ class ParameterServer:
                     group.close()
 
     def stop(self) -> None:
-        """Let `run` end now; workers that are still there lose their server."""
+        """End `run` now; workers that are still connected lose their server."""
         self._stopped = True
         self._groups[0].wake()
 
     def _is_over(self) -> bool:
-        over = [group.is_over() for group in self._groups]  # all are asked: each may have an error to raise
+        over = [group.is_over() for group in self._groups]  # every group may have an error to raise
         return all(over)
 
 
-class _Call:
-    """The chief, which has lost the leader of a group, calls upon the copy to lead it."""
+class _LeadService:
+    """The chief, which has lost the leader of a group, calls upon the replica to lead it."""
 
     def __init__(self, group: ShardGroup, chief: str):
         self._group = group
@@ -98,16 +98,8 @@ class _Call:
 
     def admit(self, hello: Hello) -> Welcome:
         if hello.task == self._chief:
-            self._group.lead()
+            self._group.leadership.lead()
         return self._group.admit(hello)
-
-
-class _Copying:
-    """The leader of a group keeps its copy here."""
-
-    def __init__(self, group: ShardGroup):
-        self.admit = group.admit_leader
-        self.adopt = group.adopt_leader
 
 
 def snapshots_of(me: TaskIdentity, folder: Path | None) -> Snapshots | None:

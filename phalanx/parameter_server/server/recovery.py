@@ -1,4 +1,4 @@
-"""How training goes on when a server was lost: its snapshots, and what the workers that come back say of themselves."""
+"""Recovery of a shard group after its server was lost: from snapshots, and from the positions of its workers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import numpy as np
 from phalanx.cluster.peer_registry import TaskIdentity
 from phalanx.cluster.spec import Task
 from phalanx.errors import PeerLostError
-from phalanx.parameter_server.server.connected_workers import Worker
+from phalanx.parameter_server.server.schedule_rebuild import ScheduleRebuild
 from phalanx.parameter_server.server.snapshots import Snapshots
 from phalanx.parameter_server.server.step_schedule import StepSchedule
 from phalanx.parameter_server.server.variable_store import VariableStore
 from phalanx.parameter_server.server_messages import DeclareModel, GroupState, Rejoin
+from phalanx.parameter_server.server_protocol import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -24,12 +25,16 @@ _STATES = msgspec.msgpack.Decoder(GroupState)
 
 
 class TrainingRecovery:
-    """What came before this process leads a group of shards, if anything did, and what is kept for the one after it.
+    """What another process did before this one leads the group, and what is kept for the process after it.
 
     Args:
         me: this task.
-        snapshots: where to keep what another process goes on with if this one is killed; None: nowhere.
-        copied_by: the server that keeps a copy, if one does.
+        store: the group's variables.
+        schedule: the schedule of this server.
+        rebuild: rebuilds the schedule.
+        snapshots: where to keep the group's state for a process that replaces this one; None: nowhere.
+        is_head: whether this is the head.
+        replicated_by: the server that keeps a replica, if one does.
 
     Attributes:
         took_over: whether another process led before, in the middle of the job.
@@ -40,41 +45,44 @@ class TrainingRecovery:
         me: TaskIdentity,
         store: VariableStore,
         schedule: StepSchedule,
+        rebuild: ScheduleRebuild,
         snapshots: Snapshots | None,
         *,
         is_head: bool,
-        copied_by: Task | None = None,
+        replicated_by: Task | None = None,
     ):
         self._me = me
         self._store = store
         self._schedule = schedule
+        self._rebuild = rebuild
         self._is_head = is_head
-        self._copied_by = copied_by
+        self._replicated_by = replicated_by
         self._snapshots = snapshots
         self._found = None if snapshots is None else snapshots.newest()
-        self._restoring = threading.Lock()
+        # Protects what follows, and the order of snapshots. Acquired before the store's lock.
+        self._lock = threading.Lock()
         self.took_over = False
-        self._must_rebuild = False  # whether the schedule must be made anew
-        self._restored = 0  # the version with which this went on
-        self._lost_updates = 0
-        self._met: set[Worker] = set()  # those that have nothing to tell any more of who led before
+        self._must_rebuild = False  # whether the schedule must be rebuilt
+        self._restored_version = 0  # the version with which this process took over
+        self._lost_updates = 0  # -1: restored, and not counted yet
+        self._known_workers: set[Worker] = set()  # workers that know nothing of an earlier leader any more
 
     def take_the_lead(self) -> None:
         """This process has become the leader, with the values that it has."""
         self.took_over = self._must_rebuild = self._store.fit >= 0
-        self._restored, self._lost_updates = self._store.version, 0
-        self._met.clear()
-        self._schedule.await_workers()
+        self._restored_version, self._lost_updates = self._store.version, 0
+        self._known_workers.clear()
+        self._rebuild.expect_workers()
 
     def declare(self, message: DeclareModel, buffers: Sequence[memoryview]) -> None:
         """A `fit` begins; from now on there is a snapshot of it."""
-        with self._restoring:
+        with self._lock:
             self._must_rebuild = False
             self._store.declare(message, buffers)
         self.write_snapshot()
 
-    def keep(self, seconds: float, closing: threading.Event) -> None:
-        """Write a snapshot every so many seconds, if there is something new, until `closing`. The body of a thread."""
+    def write_snapshots(self, seconds: float, closing: threading.Event) -> None:
+        """Write a snapshot every so many seconds, if there are new values, until `closing`. The body of a thread."""
         written = -1
         while not closing.wait(seconds):
             version = self._store.version
@@ -82,13 +90,13 @@ class TrainingRecovery:
                 written = version
 
     def clear(self) -> None:
-        """Nobody will go on with the snapshots."""
+        """The job is over: no process needs the snapshots."""
         if self._snapshots is not None:
             self._snapshots.clear()
 
     def write_snapshot(self) -> bool:
-        """Whether there is one of what this has now."""
-        with self._restoring:  # one at a time, each of newer values than the one before
+        """Write the present state; whether that succeeded."""
+        with self._lock:  # one at a time, each of newer values than the one before
             state = self._store.state()
             if self._snapshots is None or state is None:
                 return False
@@ -103,55 +111,52 @@ class TrainingRecovery:
                 return False
         return True
 
-    def meet(self, worker: Worker) -> None:
-        """A worker begins a `fit` here: all that it knows from now on is this process's."""
-        self._met.add(worker)
+    def worker_joined_fit(self, worker: Worker) -> None:
+        """A worker begins a `fit` here: all that it knows from now on comes from this process."""
+        self._known_workers.add(worker)
 
-    def take_back(self, worker: Worker, message: Rejoin, buffers: Sequence[memoryview]) -> None:
+    def rejoin(self, worker: Worker, message: Rejoin, buffers: Sequence[memoryview]) -> None:
         """A worker has lost its link to this task in the middle of a `fit`, perhaps because the process is new."""
-        with self._restoring:
+        with self._lock:
             if self._store.fit < message.fit:
                 self._restore(message)
-            scheduled = self._is_head and message.epoch >= 0 and message.era == self._schedule.era
-            if self._must_rebuild and scheduled:
+            has_schedule = self._is_head and message.epoch >= 0 and message.era == self._schedule.fit.era
+            if self._must_rebuild and has_schedule:
                 self._must_rebuild = False
-                if not self._schedule.has_ended(message.fit):
-                    self._schedule.await_rejoins()
-            missing = max(0, message.version - self._restored)
-            # One that only its network had cut off has seen nothing that this process has not. Others may come late,
-            # when as many new updates have been made as were lost.
-            ahead = self._lost_updates < 0 or worker not in self._met or message.version > self._store.version
-            self._met.add(worker)
-            if self.took_over and ahead and missing > self._lost_updates:
+                if not self._schedule.fit.has_ended(message.fit):
+                    self._rebuild.start()
+            missing = max(0, message.version - self._restored_version)
+            # A worker that only its network had cut off has seen nothing that this process has not. Others may come
+            # late, when as many new updates were made as had been lost.
+            is_ahead = (
+                self._lost_updates < 0 or worker not in self._known_workers or message.version > self._store.version
+            )
+            self._known_workers.add(worker)
+            if self.took_over and is_ahead and missing > self._lost_updates:
                 more = missing - max(0, self._lost_updates)
                 self._lost_updates = missing
-                self._store.outrun(message.version, more)
+                self._store.skip_versions(message.version, more)
                 logger.warning("%s: %d updates of its variables are lost in all.", self._me.task, self._lost_updates)
-        if scheduled:
+        if has_schedule:
             order = np.frombuffer(buffers[0], np.int64) if buffers else None
-            self._schedule.rejoin(worker, message, order)
+            self._rebuild.rejoin(worker, message, order)
 
     def _restore(self, message: Rejoin) -> None:
         found = self._found
         state = None if found is None else _STATES.decode(found[0])
         if found is None or state is None or state.era < message.era:  # eras grow, from job to job
             what = (
-                f"was killed and started again, and so was {self._copied_by}, which had the copy of its variables, "
+                f"was killed and started again, and so was {self._replicated_by}, which had the copy of its variables, "
                 f"before this one had them back. Give servers hosts of their own, so that not both are lost at once."
-                if self._copied_by is not None
-                else "was killed and started again, and has no snapshot of this training. If its output tells of "
+                if self._replicated_by is not None
+                else "was killed and started again, and has no snapshot of this training. If its output names "
                 "damaged ones, look for a full disk; else pass snapshot_dir or replication=2 to "
                 "ParameterServerStrategy, or start the job with `phalanx run`."
             )
-            raise PeerLostError(
-                f"{self._me.task} {what}",
-                rank=-1,
-                task=str(self._me.task),
-                host="",
-            )
+            raise PeerLostError(f"{self._me.task} {what}", rank=-1, task=str(self._me.task), host="")
         self._store.restore(state, found[1])
         self._found = None
         self.took_over = self._must_rebuild = True
-        self._schedule.await_workers()
-        self._restored, self._lost_updates = state.version, -1  # even none is worth a line
+        self._rebuild.expect_workers()
+        self._restored_version, self._lost_updates = state.version, -1  # even 0 lost updates are logged
         logger.warning("%s goes on from its snapshot.", self._me.task)

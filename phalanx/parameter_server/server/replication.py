@@ -1,16 +1,18 @@
-"""The copy of a group's shards on another server: the stream that keeps it equal, and who leads.
+"""The replica of a group's shards on another server: the stream that keeps it equal.
 
 Chain replication (van Renesse and Schneider 2004) with a chain of two: the leader of a group sends each merged update
-on to the copy, which applies it as the leader does, and answers the workers when both have. A server that is lost then
-costs no update that was answered: the chief, which alone may do so, calls upon the copy to lead.
+to the replica, which applies it as the leader does, and answers the workers when both have applied it. A lost server
+then costs no update that was answered: the chief, and only the chief, calls upon the replica to lead.
 
-Of two servers that both think they lead, one is wrong: it was stopped or cut off while the chief called upon the other,
-whose lead has the greater term. They tell each other the terms, and it steps back. Until then it answers no update: a
-leader does so only while the chief is linked to it, and the chief is linked to one.
+If two servers both think that they lead, one is wrong: it was stopped or cut off while the chief called upon the other,
+whose lead has the greater term. They exchange their terms, and the wrong one steps back. Until then it answers no
+update: a leader does so only while the chief is connected to it, and the chief is connected to one leader.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -29,57 +31,107 @@ from phalanx.parameter_server.server_messages import (
 )
 from phalanx.transport.link import Link
 
+logger = logging.getLogger(__name__)
+
 Array = np.ndarray[Any, Any]
 Record = GroupState | AppliedUpdate | SetLearningRate | EndFit | JobOver
+State = tuple[GroupState, list[Array]]
 
-COPY_S = 20.0
-"""How long a copy may take for an update; a stopped one is then left behind, and made anew when it goes on."""
+REPLICA_S = 20.0
+"""How long a replica may take for an update. A stopped one is then dropped, and replaced when it runs again."""
+LOST = (LinkClosedError, LinkTimeoutError)
 
 _RECORDS = msgspec.msgpack.Decoder(Record)
 _encode = msgspec.msgpack.Encoder().encode
-_DONE = msgspec.msgpack.encode(Acknowledged())
+_ACKNOWLEDGED = _encode(Acknowledged())
 
 
 class ReplicaStream:
-    """The leader's end of the stream. Used by one thread at a time.
+    """The leader's end of the stream, if there is a replica. The store's lock protects it.
 
-    Raises (all methods): LinkClosedError or LinkTimeoutError if the copy is lost.
+    Args:
+        group: number of the shard group.
+        lock: the store's lock.
     """
 
-    def __init__(self, link: Link):
-        self._link = link
-        self._sent = 0
+    def __init__(self, group: int, lock: threading.Condition):
+        self._group = group
+        self._lock = lock
+        self._link: Link | None = None
+        self._unacknowledged = 0
 
     @property
-    def is_lost(self) -> bool:
-        """Whether its process has ended, as far as the system knows."""
-        return self._link.peer_closed()
+    def is_attached(self) -> bool:
+        """Whether another server has a replica, as far as is known."""
+        with self._lock:
+            if self._link is not None and self._link.peer_closed():
+                self._detach()
+            return self._link is not None
+
+    @property
+    def has_link(self) -> bool:
+        """Whether `send` sends anything."""
+        return self._link is not None
+
+    def attach(self, link: Link, state: State | None) -> bool:
+        """Keep a replica at the other end, which first receives this state; False if that failed."""
+        with self._lock:
+            self._link, self._unacknowledged = link, 0
+            self.send_state(state)
+            return self._link is not None
+
+    def send_state(self, state: State | None) -> None:
+        """Give the replica all that it needs; None before the first `fit`."""
+        if state is not None:
+            self.send(*state)
+            self.wait()
 
     def send(self, record: Record, arrays: Sequence[Array] = ()) -> None:
-        """Have it applied there too; `wait` says when it has been."""
-        self._link.send(
-            _encode(record), [np.ascontiguousarray(array) for array in arrays], deadline=time.monotonic() + COPY_S
-        )
-        self._sent += 1
+        """Have the replica apply this too; `wait` waits until it has."""
+        if self._link is not None:
+            try:
+                contents = [np.ascontiguousarray(array) for array in arrays]
+                self._link.send(_encode(record), contents, deadline=time.monotonic() + REPLICA_S)
+                self._unacknowledged += 1
+            except LOST:
+                self._detach()
 
     def wait(self) -> None:
-        """Wait until all that was sent has been applied."""
-        while self._sent:
-            self._link.receive(deadline=time.monotonic() + COPY_S)
-            self._sent -= 1
+        """Wait until the replica has applied all that was sent."""
+        try:
+            while self._link is not None and self._unacknowledged:
+                self._link.receive(deadline=time.monotonic() + REPLICA_S)
+                self._unacknowledged -= 1
+        except LOST:
+            self._detach()
 
-    def close(self) -> None:
+    def replicate(self, record: Record) -> None:
+        """`send` and `wait`."""
+        with self._lock:
+            self.send(record)
+            self.wait()
+
+    def end(self) -> None:
+        """The job is over, for the replica as well."""
+        with self._lock:
+            self.replicate(JobOver())
+            if self._link is not None:
+                self._link.close()
+                self._link = None
+
+    def _detach(self) -> None:
+        assert self._link is not None
+        logger.warning("The copy of the shards of group %d is lost; going on without one.", self._group)
         self._link.close()
+        self._link = None
 
 
 def receive(link: Link, idle_s: float) -> tuple[Record, list[memoryview]]:
-    """The copy's end: the next record, which `acknowledge` answers."""
+    """The replica's end: the next record, which `acknowledge` answers."""
     header, buffers = link.receive(deadline=time.monotonic() + idle_s)
     return _RECORDS.decode(header), buffers
 
 
 def acknowledge(link: Link) -> None:
-    link.send(_DONE, deadline=time.monotonic() + COPY_S)
-
-
-LOST = (LinkClosedError, LinkTimeoutError)
+    """The record was applied."""
+    link.send(_ACKNOWLEDGED, deadline=time.monotonic() + REPLICA_S)

@@ -1,0 +1,51 @@
+"""What the chief announces to the other workers through the head: broadcasts, and the beginning of managed sessions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from phalanx.parameter_server.server.worker_membership import WorkerMembership
+from phalanx.parameter_server.server_protocol import CHIEF, Worker
+
+Array = np.ndarray[Any, Any]
+
+
+class ChiefAnnouncements:
+    """Used by one thread for each worker; the membership's lock protects it."""
+
+    def __init__(self, members: WorkerMembership):
+        self._members = members
+        self._broadcasts: dict[str, tuple[int, list[Array]]] = {}  # by subject: the first `fit`, and the arrays
+        self._session = -1  # the newest session that has begun
+
+    def begin_session(self, worker: Worker, session: int) -> None:
+        """From the chief: the session begins. From another worker: wait until it has."""
+        members = self._members
+        with members.changed:
+            if worker == CHIEF:
+                self._session = max(self._session, session)
+                members.changed.notify_all()
+            until = members.clock() + members.start_s
+            while self._session < session:
+                members.wait_for_chief(until, lambda: f"{members.names[CHIEF]} did not begin its managed session")
+
+    def broadcast(self, subject: str, fit: int, arrays: list[Array], *, keep_first: bool) -> list[Array]:
+        """Store the chief's arrays; returns those that now hold: with `keep_first`, the ones broadcast first."""
+        with self._members.changed:
+            if not (keep_first and subject in self._broadcasts):
+                self._broadcasts[subject] = (fit, arrays)
+                self._members.changed.notify_all()
+            return self._broadcasts[subject][1]
+
+    def wait_for_broadcast(self, subject: str, fit: int) -> list[Array] | None:
+        """The chief's arrays for `fit` or a later one; None if it leaves without broadcasting any."""
+        members = self._members
+        with members.changed:
+            until = members.clock() + members.start_s
+            while subject not in self._broadcasts or self._broadcasts[subject][0] < fit:
+                if members.has_chief_left:
+                    return None
+                members.wait_for_chief(until, lambda: f"{members.names[CHIEF]} did not broadcast its {subject}")
+            return self._broadcasts[subject][1]

@@ -1,0 +1,206 @@
+"""The steps of one `fit`: its open epoch, its outstanding tickets, and what its workers reported.
+
+Pure: `StepSchedule` calls it with its lock held and does all waiting.
+
+A `fit` passes through these phases:
+
+    DECLARED            -> RUNNING      its first epoch is opened
+    DECLARED, RUNNING   -> REBUILDING   another process leads now, and waits for the workers' positions
+    REBUILDING          -> RUNNING      ... or DECLARED, if the chief has not opened its epoch
+    any                 -> ENDED        the chief ends it
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from enum import Enum, auto
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from phalanx.parameter_server.server.bounded_staleness import BoundedStaleness
+from phalanx.parameter_server.server.epoch_batches import EpochBatches, LostBatches
+from phalanx.parameter_server.server.epoch_reports import EpochReports
+from phalanx.parameter_server.server.tickets import OutstandingTickets
+from phalanx.parameter_server.server_messages import EpochOver, FitOver, Ticket, UpdateRules
+from phalanx.parameter_server.server_protocol import Worker
+
+logger = logging.getLogger(__name__)
+
+Array = np.ndarray[Any, Any]
+
+
+class FitPhase(Enum):
+    """Where a `fit` is in its life.
+
+    DECLARED: no epoch is open yet. RUNNING: an epoch was opened. REBUILDING: this process has taken the lead in the
+    middle of the `fit` and waits for the workers to say where they are. ENDED: the chief has ended it.
+    """
+
+    DECLARED = auto()
+    RUNNING = auto()
+    REBUILDING = auto()
+    ENDED = auto()
+
+
+class SampleOrder(NamedTuple):
+    """The order of the samples in one pass over the data.
+
+    Attributes:
+        epoch: the first epoch of the pass; -1: there is none.
+        indices: the samples' numbers, an integer array.
+    """
+
+    epoch: int = -1
+    indices: Array = np.zeros(0, np.int64)
+
+
+class FitSchedule:
+    """Decides who makes which step of one `fit`.
+
+    Args:
+        number: number of the `fit` call.
+        era: era of the `fit`, as the chief declared it.
+        rules: how updates are made.
+        workers: the connected workers.
+        last_serial: serial of the newest step of the job.
+
+    Attributes:
+        newest: serial of the newest applied step; -1 before the first.
+        steps_by_epoch: number of steps in each former epoch.
+        lost: batches that were handed out and that no worker is known to have trained on.
+        is_on_hold: the chief pauses the training.
+        stop_requested: a worker has requested that the chief ends the `fit`.
+    """
+
+    def __init__(self, number: int, era: int, rules: UpdateRules, workers: Collection[Worker], last_serial: int = 0):
+        self.number = number
+        self.era = era
+        self.rules = rules
+        self.phase = FitPhase.DECLARED
+        self.last_serial = last_serial
+        self.epoch: EpochBatches | None = None
+        self.tickets = OutstandingTickets()
+        self.staleness = BoundedStaleness(rules.staleness, workers)
+        self.reports = EpochReports()
+        self.order = SampleOrder()
+        self.newest = -1
+        self.steps_by_epoch: dict[int, int] = {}
+        self.lost = LostBatches()
+        self.is_on_hold = False
+        self.stop_requested = False
+
+    # Epochs.
+
+    def has_ended(self, fit: int) -> bool:
+        """Whether the chief has ended the `fit` of this number."""
+        return fit < self.number or (fit == self.number and self.phase is FitPhase.ENDED)
+
+    def is_open(self, fit: int, epoch: int) -> bool:
+        """Whether this epoch is the open one."""
+        return self.epoch is not None and (self.number, self.epoch.number) == (fit, epoch)
+
+    def open_epoch(self, number: int, steps: int | None) -> None:
+        self._record_steps()
+        self.reports = EpochReports()
+        self.epoch = EpochBatches(number, steps)
+        self.phase = FitPhase.RUNNING
+        self.tickets = OutstandingTickets()
+
+    def end(self) -> None:
+        """The chief has ended the `fit`."""
+        self._record_steps()
+        self.epoch = None
+        self.phase = FitPhase.ENDED
+
+    def _record_steps(self) -> None:
+        if self.epoch is not None:
+            self.steps_by_epoch[self.epoch.number] = self.epoch.count
+
+    @property
+    def steps_made(self) -> int:
+        """Number of steps handed out in the open epoch; 0 if none is open."""
+        return 0 if self.epoch is None else self.epoch.count
+
+    def superseded(self, fit: int, era: int) -> EpochOver | FitOver | None:
+        """The response to a worker in a `fit` that the chief has ended, or has declared again in another era."""
+        if self.has_ended(fit):
+            return FitOver()
+        if self.epoch is not None and fit == self.number and era != self.era:
+            return EpochOver(back_to=self.epoch.number, era=self.era)
+        return None
+
+    # Steps.
+
+    def issue(self, worker: Worker, connected: Collection[Worker]) -> Ticket | EpochOver | None:
+        """A ticket of the open epoch for this worker, or that the epoch is over; None: not now."""
+        epoch = self.epoch
+        assert epoch is not None, "an epoch is open"
+        if self.rules.synchronous:
+            return self._issue_jointly(worker, epoch, connected)
+        self.reports.participants.add(worker)
+        if self.is_on_hold:
+            return None
+        if epoch.is_exhausted:
+            # A ticket that a worker still holds may come back.
+            return None if self.tickets.by_serial else EpochOver(epoch.count)
+        if self.blocked_by(worker) is not None:
+            return None
+        ticket = self._next_ticket(worker, epoch, (worker,))
+        assert ticket is not None, "the epoch is not exhausted"
+        self.tickets.add([ticket])
+        return ticket
+
+    def _issue_jointly(
+        self, worker: Worker, epoch: EpochBatches, connected: Collection[Worker]
+    ) -> Ticket | EpochOver | None:
+        if self.tickets.joint is None:
+            if self.is_on_hold:
+                return None
+            ticket = self._next_ticket(worker, epoch, tuple(sorted(connected)))
+            if ticket is None:
+                return EpochOver(epoch.count, newest=self.newest)
+            self.tickets.begin_joint(ticket)
+        return self.tickets.issue_joint(worker)
+
+    def _next_ticket(self, worker: Worker, epoch: EpochBatches, members: tuple[Worker, ...]) -> Ticket | None:
+        batch = epoch.draw()
+        if batch is None:
+            return None
+        self.last_serial += 1
+        return Ticket(self.number, epoch.number, batch, members, worker, self.last_serial, self.era)
+
+    def blocked_by(self, worker: Worker) -> Worker | None:
+        """The slowest worker, if bounded staleness keeps this one from making a step."""
+        return self.staleness.blocked_by(worker, self.tickets.count_of(worker))
+
+    def complete(self, ticket: Ticket) -> None:
+        """The step of this ticket is over."""
+        self.newest = max(self.newest, ticket.serial)
+        self.staleness.count_step(ticket.member)
+        self.tickets.settle(ticket.serial)
+
+    def report_no_batch(self, ticket: Ticket, *, ends: bool) -> None:
+        """A worker has no batch for its ticket: the epoch `ends` before it, or its stream is already past it."""
+        self.tickets.settle(ticket.serial)
+        if self.epoch is not None and self.is_open(ticket.fit, ticket.epoch):
+            if ends:
+                self.epoch.truncate(ticket.batch)
+            else:
+                self.lost.count += 1
+                logger.warning("Batch %d of epoch %d is lost with its worker.", ticket.batch, ticket.epoch + 1)
+
+    def release(self, worker: Worker, connected: Collection[Worker]) -> None:
+        """A worker was lost: its batches are handed out again."""
+        self.staleness.remove_worker(worker)
+        for ticket in self.tickets.release(worker, connected):
+            if self.epoch is not None and self.is_open(ticket.fit, ticket.epoch):
+                self.epoch.put_back(ticket.batch)
+
+    def restore(self, ticket: Ticket) -> None:
+        """A worker that had only lost its connection still makes the step that was taken from it."""
+        if self.tickets.restore_joint(ticket) or self.epoch is None or not self.is_open(ticket.fit, ticket.epoch):
+            return
+        if self.epoch.reclaim(ticket.batch):
+            self.tickets.add([ticket])

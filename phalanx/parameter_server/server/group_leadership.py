@@ -1,0 +1,252 @@
+"""Which of a group's two servers leads it, and what the other one does: keep the replica.
+
+UNSETTLED -> LEADING     the other server keeps the replica
+UNSETTLED -> FOLLOWING   the other server leads
+LEADING   -> FOLLOWING   the other server leads with a greater term: this one was stopped or cut off
+FOLLOWING -> LEADING     the chief calls upon this server, or the leader has lost its values
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
+
+import msgspec
+
+from phalanx.cluster.admission import DISAGREEMENT
+from phalanx.cluster.compatibility import TaskDescription, describe_disagreement
+from phalanx.cluster.peer_registry import TaskIdentity
+from phalanx.cluster.spec import Task
+from phalanx.errors import FrameError, PhalanxError
+from phalanx.parameter_server.server import replication
+from phalanx.parameter_server.server.recovery import TrainingRecovery
+from phalanx.parameter_server.server.service_threads import ServiceThreads
+from phalanx.parameter_server.server.step_schedule import StepSchedule
+from phalanx.parameter_server.server.variable_store import VariableStore
+from phalanx.parameter_server.server_messages import AppliedUpdate, EndFit, GroupState, JobOver, SetLearningRate
+from phalanx.parameter_server.server_protocol import LEADING, REPLICATE, peer_lost
+from phalanx.transport.dial import RefusedError
+from phalanx.transport.handshake import Hello, Welcome
+from phalanx.transport.link import Link
+
+logger = logging.getLogger(__name__)
+
+SEEK_S = 0.5
+"""Seconds between two checks whether the replica is still there."""
+FIRST_SEEK_S = 0.05
+"""Seconds between two attempts to reach the other server at the start, when workers wait for it."""
+ATTEMPT_S = 5.0
+"""Seconds for one attempt."""
+IDLE_S = 3600.0
+"""How long a leader may send nothing to its replica before it must connect again. Its death is noticed at once."""
+
+
+class GroupRole(Enum):
+    """This server's role in a group. UNSETTLED: it would lead, and has not reached the other server yet."""
+
+    UNSETTLED = auto()
+    LEADING = auto()
+    FOLLOWING = auto()
+
+
+class LeaderOffer(msgspec.Struct, frozen=True):
+    """What a server that leads states when it asks the other one to keep the replica.
+
+    Attributes:
+        description: of the server's task.
+        is_fresh: it has no values yet.
+        term: of its lead.
+    """
+
+    description: TaskDescription
+    is_fresh: bool
+    term: int
+
+
+class GroupLeadership:
+    """This server's role in one group.
+
+    Args:
+        me: this task.
+        number: of the group.
+        parts: the group's variables, schedule and recovery.
+        changed: the group's lock; it protects the role, the term and the leader's link. Notified at every change.
+        threads: the group's threads.
+        is_own: this server is the one that is responsible for the group.
+        other: the other server of the group; None if there is no replica.
+        on_follow: called with the lock held when the other server leads; returns the links to close.
+
+    Attributes:
+        role: see `GroupRole`.
+        following: the leader's link, while this server follows.
+        is_job_over: the leader has said that the job is over.
+    """
+
+    def __init__(
+        self,
+        me: TaskIdentity,
+        number: int,
+        parts: tuple[VariableStore, StepSchedule, TrainingRecovery],
+        changed: threading.Condition,
+        threads: ServiceThreads,
+        *,
+        is_own: bool,
+        other: Task | None,
+        on_follow: Callable[[], Sequence[Link]],
+    ):
+        self._me = me
+        self._number = number
+        self._other = other
+        self._store, self._schedule, self._recovery = parts
+        self._changed = changed
+        self._threads = threads
+        self._on_follow = on_follow
+        self.role = GroupRole.FOLLOWING if not is_own else GroupRole.LEADING if other is None else GroupRole.UNSETTLED
+        self._term = 0  # grows with each change of the leader; of two that lead, the greater term is right
+        self.following: Link | None = None
+        self.is_job_over = False
+        # Held while a record of the leader is applied, and while this server becomes the leader. Acquired before
+        # `changed`.
+        self._applying = threading.Lock()
+        self._followed_at = time.monotonic()  # when the leader was last known to be there
+
+    @property
+    def is_leading(self) -> bool:
+        return self.role is GroupRole.LEADING
+
+    def start(self) -> None:
+        """Look for the other server, if there is one."""
+        if self._other is not None:
+            self._threads.start("replicas", self._maintain_replica)
+
+    def lead(self) -> None:
+        """Lead from now on: the chief has lost the other server, or that one has lost its values."""
+        with self._applying, self._changed:
+            if self.is_leading:
+                return
+            logger.warning("%s leads the shards of group %d from now on.", self._me.task, self._number)
+            self.role = GroupRole.LEADING
+            self._term += 1
+            self._recovery.take_the_lead()
+            if self.following is not None:
+                self.following.close()
+            self._changed.notify_all()
+
+    def _follow_other(self) -> None:
+        """The other server leads."""
+        with self._changed:
+            if self.is_leading:
+                logger.warning("%s leads the shards of group %d no more.", self._me.task, self._number)
+            self.role = GroupRole.FOLLOWING
+            links = self._on_follow()
+            self._schedule.members.workers.forget_evictions()
+            self._changed.notify_all()
+        for link in links:
+            link.close()
+
+    def check_leader(self, now: float, first_contact_until: float, return_s: float) -> None:
+        """Raise PeerLostError if this server follows a leader that has been gone for too long. With the lock held."""
+        if self.following is not None:
+            self._followed_at = now
+        elif now - max(self._followed_at, first_contact_until) > return_s:
+            raise peer_lost(str(self._other), f"training; it did not come back within {return_s:g} s")
+
+    # The leader's side.
+
+    def _maintain_replica(self) -> None:
+        """While this server leads, or would, see to it that the other one keeps the replica. The body of a thread."""
+        assert self._other is not None
+        while True:
+            with self._changed:
+                pause_s = 0.0 if self.role is GroupRole.UNSETTLED else SEEK_S
+                if self._changed.wait_for(self._threads.closing.is_set, pause_s):
+                    return
+                is_wanted = self.role is not GroupRole.FOLLOWING and not self.is_job_over
+            if not is_wanted or self._store.replica.is_attached:
+                continue
+            offer = LeaderOffer(self._me.description, self._store.fit < 0, self._term)
+            try:
+                link, _ = self._me.dial(
+                    self._other,
+                    f"{REPLICATE}/{self._number}",
+                    msgspec.msgpack.encode(offer),
+                    deadline=time.monotonic() + ATTEMPT_S,
+                )
+            except PhalanxError as error:
+                if isinstance(error, RefusedError) and error.welcome.refusal == LEADING:
+                    self._follow_other()
+                else:  # it is starting, or gone for a while
+                    time.sleep(FIRST_SEEK_S)
+                continue
+            if self._store.add_replica(link):
+                if self._store.fit >= 0:
+                    logger.warning("%s holds a copy of the shards of group %d.", self._other, self._number)
+                with self._changed:
+                    self.role = GroupRole.LEADING
+                    self._changed.notify_all()
+
+    # The follower's side; `admit` and `adopt` are the listener's service for the leader.
+
+    def admit(self, hello: Hello) -> Welcome:
+        """Whether the other server may lead this group and keep its replica here."""
+        try:
+            offer = msgspec.msgpack.decode(hello.details, type=LeaderOffer)
+        except msgspec.MsgspecError as error:
+            return Welcome(refusal=DISAGREEMENT, reason=f"{hello.task} runs another version ({error}).")
+        if disagreement := describe_disagreement(self._me.description, offer.description):
+            return Welcome(refusal=DISAGREEMENT, reason=disagreement)
+        if offer.is_fresh and self._store.fit >= 0:
+            self.lead()
+        with self._changed:
+            was_leading = self.is_leading
+            if was_leading and self._term >= offer.term:
+                return Welcome(refusal=LEADING, reason=f"{self._me.task} leads group {self._number} now.")
+            self._term = offer.term
+        if was_leading:  # it was stopped or cut off while the chief called upon the other one
+            self._follow_other()
+        return Welcome()
+
+    def adopt(self, hello: Hello, link: Link) -> None:
+        """The other server leads, and this is its stream."""
+        self._threads.start(f"replica-of-{hello.task}", self._follow, link)
+
+    def _follow(self, link: Link) -> None:
+        """Apply what the leader applies, until its link ends. The body of a thread."""
+        with self._applying, self._changed:
+            self.following = link
+        try:
+            while True:
+                record, buffers = replication.receive(link, IDLE_S)
+                with self._applying:
+                    if self.is_leading or self.following is not link:
+                        return  # the record is of a former leader
+                    self._apply(record, buffers)
+                replication.acknowledge(link)
+        except replication.LOST as error:
+            if not (self._threads.closing.is_set() or self.is_job_over or self.is_leading):
+                logger.warning("%s: %s", self._me.task, error)
+        except (FrameError, msgspec.MsgspecError) as error:
+            logger.warning("%s hangs up on %s: %s", self._me.task, self._other, error)
+        finally:
+            link.close()
+            with self._changed:
+                if self.following is link:
+                    self.following = None
+
+    def _apply(self, record: replication.Record, buffers: Sequence[memoryview]) -> None:
+        match record:
+            case GroupState():
+                self._store.restore(record, buffers)
+            case AppliedUpdate():
+                self._store.follow(record, buffers)
+            case SetLearningRate(rate):
+                self._store.set_learning_rate(rate)
+            case EndFit(fit):
+                self._schedule.end_fit(fit)
+            case JobOver():
+                with self._changed:
+                    self.is_job_over = True
+                    self._changed.notify_all()

@@ -1,0 +1,145 @@
+"""A schedule in the middle of a `fit`, rebuilt by a new head from what the workers say about their positions."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from phalanx.parameter_server.server.epoch_batches import EpochBatches
+from phalanx.parameter_server.server.fit_schedule import FitPhase, FitSchedule, SampleOrder
+from phalanx.parameter_server.server.step_schedule import StepSchedule
+from phalanx.parameter_server.server_messages import Rejoin
+from phalanx.parameter_server.server_protocol import CHIEF, Worker
+
+logger = logging.getLogger(__name__)
+
+Array = np.ndarray[Any, Any]
+
+REJOIN_S = 60.0
+"""How long a new leader waits for workers: one in the middle of a long step has not noticed the change yet."""
+
+
+class WorkerPosition(NamedTuple):
+    """Where a worker is in the training: its message, and from the chief the sample order, if there is one."""
+
+    message: Rejoin
+    order: Array | None
+
+
+class ScheduleRebuild:
+    """Collects the workers' positions and rebuilds the schedule. The schedule's lock protects it."""
+
+    def __init__(self, schedule: StepSchedule):
+        self._schedule = schedule
+        self._members = schedule.members
+        self._since = 0.0
+        self._positions: dict[Worker, WorkerPosition] = {}
+        self._new_processes: set[Worker] = set()  # workers that have no position to report
+        self._members.add_observer(self)
+
+    def worker_joined(self, worker: Worker) -> None:
+        """See `MembershipObserver`."""
+
+    def worker_left(self, worker: Worker) -> None:
+        """See `MembershipObserver`."""
+        self._positions.pop(worker, None)
+
+    def expect_workers(self) -> None:
+        """Another process led before: its workers are about to connect here, and are not lost."""
+        with self._schedule.changed:
+            self._members.workers.expect_all(REJOIN_S)
+
+    def start(self) -> None:
+        """Hand out nothing until the workers have reported their positions."""
+        with self._schedule.changed:
+            self._schedule.fit.phase = FitPhase.REBUILDING
+            self._since = self._schedule.clock()
+            self._positions.clear()
+            self._new_processes.clear()
+
+    def rejoin(self, worker: Worker, message: Rejoin, order: Array | None) -> None:
+        """A worker has reconnected and reports its position."""
+        schedule = self._schedule
+        with schedule.changed:
+            schedule.global_step = max(schedule.global_step, message.step)
+            if schedule.fit.phase is FitPhase.REBUILDING:
+                self._positions[worker] = WorkerPosition(message, order)
+                self._new_processes.discard(worker)
+                if len(self._positions) == len(self._members.names):
+                    self._finish()
+            else:
+                for ticket in message.tickets:
+                    schedule.fit.restore(ticket)
+            schedule.changed.notify_all()
+
+    def wait(self, worker: Worker, timeout_s: float) -> None:
+        """Wait until the schedule is rebuilt, before anything else that this worker requests.
+
+        The chief is waited for at most `timeout_s`, and the others less; new processes have no position to report.
+        """
+        schedule, members = self._schedule, self._members
+        if schedule.fit.phase is not FitPhase.REBUILDING:
+            return
+        with schedule.changed:
+            if schedule.fit.phase is FitPhase.REBUILDING and worker not in self._positions:
+                self._new_processes.add(worker)
+            while schedule.fit.phase is FitPhase.REBUILDING:
+                waited_s = schedule.clock() - self._since
+                all_came = len(self._positions.keys() | self._new_processes) == len(members.names)
+                if CHIEF in self._positions and (all_came or waited_s > min(REJOIN_S, timeout_s / 2)):
+                    self._finish()
+                    schedule.changed.notify_all()
+                else:
+                    members.wait_for_chief(self._since + timeout_s, lambda: f"{members.names[CHIEF]} did not come back")
+
+    def _finish(self) -> None:
+        schedule = self._schedule
+        if schedule.fit.rules.synchronous:
+            here = [m for m, _ in self._positions.values() if m.era == schedule.fit.era]
+            schedule.proved = max((message.finished for message in here), default=-1)
+        if rebuild_fit(schedule.fit, self._positions):
+            schedule.last_progress = schedule.clock()  # no worker is late yet
+        self._positions.clear()
+
+
+def rebuild_fit(fit: FitSchedule, positions: Mapping[Worker, WorkerPosition]) -> bool:
+    """Continue where the workers are; whether an epoch is open then."""
+    chief, order = positions[CHIEF]
+    here = [message for message, _ in positions.values() if message.era == fit.era]
+    same = [m for m in here if (m.fit, m.epoch) == (chief.fit, chief.epoch)]
+    tickets = [ticket for message in same for ticket in message.tickets]
+    fit.last_serial = max([t.serial for t in tickets] + [m.finished for m in here], default=0)
+    fit.phase = FitPhase.DECLARED
+    if not chief.opened or chief not in same:  # the chief's next request opens the epoch
+        return False
+    fit.phase = FitPhase.RUNNING
+    fit.epoch = epoch = EpochBatches(chief.epoch, None if chief.steps < 0 else chief.steps)
+    epoch.next = max(message.batches for message in same)
+    fit.order = SampleOrder(chief.order_epoch, np.zeros(0, np.int64) if order is None else order)
+    # Workers that are ahead have reported, and do so once more.
+    fit.reports.participants = {w for w, (m, _) in positions.items() if m in here and m.epoch >= chief.epoch}
+    if fit.rules.synchronous:
+        if tickets:
+            # A worker that has finished the newest step proves that it was applied: the next one may be handed out.
+            joint = max(tickets, key=lambda ticket: ticket.serial)
+            if all(message.finished < joint.serial for message in here):
+                holders = {ticket.member for ticket in tickets if ticket.serial == joint.serial}
+                fit.tickets.begin_joint(joint, holders)
+        return True
+    fit.tickets.by_serial.clear()
+    fit.tickets.add(tickets)
+    known = len(fit.tickets.by_serial) + sum(message.steps_made for message in same)
+    # A worker that is ahead was told that the epoch is over: then no worker held any of it.
+    is_any_ahead = any((m.fit, m.epoch) > (chief.fit, chief.epoch) for m in here)
+    if not is_any_ahead and (unknown := epoch.next - known) > 0:
+        fit.lost.count += unknown
+        logger.warning(
+            "Up to %d batches of epoch %d are lost: they were handed out, and no connected worker has them or has "
+            "trained on them.",
+            unknown,
+            chief.epoch + 1,
+        )
+    return True

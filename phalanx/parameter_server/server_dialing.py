@@ -1,0 +1,93 @@
+"""Connecting to a parameter server, or to the first of several tasks that accepts a connection."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from phalanx.cluster.admission import DISAGREEMENT
+from phalanx.cluster.peer_dialing import ATTEMPT_TIMEOUT_S, HANDSHAKE_FAILURES_S
+from phalanx.cluster.peer_registry import TaskIdentity
+from phalanx.cluster.spec import Task
+from phalanx.errors import (
+    DisagreementError,
+    HandshakeError,
+    LinkClosedError,
+    LinkTimeoutError,
+    PhalanxError,
+    RendezvousError,
+)
+from phalanx.parameter_server.server_protocol import NOT_LEADING, NOTICE_AFTER_S
+from phalanx.transport.dial import RefusedError, retry_delay_s
+from phalanx.transport.handshake import Welcome
+from phalanx.transport.link import Link
+
+logger = logging.getLogger(__name__)
+
+
+def connect(
+    me: TaskIdentity, task: Task, purpose: str, deadline: float, check: Callable[[], None] = lambda: None
+) -> Link:
+    """A link to a task for a purpose; tries until it is there. Arguments and errors as for `connect_first`."""
+    return connect_first(me, lambda waited_s: [(task, purpose)], deadline, check=check)[0]
+
+
+def connect_first(
+    me: TaskIdentity,
+    candidates: Callable[[float], Sequence[tuple[Task, str]]],
+    deadline: float,
+    *,
+    attempt_s: float = ATTEMPT_TIMEOUT_S,
+    check: Callable[[], None] = lambda: None,
+) -> tuple[Link, Welcome, Task]:
+    """Connect to the first of some tasks that accepts; tries until one does.
+
+    Args:
+        me: this task.
+        candidates: the tasks and the purpose for each, given the number of seconds waited so far.
+        deadline: a value of `time.monotonic()`.
+        attempt_s: seconds for one attempt.
+        check: called between two rounds; an error that it raises ends them.
+
+    Returns: the link, the task's answer, and the task.
+
+    Raises:
+        RendezvousError: no task accepted in time.
+        DisagreementError: a task and this one differ in what must be equal.
+        HandshakeError: the process at an address is not part of the job, or refuses for good.
+    """
+    started_at = time.monotonic()
+    failing_since: float | None = None  # since when no failure was one that waiting may cure
+    has_noticed = deadline - started_at < NOTICE_AFTER_S
+    details = msgspec.msgpack.encode(me.description)
+    while True:
+        failure: PhalanxError | None = None
+        for task, purpose in candidates(time.monotonic() - started_at):
+            now = time.monotonic()
+            try:
+                return *me.dial(task, purpose, details, deadline=now + attempt_s), task
+            except (LinkClosedError, LinkTimeoutError) as error:
+                failing_since, failure = None, error
+            except RefusedError as error:
+                if error.welcome.refusal == DISAGREEMENT:
+                    raise DisagreementError(error.welcome.reason) from error
+                failing_since = None if error.welcome.refusal == NOT_LEADING else failing_since or now
+                failure = error
+            except HandshakeError as error:
+                failing_since, failure = failing_since or now, error
+        now = time.monotonic()
+        if failure is not None and failing_since is not None and now - failing_since > HANDSHAKE_FAILURES_S:
+            raise failure
+        task, _ = candidates(0.0)[0]
+        if now > deadline:
+            raise RendezvousError(
+                f"{task} did not come to the job in time ({failure}). Start it with the same cluster."
+            )
+        if not has_noticed and now - started_at > NOTICE_AFTER_S:
+            has_noticed = True
+            logger.warning("%s waits, for up to %.0f s, for %s: %s", me.task, deadline - now, task, failure)
+        check()
+        time.sleep(retry_delay_s(now - started_at))
