@@ -243,7 +243,7 @@ def test_whose_part_was_not_needed_waits_for_the_last_step_on_the_other_servers(
             store.changed.notify_all()
         assert pulled.result(BOUND_S) == (0, [])
         lost = pool.submit(store.pull, 0, -1, over.newest + 1)
-        other.detach(1, "incarnation 1")
+        other.members.detach(1, "incarnation 1")
         store.wake()
         assert lost.result(BOUND_S) == (0, []), "who could send it is gone"
 
