@@ -1,7 +1,7 @@
-"""Rows of a table: what of a large variable travels where only some of it is used, as in an embedding.
+"""Rows of a table: the part of a large variable that is sent where a batch uses only some rows, as in an embedding.
 
-Pure functions. The rows of a table lie in several shards where it is cut; row numbers are counted from the beginning of
-the table on a worker, and of the shard on its way and on a server.
+Pure functions. A table that is cut has its rows in several shards. Workers count row numbers from the beginning of the
+table; messages and servers count them from the beginning of the shard.
 """
 
 from __future__ import annotations
@@ -16,35 +16,38 @@ from phalanx.parameter_server.shard_placement import Shard
 Array = np.ndarray[Any, Any]
 
 NUMBER = np.dtype("int32")
-"""Of row numbers. A table of more rows would take 8 GiB for a single column."""
+"""Dtype of row numbers. A table with more rows would take 8 GiB for a single column."""
 
 
 class TableRows(NamedTuple):
     """Some rows of a table.
 
     Attributes:
-        numbers: which; ascending, each once.
-        values: a row for each.
+        numbers: distinct row numbers, ascending.
+        values: a row for each number.
     """
 
     numbers: Array
     values: Array
 
 
-def of_shard(numbers: Array, shard: Shard) -> slice:
-    """Where the row numbers that lie in a shard stand among ascending ones."""
+def numbers_in_shard(numbers: Array, shard: Shard) -> Array:
+    """Those of ascending row numbers that are in a shard, counted from its beginning."""
+    return numbers[_part(numbers, shard)] - NUMBER.type(shard.start)
+
+
+def cut(rows: TableRows, shard: Shard) -> TableRows:
+    """The rows that are in a shard, counted from its beginning."""
+    return TableRows(numbers_in_shard(rows.numbers, shard), rows.values[_part(rows.numbers, shard)])
+
+
+def _part(numbers: Array, shard: Shard) -> slice:
     first, last = np.searchsorted(numbers, (shard.start, shard.stop))
     return slice(int(first), int(last))
 
 
-def cut(rows: TableRows, shard: Shard) -> TableRows:
-    """Those of the rows that lie in a shard, counted from its beginning."""
-    part = of_shard(rows.numbers, shard)
-    return TableRows(rows.numbers[part] - NUMBER.type(shard.start), rows.values[part])
-
-
 def weighted_sum(parts: Sequence[TableRows], weights: Sequence[float]) -> TableRows:
-    """The sum of whole tables that have these rows and else zeros; the rows of what has weight 0 are not touched."""
+    """The weighted sum of tables that have these rows, and zeros elsewhere; parts of weight 0 add no rows."""
     counting = [(part, weight) for part, weight in zip(parts, weights, strict=True) if weight]
     like = parts[0].values
     numbers = np.unique(np.concatenate([np.zeros(0, NUMBER), *[part.numbers for part, _ in counting]]))
@@ -55,13 +58,12 @@ def weighted_sum(parts: Sequence[TableRows], weights: Sequence[float]) -> TableR
 
 
 def power_of_two(count: int) -> int:
-    """The least power of two that is at least `count`: of such sizes there are few, so functions compiled for them
-    serve many steps."""
+    """The least power of two that is at least `count`: there are few such sizes, so compiled functions are reused."""
     return 1 << max(0, count - 1).bit_length()
 
 
 def padded(rows: Array, length: int) -> Array:
-    """The rows with zeros after them."""
+    """The rows, followed by zeros up to a length."""
     result = np.zeros((length, *rows.shape[1:]), rows.dtype)
     result[: len(rows)] = rows
     return result

@@ -22,7 +22,7 @@ from phalanx.training import callback_list
 from phalanx.training.model_checks import check_normalization
 from phalanx.training.parameter_server_worker import ParameterServerWorker
 from phalanx.training.remote_variables import RemoteVariables
-from phalanx.training.sparse_embeddings import EmbeddingTable, SparseEmbeddings, choose, find_tables
+from phalanx.training.sparse_embeddings import EmbeddingTable, SparseEmbeddings, find_tables, select_tables
 from phalanx.training.steps.parameter_server_step import ParameterServerMerge
 
 logger = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class RemoteModel:
             logger.warning("All rows of embeddings travel, because a callback saves the model between batches.")
             wanted = False
         sample = self._sample
-        return choose(found, wanted, lambda tables: SparseEmbeddings(self.model, tables).count(sample))
+        return select_tables(found, wanted, lambda tables: SparseEmbeddings(self.model, tables).count(sample))
 
     def _use_tables(self, found: Sequence[EmbeddingTable], numbers: Sequence[int]) -> None:
         """Let single rows travel of the tables that the chief has chosen, by numbers of variables."""
@@ -169,7 +169,8 @@ class RemoteModel:
     def pull_tables(self) -> None:
         """Put the servers' embedding tables into the model, if they are newer than its own."""
         if self.embeddings is not None and self._tables_stale:
-            self.embeddings.assign(self.merge.pull_tables())
+            self.merge.flush()
+            self.embeddings.assign(self.merge.rows.pull_tables())
             self._tables_stale = False
 
     def mark_stale(self) -> None:

@@ -334,7 +334,7 @@ def test_an_optimizer_that_needs_whole_tables_says_why(name: str, options: dict[
 def test_tables_that_are_worth_it_are_chosen(caplog: pytest.LogCaptureFixture) -> None:
     import keras
 
-    from phalanx.training.sparse_embeddings import choose
+    from phalanx.training.sparse_embeddings import select_tables
 
     def table(rows: int, width: int, **options: Any) -> Any:
         inputs = keras.Input((1,), dtype="int32")
@@ -343,10 +343,10 @@ def test_tables_that_are_worth_it_are_chosen(caplog: pytest.LogCaptureFixture) -
 
     large, small = table(100_000, 16), table(1000, 16)
     whole = table(300_000, 16, embeddings_regularizer="l2")
-    assert choose([large, small, whole], False, lambda _: [64, 64]) == []
-    assert choose([large, small, whole], "auto", lambda _: [64, 64]) == [large]
-    assert choose([large], "auto", lambda _: [10_000]) == [], "a batch uses much of it"
-    assert choose([large, small, whole], True, lambda _: [64, 64]) == [large, small]
+    assert select_tables([large, small, whole], False, lambda _: [64, 64]) == []
+    assert select_tables([large, small, whole], "auto", lambda _: [64, 64]) == [large]
+    assert select_tables([large], "auto", lambda _: [10_000]) == [], "a batch uses much of it"
+    assert select_tables([large, small, whole], True, lambda _: [64, 64]) == [large, small]
     assert "[300000, 16] travel at every step, because it has a regularizer" in caplog.text
 
 

@@ -181,7 +181,7 @@ class GroupLeadership:
                 else:  # it is starting, or gone for a while
                     time.sleep(FIRST_SEEK_S)
                 continue
-            if self._store.add_replica(link):
+            if self._store.replica.attach(link, self._store.state):
                 if self._store.fit >= 0:
                     logger.warning("%s holds a copy of the shards of group %d.", self._other, self._number)
                 with self._changed:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -73,11 +73,11 @@ class ReplicaStream:
         """Whether `send` sends anything."""
         return self._link is not None
 
-    def attach(self, link: Link, state: State | None) -> bool:
-        """Keep a replica at the other end, which first receives this state; False if that failed."""
+    def attach(self, link: Link, state: Callable[[], State | None]) -> bool:
+        """Keep a replica at the other end, which first receives the present state; False if that failed."""
         with self._lock:
             self._link, self._unacknowledged = link, 0
-            self.send_state(state)
+            self.send_state(state())
             return self._link is not None
 
     def send_state(self, state: State | None) -> None:

@@ -165,7 +165,7 @@ class RequestHandler:
             if channel is not None:
                 channel.close()
 
-    def _answer(self, sender: Sender, request: Request) -> Reply:
+    def _answer(self, sender: Sender, request: Request) -> tuple[Response, Sequence[Array]]:
         """The response to a request; a refusal if it raises."""
         name = self._members.names[sender.worker]
         try:
@@ -177,7 +177,7 @@ class RequestHandler:
             kind = type(request)
             if kind not in BEFORE_REBUILD:
                 self._rebuild.wait(sender.worker, self._me.config.timeout_s)
-            return self._table[kind](sender, request)
+            return self._table[kind](sender, request) or _ACKNOWLEDGED
         except PeerLostError as error:
             return Refusal(type(error).__name__, str(error), error.task, error.rank), ()
         except PhalanxError as error:
@@ -188,6 +188,7 @@ class RequestHandler:
 
 
 _VIA_MEMORY = (PushGradients, PullValues)
+_ACKNOWLEDGED: tuple[Response, Sequence[Array]] = (Acknowledged(), ())
 
 
 def _send(link: Link, answer: Response, arrays: Sequence[Array] = (), patience_s: float = SEND_S) -> None:

@@ -8,35 +8,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from phalanx.config.job_config import JobConfig
+from phalanx.parameter_server import server_messages as messages
 from phalanx.parameter_server.server.declared_shards import CopyArrays
 from phalanx.parameter_server.server.recovery import TrainingRecovery
 from phalanx.parameter_server.server.step_schedule import StepSchedule
 from phalanx.parameter_server.server.variable_store import VariableStore
-from phalanx.parameter_server.server_messages import (
-    Acknowledged,
-    AssignVariables,
-    DeclareModel,
-    FitJoined,
-    FitOver,
-    JoinFit,
-    PullOptimizer,
-    PullRows,
-    PullTables,
-    PullValues,
-    PushGradients,
-    Rejoin,
-    Response,
-    SetLearningRate,
-    Values,
-    arrays_of,
-    dtypes_of,
-)
+from phalanx.parameter_server.server_messages import FitJoined, FitOver, Response, Values, arrays_of, dtypes_of
 from phalanx.parameter_server.server_protocol import Worker
 from phalanx.parameter_server.table_rows import NUMBER
 
 Array = np.ndarray[Any, Any]
-Reply = tuple[Response, Sequence[Array]]
-ACKNOWLEDGED: Reply = (Acknowledged(), ())
+Reply = tuple[Response, Sequence[Array]] | None
+"""A response and its arrays; None: `Acknowledged`."""
 
 
 class Sender(NamedTuple):
@@ -88,11 +71,10 @@ class ValueRequests:
         self._is_replicated = is_replicated
         self._wait_for_chief = wait_for_chief
 
-    def declare(self, sender: Sender, request: DeclareModel) -> Reply:
+    def declare(self, sender: Sender, request: messages.DeclareModel) -> None:
         self._recovery.declare(request, sender.buffers)
-        return ACKNOWLEDGED
 
-    def join(self, sender: Sender, request: JoinFit) -> Reply:
+    def join(self, sender: Sender, request: messages.JoinFit) -> Reply:
         # Between two fits the chief may be busy for long; at the first it must be there in time.
         start_s = self._config.rendezvous_timeout_s
         timeout_s = max(start_s, self._config.timeout_s) if request.fit else start_s
@@ -102,11 +84,10 @@ class ValueRequests:
             return FitOver(), ()
         return FitJoined(self._schedule.fit.era, step=self._schedule.global_step, **joined._asdict()), ()
 
-    def rejoin(self, sender: Sender, request: Rejoin) -> Reply:
+    def rejoin(self, sender: Sender, request: messages.Rejoin) -> None:
         self._recovery.rejoin(sender.worker, request, sender.buffers)
-        return ACKNOWLEDGED
 
-    def push(self, sender: Sender, request: PushGradients) -> Reply:
+    def push(self, sender: Sender, request: messages.PushGradients) -> Reply:
         self._wait_for_chief()
         version, values, rows, extras, note = self._store.push(request, sender.buffers, sender.copy)
         # Not checked where there is no replica: the other workers' updates hold the store's lock.
@@ -130,28 +111,26 @@ class ValueRequests:
         )
         return answer, arrays
 
-    def pull(self, sender: Sender, request: PullValues) -> Reply:
+    def pull(self, sender: Sender, request: messages.PullValues) -> Reply:
         version, values = self._store.pull(request.fit, request.version, request.after, sender.copy)
         return Values(version, self._schedule.global_step, dtypes_of(values), len(values)), values
 
-    def pull_rows(self, sender: Sender, request: PullRows) -> Reply:
+    def pull_rows(self, sender: Sender, request: messages.PullRows) -> Reply:
         numbers = arrays_of(sender.buffers, [NUMBER.name] * len(sender.buffers))
         return self._rows_reply(self._store.pull_rows(request.fit, numbers))
 
-    def pull_tables(self, sender: Sender, request: PullTables) -> Reply:
+    def pull_tables(self, sender: Sender, request: messages.PullTables) -> Reply:
         return self._rows_reply(self._store.pull_tables(request.fit))
 
     def _rows_reply(self, rows: list[Array]) -> Reply:
         return Values(self._store.version, dtypes=dtypes_of(rows), rows=len(rows)), rows
 
-    def pull_optimizer(self, sender: Sender, request: PullOptimizer) -> Reply:
+    def pull_optimizer(self, sender: Sender, request: messages.PullOptimizer) -> Reply:
         slots, state = self._store.pull_optimizer(tables=request.tables)
         return Values(self._store.version, dtypes=dtypes_of(state), slots=slots), state
 
-    def set_learning_rate(self, sender: Sender, request: SetLearningRate) -> Reply:
+    def set_learning_rate(self, sender: Sender, request: messages.SetLearningRate) -> None:
         self._store.set_learning_rate(request.learning_rate)
-        return ACKNOWLEDGED
 
-    def assign(self, sender: Sender, request: AssignVariables) -> Reply:
+    def assign(self, sender: Sender, request: messages.AssignVariables) -> None:
         self._store.assign(request, sender.buffers)
-        return ACKNOWLEDGED

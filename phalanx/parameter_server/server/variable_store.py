@@ -33,7 +33,6 @@ from phalanx.parameter_server.server_messages import (
 from phalanx.parameter_server.server_protocol import CHIEF, Worker
 from phalanx.parameter_server.shard_placement import PlacedVariable
 from phalanx.parameter_server.table_rows import TableRows
-from phalanx.transport.link import Link
 
 logger = logging.getLogger(__name__)
 
@@ -211,7 +210,8 @@ class VariableStore:
             assert self._shards is not None, "the leader sends its state first"
             arrays = arrays_of(buffers, record.dtypes)
             if record.gradients:
-                self._update(self._shards, self._shards.shape_gradients(iter(arrays[: record.gradients])))
+                gradients = self._shards.shape_gradients(iter(arrays[: record.gradients]))
+                self.version += self._shards.apply(gradients)
             result = MergeResult(record.members, arrays[record.gradients :])
             self.history.record((record.serial, record.phase), result)
             self._schedule.global_step = record.step
@@ -343,21 +343,12 @@ class VariableStore:
             sent = [array for gradient in gradients for array in _arrays_of(gradient)]
             arrays, step = [*sent, *merged.extras], self._schedule.global_step + is_applied
             self.replica.send(AppliedUpdate(*key, merged.members, len(sent), dtypes_of(arrays), step), arrays)
-        self._update(shards, gradients)
+        self.version += shards.apply(gradients)
         self.history.record(key, MergeResult(merged.members, merged.extras))
         self.replica.wait()
         if self._is_head and message.gradients:
             self._schedule.complete_step(message.ticket, is_applied=is_applied)
         return note
-
-    def _update(self, shards: DeclaredShards, gradients: Sequence[Gradient]) -> None:
-        if shards.apply(gradients):
-            self.version += 1
-
-    def add_replica(self, link: Link) -> bool:
-        """Keep a replica at the other end of the link from now on; False if that failed."""
-        with self.changed:
-            return self.replica.attach(link, self.state())
 
     def wake(self) -> None:
         """A worker has connected or left: waiting threads check again."""

@@ -29,8 +29,8 @@ from phalanx.parameter_server.server_messages import (
     dtypes_of,
 )
 from phalanx.runtime import progress
-from phalanx.training.embedding_row_exchange import EmbeddingRowExchange
 from phalanx.training.parameter_server_worker import ParameterServerWorker
+from phalanx.training.sparse_embeddings import EmbeddingRowExchange
 from phalanx.training.steps.gradient_merge import MergeBuffers
 from phalanx.training.steps.shard_transfer import ShardTransfer
 from phalanx.training.steps.step_tickets import StepTickets
@@ -308,11 +308,6 @@ class ParameterServerMerge:
         transfer.receive(responses)
         # Copies: received arrays may be overwritten, or be aliased by a backend.
         return [None if value is None else np.array(value) for value in transfer.values]
-
-    def pull_tables(self) -> list[Array]:
-        """The tables, with all rows."""
-        self.flush()
-        return self.rows.pull_tables()
 
 
 def _is_finite(array: Array) -> bool:

@@ -1,0 +1,102 @@
+"""The rows of tables that a worker requests from the servers, and the gradients that it sends of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from phalanx.parameter_server.client import ParameterServerClient
+from phalanx.parameter_server.placed_variables import PlacedVariables
+from phalanx.parameter_server.server_messages import PullRows, PullTables, Ticket, Values, arrays_of
+from phalanx.parameter_server.table_rows import TableRows, numbers_in_shard
+
+Array = np.ndarray[Any, Any]
+Numbers = Sequence[Array]
+"""For each table, the distinct numbers of rows, ascending."""
+
+
+class EmbeddingRowExchange:
+    """Used for one `fit`. Row numbers and rows are lists with an array for each table, in the order of the tables.
+
+    Args:
+        client: connections to the servers.
+        fit: number of the `fit` call.
+        placed: where the tables' shards are.
+    """
+
+    def __init__(self, client: ParameterServerClient, fit: int, placed: PlacedVariables):
+        self._client = client
+        self._fit = fit
+        self._placed = placed
+        self._step: Numbers = ()
+        self._next: tuple[int, Numbers] | None = None  # serial of the next ticket, and the rows that its step needs
+        self._requested: int | None = None  # serial of the ticket whose rows were requested with the gradients
+        self._received: dict[int, list[Array]] = {}  # by serial of the ticket
+
+    # Rows for a step.
+
+    def prefetch(self, ticket: Ticket, numbers: Numbers) -> None:
+        """The step of this ticket, the next one, needs these rows: request them with the gradients."""
+        self._next = (ticket.serial, numbers)
+
+    def begin(self, ticket: Ticket, numbers: Numbers) -> list[Array]:
+        """The rows that the step of this ticket needs, which begins now."""
+        self._step = numbers
+        received = self._received.pop(ticket.serial, None)
+        self._received.clear()
+        if received is not None:
+            return received
+        return self._request([(PullRows(self._fit), self._numbers_on(server, numbers)) for server in self._servers()])
+
+    def pull_tables(self) -> list[Array]:
+        """The tables, with all rows."""
+        return self._request([(PullTables(self._fit), ()) for _ in self._servers()])
+
+    # What accompanies a step's gradients.
+
+    def with_rows(self, gradients: Sequence[Array]) -> list[Array | TableRows]:
+        """The gradients; of tables, only those of the step's rows."""
+        result: list[Array | TableRows] = list(gradients)
+        for table, numbers in zip(self._placed.tables, self._step, strict=True):
+            result[table] = TableRows(numbers, gradients[table][: len(numbers)])
+        self._requested = None
+        return result
+
+    def wanted(self, server: int) -> list[Array]:
+        """The numbers of the rows that the next step needs from this server; empty if they are not known yet."""
+        if self._next is None:
+            return []
+        self._requested = self._next[0]
+        return self._numbers_on(server, self._next[1])
+
+    def receive(self, parts: Sequence[Sequence[Array]]) -> None:
+        """Keep the rows that came with the responses to gradients, by server."""
+        serial, self._requested, self._next = self._requested, None, None
+        is_complete = all(
+            len(part) == len(shards) for part, shards in zip(parts, self._placed.tables_of_server, strict=True)
+        )
+        if serial is not None and is_complete:
+            self._received[serial] = self._placed.join_tables(parts)
+
+    def _servers(self) -> list[int]:
+        """The servers that have tables."""
+        return [server for server, shards in enumerate(self._placed.tables_of_server) if shards]
+
+    def _request(self, requests: Sequence[tuple[PullRows | PullTables, Sequence[Array]]]) -> list[Array]:
+        """Send a request to each of these servers, and join their responses."""
+        servers = self._servers()
+        for server, (request, buffers) in zip(servers, requests, strict=True):
+            self._client.send(server, request, buffers)
+        parts: list[list[Array]] = [[] for _ in self._placed.tables_of_server]
+        for server, (response, received) in zip(servers, self._client.receive_all(servers), strict=True):
+            assert isinstance(response, Values)
+            parts[server] = arrays_of(received, response.dtypes)
+        return self._placed.join_tables(parts)
+
+    def _numbers_on(self, server: int, numbers: Numbers) -> list[Array]:
+        """The numbers of the rows that a server has, counted from the beginning of each shard."""
+        by_table = dict(zip(self._placed.tables, numbers, strict=True))
+        shards = self._placed.tables_of_server[server]
+        return [numbers_in_shard(by_table[shard.variable], shard) for shard in shards]
