@@ -1,7 +1,7 @@
-"""Into how many pieces a variable is cut along its first axis: the partitioners of `tf.distribute.experimental`.
+"""Partitioners, as in `tf.distribute.experimental`: into how many pieces a variable is cut along its first axis.
 
 A partitioner is called with a shape and a dtype and returns the number of pieces along each axis, all of them 1 but the
-first. Any function of that signature will do as well.
+first. Any function with this signature works.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Partitioner = Callable[[Sequence[int], str], Sequence[int]]
 
 
 class FixedShardsPartitioner:
-    """As many pieces as said, but never more than the first axis is long.
+    """Cuts into a fixed number of pieces, at most the length of the first axis.
 
     >>> FixedShardsPartitioner(3)([10, 2], "float32")
     [3, 1]
@@ -32,7 +32,7 @@ class FixedShardsPartitioner:
 
 
 class MinSizePartitioner:
-    """As many pieces as `max_shards` allows while each has at least `min_shard_bytes`.
+    """Cuts into as many pieces as `max_shards` allows, each of at least `min_shard_bytes`.
 
     >>> MinSizePartitioner(min_shard_bytes=32, max_shards=4)([10, 2], "float32")
     [2, 1]
@@ -47,7 +47,7 @@ class MinSizePartitioner:
 
 
 class MaxSizePartitioner:
-    """As few pieces as possible while none has more than `max_shard_bytes`, and at most `max_shards`.
+    """Cuts into as few pieces as possible, each of at most `max_shard_bytes`, and into at most `max_shards`.
 
     >>> MaxSizePartitioner(max_shard_bytes=32)([10, 2], "float32")
     [3, 1]

@@ -1,4 +1,4 @@
-"""A server's shards as they travel: several that are updated as one vector also travel as one."""
+"""A server's shards as they are sent: shards that are updated as one vector are also sent as one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phalanx.arrays.flat_buffer import FlatBuffer
 
 Array = np.ndarray[Any, Any]
 Kind = tuple[tuple[int, ...], np.dtype[Any]]
-"""Of an array: its shape and dtype."""
+"""Shape and dtype of an array."""
 
 
 def kind_of(array: Array) -> Kind:
@@ -25,15 +25,15 @@ def nbytes_of(kind: Kind) -> int:
 
 
 class ShardPacking:
-    """The groups of a server's shards, tables excepted.
+    """Packs and unpacks the groups of a server's shards, tables excepted.
 
     Args:
-        kinds: of the shards.
-        groups: the numbers of the shards in each, as the server's `Updater` has them.
-        tables: numbers of the shards of which single rows travel; each of them is a group, after all others.
+        kinds: kinds of the shards.
+        groups: numbers of the shards in each group, as in the server's `Updater`.
+        tables: numbers of the shards of which only some rows are sent; each of them is a group, after all others.
 
     Attributes:
-        kinds: of the arrays that travel.
+        kinds: kinds of the arrays that are sent.
     """
 
     def __init__(self, kinds: Sequence[Kind], groups: Sequence[tuple[int, ...]], tables: Collection[int] = ()):
@@ -48,7 +48,7 @@ class ShardPacking:
         self._in_order = sorted(range(len(numbers)), key=numbers.__getitem__)
 
     def cut(self, arrays: Sequence[Array]) -> list[Array]:
-        """The shards in the arrays of the groups, which may be flat, as views; in the order of the shards."""
+        """Views of the shards in the arrays of the groups, which may be flat; in the order of the shards."""
         parts: list[Array] = []
         for (shape, _), vector, array in zip(self.kinds, self._vectors, arrays, strict=True):
             parts += [array.reshape(shape)] if vector is None else vector.unpack(array)

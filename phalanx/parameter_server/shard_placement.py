@@ -1,4 +1,4 @@
-"""Which server keeps which piece of which variable. Pure functions: every task computes the same placement."""
+"""Placement of variables on servers, in shards. Pure functions: every task computes the same placement."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PlacedVariable(msgspec.Struct, frozen=True):
 
 
 class Shard(msgspec.Struct, frozen=True):
-    """Rows `start` to `stop` of number `variable`, kept by number `server`; a scalar is its one row."""
+    """Rows `start` to `stop` of variable number `variable`, on server number `server`; a scalar is one row."""
 
     variable: int
     start: int
@@ -39,13 +39,22 @@ class Shard(msgspec.Struct, frozen=True):
 def place(
     variables: Sequence[PlacedVariable], servers: int, partitioner: Partitioner | None = None
 ) -> tuple[Shard, ...]:
-    """Cut the variables and spread the pieces so that the servers hold about equally many bytes.
+    """Cut the variables into shards, and place them so that the servers store about equally many bytes.
 
-    The pieces are dealt out by falling size, each to the server that has least so far (Graham 1969, "LPT"): the fullest
-    server holds at most a third more than it would at best. This is what `replica_device_setter` with a
-    load-balancing strategy did in TensorFlow 1; where all variables are alike it comes out as round-robin.
+    The shards are placed in order of decreasing size, each on the server with the fewest bytes so far: the fullest
+    server stores at most a third more than in an optimal placement. `replica_device_setter` with a load-balancing
+    strategy did this in TensorFlow 1; variables of equal size are placed round-robin.
+
+    Args:
+        variables: the trainable variables, in the model's order.
+        servers: number of servers.
+        partitioner: number of pieces of each variable; None: variables are not cut.
 
     Returns: the shards in the order of their variables and rows.
+
+    Raises: ConfigurationError if the partitioner returns an invalid number of pieces.
+
+    Source: Graham 1969, "Bounds on Multiprocessing Timing Anomalies" (longest processing time first).
     """
     pieces = [
         (index, start, stop)
@@ -62,7 +71,7 @@ def place(
 
 
 def rows(array: Array, shard: Shard) -> Array:
-    """The part of a variable's array that a shard is; a view."""
+    """A shard of a variable's array; a view."""
     return array[shard.start : shard.stop] if array.ndim else array
 
 
@@ -76,14 +85,14 @@ def _pieces(variable: PlacedVariable, partitioner: Partitioner | None) -> int:
     answer = list(partitioner(variable.shape, variable.dtype))
     if len(answer) != len(variable.shape) or any(n != 1 for n in answer[1:]) or not answer[0] >= 1:
         raise ConfigurationError(
-            f"variable_partitioner answered {answer} for {variable}. It must return one number for each axis, of which "
+            f"variable_partitioner returned {answer} for {variable}. It must return one number for each axis, of which "
             f"all but the first are 1: variables are cut along their first axis only."
         )
     return min(answer[0], max(1, variable.shape[0]))
 
 
 def _cuts(variable: PlacedVariable, pieces: int) -> list[tuple[int, int]]:
-    """The pieces' rows; their numbers differ by at most one, the first have more."""
+    """First and last row of each piece; the numbers of rows differ by at most one, the first pieces have more."""
     length = variable.shape[0] if variable.shape else 1
     base, extra = divmod(length, pieces)
     starts = [piece * base + min(piece, extra) for piece in range(pieces + 1)]

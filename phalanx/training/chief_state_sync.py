@@ -1,8 +1,8 @@
-"""Among parameter servers: what layers keep and servers do not train comes from the chief, through the first server.
+"""State that servers do not train is broadcast by the chief, through the first server.
 
-Frozen weights and random seeds are told when a `fit` begins; what layers change while they compute (batch-norm
-statistics) at each epoch as well, for a worker that comes back in the middle. Seeds are shifted by the worker's number,
-so that workers draw different masks.
+Frozen weights and random seeds are broadcast when a `fit` begins; the state that layers change while they compute
+(batch-norm statistics) also at each epoch, for a worker that comes back in the middle. Seeds are shifted by the
+worker's number, so that workers draw different masks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FROZEN, CHANGING, FINAL = "frozen weights", "layer state", "final weights"
 
 
 class _Described(msgspec.Struct, array_like=True, frozen=True):
-    """A variable and its value: its dtype on the chief, and that of the array that travels."""
+    """A variable: its dtype on the chief, and the dtype of the array that is sent."""
 
     path: str
     shape: tuple[int, ...]
@@ -44,9 +44,12 @@ class _Described(msgspec.Struct, array_like=True, frozen=True):
 
 
 def send_state(worker: ParameterServerWorker, model: Any, fit: int, changing: Sequence[Any]) -> None:
-    """On the chief, when a `fit` begins.
+    """On the chief, when a `fit` begins: broadcast all state that servers do not train.
 
     Args:
+        worker: this process as a worker.
+        model: a built Keras model.
+        fit: number of the `fit` call.
         changing: the variables that layers change while they compute.
     """
     worker.broadcast(FROZEN, _packed(_frozen(model, changing)), fit)
@@ -54,21 +57,21 @@ def send_state(worker: ParameterServerWorker, model: Any, fit: int, changing: Se
 
 
 def send_layer_state(worker: ParameterServerWorker, fit: int, changing: Sequence[Any]) -> None:
-    """On the chief, when another epoch begins."""
+    """On the chief, when another epoch begins: broadcast the state of layers."""
     worker.broadcast(CHANGING, _packed(changing), fit)
 
 
 def receive_state(worker: ParameterServerWorker, model: Any, fit: int, changing: Sequence[Any]) -> None:
-    """On the others: take what the chief has told of this `fit`.
+    """On the others: assign the state that the chief has broadcast for this `fit`.
 
     Raises: DisagreementError naming the first variable that differs.
     """
     seeds = {id(generator.state) for generator in seed_generators(model)}
     for subject, variables in ((FROZEN, _frozen(model, changing)), (CHANGING, changing)):
-        told = worker.receive_broadcast(subject, fit)
-        if told is None:
+        received = worker.receive_broadcast(subject, fit)
+        if received is None:
             return
-        chiefs, chiefs_values = _unpacked(told)
+        chiefs, chiefs_values = _unpacked(received)
         values = [to_host(variable) for variable in variables]
         own = [_described(variable, value) for variable, value in zip(variables, values, strict=True)]
         if difference := describe_difference([*map(str, chiefs)], [*map(str, own)], "the chief", "this task"):
@@ -85,21 +88,21 @@ def receive_state(worker: ParameterServerWorker, model: Any, fit: int, changing:
 
 
 def send_final_weights(worker: ParameterServerWorker, fit: int, changed: Mapping[int, Any]) -> None:
-    """On the chief: the trained variables, by number, that callbacks have set when the `fit` had ended."""
+    """On the chief: broadcast the trained variables, by number, that callbacks have set at the end of the `fit`."""
     worker.broadcast(FINAL, [np.array([fit, *changed], np.int64), *_packed([*changed.values()])], fit)
 
 
 def receive_final_weights(worker: ParameterServerWorker, fit: int) -> dict[int, Array]:
-    """On the others: what the chief tells of that; nothing, with a warning, if its callbacks take too long."""
+    """On the others: the variables of `send_final_weights`; none, with a warning, if the chief takes too long."""
     try:
-        told = worker.receive_broadcast(FINAL, fit)
+        received = worker.receive_broadcast(FINAL, fit)
     except CollectiveTimeoutError as error:
-        logger.warning("What the chief's callbacks make of the weights at the end is not known here: %s", error)
+        logger.warning("The weights that the chief's callbacks set at the end did not arrive here: %s", error)
         return {}
-    if told is None:
+    if received is None:
         return {}
-    of, *numbers = np.frombuffer(told[0], np.int64).tolist()
-    _, values = _unpacked(told[1:])
+    of, *numbers = np.frombuffer(received[0], np.int64).tolist()
+    _, values = _unpacked(received[1:])
     return dict(zip(numbers, values, strict=True)) if of == fit else {}
 
 
@@ -119,10 +122,10 @@ def _packed(variables: Sequence[Any]) -> list[Array]:
     return [np.frombuffer(msgspec.msgpack.encode(described), np.uint8), *values]
 
 
-def _unpacked(told: Sequence[memoryview]) -> tuple[list[_Described], list[Array]]:
-    """What `_packed` was made of."""
-    described = msgspec.msgpack.decode(told[0], type=list[_Described])
-    pairs = zip(described, told[1:], strict=True)
+def _unpacked(received: Sequence[memoryview]) -> tuple[list[_Described], list[Array]]:
+    """The inverse of `_packed`."""
+    described = msgspec.msgpack.decode(received[0], type=list[_Described])
+    pairs = zip(described, received[1:], strict=True)
     return described, [np.frombuffer(buffer, one.sent_as).reshape(one.shape) for one, buffer in pairs]
 
 

@@ -1,4 +1,4 @@
-"""This process as a worker among parameter servers: its links, its rules, its place."""
+"""This process as a worker among parameter servers, and what the chief broadcasts to the other workers."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class ParameterServerWorker:
     """What training needs to know of the job.
 
     Attributes:
-        client: the links to the servers.
-        number: of this worker; 0 is the chief.
-        workers: how many there are.
-        rules: how updates meet; those of the chief count.
-        partitioner: how variables are cut.
-        compression: names the dtype in which gradients travel; None: their own.
-        global_step: of the job, when this worker's last update was applied.
-        embedding_rows: whether single rows of embeddings travel: True, False or "auto"; the chief's counts.
-        seed: equal on all tasks; orders of data that is shuffled here follow from it.
-        made: what the program has made in the strategy's scope.
-        coordinator: this process's, if it has one.
+        client: the connections to the servers.
+        number: number of this worker; 0 is the chief.
+        workers: number of workers.
+        rules: how gradients become updates; the chief's are used.
+        partitioner: how variables are cut; None: they are not.
+        compression: the dtype in which gradients are sent; None: their own.
+        seed: equal on all tasks; determines the sample orders that are drawn here.
+        embedding_rows: whether embeddings are trained by rows: True, False or "auto"; the chief's is used.
+        global_step: number of updates of the job when this worker's last one was applied.
+        made: the objects that the program has created in the strategy's scope.
+        coordinator: the `ClusterCoordinator` of this process, if there is one.
         in_function: whether this process runs functions that a coordinator has scheduled.
     """
 
@@ -49,7 +49,7 @@ class ParameterServerWorker:
     in_function: bool = False
     _fits: int = field(default=-1)
     _sessions: int = field(default=-1)
-    _told: dict[str, tuple[Broadcast, list[Array]]] = field(default_factory=dict)
+    _broadcasts: dict[str, tuple[Broadcast, list[Array]]] = field(default_factory=dict)
 
     @property
     def is_chief(self) -> bool:
@@ -61,30 +61,40 @@ class ParameterServerWorker:
         return self._fits
 
     def requests_to_repeat(self) -> list[tuple[BeginSession | Broadcast, list[Array]]]:
-        """What the chief has said of managed sessions, and told the others, for a head that comes back."""
-        said: list[tuple[BeginSession | Broadcast, list[Array]]] = [*self._told.values()]
-        return said if self._sessions < 0 else [(BeginSession(self._sessions), []), *said]
+        """On the chief: its broadcasts and the beginning of its session, for a head that comes back."""
+        begun: list[tuple[BeginSession | Broadcast, list[Array]]] = []
+        if self._sessions >= 0:
+            begun.append((BeginSession(self._sessions), []))
+        return [*begun, *self._broadcasts.values()]
 
     def broadcast(self, subject: str, arrays: list[Array], fit: int = -1) -> None:
-        """On the chief: what the others hear of this from now on."""
-        self._told[subject] = (Broadcast(subject, fit), arrays)
-        self.client.request(HEAD, *self._told[subject])
+        """On the chief: send arrays to the other workers.
+
+        Args:
+            subject: what the arrays are.
+            arrays: replace those broadcast before.
+            fit: first `fit` for which they hold; -1: for the whole program.
+        """
+        self._broadcasts[subject] = (Broadcast(subject, fit), arrays)
+        self.client.request(HEAD, *self._broadcasts[subject])
 
     def broadcast_first(self, subject: str, array: Array) -> memoryview:
-        """On the chief: what the others hear of this for good; returns it: what the chief told in a former life, if it
-        did."""
+        """On the chief: send an array to the other workers, unless the chief has sent one before a restart.
+
+        Returns: the bytes of the array that holds.
+        """
         _, buffers = self.client.request(HEAD, Broadcast(subject, keep_first=True), [array])
-        self._told[subject] = (Broadcast(subject), [np.frombuffer(bytes(buffers[0]), np.uint8)])
+        self._broadcasts[subject] = (Broadcast(subject), [np.frombuffer(bytes(buffers[0]), np.uint8)])
         return buffers[0]
 
     def repeat_broadcasts(self) -> None:
-        """On the chief: what holds for the whole program, to a first server that may be another process by now."""
-        for told, arrays in [*self._told.values()]:
-            if told.fit < 0:
-                self.client.request(HEAD, told, arrays)
+        """On the chief: repeat what holds for the whole program; the head may be another process by now."""
+        for message, arrays in [*self._broadcasts.values()]:
+            if message.fit < 0:
+                self.client.request(HEAD, message, arrays)
 
     def receive_broadcast(self, subject: str, fit: int = -1) -> list[memoryview] | None:
-        """On the others: what the chief tells of this, for this `fit` or a later one; None if it left without.
+        """On the others: the chief's arrays for this `fit` or a later one; None if it leaves without sending any.
 
         Raises: CollectiveTimeoutError or PeerLostError naming the chief.
         """
@@ -92,7 +102,7 @@ class ParameterServerWorker:
         return None if isinstance(answer, FitOver) else list(buffers)
 
     def begin_session(self) -> None:
-        """On the chief: what this managed session starts from is restored. On others: wait until it is.
+        """On the chief: the state that this managed session starts from is restored. On others: wait until it is.
 
         Raises: CollectiveTimeoutError or PeerLostError naming the chief.
         """

@@ -1,4 +1,4 @@
-"""The variables that servers train, as one task sees them: declared by the chief, compared by the others."""
+"""The variables that servers train, as one task has them: declared by the chief, compared by the others."""
 
 from __future__ import annotations
 
@@ -38,10 +38,17 @@ Array = np.ndarray[Any, Any]
 
 
 class RemoteVariables:
-    """Variables of this task and the optimizer that updates them on the servers.
+    """Variables of this task, and the optimizer that updates them on the servers.
 
     Args:
-        variables: built, in the same order on every task.
+        worker: this process as a worker.
+        merge: sends gradients to the servers.
+        optimizer: a built Keras optimizer.
+        variables: the built variables to train, in the same order on every task.
+
+    Attributes:
+        slots: what each of the optimizer's variables belongs to.
+        tables: numbers of the variables that are trained by rows.
 
     Raises: UnsupportedError for an optimizer that cannot run on servers.
     """
@@ -85,11 +92,14 @@ class RemoteVariables:
         self._clip = None if whole or not clips_by_norm(optimizer) else partial(clipped, optimizer)
 
     def begin(self, fit: int, first_epoch: int = 0, tables: tuple[int, ...] = ()) -> int | None:
-        """Agree with the servers on what is trained; returns the first epoch, which the chief knows, or None if the
-        chief is in a later `fit` by now.
+        """Agree with the servers on the variables to train.
 
         Args:
-            tables: on the chief: numbers of the variables of which single rows travel.
+            fit: number of the `fit` call.
+            first_epoch: on the chief, number of its first epoch.
+            tables: on the chief, numbers of the variables that are trained by rows.
+
+        Returns: the chief's first epoch; None if the chief is in a later `fit` by now.
         """
         self._fit = fit
         if self._worker.is_chief:
@@ -103,35 +113,37 @@ class RemoteVariables:
             return None
         answer = attached[HEAD]
         self._merge.tickets.era, self.tables = answer.era, answer.tables
-        # Also less than before, if the chief was started again since.
+        # It may be less than before, if the chief was restarted.
         self._worker.global_step = answer.step
         groups = [each.groups for each in attached]
         self._placed = PlacedVariables(self._described, self._shards, self._client.num_servers, self.tables, groups)
         if self._clip is not None and self.tables and self._worker.rules.synchronous:
             raise UnsupportedError(
-                "The optimizer clips by the norm of merged gradients, of which each of several servers sees a part "
-                "only, and single rows of embeddings travel. Pass embedding_rows=False, use one server, or clipvalue."
+                "The optimizer clips by the norm of merged gradients, of which each of several servers has only "
+                "a part, and embeddings are trained by rows. Pass embedding_rows=False, use one server, or clipvalue."
             )
         self._merge.place(fit, self._placed, self._clip)
         self._client.reconnection.rejoin_requests = self._rejoin_requests
         return answer.first_epoch
 
     def _rejoin_requests(self, server: int) -> list[tuple[Any, Sequence[Array]]]:
-        """What to tell a server that comes back, where no schedule hands out steps."""
-        said = self._worker.requests_to_repeat() if server == HEAD else []
-        return [(self._merge.rejoin(server), []), *self.requests_to_repeat(), *said]
+        """Requests for a server that comes back, if no schedule hands out steps."""
+        of_chief = self._worker.requests_to_repeat() if server == HEAD else []
+        return [(self._merge.rejoin(server), []), *self.requests_to_repeat(), *of_chief]
 
     def assign(self, values: Sequence[Array | None]) -> None:
-        """Give this task's variables these values; where there is None, they keep theirs."""
+        """Assign values to this task's variables; those for which there is None keep theirs."""
         for variable, value in zip(self.variables, values, strict=True):
             if value is not None:
                 variable.assign(value)
 
     def pull_optimizer(self, *, tables: bool = True) -> list[int]:
-        """Put the optimizer's state, which the servers have, into this task's optimizer, so that it can be saved;
-        without `tables` only what belongs to none.
+        """Copy the optimizer's state from the servers into this task's optimizer, so that it can be saved.
 
-        Returns: the versions that the servers had.
+        Args:
+            tables: whether to copy the state of variables that are trained by rows too.
+
+        Returns: the versions of the servers' values.
         """
         concerned = {
             slot: variable
@@ -151,32 +163,32 @@ class RemoteVariables:
         return [answer.version for answer, _ in answers if isinstance(answer, Values) and answer.slots]
 
     def requests_to_repeat(self) -> list[tuple[Any, Sequence[Array]]]:
-        """What the servers were told since the beginning, which one that comes back may not have heard."""
+        """Requests since the `fit` began that a server which comes back may not have received."""
         return [] if self._rate is None else [(SetLearningRate(self._rate), [])]
 
     def record_values(self, *, tables: bool) -> None:
-        """What the variables hold now is what the servers have.
+        """The variables have the same values as on the servers now: `send_changes` compares with them.
 
         Args:
-            tables: also of those of which single rows travel.
+            tables: whether this holds for variables that are trained by rows too.
         """
         self._known = self._checksums(tables)
-        self._known_optimizer = self._facts_of_optimizer()
+        self._known_optimizer = self._optimizer_facts()
 
     def send_changes(self) -> bool:
-        """Give the servers the variables that were changed here since `remember`; whether there were any.
+        """Send the variables that have changed here since `record_values`; returns whether there were any.
 
         Raises: UnsupportedError if anything else of the optimizer was changed than its learning rate.
         """
         known = self._known
         if not known:
             return False  # no epoch has begun
-        now_of_optimizer = self._facts_of_optimizer()
+        now_of_optimizer = self._optimizer_facts()
         changed_facts = [name for name, fact in self._known_optimizer.items() if now_of_optimizer.get(name) != fact]
         if changed_facts:
             raise UnsupportedError(
-                f"The optimizer's {', '.join(changed_facts[:3])} was changed between two epochs. The servers have the "
-                f"optimizer, and hear of a new learning rate and new weights only. Change it before fit(), or call "
+                f"The optimizer's {', '.join(changed_facts[:3])} was changed between two epochs. The servers run the "
+                f"optimizer, and receive only a new learning rate and new weights. Change it before fit(), or call "
                 f"fit() once for each setting."
             )
         now = self._checksums(any(table in known for table in self.tables))
@@ -189,8 +201,8 @@ class RemoteVariables:
         self._client.request_all([(message, self._placed.cut(values, server)) for server in servers])
         return True
 
-    def _facts_of_optimizer(self) -> dict[str, Any]:
-        """What only the servers change, by name: arguments and variables, but the learning rate."""
+    def _optimizer_facts(self) -> dict[str, Any]:
+        """By name: the optimizer's arguments and variables, which only the servers change; not the learning rate."""
         facts = {name: value for name, value in configuration_of(self.optimizer).items() if name != "learning_rate"}
         for slot, variable in zip(self.slots, self.optimizer.variables, strict=True):
             if slot != OptimizerSlot(-1, "learning_rate") and slot.variable not in self.tables:
@@ -205,7 +217,7 @@ class RemoteVariables:
         }
 
     def send_learning_rate(self) -> None:
-        """Tell the servers the optimizer's learning rate, if it was set since."""
+        """Send the optimizer's learning rate to the servers, if it has changed."""
         rate = self._learning_rate()
         if rate is not None and rate != self._rate:
             self._rate = rate
@@ -226,14 +238,14 @@ class RemoteVariables:
         values = [to_host(v) for v in trained]
         state = self._optimizer_state()
         step = self._worker.global_step = max(self._worker.global_step, int(to_host(optimizer._iterations)))
-        questions, era = [], time.time_ns()
+        requests, era = [], time.time_ns()
         for server in range(self._client.num_servers):
             places = _slots_on(self.slots, placed, server)
             message = DeclareModel(fit, first_epoch, description, self._worker.rules, tuple(places), step, era)
-            questions.append(
+            requests.append(
                 (message, [*placed.cut(values, server), *[state[slot][rows] for slot, rows in places.values()]])
             )
-        self._client.request_all(questions)
+        self._client.request_all(requests)
         self._rate = self._learning_rate()
 
     def _optimizer_state(self) -> dict[OptimizerSlot, Array]:
@@ -245,7 +257,7 @@ class RemoteVariables:
 
 
 def _dtype_of(variable: Any) -> str:
-    # Of the value: JAX keeps in float32 what Keras calls float64, unless it was told otherwise.
+    # The value's dtype: without x64 mode, JAX stores in float32 what Keras calls float64.
     name: str = keras.backend.standardize_dtype(variable.value.dtype)
     return name
 
@@ -253,7 +265,7 @@ def _dtype_of(variable: Any) -> str:
 def _slots_on(
     slots: Sequence[OptimizerSlot], placed: PlacedVariables, server: int
 ) -> dict[tuple[int, str], tuple[OptimizerSlot, Any]]:
-    """What a server's optimizer has: how it calls each of its variables, which of the model's that is, which rows."""
+    """The variables of a server's optimizer: by its name for each, the slot of the model's optimizer and the rows."""
     own: dict[tuple[int, str], tuple[OptimizerSlot, Any]] = {
         (-1, slot.name): (slot, ...) for slot in slots if slot.variable < 0
     }
@@ -267,10 +279,10 @@ def _slots_on(
 
 
 def checksum(value: Array) -> int:
-    """By this it is noticed that a program has changed a variable."""
+    """Detects that a program has changed a variable."""
     return zlib.crc32(byte_view(np.ascontiguousarray(value)))
 
 
 def to_host(variable: Any) -> Array:
-    """The value of a variable or tensor."""
+    """The value of a variable or tensor, as a NumPy array."""
     return np.asarray(keras.ops.convert_to_numpy(getattr(variable, "value", variable)))

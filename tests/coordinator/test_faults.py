@@ -134,7 +134,7 @@ def test_a_killed_server_goes_on_from_its_snapshot(tmp_path: Path) -> None:
         (tmp_path / "go").touch()
         assert set(tasks.ends().values()) == {0}, tasks.everything()
         said = tasks.said("ps/0")
-    assert "ps/0 goes on from its snapshot" in said
+    assert "ps/0 resumes from its snapshot" in said
     lost = int(re.findall(r"ps/0: (\d+) updates of its variables are lost", said)[-1])
     np.testing.assert_array_equal(np.load(tmp_path / "kernel.npy"), lost - 20.0)
 

@@ -212,7 +212,7 @@ def test_a_worker_that_was_left_out_says_so_when_it_goes_on(start: Start) -> Non
     tasks.wait_for(lambda: "worker/1 makes no progress" in tasks.said("ps/0"), "the server leaves it out")
     tasks.send("worker/1", signal.SIGCONT)
     assert tasks.ends("worker/1") == {"worker/1": EvictedError.exit_code}
-    assert "was left out" in tasks.said("worker/1")
+    assert "was evicted" in tasks.said("worker/1")
     tasks.send("worker/0", signal.SIGTERM)
 
 

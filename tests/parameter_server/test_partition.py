@@ -40,7 +40,7 @@ def test_a_size_that_is_none_is_refused(value: object) -> None:
 
 @pytest.mark.parametrize("answer", [[1, 2], [2], [0, 1], []])
 def test_a_partitioner_that_cuts_otherwise_is_refused(answer: list[int]) -> None:
-    with pytest.raises(ConfigurationError, match=r"variable_partitioner answered .* for `kernel` float32\[4, 4\]"):
+    with pytest.raises(ConfigurationError, match=r"variable_partitioner returned .* for `kernel` float32\[4, 4\]"):
         place([PlacedVariable("kernel", (4, 4), "float32")], 2, lambda shape, dtype: answer)
 
 

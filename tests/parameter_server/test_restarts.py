@@ -40,7 +40,7 @@ def test_a_killed_server_goes_on_from_its_snapshot(start: Start, tmp_path: Path,
     assert set(tasks.ends().values()) == {0}, tasks.everything()
     # Of a killed server the updates since its snapshot are lost, but every batch of every epoch was trained once.
     assert steps(tasks) == (EPOCHS * BATCHES, True)
-    assert f"{victim} goes on from its snapshot" in tasks.said(victim)
+    assert f"{victim} resumes from its snapshot" in tasks.said(victim)
     assert re.search(victim + r": \d+ updates of its variables are lost", tasks.said(victim))
     assert f"{victim} is back" in tasks.said("worker/0")
     assert not list((tmp_path / "snapshots").iterdir())

@@ -59,7 +59,7 @@ def test_a_damaged_one_is_left_aside_for_the_one_before(
         {"cut": content[: len(content) // 2], "emptied": b"", "text": b"no archive"}.get(damage, content)
     )
     assert contents(Snapshots.of_task(tmp_path, "ps/0")) == (b"old", [array.tobytes() for array in ARRAYS])
-    assert ("is damaged and left aside" in caplog.text) == (damage != "emptied")
+    assert ("is damaged and ignored" in caplog.text) == (damage != "emptied")
 
 
 def test_files_without_a_name_serve_as_well(tmp_path: Path) -> None:

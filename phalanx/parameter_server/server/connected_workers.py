@@ -58,7 +58,7 @@ class ConnectedWorkers:
     def evict(self, worker: Worker) -> None:
         """Stop waiting for a worker; what its process still sends is refused."""
         if self.is_present(worker):
-            self._endings[worker] = "it made no progress for too long, and the others went on without it."
+            self._endings[worker] = "it made no progress for too long, and training continued without it."
         if worker in self._links:
             self._evicted.add(incarnation_of(self._links[worker]))
         self._expected_until.pop(worker, None)

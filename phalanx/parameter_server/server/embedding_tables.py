@@ -1,12 +1,12 @@
-"""The optimizer of a server some of whose shards are tables: of these it updates single rows.
+"""The optimizer of a server with embedding tables, of which it updates single rows.
 
-The tables, and what the optimizer keeps for each of their rows, are arrays in this process's memory. For an update the
-rows that are touched are gathered into a small variable, the optimizer is applied to it and to the shards that are no
-tables, in one step, and the rows are put back. So the work does not grow with the height of a table.
+The tables, and the optimizer's state for each of their rows, are arrays in this process's memory. An update gathers the
+rows that it touches into a small variable, applies the optimizer to it and to the shards that are no tables in one
+step, and puts the rows back. So the work does not grow with the height of a table.
 
-Rows that an update does not touch stay as they are, and what the optimizer keeps for them as well: a moment does not
-decay, a weight does not shrink. This is what `LazyAdam` of TensorFlow Addons and `torch.optim.SparseAdam` do. For
-optimizers that keep nothing (SGD), or only what gradients add up to (Adagrad), it is the same as updating all.
+Rows that an update does not touch keep their values and their optimizer state: moments and weights do not decay. This
+is what `LazyAdam` of TensorFlow Addons and `torch.optim.SparseAdam` do. For optimizers without state (SGD), or whose
+state is a sum of gradients (Adagrad), the result is that of updating all rows.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ from phalanx.parameter_server.table_rows import TableRows, padded, power_of_two
 
 Array = np.ndarray[Any, Any]
 
-LEAST_ROWS = 64
-"""Room for rows with which an optimizer begins."""
+MIN_ROOM = 64
+"""Number of rows that an optimizer first has room for."""
 
 
 class EmbeddingTableUpdater:
     """An optimizer, its pieces, and among these the tables. Used by one thread at a time, as an `Updater` is.
 
     Args:
+        optimizer: the optimizer's Keras config, as JSON.
+        pieces: the shards of this server.
         tables: numbers of the pieces that are tables.
 
     Attributes:
-        slots: what each of the optimizer's variables belongs to.
+        slots: the piece and the name of each of the optimizer's variables.
         groups: see `Updater`; the tables come last.
         lends: see `Updater`.
     """
@@ -44,7 +46,7 @@ class EmbeddingTableUpdater:
         self._pieces = tuple(pieces)
         self._tables = {number: _own(pieces[number].value) for number in sorted(tables)}
         self._dense = [number for number in range(len(pieces)) if number not in self._tables]
-        self._room = {number: min(LEAST_ROWS, len(table)) for number, table in self._tables.items()}
+        self._room = {number: min(MIN_ROOM, len(table)) for number, table in self._tables.items()}
         self._updater = self._make([pieces[number].value for number in self._dense])
         of_tables = tuple((number,) for number in self._tables)
         self._dense_groups = tuple(group for group in self._updater.groups if group not in of_tables)
@@ -58,7 +60,7 @@ class EmbeddingTableUpdater:
         }
 
     def apply(self, gradients: Sequence[Array | TableRows]) -> None:
-        """One update; the gradients are those of the groups, of tables they are `TableRows`."""
+        """Make one update; the gradients are those of the groups, for tables `TableRows`."""
         by_group = dict(zip(self.groups, gradients, strict=True))
         rows = {number: by_group[number,] for number in self._tables}
         numbers = {number: part.numbers for number, part in rows.items() if isinstance(part, TableRows)}
@@ -81,39 +83,39 @@ class EmbeddingTableUpdater:
             self._state[place][numbers[number]] = value[: len(numbers[number])]
 
     def values(self) -> list[Array]:
-        """The present values of the groups that are no tables; see `lends`."""
+        """The present values of the groups, tables excepted; see `lends`."""
         present = dict(zip(self._updater.groups, self._updater.values(), strict=True))
         return [present[group] for group in self._dense_groups]
 
     def tables(self) -> list[Array]:
-        """The tables themselves, which go on changing."""
+        """The tables themselves, which change with every update."""
         return list(self._tables.values())
 
     def optimizer_values(self) -> list[Array]:
-        """Copies of the values of the optimizer's variables, in the order of `slots`; those of tables have all rows."""
+        """Copies of the optimizer's variables, in the order of `slots`; those of tables have all rows."""
         return [
             self._state[place].copy() if place in self._state else value
             for place, value in enumerate(self._updater.optimizer_values())
         ]
 
     def without_tables(self) -> tuple[tuple[OptimizerSlot, ...], list[Array]]:
-        """Of the optimizer's variables those that belong to no table: what each is, and its value."""
+        """The slots and values of the optimizer's variables that belong to no table."""
         places = [place for place in range(len(self.slots)) if place not in self._state]
         _, values = self._updater.fetch((), places)
         return tuple(self.slots[place] for place in places), [np.array(value) for value in values]
 
     def load_optimizer(self, values: Sequence[Array]) -> None:
-        """Give the optimizer's variables these values, in the order of `slots`."""
+        """Assign values to the optimizer's variables, in the order of `slots`."""
         for place in self._state:
             self._state[place] = _own(values[place])
         self._updater.load({}, {place: value for place, value in enumerate(values) if place not in self._state})
 
     def count(self, updates: int) -> None:
-        """So many updates count as made, which were not."""
+        """Add so many updates to the optimizer's step counter."""
         self._updater.count(updates)
 
     def set_learning_rate(self, rate: float) -> None:
-        """The learning rate from now on; a schedule stays what it is."""
+        """Set the learning rate; a learning-rate schedule is kept."""
         self._updater.set_learning_rate(rate)
 
     def _make_room(self, rows: dict[int, int]) -> None:
@@ -130,7 +132,7 @@ class EmbeddingTableUpdater:
         self._updater.load({}, dict(zip(kept, state, strict=True)))
 
     def _make(self, dense: Sequence[Array]) -> Updater:
-        """An optimizer for the pieces, with as many rows of each table as there is room for."""
+        """An optimizer for the pieces, with room for as many rows of each table as `_room` says."""
         values = dict(zip(self._dense, dense, strict=True)) | {
             number: np.zeros((self._room[number], *table.shape[1:]), table.dtype)
             for number, table in self._tables.items()
@@ -140,5 +142,5 @@ class EmbeddingTableUpdater:
 
 
 def _own(array: Array) -> Array:
-    """The array, or a copy of it that can be written."""
+    """The array, or a writable copy of it."""
     return np.require(array, requirements=("C", "A", "W"))

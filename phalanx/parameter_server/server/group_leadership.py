@@ -53,7 +53,7 @@ class GroupRole(Enum):
 
 
 class LeaderOffer(msgspec.Struct, frozen=True):
-    """What a server that leads states when it asks the other one to keep the replica.
+    """What a server that leads sends when it requests that the other one keeps the replica.
 
     Attributes:
         description: of the server's task.
@@ -139,7 +139,7 @@ class GroupLeadership:
         """The other server leads."""
         with self._changed:
             if self.is_leading:
-                logger.warning("%s leads the shards of group %d no more.", self._me.task, self._number)
+                logger.warning("%s no longer leads the shards of group %d.", self._me.task, self._number)
             self.role = GroupRole.FOLLOWING
             links = self._on_follow()
             self._schedule.members.workers.forget_evictions()

@@ -93,7 +93,7 @@ class MergeBarrier:
         self._changed.notify_all()
         if history.is_completed(key):
             self._late += 1
-            return part.extras, f"it came too late and was left out, as {self._late} of the workers' have been so far"
+            return part.extras, f"it came too late and was discarded, like {self._late - 1} before it"
         pending = self._pending.setdefault(key, _PendingMerge())
         pending.disagreement = pending.disagreement or self._difference(pending, ticket.member, part.extras)
         pending.contributions[ticket.member] = part
@@ -102,7 +102,7 @@ class MergeBarrier:
         while pending.extras is None:
             self._members.check()
             if pending.is_abandoned:
-                return part.extras, "the chief has begun anew"
+                return part.extras, "the chief has declared this `fit` again"
             if pending.disagreement:
                 self._changed.notify_all()
                 raise DisagreementError(pending.disagreement)

@@ -159,4 +159,4 @@ class TrainingRecovery:
         self.took_over = self._must_rebuild = True
         self._rebuild.expect_workers()
         self._restored_version, self._lost_updates = state.version, -1  # even 0 lost updates are logged
-        logger.warning("%s goes on from its snapshot.", self._me.task)
+        logger.warning("%s resumes from its snapshot.", self._me.task)

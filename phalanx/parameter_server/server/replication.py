@@ -121,7 +121,7 @@ class ReplicaStream:
 
     def _detach(self) -> None:
         assert self._link is not None
-        logger.warning("The copy of the shards of group %d is lost; going on without one.", self._group)
+        logger.warning("The copy of the shards of group %d is lost; training continues without one.", self._group)
         self._link.close()
         self._link = None
 

@@ -171,8 +171,8 @@ class RequestHandler:
         try:
             if self._members.is_evicted(sender.link):
                 raise EvictedError(
-                    f"{name} made no progress for too long and was left out; the others went on. Start it again to "
-                    f"take part."
+                    f"{name} made no progress for too long and was evicted; training continued without it. Start it "
+                    f"again to take part."
                 )
             kind = type(request)
             if kind not in BEFORE_REBUILD:

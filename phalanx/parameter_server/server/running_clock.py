@@ -1,7 +1,7 @@
-"""The time that a server lets others take: of its own running.
+"""A clock that stands still while its process is stopped.
 
-What workers have sent while a server was stopped lies unread in its links when it goes on: counted by the time of the
-day, they would all be late.
+What workers send while a server is stopped stays unread in its links until the server continues: by any other clock
+they would all be late.
 """
 
 from __future__ import annotations
@@ -9,23 +9,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-LONGEST_S = 1.0
-"""That a clock goes on without a tick."""
+MAX_TICK_S = 1.0
+"""How long the clock runs without a tick."""
 
 
 class RunningClock:
-    """Goes on while `tick` is called at least every `LONGEST_S`; used by several threads, ticked by one."""
+    """Runs while `tick` is called at least every `MAX_TICK_S`. Read by several threads, ticked by one."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic):
         self._monotonic = monotonic
-        self._ticked = (monotonic(), 0.0)  # when, and what this clock said then: replaced together
+        # When the last tick was, and what this clock showed then. One tuple, so that both are replaced together.
+        self._last_tick = (monotonic(), 0.0)
 
     def __call__(self) -> float:
-        """Seconds since it was made, less those of the stops."""
-        at, said = self._ticked
-        return said + min(self._monotonic() - at, LONGEST_S)
+        """Seconds since the clock was created, without those during which the process was stopped."""
+        at, shown = self._last_tick
+        return shown + min(self._monotonic() - at, MAX_TICK_S)
 
     def tick(self) -> None:
+        """The process is running."""
         now = self._monotonic()
-        at, said = self._ticked
-        self._ticked = (now, said + min(now - at, LONGEST_S))
+        at, shown = self._last_tick
+        self._last_tick = (now, shown + min(now - at, MAX_TICK_S))

@@ -132,7 +132,7 @@ def rebuild_fit(fit: FitSchedule, positions: Mapping[Worker, WorkerPosition]) ->
     fit.tickets.by_serial.clear()
     fit.tickets.add(tickets)
     known = len(fit.tickets.by_serial) + sum(message.steps_made for message in same)
-    # A worker that is ahead was told that the epoch is over: then no worker held any of it.
+    # A worker that is ahead knows that the epoch is over: then no worker held any of it.
     is_any_ahead = any((m.fit, m.epoch) > (chief.fit, chief.epoch) for m in here)
     if not is_any_ahead and (unknown := epoch.next - known) > 0:
         fit.lost.count += unknown

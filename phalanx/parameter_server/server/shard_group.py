@@ -222,7 +222,7 @@ class ShardGroup:
             name, former = self._links.add(worker, hello.incarnation, link)
             self._changed.notify_all()
         self._members.attach(worker, name)
-        # An evicted process is told so when it sends something; its link stays open for that.
+        # An evicted process is refused when it sends something; its link stays open for that.
         if former is not None and not self._members.is_evicted(former[0]):
             former[1].close()
         self._threads.start(hello.task, self._serve, worker, name, link)
@@ -277,6 +277,6 @@ class ShardGroup:
             )
             is_leading = leadership.is_leading
         if not is_leading:
-            raise PhalanxError(f"{self._me.task} leads the shards of group {self.number} no more.")
+            raise PhalanxError(f"{self._me.task} no longer leads the shards of group {self.number}.")
         if not is_certain:
             raise self._chief_lost()

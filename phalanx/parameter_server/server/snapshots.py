@@ -1,4 +1,4 @@
-"""What a server keeps on disk, so that another process can take its place."""
+"""Snapshots on disk, from which another process can replace a server."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _NUMBER, _HEADER = "number", "header"
 
 
 class Snapshots:
-    """Two files, written in turn: whatever happens while one is written, the other is whole.
+    """Two files, written alternately: if anything happens while one is written, the other is complete.
 
-    A file is an archive of NumPy's (`numpy.savez`), whose checksums tell a damaged one. It may have no name: a path
-    like /dev/fd/5 leads to a file that only the launcher holds, and that is gone when the job is.
+    A file is a NumPy archive (`numpy.savez`), whose checksums reveal damage. It may have no name: a path like /dev/fd/5
+    leads to a file that only the launcher keeps open, and that disappears with the job.
 
     Args:
-        paths: of the two files; they need not exist.
+        paths: paths of the two files; they need not exist.
     """
 
     def __init__(self, paths: tuple[Path, Path]):
@@ -33,7 +33,7 @@ class Snapshots:
 
     @classmethod
     def of_task(cls, folder: Path, name: str) -> Snapshots:
-        """Those of a task, `ps/0`, in a folder, which is made if it is missing."""
+        """The snapshots of a task, such as `ps/0`, in a folder, which is created if it is missing."""
         folder.mkdir(parents=True, exist_ok=True)
         base = name.replace("/", "-")
         return cls((folder / f"{base}.a.npz", folder / f"{base}.b.npz"))
@@ -41,8 +41,7 @@ class Snapshots:
     def write(self, header: bytes, arrays: Sequence[Array]) -> None:
         """Replace the older snapshot.
 
-        Raises: OSError if the disk is full or cannot be written; the newer snapshot is still there then, and stays
-            there until another one is whole.
+        Raises: OSError if the disk is full or not writable; the newer snapshot is kept until another one is complete.
         """
         number = self._number + 1
         raw = {str(index): np.ascontiguousarray(a).reshape(-1).view(np.uint8) for index, a in enumerate(arrays)}
@@ -50,10 +49,10 @@ class Snapshots:
             np.savez(file, **{_NUMBER: np.int64(number), _HEADER: np.frombuffer(header, np.uint8)}, **raw)  # type: ignore[arg-type]
             file.flush()
             os.fsync(file.fileno())
-        self._number = number  # not before: what comes after a failure goes to the same file
+        self._number = number  # not earlier: after a failure, the next snapshot goes to the same file
 
     def newest(self) -> tuple[bytes, list[memoryview]] | None:
-        """The header and the arrays' bytes of the newest snapshot that is whole; None if there is none."""
+        """The header and the arrays' bytes of the newest complete snapshot; None if there is none."""
         found = [content for path in self._paths if (content := _read(path)) is not None]
         if not found:
             return None
@@ -61,7 +60,7 @@ class Snapshots:
         return header, buffers
 
     def clear(self) -> None:
-        """Forget all: the job is over."""
+        """Delete the files: the job is over."""
         for path in self._paths:
             if path.is_file() and path.stat().st_nlink:
                 path.unlink()
@@ -75,6 +74,6 @@ def _read(path: Path) -> tuple[int, bytes, list[memoryview]] | None:
             count = len(archive.files) - 2
             buffers = [memoryview(archive[str(index)]) for index in range(count)]
             return int(archive[_NUMBER]), archive[_HEADER].tobytes(), buffers
-    except Exception as error:  # zipfile raises almost anything, by which byte it is that has changed
-        logger.warning("The snapshot in %s is damaged and left aside: %s", path, error)
+    except Exception as error:  # what zipfile raises depends on which byte is damaged
+        logger.warning("The snapshot in %s is damaged and ignored: %s", path, error)
         return None

@@ -184,7 +184,7 @@ class StepSchedule:
                 self.members.check()
                 if not self.members.workers.has_link(worker, link):
                     name = self.members.names[worker]
-                    raise EvictedError(f"{name} was left out, or started again in another process.")
+                    raise EvictedError(f"{name} was evicted, or started again in another process.")
                 if (over := self.fit.superseded(fit, era)) is not None:
                     return over
                 epoch = self.fit.epoch

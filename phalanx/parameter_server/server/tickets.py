@@ -1,4 +1,4 @@
-"""Outstanding tickets: steps that workers were told to make and that are not applied yet. Pure."""
+"""Outstanding tickets: steps that workers are to make and that are not applied yet. Pure."""
 
 from __future__ import annotations
 

@@ -299,7 +299,13 @@ class VariableStore:
             if ticket.era != self._schedule.fit.era:
                 extras = arrays_of(buffers, message.dtypes)[len(buffers) - len(message.extras) :]
                 self._confirm(message)
-                return PushResult(self.version, [], [], extras, "it was of a `fit` that is over, or was begun anew")
+                return PushResult(
+                    self.version,
+                    [],
+                    [],
+                    extras,
+                    "it belongs to a `fit` that is over, or that the chief has declared again",
+                )
             flat = iter(arrays_of(buffers, message.dtypes))
             gradients = shards.shape_gradients(flat) if message.gradients else []
             wanted = [next(flat) for _ in shards.tables] if message.wants_rows else []

@@ -87,7 +87,7 @@ class WorkerMembership:
                 if self.all_required:
                     self._fail(lambda: busy_error(f"{self.names[worker]} did not make its part of a step"))
                 else:
-                    logger.warning("%s makes no progress: going on without it.", self.names[worker])
+                    logger.warning("%s makes no progress: training continues without it.", self.names[worker])
             self.workers.evict(worker)
             self._leave(worker)
             self.changed.notify_all()
