@@ -60,7 +60,7 @@ class ServerConnection:
 
     def send_buffers(self, kinds: tuple[Kind, ...]) -> list[Array]:
         """See `ParameterServerClient.send_buffers`."""
-        shared = self.channel.room(kinds) if self.channel is not None else None
+        shared = self.channel.send_buffers(kinds) if self.channel is not None else None
         if shared is not None:
             return shared
         if kinds not in self._buffers:

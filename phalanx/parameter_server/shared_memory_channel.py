@@ -1,9 +1,9 @@
-"""Gradients and values of a worker on the server's own host: through memory that both have mapped.
+"""Gradients and values of a worker on the server's own host are exchanged through shared memory.
 
-What stays on the link is the message, and with it the order: one side writes before it sends, the other reads after it
-has received. A copy in memory takes a tenth of what it takes to push the same bytes through the loopback interface, on
-both sides together. The lane to the server has one place, because a worker sends when its last gradients have been
-answered, and the server keeps nothing of them after that. The lane back has two in turn, because a worker reads the
+The message itself stays on the link, and with it the order: one side writes before it sends, the other reads after it
+has received. Copying in memory takes a tenth of the time that sending the same bytes through the loopback interface
+takes on both sides together. There is one *place* for gradients: a worker sends when its last gradients are answered,
+and the server keeps nothing of them after that. There are two places for values, used alternately: a worker reads the
 last values while its next gradients are on their way.
 """
 
@@ -26,47 +26,47 @@ logger = logging.getLogger(__name__)
 Array = np.ndarray[Any, Any]
 
 METHODS = ("memfd", "/dev/shm")
-"""Where lanes are made, the best first; see `collectives.segment`."""
+"""Where the memory is created, the best first; see `collectives.host.shared_segment`."""
 MIN_BYTES = 16 * 1024
-"""Less than this goes with the message: it is in the cache either way."""
+"""Less is sent with the message: it is in the cache either way."""
 MAX_BYTES = 64 * 1024**2
-"""A larger place is not made: three of them for each worker and server would be missed elsewhere."""
+"""A larger place is not created: three of them for each worker and server would be missing elsewhere."""
 SPARE_BYTES = 64 * 1024
-"""For what is merged beside the gradients: metrics, statistics of layers."""
+"""For what is merged in addition to the gradients: metrics, statistics of layers."""
 TO_SERVER, TO_WORKER = 0, 1
-"""The first of the places of each lane."""
+"""The first place for gradients, and for values."""
 PLACES = 3
-KNOWN = 16
-"""Kinds of contents whose arrays are kept: where single rows travel, each step has its own."""
+MAX_LAYOUTS = 16
+"""How many layouts of arrays are kept: where single rows are sent, each step has its own."""
 
 
 def place_bytes(lengths: Sequence[int]) -> int:
-    """What a place must have for buffers of these lengths, each aligned as backends want it."""
+    """Bytes that buffers of these lengths take, each aligned as backends need it."""
     return sum(_aligned(length) for length in lengths)
 
 
-class _Laid(NamedTuple):
-    """Where arrays are in a place, and their lengths in bytes."""
+class _PlacedArrays(NamedTuple):
+    """Arrays in a place, and their lengths in bytes."""
 
     arrays: list[Array]
     lengths: tuple[int, ...]
 
 
 class SharedMemoryChannel:
-    """Both lanes between one worker and one server, seen from one of them."""
+    """The memory shared by one worker and one server, as one of them uses it."""
 
     def __init__(self, segment: SharedSegment):
         self._segment = segment
         self.place_bytes = segment.memory.nbytes // PLACES
         self._turn = 0
-        # Of each place as it was last used: what is in it, from one step to the next, is of the same kinds.
+        # Each place as it was last used: from one step to the next its contents have the same kinds.
         self._cut: dict[int, tuple[tuple[int, ...], list[memoryview]]] = {}
-        self._laid: dict[tuple[int, tuple[Kind, ...]], _Laid] = {}
-        self._to_send = _Laid([], ())
+        self._layouts: dict[tuple[int, tuple[Kind, ...]], _PlacedArrays] = {}
+        self._to_send = _PlacedArrays([], ())
 
     @classmethod
     def offer(cls, place: int, accepts: Callable[[SegmentOffer], bool]) -> SharedMemoryChannel | None:
-        """Make lanes with so many bytes to a place, and some to spare, if the other side `accepts` them; else None."""
+        """Create memory with so many bytes for each place, and some to spare, if the other side `accepts` it."""
         place = _aligned(place + SPARE_BYTES)
         if place > MAX_BYTES:
             return None
@@ -85,59 +85,59 @@ class SharedMemoryChannel:
 
     @classmethod
     def accept(cls, offer: SegmentOffer) -> SharedMemoryChannel | None:
-        """Map what the other side has made; None if it is not to be had from here."""
+        """Map the memory that the other side offers; None if that is impossible here."""
         try:
             return cls(SharedSegment.open(offer))
         except (OSError, ValueError) as error:
             logger.debug("no shared memory at %s: %s", offer.path, error)
             return None
 
-    def room(self, kinds: tuple[Kind, ...]) -> list[Array] | None:
-        """Arrays of these kinds in the place whose contents are sent next, to be filled; None if that is too little to
-        be worth it or too much to fit. What is not filled stays as it is, at first zero."""
+    def send_buffers(self, kinds: tuple[Kind, ...]) -> list[Array] | None:
+        """Arrays of these kinds in the place that is sent next, to be filled; None if they are too small to be worth
+        it, or do not fit. What is not filled stays as it is, at first zero."""
         laid = self._lay(TO_SERVER, kinds)
         if laid is None:
             return None
-        if laid is not self._to_send:  # others have been here
+        if laid is not self._to_send:  # the place had other contents
             for array in laid.arrays:
                 array.fill(0)
             self._to_send = laid
         return laid.arrays
 
     def lengths_of(self, arrays: Sequence[Array]) -> tuple[int, ...]:
-        """In bytes, if these are the arrays that `room` returned last; else none."""
+        """The arrays' lengths in bytes, if `send_buffers` returned them last; otherwise empty."""
         return self._to_send.lengths if arrays is self._to_send.arrays else ()
 
-    def _lay(self, place: int, kinds: tuple[Kind, ...]) -> _Laid | None:
-        laid = self._laid.get((place, kinds))
+    def _lay(self, place: int, kinds: tuple[Kind, ...]) -> _PlacedArrays | None:
+        laid = self._layouts.get((place, kinds))
         if laid is None:
             lengths = tuple(map(nbytes_of, kinds))
             if sum(lengths) < MIN_BYTES or place_bytes(lengths) > self.place_bytes:
                 return None
             memories = self.read(place, lengths)
             arrays = [np.frombuffer(m, dtype).reshape(shape) for m, (shape, dtype) in zip(memories, kinds, strict=True)]
-            if len(self._laid) >= KNOWN:
-                self._laid.clear()
-            laid = self._laid[place, kinds] = _Laid(arrays, lengths)
+            if len(self._layouts) >= MAX_LAYOUTS:
+                self._layouts.clear()
+            laid = self._layouts[place, kinds] = _PlacedArrays(arrays, lengths)
         return laid
 
-    def _written(self, place: int, arrays: Sequence[Array]) -> _Laid | None:
-        """Arrays copied into a place; None if they are not for it."""
+    def _written(self, place: int, arrays: Sequence[Array]) -> _PlacedArrays | None:
+        """Copy arrays into a place; None if they are too small or do not fit."""
         laid = self._lay(place, tuple(map(kind_of, arrays)))
         if laid is not None:
-            for room, array in zip(laid.arrays, arrays, strict=True):
-                if room is not array:
-                    np.copyto(room, array)
+            for target, array in zip(laid.arrays, arrays, strict=True):
+                if target is not array:
+                    np.copyto(target, array)
         return laid
 
     def copies(self, arrays: list[Array]) -> list[Array]:
-        """Copies of values where `write_values` would write them next, if they are for it."""
+        """Copies of values, if possible in the place where `write_values` writes next."""
         laid = self._written(TO_WORKER + 1 - self._turn, arrays)
         return allocation.copy_arrays(arrays) if laid is None else laid.arrays
 
     def write_values(self, arrays: Sequence[Array]) -> tuple[int, tuple[int, ...]]:
-        """Copy values into the place whose turn it is; returns it, and their lengths in bytes: none if they are not
-        for it. Where nothing is written, the turn stays: the worker may still compute from the other place."""
+        """Copy values into the place whose turn it is; returns it, and their lengths in bytes: empty if nothing is
+        written. Then the turn stays: the worker may still compute from the other place."""
         turn = 1 - self._turn
         laid = self._written(TO_WORKER + turn, arrays)
         if laid is not None:
@@ -145,16 +145,18 @@ class SharedMemoryChannel:
         return TO_WORKER + turn, () if laid is None else laid.lengths
 
     def read(self, place: int, lengths: Sequence[int]) -> list[memoryview]:
-        """The buffers that were written there, in the memory itself: they change when the place is written again. The
-        list is not the caller's to change.
+        """The buffers in a place, in the memory itself: they change when the place is written again. The caller must not
+        change the list.
 
-        Raises: FrameError if that cannot be: what the other side says is not believed.
+        Raises: FrameError if they cannot be there: what the other side states is checked.
         """
         known = self._cut.get(place)
         if known is not None and known[0] == lengths:
             return known[1]
         if not 0 <= place < PLACES or min(lengths) < 0 or place_bytes(lengths) > self.place_bytes:
-            raise FrameError(f"buffers of {sum(lengths)} bytes in place {place} of lanes of {self.place_bytes} bytes")
+            raise FrameError(
+                f"buffers of {sum(lengths)} bytes in place {place} of shared memory with {self.place_bytes} bytes for each"
+            )
         buffers, start = [], place * self.place_bytes
         for length in lengths:
             buffers.append(self._segment.memory[start : start + length])
@@ -163,10 +165,10 @@ class SharedMemoryChannel:
         return buffers
 
     def close(self) -> None:
-        """Unmap, as soon as nobody looks at the memory any more. Safe to call twice."""
+        """Unmap the memory as soon as no array refers to it any more. Safe to call twice."""
         self._cut.clear()
-        self._laid.clear()
-        self._to_send = _Laid([], ())
+        self._layouts.clear()
+        self._to_send = _PlacedArrays([], ())
         with contextlib.suppress(BufferError):
             self._segment.close()
 

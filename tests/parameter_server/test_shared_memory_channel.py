@@ -41,7 +41,7 @@ def pair() -> Iterator[tuple[SharedMemoryChannel, SharedMemoryChannel]]:
 
 def filled(lanes: SharedMemoryChannel, arrays: list[np.ndarray]) -> tuple[int, ...]:
     """The lengths of what is sent next: these arrays."""
-    room = lanes.room(tuple((array.shape, array.dtype) for array in arrays))
+    room = lanes.send_buffers(tuple((array.shape, array.dtype) for array in arrays))
     if room is None:
         return ()
     for place, array in zip(room, arrays, strict=True):
@@ -109,15 +109,15 @@ def test_what_others_have_left_in_a_room_is_not_taken_for_its_contents(
 ) -> None:
     worker, _ = pair
     large = (((6000,), np.dtype(np.float32)),)
-    room = worker.room(large)
+    room = worker.send_buffers(large)
     assert room is not None
     room[0][:] = 1
-    assert worker.room(large) is room
+    assert worker.send_buffers(large) is room
     assert room[0].all(), "what was not filled stays"
     assert worker.lengths_of(room) == (24_000,)
     filled(worker, [np.full(24_000, 7, np.uint8)])
     assert worker.lengths_of(room) == ()
-    assert worker.room(large) is room
+    assert worker.send_buffers(large) is room
     assert not room[0].any()
 
 
