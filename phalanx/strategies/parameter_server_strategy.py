@@ -45,35 +45,35 @@ logger = logging.getLogger(__name__)
 class ParameterServerStrategy(Strategy):
     """Training with parameter servers (`tf.distribute.ParameterServerStrategy`).
 
-    Every task of the cluster runs the same program. On a task of type `ps` the constructor serves until the job is over
-    and then ends the process with exit code 0. On the others it waits until the servers are there; `fit` then trains on
-    batches that the workers take in turn. The optimizer runs on the servers.
+    Every task of the cluster runs the same program. On a task of type `ps`, the constructor serves until the job is over
+    and then exits the process with code 0. On other tasks it waits until the servers are there; `fit` then trains on
+    the batches that the first server hands out to the workers. The optimizer runs on the servers.
 
     Args:
-        cluster_resolver: where the cluster and this task come from. None: TF_CONFIG, or what Slurm, MPI or Kubernetes
-            say.
+        cluster_resolver: describes the cluster and this task. None: TF_CONFIG, or the environment of Slurm, MPI or
+            Kubernetes.
         variable_partitioner: cuts large variables along their first axis, so that several servers share them; see
             `MinSizePartitioner`.
-        synchronous: merge all workers' gradients of a step into one update, of which `batch_size` is then the global
-            batch. Else each worker's gradients are an update of their own.
+        synchronous: merge all workers' gradients of a step into one update; `batch_size` is then the global batch.
+            Otherwise each worker's gradients are one update.
         replicas_to_aggregate: in synchronous training, how many workers' gradients make an update; those of the slowest
-            are left out and counted. None: all.
+            are discarded and counted. None: all.
         staleness: in asynchronous training, how many steps a worker may be ahead of the slowest. None: any number.
-        refuse_nan: leave out updates with values that are not finite, say so and count them; False: apply what comes.
-        compression: "float16" or "bfloat16" (or `phalanx.compression.Float16()`, `BFloat16()`): gradients travel in
-            this dtype.
-        replication: 2: each server's shards have a copy on the next server, and every update is answered when both have
-            it. A killed server then costs no update and no wait for its restart. 1: no copies.
-        snapshot_dir: where each server keeps snapshots of its shards, from which it goes on when it was killed and is
-            started again. None: files of the launcher under `phalanx run`, which starts killed servers again; else
-            nowhere, and the loss of a server ends the job.
-        snapshot_seconds: between two snapshots; what was updated since the last one is lost with the server.
-        embedding_rows: whether only those rows of an `Embedding` travel that a batch uses. "auto": of tables from 1 MiB
-            with at least 16 times as many rows as a batch looks up; True: of all where it can be done; False: of none.
-            The optimizer then leaves alone what belongs to the other rows: see docs/parameter_servers.md.
+        refuse_nan: discard updates with values that are not finite, log and count them; False: apply them.
+        compression: "float16" or "bfloat16" (or `phalanx.compression.Float16()`, `BFloat16()`): gradients are sent
+            in this dtype.
+        replication: 2: each server's shards have a replica on the next server, and an update is answered when both have
+            applied it. A killed server then costs no update and no wait for its restart. 1: no replicas.
+        snapshot_dir: where each server keeps snapshots of its shards, from which it resumes when it was killed and is
+            restarted. None: files of the launcher under `phalanx run`, which restarts killed servers; otherwise
+            nowhere, and losing a server ends the job.
+        snapshot_seconds: seconds between two snapshots; updates since the last one are lost with the server.
+        embedding_rows: whether only the rows of an `Embedding` that a batch uses are sent. "auto": for tables of at
+            least 1 MiB with 16 times as many rows as a batch looks up; True: for all tables that allow it; False: for
+            none. The optimizer then does not update the state of other rows: see docs/parameter_servers.md.
 
     Raises:
-        ConfigurationError: the cluster is described wrongly or has no `ps`.
+        ConfigurationError: the description of the cluster is invalid, or has no `ps`.
         RendezvousError: a server did not come in time; the message names it.
         DisagreementError: tasks differ in what must be equal.
     """
@@ -115,7 +115,7 @@ class ParameterServerStrategy(Strategy):
                 cast,
                 embedding_rows if embedding_rows == "auto" else bool(embedding_rows),
                 me.config.return_timeout_s or return_s,
-                copied=replication > 1,
+                is_replicated=replication > 1,
             )
 
     @property
@@ -138,23 +138,25 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def global_step(self) -> int:
-        """How many updates the job had made when this worker's last one was applied. Not contiguous: others make
-        updates in between."""
+        """Number of updates of the job when this worker's last one was applied.
+
+        It is not contiguous: other workers make updates in between.
+        """
         return 0 if self._worker is None else self._worker.global_step
 
     @property
     def _in_function(self) -> bool:
-        """Whether this is a worker of a `ClusterCoordinator`, on which each function is alone."""
+        """Whether this is a worker of a `ClusterCoordinator`, which runs each function by itself."""
         return self._worker is not None and self._worker.in_function
 
     @property
     def bytes_sent(self) -> int:
-        """What this worker has sent to the servers until now."""
+        """Bytes that this worker has sent to the servers."""
         return 0 if self._worker is None else self._worker.client.bytes_sent
 
     @property
     def bytes_received(self) -> int:
-        """What the servers have sent to this worker until now."""
+        """Bytes that the servers have sent to this worker."""
         return 0 if self._worker is None else self._worker.client.bytes_received
 
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
@@ -188,12 +190,12 @@ class ParameterServerStrategy(Strategy):
         return super().distribute_datasets_from_function(lambda _: dataset_fn(context), options)
 
     def explain_sharding(self, dataset: Any, *, batch_size: int | None = None) -> str:
-        """What the workers read of an input of `fit`: whose a batch is, is known only when somebody trains on it."""
+        """Which part of an input of `fit` the workers read: batches are assigned while they train."""
         workers = 1 if self._worker is None else self._worker.workers
         return f"Each of the {workers} workers takes whole batches of the input, as the first server hands them out."
 
     def _input_arguments(self) -> dict[str, Any]:
-        # A worker's dataset is whole: which of its batches it trains on is told by the servers.
+        # Every worker has the whole dataset; the head decides which of its batches it trains on.
         return {**super()._input_arguments(), "rank": 0, "world_size": 1}
 
 
@@ -203,9 +205,15 @@ class Server:
     Args:
         server_or_cluster_def: the cluster: a `ClusterSpec` or a dict.
         job_name: "ps".
-        task_index: which of the servers this process is.
-        protocol, config, start: taken as `tf.distribute.Server` does; there is nothing to choose.
-        replication, snapshot_dir, snapshot_seconds: as for `ParameterServerStrategy`.
+        task_index: number of this server.
+        protocol: ignored; accepted as by `tf.distribute.Server`.
+        config: ignored.
+        start: ignored.
+        replication: as for `ParameterServerStrategy`.
+        snapshot_dir: as for `ParameterServerStrategy`.
+        snapshot_seconds: as for `ParameterServerStrategy`.
+
+    Raises: ConfigurationError for another job than "ps".
 
     >>> phalanx.Server({"ps": ["a:2222"], "worker": ["b:2222"]}, job_name="ps", task_index=0).join()  # doctest: +SKIP
     """
@@ -226,31 +234,33 @@ class Server:
         del protocol, config, start
         if job_name != PS:
             raise ConfigurationError(
-                f"A Server of job {job_name!r} has nothing to serve. Make a ParameterServerStrategy in the processes "
-                f"of workers and chief."
+                f"A Server of job {job_name!r} has nothing to serve. Create a ParameterServerStrategy in the "
+                f"processes of workers and chief."
             )
         spec = ClusterSpec(server_or_cluster_def)
         self._me = _identify(SimpleClusterResolver(spec, task_type=job_name, task_id=task_index))
         self._durability = snapshot_dir, snapshot_seconds, replication
 
     def join(self) -> NoReturn:
-        """Serve until the job is over, and end the process then with exit code 0: `tf.distribute.Server.join` does not
-        return either, so programs go on below it as if only workers came there."""
+        """Serve until the job is over, then exit the process with code 0.
+
+        `tf.distribute.Server.join` does not return either: programs expect only workers below it.
+        """
         serve(self._me, *self._durability)
         sys.exit(0)
 
 
 def serve(me: TaskIdentity, snapshot_dir: str | os.PathLike[str] | None, snapshot_s: float, replication: int) -> None:
-    """Be a parameter server until the job is over."""
+    """Run a parameter server until the job is over."""
     process_exit.install()
     if not snapshot_s > 0:
         raise ConfigurationError(f"snapshot_seconds is {snapshot_s}; it must be a time greater than 0.")
     _check_replication(me, replication)
     prepare()
-    copied = replication > 1
-    # A copy is newer than any snapshot, which would only take time.
-    snapshots = None if copied else snapshots_of(me, None if snapshot_dir is None else Path(snapshot_dir))
-    ParameterServer(me, snapshots, snapshot_s, is_replicated=copied).run()
+    is_replicated = replication > 1
+    # A replica is newer than any snapshot, which would only take time.
+    snapshots = None if is_replicated else snapshots_of(me, None if snapshot_dir is None else Path(snapshot_dir))
+    ParameterServer(me, snapshots, snapshot_s, is_replicated=is_replicated).run()
 
 
 def _cast(compression: Compression | str | None) -> Float16 | BFloat16 | None:
@@ -266,10 +276,10 @@ def _cast(compression: Compression | str | None) -> Float16 | BFloat16 | None:
 def _check_replication(me: TaskIdentity, replication: int) -> None:
     servers = sum(task.type == PS for task in me.spec.tasks)
     if replication not in (1, 2):
-        raise ConfigurationError(f"replication is {replication}; write 2 for a copy of each shard, or 1 for none.")
+        raise ConfigurationError(f"replication is {replication}; pass 2 for a replica of each shard, or 1 for none.")
     if replication > servers:
         raise ConfigurationError(
-            "replication=2 needs a second parameter server for the copies, and the cluster has one: start the job with "
+            "replication=2 needs a second parameter server for the replicas, and the cluster has one: start the job with "
             "`phalanx run --ps 2`."
         )
 
@@ -287,15 +297,15 @@ def _join(
     embedding_rows: bool | str,
     return_s: float,
     *,
-    copied: bool,
+    is_replicated: bool,
 ) -> ParameterServerWorker:
-    """This process's place: taken now, or, if a strategy has taken it before, the same one under the new rules."""
+    """This process as a worker: created once; a further strategy changes its rules."""
     global _member
     if _member is None:
         process_exit.install()
         prepare()
         worker = ParameterServerWorker(
-            client=ParameterServerClient(me, return_s, is_replicated=copied),
+            client=ParameterServerClient(me, return_s, is_replicated=is_replicated),
             number=me.rank,
             workers=len(me.tasks),
             rules=rules,
@@ -313,7 +323,7 @@ def _join(
     spec, worker = _member
     if spec != me.spec:
         raise ConfigurationError(
-            f"This process belongs to the cluster {spec} already, and a new strategy asks for {me.spec}. A process "
+            f"This process belongs to the cluster {spec} already, and a new strategy needs {me.spec}. A process "
             f"belongs to one cluster."
         )
     worker.rules, worker.partitioner, worker.compression = rules, partitioner, compression
@@ -323,18 +333,18 @@ def _join(
 
 
 def _share_random_state(worker: ParameterServerWorker) -> None:
-    """Unseeded splits and data that are made from now on are the same on all workers, as they are on replicas."""
+    """Use the chief's random state, so that unseeded splits and data are the same on all workers."""
     if worker.workers == 1:
         return
     if worker.is_chief:
         state: memoryview | None = worker.broadcast_first(RANDOM_STATE, np.frombuffer(random_state(), np.uint8))
     else:
         try:
-            told = worker.receive_broadcast(RANDOM_STATE)
-        except CollectiveTimeoutError:  # the first server is another process than the one that the chief has told
-            logger.warning("The chief's random state is not known any more: random data and splits may differ.")
+            received = worker.receive_broadcast(RANDOM_STATE)
+        except CollectiveTimeoutError:  # the head was restarted since the chief's broadcast
+            logger.warning("The chief's random state is no longer known: random data and splits may differ.")
             return
-        state = told[0] if told else None
+        state = received[0] if received else None
     if state is not None:
         set_random_state(bytes(state))
 
