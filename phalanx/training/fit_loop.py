@@ -54,6 +54,7 @@ class FitLoop:
         if coordination.begin_epoch():
             model.reset_metrics()
             state.callbacks.on_epoch_begin(epoch)
+        # All decisions are the coordination's: an `if` on what one process sees would let the others wait forever.
         with coordination.epoch_batches():
             self._train_batches()
         logs = coordination.epoch_logs()
@@ -82,6 +83,7 @@ class FitLoop:
                     timeline.current.leave()
                 coordination.begin_group(step)
             batch = coordination.train_step(batch)
+            # Before the hooks: the bar, which is one of them, shows the samples of this batch too.
             if state.progress_bar is not None:
                 state.progress_bar.count(batch.global_size)
             if (step + 1) % size == 0:

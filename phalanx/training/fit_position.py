@@ -124,6 +124,7 @@ class FitRecorder:
             self.ledger.load(position.ledger)
         if state.validation is not None:
             state.validation.catch_up(position.validated)
+        # `on_train_begin` has emptied it.
         history = self._model.model.history
         history.epoch, history.history = list(position.epochs), dict(position.history)
         if restart_epoch is None:
@@ -131,6 +132,7 @@ class FitRecorder:
         else:
             restart_epoch()
             enter_epoch(self._model, state, position.place, position.step, position.randomness)
+        # Last, because `on_train_begin` and `on_epoch_begin` reset counters of callbacks.
         restore_states(state.arguments.callbacks, position.callbacks)
 
 

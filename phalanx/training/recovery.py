@@ -99,7 +99,7 @@ class ElasticRecovery:
 
     def share_chief_callbacks(self) -> None:
         """After each epoch all ranks learn the state of the chief's own callbacks, in case they become chief."""
-        # Ranks may have been given different callbacks (`if rank == 0: ...`), so this is done in any case.
+        # A collective in any case: ranks may have been passed different callbacks (`if rank == 0: ...`).
         waiting = callback_list.chief_only_callbacks(self._state.arguments.callbacks)
         own = self._chief_callback_states.changes(waiting)
         self._recorder.callback_states()  # what differs now may not differ when a position is recorded

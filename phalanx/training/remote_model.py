@@ -222,6 +222,8 @@ class RemoteModel:
         self.send_learning_rate()
         with self._between_steps():
             until = time.monotonic() + CONSISTENCY_S
+            # Servers apply a step independently: at any moment some may have one more. Pull until all agree, or until
+            # they differ as they did before, which a lost update makes permanent.
             while True:
                 self._tables_stale = True
                 self.pull()

@@ -176,6 +176,8 @@ class Replica:
         if elastic is None:
             yield Entry(-1)
             return
+        # Inside an entry, for example `evaluate` in a callback: it is not numbered, since a process that joins does not
+        # run it again, and no process may join in its middle.
         if self._entry is not None:
             with elastic.join_points.closed():
                 yield self._entry

@@ -108,6 +108,7 @@ class ReplicaModel:
 
     def single_batch(self, method: str, x: Any, y: Any = None, sample_weight: Any = None) -> JointBatch:
         """This rank's part of the one batch that this method was given; model and ranks are ready for it."""
+        # The seed has no effect on one batch, but without one the chief would be asked for it.
         size = len(next(leaf for leaf in tree.flatten(x) if leaf is not None))
         source = self.shard(x, y, sample_weight, batch_size=size, steps=None, seed=0)
         (self.prepare_to_predict if method == "predict_on_batch" else self.prepare)(source, method)
@@ -177,6 +178,8 @@ class ReplicaModel:
         """Give every rank the chief's state."""
         self.replica.retry(lambda: state_sync.synchronise(self.model, self.replica))
 
+    # `fit`, `evaluate` and `predict` synchronise at their beginning in any case. Only `*_on_batch` rely on the flag: a
+    # broadcast of the whole state for each batch would cost more than the batch.
     def set_synchronised(self, value: bool) -> None:
         """Whether all ranks are known to have the same state; else `single_batch` begins with the chief's."""
         self._is_synchronised = value

@@ -81,7 +81,9 @@ class SynchronousStepper(ReplicaStepper):
     def _mode(self, last: bool | None) -> MergeMode:
         if self._steps == 1:
             return MergeMode.UPDATE
+        # Keras counts batches here, also between updates.
         steps = int(self._engine.read([self._iterations])[0])
         if (steps + 1) % self._steps == 0:
             return MergeMode.UPDATE
+        # Metrics may wait too, unless a callback sees them, or the epoch ends and must report them.
         return MergeMode.ACCUMULATE if last is False and not self._watched else MergeMode.ACCUMULATE_GRADIENTS

@@ -82,6 +82,7 @@ class WeightExchange:
 
         Returns: the values to continue with.
         """
+        # Nothing of `self` changes until the exchange is done: if it fails, the caller may repeat it.
         progress = [start - value for start, value in zip(self._start, values, strict=True)]
         anchor, velocity = self._anchor, self._velocity
         if (before := self._underway) is not None:
