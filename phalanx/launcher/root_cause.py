@@ -130,7 +130,7 @@ def find_root_cause(ends: Sequence[WorkerExit], *, interrupted_by: int | None = 
     if interrupted_by is not None:
         code = exit_codes.SIGNAL_BASE + interrupted_by
         meaning = exit_codes.meaning(code)
-        return RootCause(code, None, f"the job was ended from outside: {meaning.sentence}")
+        return RootCause(code, None, f"it was stopped from outside: {meaning.sentence}")
     if not own:
         return RootCause(0, None, "all workers ended without error, or the others finished without them")
     lost = _falsely_successful(ends, own)
