@@ -666,7 +666,7 @@ def test_told_to_end_the_whole_job_ends(number: signal.Signals, launcher: Launch
     process.send_signal(number)
     _, err = process.communicate(timeout=END_BOUND_S)
     assert process.returncode == 128 + number
-    assert "the job was ended from outside" in err
+    assert "it was stopped from outside" in err
     assert re.search(r"program.py.* in hang", (launcher.folder / "logs" / "failure.txt").read_text())
 
 
