@@ -31,7 +31,24 @@ TASKS = 4
 EVENTS = st.lists(
     st.tuples(
         st.sampled_from(
-            "arrive query ready report late begin finish leave lose exit tick wait resize withdraw readmit limit".split()
+            [
+                "arrive",
+                "query",
+                "ready",
+                "report",
+                "late",
+                "begin",
+                "finish",
+                "leave",
+                "lose",
+                "exit",
+                "tick",
+                "wait",
+                "resize",
+                "withdraw",
+                "readmit",
+                "limit",
+            ]
         ),
         st.integers(0, TASKS - 1),
     ),
