@@ -1,4 +1,4 @@
-"""The names that `tf.distribute.cluster_resolver` has."""
+"""The names of `tf.distribute.cluster_resolver`."""
 
 from __future__ import annotations
 

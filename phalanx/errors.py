@@ -1,7 +1,7 @@
-"""The errors a user of Phalanx can meet, one class for each remedy.
+"""The errors that users of Phalanx may see, one class for each remedy.
 
-Every class carries an `exit_code`: a process that ends because of the error ends with that code, so that
-a script around the job can tell the causes apart. `docs/failures.md` lists them.
+Every class has an `exit_code`, with which a process exits because of the error, so that scripts can distinguish the
+causes. `docs/failures.md` lists them.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from typing import Any
 
 
 class PhalanxError(Exception):
-    """Base of all errors that Phalanx raises on purpose; on its own, a defect in Phalanx."""
+    """Base class of all errors that Phalanx raises on purpose. Raised itself, it reports a defect in Phalanx."""
 
     exit_code = 70
 
 
 class ConfigurationError(PhalanxError, ValueError):
-    """The job is described wrongly (TF_CONFIG, arguments, environment). Correct it and start again."""
+    """The description of the job is wrong (TF_CONFIG, arguments, environment). Correct it and restart."""
 
     exit_code = 64
 
 
 class UnsupportedError(PhalanxError, NotImplementedError):
-    """What was asked cannot be done on this backend or strategy. The message names what can."""
+    """This backend or strategy does not support the request. The message names an alternative."""
 
     exit_code = 65
 
 
 class RendezvousError(PhalanxError):
-    """The tasks of the job did not find each other in time. The message names who is missing."""
+    """The tasks of the job did not find each other in time. The message names the missing tasks."""
 
     exit_code = 66
 
@@ -41,7 +41,7 @@ class DisagreementError(PhalanxError):
 
 
 class CollectiveMismatchError(PhalanxError):
-    """The ranks called different collectives, or the same one with other shapes, dtypes or operation.
+    """The ranks called different collectives, or the same one with different shapes, dtypes or operations.
 
     Raised on every rank. The communicator cannot be used afterwards.
     """
@@ -50,7 +50,7 @@ class CollectiveMismatchError(PhalanxError):
 
 
 class CollectiveTimeoutError(PhalanxError, TimeoutError):
-    """A rank is connected but did not come to the collective in time. The communicator is closed."""
+    """A rank is connected but did not join the collective in time. The communicator is closed."""
 
     exit_code = 69
 
@@ -79,38 +79,38 @@ class PeerLostError(PhalanxError, ConnectionError):
 
 
 class MembershipChangedError(PhalanxError, ConnectionError):
-    """The job has another membership now, and what was begun under the former one must be begun again.
+    """The membership of the job has changed, and the work begun under the previous one must restart.
 
-    Raised on every member, at the same collective, in jobs whose members come and go (`phalanx run --workers 2:4`).
-    `fit`, `evaluate` and `predict` deal with it; in a loop of your own, `phalanx.elastic.run` does.
+    Raised on every member, at the same collective, in elastic jobs (`phalanx run --workers 2:4`). `fit`, `evaluate` and
+    `predict` handle it; in custom training loops, `phalanx.elastic.run` does.
     """
 
     exit_code = 71
 
 
 class EvictedError(PhalanxError):
-    """This worker made no progress for too long, and the others went on without it. Started again, it takes part."""
+    """This worker made no progress for too long, and the others continued without it. It may rejoin after a restart."""
 
     exit_code = 73
 
 
 class PreemptedError(PhalanxError):
-    """The job was told to end (SIGTERM) and has taken a checkpoint. Start the same program again: it goes on there."""
+    """The job was preempted (SIGTERM) and has saved a checkpoint. Start the same program again to resume from it."""
 
     exit_code = 75
 
 
 class LinkClosedError(PhalanxError, ConnectionError):
-    """The other end of a link is gone. The layer above says which member that was (`PeerLostError`)."""
+    """The other end of a link is gone. The layer above names the member (`PeerLostError`)."""
 
     exit_code = 71
 
 
 class LinkTimeoutError(PhalanxError, TimeoutError):
-    """The other end of a link neither sent nor read anything until the deadline.
+    """The other end of a link neither sent nor read anything before the deadline.
 
     Attributes:
-        peer: who is at the other end, as far as that is known, for example `ps/0`.
+        peer: the name of the other end, for example `ps/0`; empty if unknown.
     """
 
     exit_code = 69
@@ -121,12 +121,12 @@ class LinkTimeoutError(PhalanxError, TimeoutError):
 
 
 class HandshakeError(PhalanxError):
-    """A connection was refused before anything was read from it: not one of ours, or the wrong secret."""
+    """A connection was refused: it is not from this job, or has the wrong secret."""
 
     exit_code = 66
 
 
 class FrameError(PhalanxError):
-    """What came over a link is no message of ours, or one over the limits. The link is closed."""
+    """The bytes received over a link are not a valid message, or exceed a limit. The link is closed."""
 
     exit_code = 72

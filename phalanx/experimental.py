@@ -1,4 +1,4 @@
-"""The names that `tf.distribute.experimental` has."""
+"""The names of `tf.distribute.experimental`."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class MultiWorkerMirroredStrategy(_MultiWorkerMirroredStrategy):
     """`phalanx.MultiWorkerMirroredStrategy` with the arguments of its experimental namesake.
 
     Args:
-        communication: a `CollectiveCommunication`.
-        cluster_resolver: where the cluster and this task come from.
+        communication: a `CollectiveCommunication`, which chooses the algorithm.
+        cluster_resolver: describes the cluster and this task; found automatically if not given.
     """
 
     def __init__(

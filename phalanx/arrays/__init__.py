@@ -1,1 +1,1 @@
-"""Host arrays: trees of arrays, flat buffers, aligned allocation. Knows no backend and no process."""
+"""Host arrays: trees of arrays, flat buffers, aligned allocation. Independent of backends and processes."""

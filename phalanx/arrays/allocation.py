@@ -1,8 +1,8 @@
-"""Memory as training steps want it: what one frees stays with the process for the next, and blocks are aligned.
+"""Memory for training steps: freed blocks stay with the process for the next step, and arrays are aligned.
 
-The C library gives large blocks back to the system at once, and every training step takes the same ones again,
-page by page: thousands of page faults in a step of a small CNN on PyTorch, a quarter of its time. Thresholds of
-mallopt(3).
+By default the C library returns large blocks to the system at once, and every training step allocates them again,
+page by page: thousands of page faults in a step of a small CNN on PyTorch, a quarter of its time. The remedy are the
+thresholds of mallopt(3).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import numpy as np
 from phalanx.config.environment import process_environment
 
 ALIGNMENT_BYTES = 64
-"""XLA on CPU copies arguments that are aligned to less (a fifth of the time of a small model's step)."""
+"""XLA on CPU copies arguments with a smaller alignment, which takes a fifth of a small model's step."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of <malloc.h>
-# So much may lie unused at the end of the heap before it is given back.
+# Unused memory at the end of the heap up to this size is kept.
 KEPT_BYTES = 512 * 1024**2
-# The largest that glibc takes: larger blocks come from the system each time.
+# The largest threshold that glibc accepts: larger blocks are always allocated from the system.
 LARGEST_BLOCK_BYTES = 32 * 1024**2
 
 
@@ -30,15 +30,19 @@ def keep_freed_memory() -> None:
     """Raise the thresholds of glibc, unless the user has set its variables (MALLOC_..., GLIBC_TUNABLES)."""
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in process_environment()):
         return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # missing in other C libraries
     if mallopt is not None:
         mallopt(_TRIM_THRESHOLD, KEPT_BYTES)
         mallopt(_MMAP_THRESHOLD, LARGEST_BLOCK_BYTES)
 
 
 def empty_aligned(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """A new array, not initialised, at an address from which backends can compute without copying it. The dtype must be
-    of plain numbers."""
+    """A new uninitialised array, aligned so that backends can use it without a copy.
+
+    Args:
+        shape: the array's shape.
+        dtype: a dtype of plain numbers.
+    """
     size = math.prod(shape) * dtype.itemsize
     block = np.empty(size + ALIGNMENT_BYTES, np.uint8)
     start = -block.ctypes.data % ALIGNMENT_BYTES
@@ -46,11 +50,12 @@ def empty_aligned(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any,
 
 
 def copy_arrays(arrays: Sequence[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
+    """Copies of all arrays."""
     return [array.copy() for array in arrays]
 
 
 def zeros_aligned(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """As `aligned`, and zero."""
+    """As `empty_aligned`, filled with zeros."""
     block = empty_aligned(shape, dtype)
     block.fill(0)
     return block

@@ -1,4 +1,4 @@
-"""Arrays that lie one after the other in one vector."""
+"""The layout of several arrays in one vector."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 UNIT = 64
-"""Arrays begin at multiples of so many numbers: in a vector that is aligned each is, whatever its dtype."""
+"""Arrays begin at multiples of this many numbers, so that all are aligned in an aligned vector, whatever the dtype."""
 
 
 class FlatBuffer:
-    """Where arrays of these shapes are in a vector, which is cut into so many equal parts. Its gaps are zero.
+    """Offsets of arrays in a vector that is divided into equal parts. The gaps between arrays are zero.
+
+    Args:
+        shapes: the shapes of the arrays, in order.
+        parts: the number of parts.
 
     Attributes:
-        part: how many numbers a part has.
-        size: how many the vector has, gaps included.
+        part_size: numbers in each part.
+        size: numbers in the vector, including gaps.
     """
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], parts: int = 1) -> None:
@@ -32,13 +36,18 @@ class FlatBuffer:
         self.size = self.part_size * parts
 
     def unpack(self, vector: Array) -> list[Array]:
-        """The arrays in it, as views."""
+        """The arrays of a vector, as views."""
         return [
             vector[start:stop].reshape(shape) for (start, stop), shape in zip(self._places, self.shapes, strict=True)
         ]
 
     def pack_part(self, arrays: Sequence[Array], number: int = 0) -> Array:
-        """A new array of a part of the vector of these, which are of one dtype."""
+        """Copy one part of the vector into a new array.
+
+        Args:
+            arrays: all arrays, of one dtype.
+            number: the index of the part.
+        """
         first, last = number * self.part_size, (number + 1) * self.part_size
         part = np.zeros(self.part_size, arrays[0].dtype if arrays else None)
         for array, (start, stop) in zip(arrays, self._places, strict=True):

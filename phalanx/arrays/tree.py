@@ -1,4 +1,4 @@
-"""Nested structures of arrays: walked without Keras's tree, which costs more than a batch's slices do."""
+"""Nested structures of arrays, traversed faster than by `keras.tree`, which takes longer than slicing a batch."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 
 
 def map_leaves(function: Callable[[Any], Any], structure: Any) -> Any:
-    """The same structure with `function` applied to each leaf.
+    """Apply `function` to each leaf and return the same structure of results.
 
-    Dicts, lists, tuples and named tuples are walked; None stays None; everything else is a leaf.
+    Dicts, lists, tuples and named tuples are traversed, None stays None, and everything else is a leaf.
     """
     if isinstance(structure, np.ndarray):
         return function(structure)
@@ -28,7 +28,7 @@ def map_leaves(function: Callable[[Any], Any], structure: Any) -> Any:
 
 
 def leaves(structure: Any) -> list[Any]:
-    """The leaves of a structure, None left out, in the order in which they stand."""
+    """The leaves of a structure in order, without None."""
     found: list[Any] = []
     map_leaves(found.append, structure)
     return found

@@ -49,14 +49,9 @@ class _MeshService:
         failure = self._registry.failure
         if isinstance(failure, DisagreementError):
             return Welcome(refusal=DISAGREEMENT, reason=str(failure))
-        try:
-            newcomer = msgspec.msgpack.decode(hello.details, type=TaskDescription)
-        except msgspec.MsgspecError as error:
-            return Welcome(
-                refusal=DISAGREEMENT,
-                reason=f"{hello.task} and {self._me.task} run different versions of Phalanx ({error}). "
-                f"Install the same one everywhere.",
-            )
+        newcomer = _decode_newcomer(self._me, hello)
+        if isinstance(newcomer, Welcome):
+            return newcomer
         joined = self._registry.joined
         rank = self._me.rank_of(newcomer.task)
         if rank is not None:
@@ -77,12 +72,7 @@ class _MeshService:
         if joined:
             return Welcome(refusal=RUNNING, reason=_describe_running(rank, present, newcomer))
         if present is not None and _is_other_process(present, newcomer):
-            return Welcome(
-                refusal=DUPLICATE,
-                reason=f"{newcomer.task} has joined already: {present.description.whereabouts}. This process, pid "
-                f"{newcomer.pid} on {newcomer.host}, has the same task. Give it another task.index in "
-                f"TF_CONFIG, or stop the other one.",
-            )
+            return _refuse_duplicate(newcomer, f": {present.description.whereabouts}")
         return Welcome(details=msgspec.msgpack.encode(self._me.description))
 
     def adopt(self, hello: Hello, link: Link) -> None:
@@ -116,10 +106,9 @@ def admit_worker(
 
     Returns: the answer, with this task's description if it is positive.
     """
-    try:
-        newcomer = msgspec.msgpack.decode(hello.details, type=TaskDescription)
-    except msgspec.MsgspecError as error:
-        return Welcome(refusal=DISAGREEMENT, reason=f"{hello.task} and {me.task} run different versions ({error}).")
+    newcomer = _decode_newcomer(me, hello)
+    if isinstance(newcomer, Welcome):
+        return newcomer
     if disagreement := describe_disagreement(me.description, newcomer):
         return Welcome(refusal=DISAGREEMENT, reason=disagreement)
     rank = me.rank_of(newcomer.task)
@@ -127,11 +116,7 @@ def admit_worker(
         return Welcome(refusal=DISAGREEMENT, reason=f"{newcomer.task} is not a worker of this cluster.")
     name, present = link_of(rank) or ("", None)
     if present is not None and incarnation_of(name) != newcomer.incarnation and not present.peer_closed():
-        return Welcome(
-            refusal=DUPLICATE,
-            reason=f"{newcomer.task} has joined already. This process, pid {newcomer.pid} on {newcomer.host}, has the "
-            f"same task: give it another task.index in TF_CONFIG, or stop the other one.",
-        )
+        return _refuse_duplicate(newcomer)
     return Welcome(details=msgspec.msgpack.encode(me.description))
 
 
@@ -165,6 +150,23 @@ class _FailureService:
     def adopt(self, hello: Hello, link: Link) -> None:
         del hello
         link.close()
+
+
+def _decode_newcomer(me: TaskIdentity, hello: Hello) -> TaskDescription | Welcome:
+    """The description of a task that wants to link, or the refusal if it cannot be decoded."""
+    try:
+        return msgspec.msgpack.decode(hello.details, type=TaskDescription)
+    except msgspec.MsgspecError as error:
+        reason = f"{hello.task} and {me.task} run different versions of Phalanx ({error})."
+        return Welcome(refusal=DISAGREEMENT, reason=f"{reason} Install the same one everywhere.")
+
+
+def _refuse_duplicate(newcomer: TaskDescription, where: str = "") -> Welcome:
+    return Welcome(
+        refusal=DUPLICATE,
+        reason=f"{newcomer.task} has joined already{where}. This process, pid {newcomer.pid} on {newcomer.host}, has "
+        f"the same task: give it another task.index in TF_CONFIG, or stop the other one.",
+    )
 
 
 def _is_same_process(present: Peer, newcomer: TaskDescription) -> bool:

@@ -270,8 +270,8 @@ def _compare(report: DoctorReport) -> None:
     for entry in report.tasks:
         if entry.link and abs(entry.link.clock_offset_s) > NOTABLE_CLOCK_OFFSET_S:
             report.notes.append(
-                f"The clock of {entry.task} differs from this one's by {entry.link.clock_offset_s:+.1f} s. Synchronise both with "
-                f"NTP, or their logs cannot be compared."
+                f"The clock of {entry.task} differs from this one's by {entry.link.clock_offset_s:+.1f} s. "
+                f"Synchronise both with NTP, or their logs cannot be compared."
             )
         if entry.software and entry.software.python != report.software.python:
             report.notes.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
 from phalanx.cluster.admission import PROBE, ProbeService
 from phalanx.cluster.compatibility import JobFacts
@@ -17,6 +18,7 @@ from phalanx.errors import ConfigurationError, UnsupportedError
 from phalanx.transport.listener import Listener
 
 
+@dataclass(kw_only=True, eq=False)
 class Node:
     """Owns the resources of a member: the links to the other members, and the port for later connections.
 
@@ -29,20 +31,11 @@ class Node:
             it.
     """
 
-    def __init__(
-        self,
-        *,
-        task: Task,
-        cluster_spec: ClusterSpec,
-        config: JobConfig,
-        membership: Membership,
-        listener: Listener | None,
-    ):
-        self.task = task
-        self.cluster_spec = cluster_spec
-        self.config = config
-        self.membership = membership
-        self.listener = listener
+    task: Task
+    cluster_spec: ClusterSpec
+    config: JobConfig
+    membership: Membership
+    listener: Listener | None
 
     def __enter__(self) -> Node:
         return self
@@ -111,13 +104,8 @@ def join(
         )
     if task.type == EVALUATOR or len(spec.ranked_tasks) == 1:
         return _single_process_node(spec, task, config, facts or JobFacts())
-    membership, listener = gather_members(
-        spec,
-        task,
-        facts or JobFacts(),
-        config,
-        config.rendezvous_timeout_s if timeout_s is None else timeout_s,
-    )
+    timeout_s = config.rendezvous_timeout_s if timeout_s is None else timeout_s
+    membership, listener = gather_members(TaskIdentity(spec, task, facts or JobFacts(), config), timeout_s)
     return Node(task=task, cluster_spec=spec, config=config, membership=membership, listener=listener)
 
 

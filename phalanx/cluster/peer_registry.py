@@ -113,7 +113,13 @@ class TaskIdentity:
 
 
 class PeerRegistry:
-    """The links established so far, and how the rendezvous ended. All methods may be called from any thread."""
+    """The links established so far, and how the rendezvous ended. All methods may be called from any thread.
+
+    Attributes:
+        failure: the error that ends the rendezvous, if there is one.
+        joined: whether the job has begun.
+        wakeup: a socket that is readable when something has changed, for the thread that polls it with the links.
+    """
 
     def __init__(self, me: TaskIdentity):
         self._me = me
@@ -123,10 +129,9 @@ class PeerRegistry:
         self._departed: dict[Rank, Peer] = {}  # the last peer of each rank whose link broke
         self._causes: dict[Rank, str] = {}
         self._seen: set[Rank] = set()
-        self._failure: PhalanxError | None = None
-        self._joined = False
+        self.failure: PhalanxError | None = None
+        self.joined = False
         self._over = False
-        # Readable when something has changed, for the thread that polls it together with the links.
         self.wakeup, self._wakeup_sender = socket.socketpair()
         self.wakeup.setblocking(False)
         self._wakeup_sender.setblocking(False)
@@ -180,26 +185,16 @@ class PeerRegistry:
     def fail(self, error: PhalanxError) -> None:
         """End the rendezvous with this error, unless it is over or has failed already."""
         with self._changed:
-            if self._failure is None and not self._over:
-                self._failure = error
+            if self.failure is None and not self._over:
+                self.failure = error
         self._wake()
 
     def finish(self, *, joined: bool) -> None:
         """End the rendezvous: later links are closed and later errors ignored."""
         with self._changed:
-            self._joined = joined
+            self.joined = joined
             self._over = True
             self._changed.notify_all()
-
-    @property
-    def failure(self) -> PhalanxError | None:
-        with self._changed:
-            return self._failure
-
-    @property
-    def joined(self) -> bool:
-        with self._changed:
-            return self._joined
 
     @property
     def peers(self) -> dict[Rank, Peer]:

@@ -34,7 +34,7 @@ from typing import TypeVar
 import msgspec
 
 from phalanx.cluster.admission import FAILURE, serve_rendezvous
-from phalanx.cluster.compatibility import JobFacts, TaskDescription
+from phalanx.cluster.compatibility import TaskDescription
 from phalanx.cluster.membership import Member, Membership, Rank
 from phalanx.cluster.missing_tasks import (
     describe_owner,
@@ -45,8 +45,6 @@ from phalanx.cluster.missing_tasks import (
 )
 from phalanx.cluster.peer_dialing import ATTEMPT_TIMEOUT_S, CHIEF_RANK, identify_task, keep_linked
 from phalanx.cluster.peer_registry import PeerRegistry, TaskIdentity
-from phalanx.cluster.spec import ClusterSpec, Task
-from phalanx.config.job_config import JobConfig
 from phalanx.errors import (
     ConfigurationError,
     DisagreementError,
@@ -88,14 +86,11 @@ class _Start(msgspec.Struct, frozen=True, tag="start"):
 _Message = TypeVar("_Message", _Status, _Start)
 
 
-def gather_members(
-    spec: ClusterSpec, task: Task, facts: JobFacts, config: JobConfig, timeout_s: float
-) -> tuple[Membership, Listener]:
+def gather_members(me: TaskIdentity, timeout_s: float) -> tuple[Membership, Listener]:
     """Wait for all ranked tasks of the cluster and establish links to them; this task's port stays open.
 
     Raises: as `phalanx.cluster.join`.
     """
-    me = TaskIdentity(spec, task, facts, config)
     registry = PeerRegistry(me)
     listener: Listener | None = None
     started_at = time.monotonic()
@@ -123,7 +118,7 @@ def gather_members(
         registry.close()
     logger.info(
         "%s is rank %d of %d in generation %d, on %d host(s), after %.1f s",
-        task,
+        me.task,
         membership.rank,
         membership.world_size,
         membership.generation,

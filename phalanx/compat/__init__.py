@@ -1,1 +1,1 @@
-"""What programs written for other libraries expect to find here."""
+"""Compatibility with programs written for other libraries."""

@@ -1,23 +1,23 @@
-"""Names that `tf.distribute` has and Phalanx has not, and what to do without them."""
+"""Names of `tf.distribute` that Phalanx does not have, with the alternatives."""
 
 from __future__ import annotations
 
-_RESUMING = "phalanx.callbacks.Checkpoint saves when the job is told to end, and resumes at the exact step."
+_RESUMING = "phalanx.callbacks.Checkpoint saves when the job is preempted, and resumes at the exact step."
 _TPU = "there is no strategy for TPUs; on JAX, keras.distribution.DataParallel trains on several."
 _ALL_TASKS = "pass a SimpleClusterResolver with the ClusterSpec of all tasks."
-_INSTEAD = {
+_ALTERNATIVES = {
     "phalanx": {
         "CrossDeviceOps": "pass HierarchicalCopyAllReduce() or ReductionToOneDevice(), or leave cross_device_ops out.",
         "DistributedValues": "strategy.run() and reduce() take and return plain values, as each process is one "
         "replica.",
         "RunOptions": "strategy.run() ignores its options; leave them out.",
-        "StrategyExtended": "strategies have no `extended` here, as each replica is a process of its own.",
+        "StrategyExtended": "strategies have no `extended` here, as each replica is a separate process.",
         "TPUStrategy": _TPU,
         "experimental_set_strategy": "enter the scope of the strategy, `with strategy.scope():`.",
     },
     "phalanx.cluster_resolver": {
         "GCEClusterResolver": _ALL_TASKS,
-        "KubernetesExecutableLocation": "the pods are told their cluster, see KubernetesClusterResolver.",
+        "KubernetesExecutableLocation": "pods learn their cluster from variables, see KubernetesClusterResolver.",
         "TPUClusterResolver": _TPU,
         "UnionResolver": _ALL_TASKS,
     },
@@ -25,13 +25,13 @@ _INSTEAD = {
         "PreemptionCheckpointHandler": _RESUMING,
         "PreemptionWatcher": _RESUMING,
         "TPUStrategy": _TPU,
-        "TerminationConfig": "set PHALANX_PREEMPTION_SIGNAL to the signal by which the job is told to end.",
+        "TerminationConfig": "set PHALANX_PREEMPTION_SIGNAL to the signal that announces the preemption.",
         "rpc": "schedule functions with phalanx.coordinator.ClusterCoordinator.",
     },
 }
 
 
 def missing_attribute(module: str, name: str) -> AttributeError:
-    """The error that says that a module has no such attribute, and what to do without where that is known."""
-    instead = _INSTEAD.get(module, {}).get(name)
-    return AttributeError(f"module {module!r} has no attribute {name!r}{f': {instead}' if instead else ''}")
+    """The error for a missing attribute of a module, with the alternative if there is one."""
+    alternative = _ALTERNATIVES.get(module, {}).get(name)
+    return AttributeError(f"module {module!r} has no attribute {name!r}{f': {alternative}' if alternative else ''}")

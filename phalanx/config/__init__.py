@@ -1,6 +1,12 @@
-"""The settings of a job and of this process's devices.
+"""Configuration: environment variables, and the frozen values that the rest of the package reads.
 
-`phalanx.config.set_memory_growth` is public; `job_config` reads the environment.
+    variables       the table of all variables, with defaults and meanings
+    environment     the only access to this process's environment
+    parsing         checks of single variables
+    job_config      what a task reads: JobConfig, CollectiveConfig
+    launch_config   what the launcher reads: LaunchConfig
+
+`phalanx.config.set_memory_growth` is public.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the environment says about this task and its job, read once and checked, in one frozen value.
+"""The configuration of a task and its job, read from the environment once, checked and frozen.
 
 An empty variable counts as unset, since launchers and shells often leave variables empty. The one exception is the
 secret: an empty secret is an error, since the job would silently run unprotected.
@@ -157,7 +157,7 @@ def _timeline(values: Mapping[str, str]) -> Path | None:
 def _scheduler_job_id(values: Mapping[str, str]) -> str:
     """The scheduler's name of the job; empty if the cluster is not the scheduler's, or not all tasks would agree.
 
-    Not the job step's: `phalanx doctor` runs in a step of its own.
+    Not the name of the job step, since `phalanx doctor` runs in a separate step.
     """
     if values.get(names.TF_CONFIG):  # may name tasks of several scheduler jobs
         return ""

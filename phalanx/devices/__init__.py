@@ -1,1 +1,1 @@
-"""Accelerators: how many there are, which process uses which, and how their memory is taken."""
+"""Accelerators: their number, their assignment to processes, and how processes allocate their memory."""

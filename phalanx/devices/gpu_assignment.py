@@ -1,4 +1,4 @@
-"""Which GPU each worker sees: one process, one device. Plain functions from values to values."""
+"""Assigns one GPU to each worker. Pure functions."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ _DEVICE = re.compile(_TASK + r"(?:/?(?:physical_)?device:|/)?(cpu|gpu|cuda)(?::(
 
 
 def device_variables(device: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment in which a process sees only this device.
+    """The variables that restrict a process to one device.
 
     Args:
         device: `cpu:0`, `gpu:1`, `/gpu:1`, `/device:GPU:1` or `cuda:1`.
-        environ: CUDA_VISIBLE_DEVICES in it is what the numbers count.
+        environ: present variables. Device numbers are indices of CUDA_VISIBLE_DEVICES, if that is set.
+
+    Raises: ConfigurationError if the name is malformed or the GPU does not exist.
     """
     kind, index = _parse(device)
     if kind == "cpu":
@@ -29,34 +31,34 @@ def device_variables(device: str, environ: Mapping[str, str]) -> dict[str, str]:
     names = [name for name in visible.split(",") if name.strip()]
     if index >= len(names):
         raise ConfigurationError(
-            f"{device!r} is not there: CUDA_VISIBLE_DEVICES={visible} shows {len(names)} GPU(s), "
-            "which are counted from 0."
+            f"{device!r} does not exist: CUDA_VISIBLE_DEVICES={visible} has {len(names)} GPU(s), numbered from 0."
         )
     return {VISIBLE_GPUS: names[index]}
 
 
 def check_devices(devices: Sequence[str], gpus: int | None = None) -> None:
-    """Raise ConfigurationError for a name that is none, for a GPU that is named twice, or that is not there.
+    """Raise ConfigurationError for malformed names, repeated GPUs, and GPUs that do not exist.
 
     Args:
-        gpus: how many there are; None: not known.
+        devices: names as in `device_variables`.
+        gpus: the number of GPUs; None if unknown.
     """
     parsed = [_parse(device) for device in devices]
     for place, (device, (kind, index)) in enumerate(zip(devices, parsed, strict=True)):
         if kind == "gpu" and (kind, index) in parsed[:place]:
-            raise ConfigurationError(f"{device!r} is named twice; each replica needs a GPU of its own.")
+            raise ConfigurationError(f"{device!r} is listed twice; each replica needs its own GPU.")
         if kind == "gpu" and gpus is not None and index >= gpus:
-            raise ConfigurationError(f"{device!r} is not there: this host has {gpus} GPU(s), counted from 0.")
+            raise ConfigurationError(f"{device!r} does not exist: this host has {gpus} GPU(s), numbered from 0.")
 
 
 def same_device(one: str, other: str) -> bool:
-    """Whether two names are of the same device; all CPUs are one."""
+    """Whether two names denote the same device; all CPUs count as one."""
     first, second = _parse(one), _parse(other)
     return first[0] == second[0] and (first[0] == "cpu" or first[1] == second[1])
 
 
 def _parse(device: str) -> tuple[str, int]:
-    """`cpu` or `gpu`, and the number."""
+    """The kind, `cpu` or `gpu`, and the number."""
     match = _DEVICE.fullmatch(device.strip()) if isinstance(device, str) else None
     if match is None:
         raise ConfigurationError(f"{device!r} is not a device. Write cpu:0, gpu:1 or /gpu:1.")
@@ -64,13 +66,14 @@ def _parse(device: str) -> tuple[str, int]:
 
 
 def worker_gpu_variables(workers: int, gpus: int, environ: Mapping[str, str]) -> list[dict[str, str]]:
-    """The environment that gives each local worker one GPU: its own, or where there are fewer, one in turn.
+    """The variables that give each local worker one GPU, in turn if there are fewer GPUs than workers.
 
-    Workers that share a GPU take its memory as they need it, unless `environ` says how.
+    Workers that share a GPU allocate its memory on demand, unless `environ` decides otherwise.
 
     Args:
-        gpus: how many this host's processes may use.
-        environ: CUDA_VISIBLE_DEVICES in it names those.
+        workers: the number of local workers.
+        gpus: the number of GPUs that this host's processes may use.
+        environ: present variables, of which CUDA_VISIBLE_DEVICES names the GPUs.
     """
     if not gpus:
         return [{} for _ in range(workers)]

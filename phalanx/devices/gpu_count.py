@@ -8,17 +8,22 @@ from pathlib import Path
 from phalanx.config.variables import VISIBLE_GPUS
 
 HIDE_GPUS = {VISIBLE_GPUS: ""}
-"""The environment of a process that computes on CPUs, whatever the host has."""
+"""Variables of a process that computes on CPUs even if the host has GPUs."""
 ON_DEMAND_ALLOCATION = {"TF_FORCE_GPU_ALLOW_GROWTH": "true", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-"""That of one that takes a GPU's memory as it needs it: TensorFlow and JAX else take nearly all of it at the start."""
+"""Variables of a process that allocates GPU memory on demand. TensorFlow and JAX reserve nearly all by default."""
 
 
 def count_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> int:
-    """NVIDIA GPUs that this process may use."""
+    """The number of NVIDIA GPUs that a process may use.
+
+    Args:
+        environment: its variables.
+        devices: the directory of device files.
+    """
     visible = environment.get(VISIBLE_GPUS)
     if visible is None:
         return sum(1 for path in devices.glob("nvidia[0-9]*"))
-    # CUDA stops at the first entry that is no device: "-1" and "" hide all.
+    # CUDA stops at the first entry that is not a device: "-1" and "" hide all.
     count = 0
     for entry in visible.split(","):
         if not entry.strip() or entry.strip().startswith("-"):

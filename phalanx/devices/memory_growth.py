@@ -1,6 +1,6 @@
-"""GPU memory that is taken when it is needed, instead of nearly all of it at the start.
+"""Allocates GPU memory on demand, instead of reserving nearly all of it at startup.
 
-TensorFlow and JAX look at their variables once, when they first touch a GPU; PyTorch takes memory as it needs it.
+TensorFlow and JAX read their variables once, when they first use a GPU. PyTorch always allocates on demand.
 """
 
 from __future__ import annotations
@@ -13,15 +13,20 @@ from phalanx.errors import ConfigurationError
 
 
 def set_on_demand_allocation(backend: str, environ: MutableMapping[str, str], *, enable: bool) -> None:
-    """Set the variables of all backends: a process may use TensorFlow for data and JAX for the model.
+    """Set the variables of all backends, since a process may use TensorFlow for data and JAX for the model.
 
-    Raises: ConfigurationError if the backend in use has begun to use its devices.
+    Args:
+        backend: the Keras backend of this process.
+        environ: the variables to change.
+        enable: whether to allocate on demand or to reserve memory.
+
+    Raises: ConfigurationError if the backend has initialised its devices already.
     """
     if _has_begun(backend):
         settings = " and ".join(f"{name}={value}" for name, value in ON_DEMAND_ALLOCATION.items())
         raise ConfigurationError(
-            f"set_memory_growth() came too late: {backend} has taken its memory already. Call it at the beginning of "
-            f"the program, before a model or tensor is made, or set {settings} for it."
+            f"set_memory_growth() came too late: {backend} has reserved its memory already. Call it at the start of "
+            f"the program, before creating a model or tensor, or set {settings}."
         )
     opposite = {"true": "false", "false": "true"}
     environ.update(

@@ -1,8 +1,8 @@
-"""PyTorch's tensors between GPUs and the host: together, and through pinned memory.
+"""Copies PyTorch tensors between GPUs and the host in batches, through pinned memory.
 
-A copy from a GPU waits until the GPU has nothing else to do, and into memory that is not pinned it takes many times as
-long as the bus does: 60 tensors of 1 MB came in 45 ms one by one, and in 1.2 ms like this. PyTorch keeps pinned memory
-for its next use, and does not give it away before copies from it are over.
+A copy from a GPU waits for the GPU to finish its work, and into memory that is not pinned it takes many times as long
+as the bus needs: 60 tensors of 1 MB took 45 ms one by one, and 1.2 ms in this way. PyTorch caches pinned memory, and
+does not reuse it before copies from it are complete.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 def copy_to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The same values on the host; tensors that live there are returned as they are."""
+    """Tensors with the same values on the host; host tensors are returned unchanged."""
     far = [tensor.detach() for tensor in tensors if tensor.is_cuda]
     if not far:
         return [tensor.cpu() for tensor in tensors]
@@ -26,7 +26,7 @@ def copy_to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def copy_to_device(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """The same values, of tensors on the host, on a device; the tensors themselves where that is the host."""
+    """Copies of host tensors on a device; the tensors themselves if the device is the host."""
     if device.type != "cuda" or not tensors:
         return [tensor.to(device) for tensor in tensors]
     copies = _pinned(tensors)

@@ -352,7 +352,7 @@ def test_on_a_cpu_no_gpu_is_seen() -> None:
 
 @pytest.mark.parametrize("name", ["tpu:0", "gpu:x", "", "gpu:2"])
 def test_a_device_that_is_none_or_not_there_is_an_error(name: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"is not a device|is not there"):
+    with pytest.raises(ConfigurationError, match=r"is not a device|does not exist"):
         device_variables(name, {"CUDA_VISIBLE_DEVICES": "4,6"})
 
 
@@ -361,8 +361,8 @@ def test_a_device_that_is_none_or_not_there_is_an_error(name: str) -> None:
     [
         (["cpu:0", "foo"], "'foo' is not a device"),
         (["gpu:0", 1], "1 is not a device"),
-        (["gpu:0", "/GPU:0"], "'/GPU:0' is named twice"),
-        (["gpu:0", "gpu:2"], "'gpu:2' is not there: this host has 2"),
+        (["gpu:0", "/GPU:0"], "'/GPU:0' is listed twice"),
+        (["gpu:0", "gpu:2"], "'gpu:2' does not exist: this host has 2"),
     ],
 )
 def test_devices_that_make_no_sense_are_refused(devices: list[Any], message: str) -> None:
