@@ -89,7 +89,7 @@ class ArrivalQueue:
         selector: gets every pending link, with its `Arrival` as data.
         secret: what peers must prove to know.
         tls: the contexts of this task, or None for plain connections.
-        refusals: told about each refused connection.
+        refusals: records each refused connection.
         on_hello: called with a link that has completed the handshake; owns the link from then on.
     """
 
