@@ -1,4 +1,4 @@
-"""The file is a trace that can be read at any time, whoever writes to it and whoever is killed meanwhile."""
+"""The file is a trace that can be read at any time, even while several processes write to it or are killed."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def wait_until(condition: Callable[[], object], seconds: float = BOUND_S) -> Non
 
 
 class Ports:
-    """Ports that nobody else gets: bound here without listening, so that dialling them is refused."""
+    """Reserved ports: bound here without listening, so that dialling them is refused."""
 
     def __init__(self) -> None:
         self._sockets: list[socket.socket] = []

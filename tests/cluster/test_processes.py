@@ -36,7 +36,7 @@ def test_a_killed_task_can_be_restarted_before_the_start(ports: Ports, processes
     first = processes.start(spec, WORKERS[1])
     wait_until(lambda: "worker/2" in first.log)
     chief = processes.start(spec, WORKERS[0])
-    # It says who is missing, and that is nobody but worker/2: the two are linked.
+    # It names the missing task, which is only worker/2: the other two are linked.
     wait_until(lambda: "worker/2" in chief.log)
     assert "worker/1 at" not in chief.log
     first.kill()

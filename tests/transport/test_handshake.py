@@ -1,4 +1,4 @@
-"""The handshake: who knows the secret gets in, nobody else does, and the reason is told."""
+"""The handshake admits exactly the ends that know the secret, and reports why others are refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from phalanx.transport.handshake import MAGIC, NONCE_BYTES, Handshake, Role, Wro
 
 
 def converse(dialer: Handshake, listener: Handshake, step: int = 1000) -> None:
-    """Carry bytes to and fro until nobody has any."""
+    """Carry bytes back and forth until neither end has any."""
     ends = [dialer, listener]
     quiet = 0
     while quiet < 2:

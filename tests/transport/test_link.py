@@ -255,7 +255,7 @@ class TestSettling:
             fill(a)
             assert a.unacknowledged_bytes() > 0
             wait_until_delivered([a], at_most_s=0.05)
-            assert a.unacknowledged_bytes() > 0, "nobody reads"
+            assert a.unacknowledged_bytes() > 0, "the other end does not read"
             reader = threading.Thread(target=read_all, args=(b,))
             reader.start()
             wait_until_delivered([a])
