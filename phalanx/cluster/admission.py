@@ -8,7 +8,8 @@ import msgspec
 
 from phalanx.cluster.compatibility import TaskDescription, describe_disagreement
 from phalanx.cluster.membership import Rank
-from phalanx.cluster.peer_registry import Peer, PeerRegistry, TaskIdentity
+from phalanx.cluster.peer_registry import Peer, PeerRegistry
+from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.errors import DisagreementError
 from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link

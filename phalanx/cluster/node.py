@@ -2,40 +2,49 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 from phalanx.cluster.admission import PROBE, ProbeService
 from phalanx.cluster.compatibility import JobFacts
-from phalanx.cluster.host_identity import host_identity
 from phalanx.cluster.membership import Member, Membership
-from phalanx.cluster.peer_registry import TaskIdentity
 from phalanx.cluster.rendezvous import FIRST_GENERATION, gather_members
 from phalanx.cluster.resolvers import ClusterResolver
 from phalanx.cluster.spec import EVALUATOR, PS, WORKER, ClusterSpec, Task
+from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.config.job_config import JobConfig
 from phalanx.errors import ConfigurationError, UnsupportedError
 from phalanx.transport.listener import Listener
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class Node:
     """Owns the resources of a member: the links to the other members, and the port for later connections.
 
     Attributes:
-        task: the task of this process.
-        cluster_spec: the whole cluster; empty if there is none.
-        config: the configuration of the job.
+        identity: this process's task and its connections.
         membership: the members, with links between them.
         listener: the port, on which services can be registered; None in a world of one, unless an evaluator probes
             it.
     """
 
-    task: Task
-    cluster_spec: ClusterSpec
-    config: JobConfig
+    identity: TaskIdentity
     membership: Membership
     listener: Listener | None
+
+    @property
+    def task(self) -> Task:
+        """The task of this process."""
+        return self.identity.task
+
+    @property
+    def cluster_spec(self) -> ClusterSpec:
+        """The whole cluster; empty if there is none."""
+        return self.identity.spec
+
+    @property
+    def config(self) -> JobConfig:
+        """The configuration of the job."""
+        return self.identity.config
 
     def __enter__(self) -> Node:
         return self
@@ -90,7 +99,7 @@ def join(
     if task is None and isinstance(cluster, ClusterResolver):
         task = cluster.task()
     if not spec:
-        return _single_process_node(spec, task or Task(WORKER, 0), config, facts or JobFacts())
+        return _single_process_node(TaskIdentity(spec, task or Task(WORKER, 0), facts or JobFacts(), config))
     if task is None:
         raise ConfigurationError(
             f"the cluster has the tasks {', '.join(map(str, spec.tasks))}, but this process does not know "
@@ -102,26 +111,21 @@ def join(
             f"{task} is a parameter server, which does not take part in synchronous training. Run it with "
             f"ParameterServerStrategy, or start this process as a worker."
         )
+    me = TaskIdentity(spec, task, facts or JobFacts(), config)
     if task.type == EVALUATOR or len(spec.ranked_tasks) == 1:
-        return _single_process_node(spec, task, config, facts or JobFacts())
-    timeout_s = config.rendezvous_timeout_s if timeout_s is None else timeout_s
-    membership, listener = gather_members(TaskIdentity(spec, task, facts or JobFacts(), config), timeout_s)
-    return Node(task=task, cluster_spec=spec, config=config, membership=membership, listener=listener)
+        return _single_process_node(me)
+    membership, listener = gather_members(me, config.rendezvous_timeout_s if timeout_s is None else timeout_s)
+    return Node(me, membership, listener)
 
 
-def _single_process_node(spec: ClusterSpec, task: Task, config: JobConfig, facts: JobFacts) -> Node:
-    member = Member(
-        rank=0,
-        task=str(task),
-        host=host_identity(config.host_id),
-        address=str(spec.address(task)) if task in spec else "",
-        pid=os.getpid(),
-    )
+def _single_process_node(me: TaskIdentity) -> Node:
+    own = me.description
+    member = Member(rank=0, task=own.task, host=own.host, address=own.address, pid=own.pid)
     membership = Membership(generation=FIRST_GENERATION, rank=0, members=(member,))
     listener = None
-    if config.listen_fd is not None and task.type != EVALUATOR and EVALUATOR in spec.jobs:
-        listener = _open_probe_port(TaskIdentity(spec, task, facts, config))
-    return Node(task=task, cluster_spec=spec, config=config, membership=membership, listener=listener)
+    if me.config.listen_fd is not None and me.task.type != EVALUATOR and EVALUATOR in me.spec.jobs:
+        listener = _open_probe_port(me)
+    return Node(me, membership, listener)
 
 
 def _open_probe_port(me: TaskIdentity) -> Listener:

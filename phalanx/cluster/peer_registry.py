@@ -1,29 +1,18 @@
-"""The state that the threads of a rendezvous share: this task's identity, and its links to other tasks."""
+"""The links to other tasks, as the threads of a rendezvous share them."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import secrets
 import socket
 import threading
 from dataclasses import dataclass
 
-from phalanx.cluster.compatibility import JobFacts, TaskDescription, cluster_by_task
-from phalanx.cluster.host_identity import host_identity
+from phalanx.cluster.compatibility import TaskDescription
 from phalanx.cluster.membership import Rank
-from phalanx.cluster.spec import ClusterSpec, Task
-from phalanx.config.job_config import JobConfig
+from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.errors import PhalanxError
-from phalanx.transport.address import Address
-from phalanx.transport.dial import dial
-from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
-from phalanx.transport.listener import Listener
-from phalanx.transport.ports import open_listening_sockets
-from phalanx.transport.tls import load_tls
-from phalanx.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -42,74 +31,6 @@ class Peer:
     description: TaskDescription
     link: Link
     missing: dict[str, str] | None = None
-
-
-class TaskIdentity:
-    """This process's task in the cluster, and how it connects to the other tasks. Immutable.
-
-    Attributes:
-        tasks: the tasks that have a rank, in rank order.
-        rank: the rank of this task; -1 if it has none.
-        other_ranks: all other ranks.
-        description: how this task describes itself to others.
-    """
-
-    def __init__(self, spec: ClusterSpec, task: Task, facts: JobFacts, config: JobConfig):
-        self.spec = spec
-        self.task = task
-        self.config = config
-        self.tasks = spec.ranked_tasks
-        self.rank: Rank = self.tasks.index(task) if task in self.tasks else -1
-        self.other_ranks = tuple(rank for rank in range(len(self.tasks)) if rank != self.rank)
-        self.tls = load_tls(config.tls)
-        self.description = TaskDescription(
-            task=str(task),
-            incarnation=secrets.token_hex(8),
-            host=host_identity(config.host_id),
-            address=str(spec.address(task)) if task in spec else "",
-            pid=os.getpid(),
-            cluster=cluster_by_task(spec),
-            phalanx=__version__,
-            facts=facts,
-        )
-
-    @property
-    def address(self) -> Address:
-        return self.spec.address(self.task)
-
-    def open_listener(self, sockets: list[socket.socket] | None = None) -> Listener:
-        """A listener for this task's port, not yet started.
-
-        Args:
-            sockets: that listen at this task's address already; None opens them.
-
-        Raises: ConfigurationError as `open_listening_sockets`.
-        """
-        config = self.config
-        sockets = sockets or open_listening_sockets(self.address, secret=config.secret, listen_fd=config.listen_fd)
-        return Listener(sockets, task=str(self.task), secret=config.secret, job=config.job_id, tls=self.tls)
-
-    def rank_of(self, task: str) -> Rank | None:
-        """The rank of a task by its name; None if it has none."""
-        return next((rank for rank, known in enumerate(self.tasks) if str(known) == task), None)
-
-    def dial(self, task: Task, purpose: str, details: bytes = b"", *, deadline: float) -> tuple[Link, Welcome]:
-        """Connect to another task for a purpose; raises as `phalanx.transport.dial.dial`."""
-        hello = Hello(
-            purpose=purpose,
-            task=self.description.task,
-            job=self.config.job_id,
-            incarnation=self.description.incarnation,
-            details=details,
-        )
-        return dial(
-            self.spec.address(task),
-            hello,
-            peer=str(task),
-            secret=self.config.secret,
-            tls=self.tls,
-            deadline=deadline,
-        )
 
 
 class PeerRegistry:

@@ -44,7 +44,8 @@ from phalanx.cluster.missing_tasks import (
     watch_for_exited_tasks,
 )
 from phalanx.cluster.peer_dialing import ATTEMPT_TIMEOUT_S, CHIEF_RANK, identify_task, keep_linked
-from phalanx.cluster.peer_registry import PeerRegistry, TaskIdentity
+from phalanx.cluster.peer_registry import PeerRegistry
+from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.errors import (
     ConfigurationError,
     DisagreementError,

@@ -17,17 +17,13 @@ import msgspec
 
 from phalanx.cluster.link_benchmark import fastest
 from phalanx.cluster.membership import Member, Membership
-from phalanx.cluster.peer_registry import TaskIdentity
-from phalanx.cluster.spec import ClusterSpec, Task
-from phalanx.config.job_config import JobConfig
+from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.errors import FrameError, HandshakeError, LinkClosedError, LinkTimeoutError
 from phalanx.monitoring import timeline
 from phalanx.transport.address import Address
-from phalanx.transport.dial import dial
 from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
 from phalanx.transport.listener import Listener
-from phalanx.transport.tls import load_tls
 
 logger = logging.getLogger(__name__)
 
@@ -63,13 +59,7 @@ class TimelineNode(Protocol):
     """The part of a `Node` or `ElasticNode` that a timeline needs."""
 
     @property
-    def task(self) -> Task: ...
-
-    @property
-    def cluster_spec(self) -> ClusterSpec: ...
-
-    @property
-    def config(self) -> JobConfig: ...
+    def identity(self) -> TaskIdentity: ...
 
     @property
     def membership(self) -> Membership: ...
@@ -184,7 +174,7 @@ def start_recording(node: TimelineNode, path: Path, *, overwrite: bool = False, 
     global _relay
     if timeline.current.on:
         raise ValueError("The timeline has been started already; stop it first.")
-    membership, config = node.membership, node.config
+    membership, config = node.membership, node.identity.config
     me = membership.me
     if membership.members[0].host == me.host:
         if membership.rank == 0:
@@ -195,11 +185,11 @@ def start_recording(node: TimelineNode, path: Path, *, overwrite: bool = False, 
             node.listener.register(TIMELINE, _relay)
         offset = uncertainty = 0.0
     else:
-        writer = _find_writer(membership.members[0], str(node.task), config)
+        writer = _find_writer(membership.members[0], node.identity)
         if writer is None:
             return
         sink, (offset, uncertainty) = writer
-    tasks = [str(task) for task in node.cluster_spec.ranked_tasks]
+    tasks = [str(task) for task in node.identity.tasks]
     number = tasks.index(me.task) if me.task in tasks else me.rank  # the same for a task that rejoins
     recorder = timeline.TimelineFileRecorder(
         sink, number, f"{me.task} (rank {me.rank} on {me.host})", offset_ns=round(offset), marks_cycles=marks_cycles
@@ -233,25 +223,19 @@ def stop_recording() -> None:
         relay.wait_until_idle(DRAIN_TIMEOUT_S)
 
 
-def _find_writer(chief: Member, task: str, config: JobConfig) -> tuple[RemoteTimelineSink, tuple[float, float]] | None:
+def _find_writer(chief: Member, me: TaskIdentity) -> tuple[RemoteTimelineSink, tuple[float, float]] | None:
     """A sink to the chief, once it accepts events, and its clock (see `RemoteTimelineSink.clock_offset`); None, with a
     warning, if it does not."""
-    hello = Hello(purpose=TIMELINE, task=task, job=config.job_id)
+    address = Address.parse(chief.address, where=chief.task)
     until = time.monotonic() + MESSAGE_TIMEOUT_S
     while True:
         try:
-            link, _ = dial(
-                Address.parse(chief.address, where=chief.task),
-                hello,
-                peer=chief.task,
-                secret=config.secret,
-                tls=load_tls(config.tls),
-                deadline=time.monotonic() + MESSAGE_TIMEOUT_S,
-            )
+            deadline = time.monotonic() + MESSAGE_TIMEOUT_S
+            link, _ = me.dial_address(address, chief.task, TIMELINE, deadline=deadline)
             sink = RemoteTimelineSink(link)
             return sink, sink.clock_offset()
         except _LOST as error:
             if time.monotonic() >= until:
-                logger.warning("%s is not in the timeline: %s does not write for it: %s", task, chief.task, error)
+                logger.warning("%s is not in the timeline: %s does not write for it: %s", me.task, chief.task, error)
                 return None
             time.sleep(0.05)

@@ -8,13 +8,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NoReturn
 
 import msgspec
 
-from phalanx.cluster.compatibility import TaskDescription
-from phalanx.config.job_config import JobConfig
+from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.config.variables import ELASTIC_COORDINATOR
 from phalanx.elastic import membership_messages as messages
 from phalanx.elastic.stragglers import StepTiming
@@ -26,10 +24,8 @@ from phalanx.errors import (
     RendezvousError,
 )
 from phalanx.transport.address import Address
-from phalanx.transport.dial import RefusedError, dial, retry_delay_s
-from phalanx.transport.handshake import Hello, Welcome
+from phalanx.transport.dial import RefusedError, retry_delay_s
 from phalanx.transport.link import Link
-from phalanx.transport.tls import TLS
 
 logger = logging.getLogger(__name__)
 
@@ -43,41 +39,11 @@ Order = messages.FormGeneration | messages.PastEntry | messages.EntryBegan
 _decoder: msgspec.msgpack.Decoder[messages.FromCoordinator] = msgspec.msgpack.Decoder(messages.FromCoordinator)
 
 
-@dataclass(frozen=True)
-class Dialer:
-    """Connects this process to the coordinator and to other members.
-
-    Attributes:
-        description: what this process says of itself.
-        config: the configuration, with the secret of the job.
-        tls: the certificates of the job, if it is encrypted.
-    """
-
-    description: TaskDescription
-    config: JobConfig
-    tls: TLS | None
-
-    def dial(
-        self, address: Address, peer: str, purpose: str, details: bytes = b"", *, deadline: float | None = None
-    ) -> tuple[Link, Welcome]:
-        """See `transport.dial.dial`; the default deadline is `LINK_UP_S` from now."""
-        hello = Hello(
-            purpose=purpose,
-            task=self.description.task,
-            job=self.config.job_id,
-            incarnation=self.description.incarnation,
-            details=details,
-        )
-        if deadline is None:
-            deadline = time.monotonic() + LINK_UP_S
-        return dial(address, hello, peer=peer, secret=self.config.secret, tls=self.tls, deadline=deadline)
-
-
 class CoordinatorClient:
     """See the top of the file. Connects when it is created.
 
     Args:
-        dialer: connects to the coordinator.
+        identity: this process, which connects to the coordinator.
         on_generation_ended: receives the number of a generation that has ended. Called in a thread of the client.
 
     Attributes:
@@ -91,8 +57,8 @@ class CoordinatorClient:
         DisagreementError: this process differs from the others in something that must be equal.
     """
 
-    def __init__(self, dialer: Dialer, on_generation_ended: Callable[[int], None]):
-        self._dialer = dialer
+    def __init__(self, identity: TaskIdentity, on_generation_ended: Callable[[int], None]):
+        self._identity = identity
         self._on_generation_ended = on_generation_ended
         self.measure_timing: Callable[[], StepTiming] = StepTiming
         self.regroup_requested: int | None = None
@@ -100,7 +66,7 @@ class CoordinatorClient:
         self._sending = threading.Lock()  # serializes the frames of several threads
         self._closed = threading.Event()
         self.link, self.response = self._connect()
-        task = dialer.description.task
+        task = identity.description.task
         for name, body in (("orders", self._receive), ("timing", self._send_timings)):
             threading.Thread(target=body, name=f"phalanx-elastic-{name}-{task}", daemon=True).start()
 
@@ -145,14 +111,16 @@ class CoordinatorClient:
             self.link.finish()
 
     def _connect(self) -> tuple[Link, messages.JoinResponse]:
-        config, description = self._dialer.config, self._dialer.description
+        config, description = self._identity.config, self._identity.description
         assert config.elastic_coordinator is not None
         address = Address.parse(config.elastic_coordinator, where=ELASTIC_COORDINATOR)
         details = msgspec.msgpack.encode(description)
         started_at = time.monotonic()
         while True:
             try:
-                link, welcome = self._dialer.dial(address, "the launcher", messages.COORDINATOR, details)
+                link, welcome = self._identity.dial_address(
+                    address, "the launcher", messages.COORDINATOR, details, deadline=time.monotonic() + LINK_UP_S
+                )
                 return link, msgspec.msgpack.decode(welcome.details, type=messages.JoinResponse)
             except RefusedError as error:
                 kind = DisagreementError if error.welcome.refusal == messages.DISAGREEMENT else RendezvousError
@@ -184,7 +152,7 @@ class CoordinatorClient:
 
     def _launcher_lost(self) -> RendezvousError:
         return RendezvousError(
-            f"{self._dialer.description.task} lost the launcher, which coordinates the members of the job. It was "
+            f"{self._identity.description.task} lost the launcher, which coordinates the members of the job. It was "
             f"killed, or the network between them is down."
         )
 

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import secrets
-
-from phalanx.cluster.compatibility import JobFacts, TaskDescription
-from phalanx.cluster.host_identity import host_identity
+from phalanx.cluster.compatibility import JobFacts
 from phalanx.cluster.membership import Membership
 from phalanx.cluster.node import Node, join
 from phalanx.cluster.resolvers.base_resolver import ClusterResolver
 from phalanx.cluster.spec import RANKED_TYPES, ClusterSpec, Task
+from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.config.job_config import JobConfig
 from phalanx.elastic import membership_messages as messages
-from phalanx.elastic.coordinator_client import CoordinatorClient, Dialer
+from phalanx.elastic.coordinator_client import CoordinatorClient
 from phalanx.elastic.member_links import MemberLinks
 from phalanx.transport.link import wait_until_delivered
-from phalanx.transport.listener import Listener
-from phalanx.transport.ports import open_listening_sockets
-from phalanx.transport.tls import load_tls
-from phalanx.version import __version__
 
 
 class ElasticNode:
@@ -45,31 +38,18 @@ class ElasticNode:
     """
 
     def __init__(self, spec: ClusterSpec, task: Task, facts: JobFacts, config: JobConfig):
-        self.task = task
-        self.cluster_spec = spec
-        self.config = config
-        address, tls = spec.address(task), load_tls(config.tls)
-        description = TaskDescription(
-            task=str(task),
-            incarnation=secrets.token_hex(8),
-            host=host_identity(config.host_id),
-            address=str(address),
-            pid=os.getpid(),
-            cluster={},  # members join and leave: only the coordinator knows all of them
-            phalanx=__version__,
-            facts=facts,
-        )
-        dialer = Dialer(description, config, tls)
-        self.links = MemberLinks(dialer)
+        # The coordinator alone knows the addresses of all members.
+        self.identity = identity = TaskIdentity(spec, task, facts, config, is_elastic=True)
+        self.task, self.cluster_spec, self.config = task, spec, config
+        self.links = MemberLinks(identity)
         self.generation = 0
         self.addresses: tuple[messages.MemberAddress, ...] = ()
         self._is_closed = False
-        sockets = open_listening_sockets(address, secret=config.secret, listen_fd=config.listen_fd)
-        self.listener = Listener(sockets, task=str(task), secret=config.secret, job=config.job_id, tls=tls)
+        self.listener = identity.open_listener()
         self.listener.register(messages.GENERATION, self.links)
         self.listener.start()
         try:
-            self.coordinator = CoordinatorClient(dialer, self.links.generation_ended)
+            self.coordinator = CoordinatorClient(identity, self.links.generation_ended)
         except BaseException:
             self.listener.close()
             raise

@@ -6,7 +6,8 @@ import threading
 import time
 
 from phalanx.cluster.membership import Member, Membership
-from phalanx.elastic.coordinator_client import LINK_UP_S, Dialer
+from phalanx.cluster.task_identity import TaskIdentity
+from phalanx.elastic.coordinator_client import LINK_UP_S
 from phalanx.elastic.membership_messages import GENERATION, FormGeneration, MemberAddress
 from phalanx.errors import HandshakeError, LinkClosedError, LinkTimeoutError
 from phalanx.transport.address import Address
@@ -29,9 +30,9 @@ class MemberLinks:
         membership: the present generation; before the first one, a world of this process alone.
     """
 
-    def __init__(self, dialer: Dialer):
-        self._dialer = dialer
-        me = dialer.description
+    def __init__(self, identity: TaskIdentity):
+        self._identity = identity
+        me = identity.description
         self.membership = Membership(0, 0, (Member(0, me.task, me.host, me.address, me.pid),))
         # Protects `_arrived`, `_ended` and the exchange of `membership`. Notified when one of them changes.
         self._changed = threading.Condition()
@@ -62,7 +63,7 @@ class MemberLinks:
 
         Raises: NotFormedError if a member cannot be reached or the generation has already ended.
         """
-        me = self._dialer.description.incarnation
+        me = self._identity.description.incarnation
         rank = next(rank for rank, address in enumerate(order.members) if address.incarnation == me)
         self._drop_unusable(order)
         deadline = time.monotonic() + LINK_UP_S
@@ -113,7 +114,7 @@ class MemberLinks:
 
     def _drop_unusable(self, order: FormGeneration) -> None:
         """Close links to former members, broken links, and closed ones: if both ends live, the network closed them."""
-        me = self._dialer.description.incarnation
+        me = self._identity.description.incarnation
         wanted = {address.incarnation for address in order.members}
         wanted -= {incarnation for pair in order.broken if me in pair for incarnation in pair}
         for incarnation, link in list(self._links.items()):
@@ -123,7 +124,7 @@ class MemberLinks:
     def _open_link(self, member: MemberAddress, deadline: float) -> Link:
         address = Address.parse(member.address, where=member.task)
         try:
-            link, _ = self._dialer.dial(address, member.task, GENERATION, deadline=deadline)
+            link, _ = self._identity.dial_address(address, member.task, GENERATION, deadline=deadline)
         except (LinkClosedError, LinkTimeoutError, HandshakeError) as error:
             self._unreachable.add(member.incarnation)
             raise NotFormedError(f"{member.task} cannot be reached: {error}") from error

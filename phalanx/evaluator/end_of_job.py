@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from phalanx.cluster.admission import PROBE
 from phalanx.cluster.compatibility import JobFacts
-from phalanx.cluster.peer_registry import TaskIdentity
 from phalanx.cluster.spec import PS, ClusterSpec, Task
+from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.config.job_config import JobConfig
 from phalanx.errors import HandshakeError, LinkClosedError, LinkTimeoutError
 from phalanx.transport.dial import RefusedError, UnreachableError

@@ -18,10 +18,8 @@ from phalanx.cluster.node import Node
 from phalanx.elastic.elastic_node import ElasticNode
 from phalanx.errors import RendezvousError
 from phalanx.transport.address import Address
-from phalanx.transport.dial import dial
 from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
-from phalanx.transport.tls import load_tls
 
 REFUSED = "not a member"
 ARRIVAL_S = 30.0
@@ -71,19 +69,9 @@ class LinkOffer:
         Raises: as `transport.dial.dial`.
         """
         deadline = time.monotonic() + timeout_s
-        config = self._node.config
-        me = self._members[self._own]
         for position, member in enumerate(self._members[: self._own]):
-            hello = Hello(purpose=self._purpose, task=me.task, job=config.job_id)
             address = Address.parse(member.address, where=member.task)
-            link, _ = dial(
-                address,
-                hello,
-                peer=member.task,
-                secret=config.secret,
-                tls=load_tls(config.tls),
-                deadline=deadline,
-            )
+            link, _ = self._node.identity.dial_address(address, member.task, self._purpose, deadline=deadline)
             with self._arrived:
                 self._links[position] = link
 

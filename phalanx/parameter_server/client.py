@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from phalanx.cluster.peer_registry import TaskIdentity
 from phalanx.cluster.spec import Task
+from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.collectives.host.shared_segment import SegmentOffer
 from phalanx.errors import EvictedError, LinkClosedError, LinkTimeoutError
 from phalanx.parameter_server.server_connection import RequestArrays, ServerConnection

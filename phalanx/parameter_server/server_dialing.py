@@ -10,8 +10,8 @@ import msgspec
 
 from phalanx.cluster.admission import DISAGREEMENT
 from phalanx.cluster.peer_dialing import ATTEMPT_TIMEOUT_S, HANDSHAKE_FAILURES_S
-from phalanx.cluster.peer_registry import TaskIdentity
 from phalanx.cluster.spec import Task
+from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.errors import (
     DisagreementError,
     HandshakeError,

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from phalanx.cluster.compatibility import JobFacts
-from phalanx.cluster.peer_registry import TaskIdentity
 from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver
 from phalanx.cluster.spec import PS, RANKED_TYPES, ClusterSpec, Task
+from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.config.environment import process_environment
 from phalanx.config.job_config import JobConfig
 from phalanx.config.variables import JOB_ID, LOCAL_REPLICAS

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from phalanx.cluster import ClusterSpec, JobFacts, SimpleClusterResolver, Task, doctor
 from phalanx.cluster.doctor import DoctorReport, examine, show
-from phalanx.cluster.peer_registry import TaskIdentity
 from phalanx.cluster.software_versions import installed_software, keras_backend
+from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.config.job_config import JobConfig
 from phalanx.errors import HandshakeError, LinkClosedError
 from phalanx.version import __version__

@@ -23,13 +23,13 @@ from phalanx.cluster import (
     join,
     missing_tasks,
     peer_dialing,
-    peer_registry,
     rendezvous,
+    task_identity,
 )
 from phalanx.cluster.admission import DUPLICATE, LEAVING, MESH, RUNNING
 from phalanx.cluster.host_identity import host_identity
 from phalanx.cluster.peer_dialing import permanent_error
-from phalanx.cluster.peer_registry import TaskIdentity
+from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.config.job_config import JobConfig
 from phalanx.errors import (
     ConfigurationError,
@@ -352,14 +352,14 @@ def test_a_second_process_elsewhere_is_refused_by_the_chief_and_the_job_goes_on(
     ports: Ports, meeting: Meeting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On another host it can open the port; here it gets another one, unknown to the rest."""
-    original = peer_registry.open_listening_sockets
+    original = task_identity.open_listening_sockets
 
     def open_listening_sockets(*args: object, **options: object) -> list[socket.socket]:
         if threading.current_thread().name == "test-second":
             return [listen(socket.AF_INET, ("127.0.0.1", 0))]
         return original(*args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(peer_registry, "open_listening_sockets", open_listening_sockets)
+    monkeypatch.setattr(task_identity, "open_listening_sockets", open_listening_sockets)
     added = record_added_links(monkeypatch)
     spec = ports.workers(3)
     meeting.start(spec, Task("worker", 0))
@@ -379,14 +379,14 @@ def test_a_second_chief_elsewhere_finds_the_first_at_its_address(
     ports: Ports, meeting: Meeting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(missing_tasks, "NOTICE_AFTER_S", 0.2)
-    original = peer_registry.open_listening_sockets
+    original = task_identity.open_listening_sockets
 
     def open_listening_sockets(*args: object, **options: object) -> list[socket.socket]:
         if threading.current_thread().name == "test-second":
             return [listen(socket.AF_INET, ("127.0.0.1", 0))]
         return original(*args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(peer_registry, "open_listening_sockets", open_listening_sockets)
+    monkeypatch.setattr(task_identity, "open_listening_sockets", open_listening_sockets)
     spec = ports.workers(2)
     meeting.start(spec, Task("worker", 0))
     wait_until(lambda: can_connect([], *endpoint(spec, 0)))

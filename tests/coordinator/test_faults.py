@@ -17,8 +17,8 @@ import pytest
 
 import phalanx
 from phalanx.cluster.compatibility import JobFacts
-from phalanx.cluster.peer_registry import TaskIdentity
 from phalanx.cluster.spec import ClusterSpec
+from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.config.job_config import JobConfig
 from phalanx.coordinator import ClusterCoordinator
 from phalanx.errors import ConfigurationError, PeerLostError, RendezvousError

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from phalanx.cluster.compatibility import JobFacts
-from phalanx.cluster.peer_registry import TaskIdentity
 from phalanx.cluster.spec import ClusterSpec, Task
+from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.config.job_config import JobConfig
 from phalanx.errors import LinkTimeoutError, PhalanxError
 from phalanx.parameter_server.client import ParameterServerClient

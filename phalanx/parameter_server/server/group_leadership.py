@@ -18,8 +18,8 @@ import msgspec
 
 from phalanx.cluster.admission import DISAGREEMENT
 from phalanx.cluster.compatibility import TaskDescription, describe_disagreement
-from phalanx.cluster.peer_registry import TaskIdentity
 from phalanx.cluster.spec import Task
+from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.errors import FrameError, PhalanxError
 from phalanx.parameter_server.server import replication
 from phalanx.parameter_server.server.recovery import TrainingRecovery

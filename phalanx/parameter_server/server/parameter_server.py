@@ -9,7 +9,7 @@ import socket
 from pathlib import Path
 
 from phalanx.cluster.admission import PROBE, ProbeService
-from phalanx.cluster.peer_registry import TaskIdentity
+from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.parameter_server.server.running_clock import RunningClock
 from phalanx.parameter_server.server.shard_group import SNAPSHOT_S, ShardGroup
 from phalanx.parameter_server.server.snapshots import Snapshots

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from phalanx.cluster.peer_registry import TaskIdentity
 from phalanx.cluster.spec import Task
+from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.errors import PeerLostError
 from phalanx.parameter_server.server.schedule_rebuild import ScheduleRebuild
 from phalanx.parameter_server.server.snapshots import Snapshots

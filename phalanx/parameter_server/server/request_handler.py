@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from phalanx.arrays.allocation import copy_arrays
-from phalanx.cluster.peer_registry import TaskIdentity
+from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.errors import EvictedError, FrameError, LinkClosedError, LinkTimeoutError, PeerLostError, PhalanxError
 from phalanx.parameter_server import server_messages as messages
 from phalanx.parameter_server.server.schedule_rebuild import ScheduleRebuild

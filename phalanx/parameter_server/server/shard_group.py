@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from phalanx.cluster.admission import admit_worker
-from phalanx.cluster.peer_registry import TaskIdentity
 from phalanx.cluster.spec import Task
+from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.errors import PeerLostError, PhalanxError, RendezvousError
 from phalanx.parameter_server.server.chief_announcements import ChiefAnnouncements
 from phalanx.parameter_server.server.connected_workers import ConnectedWorkers

@@ -1,0 +1,105 @@
+"""The identity of this process in its job, with which it listens and dials."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+
+from phalanx.cluster.compatibility import JobFacts, TaskDescription, cluster_by_task
+from phalanx.cluster.host_identity import host_identity
+from phalanx.cluster.membership import Rank
+from phalanx.cluster.spec import ClusterSpec, Task
+from phalanx.config.job_config import JobConfig
+from phalanx.transport.address import Address
+from phalanx.transport.dial import dial
+from phalanx.transport.handshake import Hello, Welcome
+from phalanx.transport.link import Link
+from phalanx.transport.listener import Listener
+from phalanx.transport.ports import open_listening_sockets
+from phalanx.transport.tls import load_tls
+from phalanx.version import __version__
+
+
+class TaskIdentity:
+    """This process's task in the cluster, and how it listens and connects to others. Immutable.
+
+    Args:
+        spec: the cluster, with the address of this task if it listens.
+        task: the task of this process.
+        facts: what all tasks must agree on.
+        config: the configuration of the job.
+        is_elastic: whether members join and leave, so that tasks do not compare their clusters.
+
+    Attributes:
+        tasks: the tasks that have a rank, in rank order.
+        rank: the rank of this task; -1 if it has none.
+        other_ranks: all other ranks.
+        description: how this task describes itself to others.
+    """
+
+    def __init__(self, spec: ClusterSpec, task: Task, facts: JobFacts, config: JobConfig, *, is_elastic: bool = False):
+        self.spec = spec
+        self.task = task
+        self.config = config
+        self.tasks = spec.ranked_tasks
+        self.rank: Rank = self.tasks.index(task) if task in self.tasks else -1
+        self.other_ranks = tuple(rank for rank in range(len(self.tasks)) if rank != self.rank)
+        self.tls = load_tls(config.tls)
+        self.description = TaskDescription(
+            task=str(task),
+            incarnation=secrets.token_hex(8),
+            host=host_identity(config.host_id),
+            address=str(spec.address(task)) if task in spec else "",
+            pid=os.getpid(),
+            cluster={} if is_elastic else cluster_by_task(spec),
+            phalanx=__version__,
+            facts=facts,
+        )
+
+    @property
+    def address(self) -> Address:
+        return self.spec.address(self.task)
+
+    def open_listener(self, sockets: list[socket.socket] | None = None) -> Listener:
+        """A listener for this task's port, not yet started.
+
+        Args:
+            sockets: that listen at this task's address already; None opens them.
+
+        Raises: ConfigurationError as `open_listening_sockets`.
+        """
+        config = self.config
+        sockets = sockets or open_listening_sockets(self.address, secret=config.secret, listen_fd=config.listen_fd)
+        return Listener(sockets, task=str(self.task), secret=config.secret, job=config.job_id, tls=self.tls)
+
+    def rank_of(self, task: str) -> Rank | None:
+        """The rank of a task by its name; None if it has none."""
+        return next((rank for rank, known in enumerate(self.tasks) if str(known) == task), None)
+
+    def dial(self, task: Task, purpose: str, details: bytes = b"", *, deadline: float) -> tuple[Link, Welcome]:
+        """Connect to another task of the cluster; see `dial_address`."""
+        return self.dial_address(self.spec.address(task), str(task), purpose, details, deadline=deadline)
+
+    def dial_address(
+        self, address: Address, peer: str, purpose: str, details: bytes = b"", *, deadline: float
+    ) -> tuple[Link, Welcome]:
+        """Connect to another process of the job for a purpose.
+
+        Args:
+            address: where it listens.
+            peer: its name, for messages.
+            purpose: the service that gets the link there.
+            details: data for that service.
+            deadline: when to give up, a value of `time.monotonic()`.
+
+        Returns, raises: as `phalanx.transport.dial.dial`.
+        """
+        hello = Hello(
+            purpose=purpose,
+            task=self.description.task,
+            job=self.config.job_id,
+            incarnation=self.description.incarnation,
+            details=details,
+        )
+        return dial(address, hello, peer=peer, secret=self.config.secret, tls=self.tls, deadline=deadline)
