@@ -184,7 +184,7 @@ def test_mpi_hosts_come_from_our_variable_or_the_scheduler(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("resolver", "message"),
     [
-        (mpi(2, 4, 0), "does not say on which hosts.*PHALANX_HOSTS=host0:2,host1:2"),
+        (mpi(2, 4, 0), "without naming their hosts.*PHALANX_HOSTS=host0:2,host1:2"),
         (mpi(2, 4, 0, PHALANX_HOSTS="a:1,b:1"), "PHALANX_HOSTS names 2 places .a:1,b:1., but .* 4 processes"),
         (mpi(1, 4, 0, PHALANX_HOSTS="a:2,b:2"), "rank 1 should be number 1 on a .*number 0 on"),
         (mpi(4, 4, 0, PHALANX_HOSTS="a:4"), "is not below"),

@@ -77,7 +77,7 @@ def test_the_chief_has_rank_0_and_servers_and_evaluators_have_none(
         ),
         ({"worker": ["a:1"], "ps": ["a:1"]}, r"cluster.worker\[0\] and cluster.ps\[0\] have the same"),
         ({"worker": {"x": "a:1"}}, "has the key 'x'"),
-        ({"chief": ["a:1", "b:1"]}, "one chief at most"),
+        ({"chief": ["a:1", "b:1"]}, "at most one chief"),
     ],
 )
 def test_a_wrong_cluster_is_refused_with_what_to_write(cluster: object, message: str) -> None:
