@@ -55,7 +55,9 @@ def _variable(name: str, meaning: str, default: object = "none") -> str:
 
 
 # The job and its tasks.
-SECRET = _variable("PHALANX_SECRET", "shared by all tasks of a job, at least 16 characters; new for each `phalanx run`")
+SECRET = _variable(
+    "PHALANX_SECRET", "known to all tasks of the job, at least 16 characters; `phalanx run` creates one for each job"
+)
 JOB_ID = _variable(
     "PHALANX_JOB_ID",
     "names the job: tasks of different jobs reject each other even if they share a secret",
@@ -69,14 +71,18 @@ TIMEOUT = _variable(
 )
 RETURN_TIMEOUT = _variable(
     "PHALANX_RETURN_TIMEOUT",
-    "seconds the tasks of a parameter server job wait for a killed task to restart",
+    "seconds to wait for a killed parameter server to return, and on servers for the chief; 120 under `phalanx run`",
     DEFAULT_RETURN_TIMEOUT_S,
 )
-TLS_CERT = _variable("PHALANX_TLS_CERT", "PEM file: the certificate of this task and its intermediates")
+TLS_CERT = _variable(
+    "PHALANX_TLS_CERT", "PEM file: the certificate of this task and its intermediates; set all three or none"
+)
 TLS_KEY = _variable("PHALANX_TLS_KEY", "PEM file: the key of this task's certificate")
 TLS_CA = _variable("PHALANX_TLS_CA", "PEM file: the authority that signed the certificates of all tasks")
 TLS_FILES = (TLS_CERT, TLS_KEY, TLS_CA)
-SEED = _variable("PHALANX_SEED", "the job's seed, if the program sets none")
+SEED = _variable(
+    "PHALANX_SEED", "a number that all tasks must have in common; to seed Keras, call `keras.utils.set_random_seed`"
+)
 PREEMPTION_SIGNAL = _variable(
     "PHALANX_PREEMPTION_SIGNAL", "a signal that, like SIGTERM, makes `fit` save a checkpoint and exit"
 )
@@ -84,6 +90,9 @@ SIMULATED_MBITS = _variable(
     "PHALANX_SIMULATED_MBITS",
     "for experiments: a task sends at most this many megabits per second in collectives, and tasks of one host do "
     "not share memory; the same for all tasks",
+)
+SHARDED_OPTIMIZER = _variable(
+    "PHALANX_SHARDED_OPTIMIZER", "0: every replica updates all weights, even where each could update a part", 1
 )
 
 # The cluster, where a scheduler does not describe all of it.
@@ -97,9 +106,6 @@ HOST_ID = _variable("PHALANX_HOST_ID", "for tests: replaces this host's identity
 # Set by the launcher for its workers.
 LISTEN_FD = _variable("PHALANX_LISTEN_FD", "descriptor of the listening socket that the launcher opened for this task")
 ELASTIC_COORDINATOR = _variable("PHALANX_ELASTIC_COORDINATOR", "`host:port` of the launcher of an elastic job")
-SHARDED_OPTIMIZER = _variable(
-    "PHALANX_SHARDED_OPTIMIZER", "0: every replica updates all weights, also where each could update a part", 1
-)
 SNAPSHOTS = _variable("PHALANX_SNAPSHOTS", "two files for a parameter server's snapshots, separated by a colon")
 WORKER_BOOTSTRAP = _variable("PHALANX_WORKER_BOOTSTRAP", "what a worker of this launcher needs before the program runs")
 PROGRESS_FILE = _variable("PHALANX_PROGRESS_FILE", "memory shared with the launcher for progress reports")
