@@ -98,8 +98,8 @@ class CheckpointWriter:
         """Write a checkpoint in the background. Only when not `busy`.
 
         Args:
-            content: of the model.
-            step: global step.
+            content: HDF5 content of the model's weights.
+            step: global step of the model.
             state: gives what else is saved; called in the background.
         """
         # Not a daemon: a program that ends right after `fit` waits for its last checkpoint.

@@ -67,7 +67,7 @@ class StoredCheckpoint:
     """A whole checkpoint.
 
     Attributes:
-        path: of the file.
+        path: the checkpoint file.
         step: global step of the model.
         state: what else was saved, of JSON's types.
     """

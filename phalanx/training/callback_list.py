@@ -77,8 +77,8 @@ def build_callback_list(
     Args:
         callbacks: as they were passed to a method; a `CallbackList` is returned as it is.
         is_chief: whether this rank is the chief.
-        replicas: for the progress bar.
-        options: see `CallbackList`.
+        replicas: number of replicas that the progress bar shows.
+        options: passed to Keras's `CallbackList`.
     """
     if isinstance(callbacks, CallbackList):  # evaluation inside `fit` uses the list of `fit`
         return callbacks

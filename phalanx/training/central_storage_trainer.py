@@ -25,7 +25,7 @@ class CentralStorageWorker(ParameterServerWorker):
     """A worker around a server in the first replica.
 
     Attributes:
-        replica: the same process among the replicas.
+        replica: this process as one of the replicas, which decide together.
     """
 
     replica: Replica

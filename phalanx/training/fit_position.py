@@ -33,9 +33,9 @@ class FitPosition:
             (`ShardedInput.next_place`).
         randomness: what the order of the data follows from; see `ShardedInput.randomness`.
         validated: batches taken of the validation data; see `ShardedInput.taken`.
-        epochs: the epochs that `History` has recorded.
-        history: what it has recorded of each.
-        logs: of the last epoch that is over.
+        epochs: indices of the epochs that `History` has recorded.
+        history: what `History` has recorded, by the name of the log.
+        logs: the logs of the last finished epoch.
         callbacks: for each one that was passed, its class and what it has learnt.
         ledger: the `SampleLedger`, encoded; empty without one.
         applied: steps in all epochs so far.

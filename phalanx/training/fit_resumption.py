@@ -40,11 +40,11 @@ class FitSnapshot(FitPosition):
     """What a checkpoint contains of a `fit`, besides weights and optimizer: its position, and more.
 
     Attributes:
-        samples: in a pass over the data; None where unknown.
-        batches: in an epoch; None where unknown.
+        samples: number of samples in a pass over the data; None if unknown.
+        batches: number of batches in an epoch; None if unknown.
         is_over: whether the training has come to its end.
         stopped: whether it decided so itself.
-        seed: of the orders of the data.
+        seed: determines the orders of the data.
         variables: those that a file of weights does not have: random state of layers, metrics.
         random_states: of each rank; see `engines.random_state`.
         pooled: see `Stepper.pooled`.
@@ -64,10 +64,10 @@ class FitResumption:
     """The checkpoints of one call of `fit`, on one rank; made by `resumable`.
 
     Attributes:
-        checkpoint: the callback.
-        directory: of the checkpoints of this `fit`.
-        ledger: file of the sample ledger.
-        writer: writes them in the background.
+        checkpoint: the callback, with its intervals.
+        directory: the checkpoints of this `fit`.
+        ledger: path of the readable sample ledger.
+        writer: writes checkpoints in the background.
         notice: what the merges of the steps say about saving and preemption.
     """
 

@@ -30,11 +30,11 @@ class ReplicaFit:
     """One call of `fit` on one replica, and what accompanies it.
 
     Attributes:
-        model: this rank's copy.
+        model: this rank's copy of the model.
         state: where the `fit` stands.
-        recorder: in jobs that another process may continue.
-        recovery: in elastic jobs.
-        checkpointing: if the `fit` was passed a `Checkpoint`.
+        recorder: records positions, if another process may continue this `fit`; else None.
+        recovery: follows the membership in elastic jobs; else None.
+        checkpointing: restores and saves, if `fit` was passed a `Checkpoint`; else None.
         checks_step: whether the first step is to be compared over the ranks (`CustomStepCheck`).
     """
 

@@ -16,13 +16,13 @@ class FitState:
     """The state of one call of `fit`.
 
     Attributes:
-        arguments: of the call.
+        arguments: the arguments of `fit`.
         stepper: takes the training steps; see `steps/stepper.py`.
         callbacks: the `CallbackList` that this process runs; another one once it becomes chief.
         has_batch_hooks: whether any of these sees single training batches.
         progress_bar: among the callbacks, if this process shows one.
         epoch: index of the running epoch; between two epochs, of the next one.
-        logs: of the last epoch.
+        logs: the logs of the last epoch, with those of its validation.
     """
 
     arguments: FitArguments
@@ -45,11 +45,11 @@ class ReplicaFitState(FitState):
     """The state of a `fit` on one of several replicas.
 
     Attributes:
-        source: of the training data.
-        validation: of the validation data, if there are any.
+        source: this rank's part of the training data.
+        validation: this rank's part of the validation data; None without any.
         batches: the walk over the running epoch; None between two epochs.
         watched: whether callbacks of any rank see single batches of the training.
-        watched_validation: the same of the validation.
+        watched_validation: whether callbacks of any rank see single batches of the validation.
         stop_requested: whether callbacks ended the training when the running epoch began, before its first step.
         chief_adds_logs: whether callbacks that only the chief runs may add to the logs of an epoch.
     """

@@ -405,9 +405,9 @@ class _EpochCount:
     """What this worker has done in the running epoch.
 
     Attributes:
-        length: steps in the epoch, of all workers; 0 where that is not known.
-        steps: that this worker has taken.
-        samples: in these.
+        length: number of steps of all workers in the epoch; 0 if unknown.
+        steps: number of steps that this worker has taken.
+        samples: number of samples in these steps.
     """
 
     def __init__(self, length: int = 0) -> None:

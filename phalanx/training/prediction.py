@@ -122,8 +122,8 @@ def _check_rows(rows: Sequence[int], samples: Sequence[int]) -> None:
     makes its first axis longer.
 
     Args:
-        rows: of the output, on each rank.
-        samples: of the batch, on each rank.
+        rows: number of rows of the output on each rank.
+        samples: number of samples of the batch on each rank.
     """
     each, rest = divmod(sum(rows), sum(samples))
     if rest or not each or any(count != each * size for count, size in zip(rows, samples, strict=True)):

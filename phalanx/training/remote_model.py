@@ -108,8 +108,8 @@ class RemoteModel:
         is in a later `fit`.
 
         Args:
-            fit: number of this call of `fit`.
-            first_epoch: where the chief begins.
+            fit: number of this call of `fit` in the program.
+            first_epoch: index of the epoch with which the chief begins; ignored on other workers.
             callbacks: the `CallbackList` of this worker.
         """
         model = self.model

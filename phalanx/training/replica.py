@@ -34,7 +34,7 @@ class EntryOverError(Exception):
     """The members have finished the entry that this candidate has come to.
 
     Attributes:
-        result: of the entry, as the members encoded it.
+        result: the result of the entry, encoded by the members.
     """
 
     def __init__(self, result: bytes):

@@ -73,9 +73,9 @@ class ReplicaModel:
         """This rank's part of the data that a method was passed.
 
         Args:
-            steps: batches in an epoch; None: all.
+            steps: number of batches in an epoch; None for all data.
             seed: determines the orders of the samples; None: in fixed jobs the chief shuffles as Keras does.
-            options: see `shard_input`.
+            options: passed to `shard_input`.
         """
         replica = self.replica
         return shard_input(

@@ -25,7 +25,7 @@ class OrderUnavailableError(Exception):
     """The chief shuffles for no such epoch: it has gone back, or has ended the `fit`.
 
     Attributes:
-        answer: what the servers say instead.
+        answer: the servers' answer instead of an order.
     """
 
     def __init__(self, answer: EpochOver | FitOver) -> None:

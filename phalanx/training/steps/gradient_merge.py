@@ -71,7 +71,7 @@ class StepMerge:
     """Merges the arrays of a step over the ranks (`backends.engine.Merge`).
 
     Args:
-        compression: of gradients; None: they are sent as they are.
+        compression: compresses gradients; None to send them as they are.
 
     Attributes:
         repeats: see `Merge.repeats`.

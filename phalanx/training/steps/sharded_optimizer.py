@@ -153,8 +153,8 @@ class _SharedRows:
     """The block of memory that the replicas share, and this rank's places in it.
 
     Attributes:
-        weights: where the weights lie in a row.
-        metrics: where the metrics' variables lie in a row.
+        weights: layout of the weights in a row.
+        metrics: layout of the metrics' variables in a row.
         gradients: views of this rank's row of gradients.
         own_parts: this rank's part of every rank's gradients.
         new_weights: of the two rows of weights, each with this rank's part and views; the first is in use.

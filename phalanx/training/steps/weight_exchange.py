@@ -27,7 +27,7 @@ class WeightExchange:
 
     Args:
         outer: optimizer for the mean progress of the weights; that of layer state is taken as it is.
-        compression: of the weights' progress.
+        compression: compresses the progress of the weights; None to send it as it is.
 
     Attributes:
         steps: number of steps since the last exchange began.
