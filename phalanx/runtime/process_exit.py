@@ -12,8 +12,10 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
 
-from phalanx import errors
-from phalanx.runtime.exit_codes import message, of_error
+# Not `from phalanx import errors`, nor names of `exit_codes`: `phalanx.__getattr__` imports this module, perhaps while
+# `exit_codes` is being imported.
+from phalanx.errors import PreemptedError
+from phalanx.runtime import exit_codes
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 CauseFinder = Callable[[BaseException], BaseException | None]
@@ -68,7 +70,7 @@ def failure() -> str:
     error = getattr(sys, "last_value", None)
     if not _has_failed or error is None:
         return ""
-    return f"{type(error).__name__}: {message(error)}".partition("\n")[0]
+    return f"{type(error).__name__}: {exit_codes.message(error)}".partition("\n")[0]
 
 
 class _ExitCodeHook:
@@ -87,7 +89,7 @@ class _ExitCodeHook:
         causes = [cause for find in _cause_finders if (cause := find(error)) is not None]
         if causes and error.__cause__ is None:
             error.__cause__ = causes[0]
-        _has_failed = not isinstance(error, errors.PreemptedError)
+        _has_failed = not isinstance(error, PreemptedError)
         _ExitCodeHook._is_running = True
         try:
             self._print(kind, error, traceback)
@@ -96,13 +98,13 @@ class _ExitCodeHook:
         finally:
             _ExitCodeHook._is_running = False
         if isinstance(error, Exception) and not _is_interactive():
-            if (code := of_error(error)) != 1:
+            if (code := exit_codes.of_error(error)) != 1:
                 _end(code)
             for callback in reversed(_exit_callbacks):
                 callback()
 
     def _print(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if isinstance(error, errors.PreemptedError) and self._previous is sys.__excepthook__:
+        if isinstance(error, PreemptedError) and self._previous is sys.__excepthook__:
             print(error, file=sys.stderr)  # nothing is wrong, and the stack says nothing
         else:
             self._previous(kind, error, traceback)
