@@ -10,7 +10,7 @@ each, `Run` and `Start`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -171,6 +171,32 @@ _DESCRIPTIONS = {
 }
 
 
+class _Parameters:
+    """The parameters of a function. Binds arguments like `inspect.Signature.bind`, but in less than a microsecond.
+
+    Args:
+        names: in order.
+        defaults: values by name; other parameters are required.
+    """
+
+    def __init__(self, names: Sequence[str], defaults: Mapping[str, Any]):
+        kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
+        self.signature = inspect.Signature(
+            [inspect.Parameter(name, kind, default=defaults.get(name, empty)) for name in names]
+        )
+        self._names = names
+        self._defaults = defaults
+        self._after = [frozenset(names[count:]) for count in range(len(names) + 1)]
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of all parameters by name. Raises TypeError if the arguments do not fit to them."""
+        values = {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
+        count, expected = len(args), len(self._names)
+        if count > expected or not kwargs.keys() <= self._after[count] or len(values) < expected:
+            self.signature.bind(*args, **kwargs)  # raises
+        return values
+
+
 def make_function(
     name: str, parameters: str | None = None, *, run: Run, start: Start | None = None
 ) -> Callable[..., Any]:
@@ -183,31 +209,20 @@ def make_function(
         start: the framework's asynchronous collectives, if the form needs them.
     """
     kind = OperationKind(name.removeprefix("grouped_").removesuffix("_").removesuffix("_async"))
-    is_async, in_place = "_async" in name, name.endswith("_")
+    is_grouped, is_async, in_place = name.startswith("grouped_"), "_async" in name, name.endswith("_")
     if parameters is None:
-        parameters = f"{'tensors' if name.startswith('grouped_') else 'tensor'} {_PARAMETERS[kind]}"
+        parameters = f"{'tensors' if is_grouped else 'tensor'} {_PARAMETERS[kind]}"
         if is_async or in_place:
             parameters = parameters.replace("compression ", "")
     first, *others = names = parameters.split()
-    is_grouped = first == "tensors"
     defaults = {each: _DEFAULTS[each] for each in others if each in _DEFAULTS}
     if kind is OperationKind.REDUCESCATTER:
         defaults["op"] = Average
-    signature = inspect.Signature(
-        [
-            inspect.Parameter(each, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=defaults.get(each, inspect._empty))
-            for each in names
-        ]
-    )
-    after = [frozenset(names[count:]) for count in range(len(names) + 1)]
+    bound = _Parameters(names, defaults)
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        # `Signature.bind` takes several microseconds, so it is called only where it raises.
-        values = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-        if len(args) > len(names) or not kwargs.keys() <= after[len(args)] or len(values) < len(names):
-            signature.bind(*args, **kwargs)
-        tensors = list(values[first]) if is_grouped else [values[first]]
-        get = values.get
+        get = bound.bind(args, kwargs).get
+        tensors: list[Tensor] = list(get(first, ())) if is_grouped else [get(first)]
         arguments = Arguments(
             get("name"),
             get("process_set", global_process_set),
@@ -234,7 +249,7 @@ def make_function(
 
     function.__name__ = function.__qualname__ = name
     function.__doc__ = _describe(kind, names, is_async=is_async, in_place=in_place)
-    function.__signature__ = signature  # type: ignore[attr-defined]
+    function.__signature__ = bound.signature  # type: ignore[attr-defined]
     return function
 
 

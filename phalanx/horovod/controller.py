@@ -294,9 +294,10 @@ class Controller:
         return [float(number) for number in merged]
 
     def _finish(self, names: Sequence[str], error: HorovodInternalError | None = None) -> None:
+        stalls = self._negotiator.stalls
         with self._changed:
             for name in names:
-                self._negotiator.forget_stall(name)
+                stalls.is_over(name)
                 handle = self._waiting.pop(name, None)
                 if handle is not None:
                     handle.finish(error)

@@ -41,6 +41,9 @@ class RoundResult(NamedTuple):
 class Negotiator:
     """One rank's part in the rounds. Not thread-safe: only the thread that drives the controller uses it.
 
+    Attributes:
+        stalls: knows which operations have stalled.
+
     Args:
         communicator: of the ranks.
         environment: the capacity of the cache, and when to warn.
@@ -52,7 +55,7 @@ class Negotiator:
         self, communicator: HostCommunicator, environment: HorovodEnvironment, timeout_s: float, names: Sequence[str]
     ):
         self._communicator = communicator
-        self._stalls = StallInspector(environment.stall_s, timeout_s, names)
+        self.stalls = StallInspector(environment.stall_s, timeout_s, names)
         self._cache = RequestCache(environment.cache_capacity)
         self._bits = np.zeros(_FIRST_REQUEST + environment.cache_capacity, np.uint8)
         self._merged = np.empty_like(self._bits)
@@ -80,22 +83,18 @@ class Negotiator:
             raise CollectiveTimeoutError(f"{self._awaited()} did not begin: {error}") from error
         if not self._merged[_NOTHING_NEW]:
             return self._exchange_requests(
-                waiting, RankRequests(requests, joins, self._stalls.overdue(waiting.values()))
+                waiting, RankRequests(requests, joins, self.stalls.overdue(waiting.values()))
             )
         ready = [self._cache[int(number)] for number in np.flatnonzero(self._merged[_FIRST_REQUEST:])]
         return RoundResult(
             self._note([NegotiationResult(request, refusal(request, self._joined)) for request in ready])
         )
 
-    def forget_stall(self, name: str) -> None:
-        """An operation of this name is done."""
-        self._stalls.is_over(name)
-
     def _write_bits(self, waiting: Mapping[str, PendingRequest], *, joins: bool) -> list[Request | int]:
         """Set this rank's bits. A rank that has joined sets all of them. Returns the requests, by number if cached."""
         has_joined = self._communicator.rank in self._joined
         self._bits[:] = has_joined
-        self._bits[_NOTHING_NEW] = joins == has_joined and not self._stalls.is_due(waiting.values())
+        self._bits[_NOTHING_NEW] = joins == has_joined and not self.stalls.is_due(waiting.values())
         requests: list[Request | int] = []
         for pending in waiting.values():
             number = self._cache.number_of(pending.request)
@@ -116,9 +115,9 @@ class Negotiator:
             last, self._joined = self._joined[-1], []
         requested = [self._cache.resolve(each) for each in ranks]
         missing = absent(requested, self._joined)
-        for stall in self._stalls.inspect(waiting, missing):
+        for stall in self.stalls.inspect(waiting, missing):
             self._warn(stall.name, stall.ranks, "which request other operations")
-        self._stalls.end_overdue([each.overdue for each in ranks], missing)
+        self.stalls.end_overdue([each.overdue for each in ranks], missing)
         return RoundResult(self._note(decide(requested, self._joined)), last)
 
     def _note(self, results: list[NegotiationResult]) -> list[NegotiationResult]:
@@ -143,11 +142,11 @@ class Negotiator:
         _log.warning(
             "stalled for more than %g s: %s waits for %s, %s. The job ends after %g s "
             "(HOROVOD_STALL_SHUTDOWN_TIME_SECONDS).",
-            self._stalls.warn_s,
+            self.stalls.warn_s,
             names,
-            self._stalls.who(ranks),
+            self.stalls.who(ranks),
             what,
-            self._stalls.end_s,
+            self.stalls.end_s,
         )
 
 
