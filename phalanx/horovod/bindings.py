@@ -38,11 +38,13 @@ class ArrayFramework:
     """A framework whose tensors become arrays and back by two functions, without gradients: NumPy, JAX, Keras.
 
     Args:
+        module: name of the module that the functions are for.
         to_array: the values of a tensor; the array is not written to.
         from_array: a tensor of a new array.
     """
 
-    def __init__(self, to_array: Callable[[Tensor], Array], from_array: Callable[[Array], Tensor]):
+    def __init__(self, module: str, to_array: Callable[[Tensor], Array], from_array: Callable[[Array], Tensor]):
+        self._module = module
         self._to_array = to_array
         self._from_array = from_array
 
@@ -75,7 +77,7 @@ class ArrayFramework:
 
     def make_function(self, name: str, parameters: str | None = None) -> Callable[..., Any]:
         """See `make_function`."""
-        return make_function(name, parameters, run=self.run, start=self.start)
+        return make_function(self._module, name, parameters, run=self.run, start=self.start)
 
 
 def synchronize(handle: PendingResult) -> Any:
@@ -198,11 +200,12 @@ class _Parameters:
 
 
 def make_function(
-    name: str, parameters: str | None = None, *, run: Run, start: Start | None = None
+    module: str, name: str, parameters: str | None = None, *, run: Run, start: Start | None = None
 ) -> Callable[..., Any]:
     """One of Horovod's functions.
 
     Args:
+        module: name of the module that it is for, where pickle finds it.
         name: verb and form, as "grouped_allreduce_async_".
         parameters: names of the parameters in order, the tensor or tensors first; None for those of `horovod.torch`.
         run: the framework's collectives.
@@ -247,7 +250,7 @@ def make_function(
         pending.finish = lambda results: select(convert(results))
         return pending if is_async else pending.wait()
 
-    function.__name__ = function.__qualname__ = name
+    function.__module__, function.__name__, function.__qualname__ = module, name, name
     function.__doc__ = _describe(kind, names, is_async=is_async, in_place=in_place)
     function.__signature__ = bound.signature  # type: ignore[attr-defined]
     return function

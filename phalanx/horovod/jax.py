@@ -40,7 +40,7 @@ def _from_array(array: Array) -> Any:
     return tensor
 
 
-_framework = ArrayFramework(_to_array, _from_array)
+_framework = ArrayFramework(__name__, _to_array, _from_array)
 _function = _framework.make_function
 
 allreduce = _function("allreduce")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import pickle
 import subprocess
 import sys
 
@@ -106,6 +107,7 @@ def test_the_collectives_have_the_signatures_of_horovod(module: str) -> None:
         ]
         own = " ".join(f"{each}{default}" for each, default in zip(parameters, defaults, strict=True))
         assert own.startswith(expected), name
+        assert pickle.loads(pickle.dumps(function)) is function, name
         assert all(f"    {each}: " in function.__doc__ for each in parameters), name
         with pytest.raises(TypeError):
             function()

@@ -25,7 +25,7 @@ def _from_array(array: Array) -> Any:
     return tensor
 
 
-_function = ArrayFramework(_to_array, _from_array).make_function
+_function = ArrayFramework(__name__, _to_array, _from_array).make_function
 
 allreduce = _function("allreduce", "value name average prescale_factor postscale_factor op compression process_set")
 grouped_allreduce = _function("grouped_allreduce")

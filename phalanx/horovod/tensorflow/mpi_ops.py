@@ -122,7 +122,7 @@ def run_collective(
 
 def _function(name: str, parameters: str) -> Callable[..., Any]:
     function: Callable[..., Any] = tf.autograph.experimental.do_not_convert(
-        make_function(name, parameters, run=run_collective)
+        make_function(__name__, name, parameters, run=run_collective)
     )
     return function
 

@@ -21,7 +21,7 @@ from phalanx.horovod.torch.torch_framework import run_collective, start_collecti
 
 
 def _function(name: str) -> Callable[..., Any]:
-    return make_function(name, run=run_collective, start=start_collective)
+    return make_function(__name__, name, run=run_collective, start=start_collective)
 
 
 allreduce = _function("allreduce")
