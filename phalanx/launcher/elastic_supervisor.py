@@ -79,8 +79,6 @@ class ElasticSupervisor:
             job_actions=_JobActions(job, say),
             tls=load_tls(config.tls),
         )
-        # Closed links reveal most exits as well, but not where the network or the power of a host is cut.
-        job.on_loss = self._server.lose
         return self._server
 
 

@@ -27,7 +27,6 @@ class ExitHandler:
 
     Attributes:
         evaluator_grace_s: seconds that an evaluator may run after the training.
-        on_loss: called with the name of a task whose process has failed, before it is decided what becomes of it.
     """
 
     tasks: TaskTable
@@ -38,7 +37,6 @@ class ExitHandler:
     slots: SlotProvider | None
     evaluator_grace_s: float
     clock: Callable[[], float]
-    on_loss: Callable[[str], None]
 
     def handle(self, event: Exited) -> None:
         """The process of a task has exited."""
@@ -47,8 +45,8 @@ class ExitHandler:
         record.result = event.result or record.result
         end = self._describe(record, event)
         self.observer.exited(end)
-        if end.failed:
-            self.on_loss(end.task)
+        if end.failed and self.slots is not None:
+            self.slots.task_failed(end.task)
         may_restart = not self.plan.is_shutting_down and self.tasks.may_restart(record, outlived=end.outlived)
         slots = self.slots if record.trains else None
         released = record.is_released and not self.plan.is_shutting_down

@@ -234,6 +234,11 @@ class HostPool:
 
     # See `SlotProvider`.
 
+    def task_failed(self, task: str) -> None:
+        # Closed links reveal most exits as well, but not where the network or the power of a host is cut.
+        if self._membership is not None:
+            self._membership.lose(task)
+
     def worker_exited(self, rank: int, *, failed: bool) -> bool:
         slot, now = self._slots.slot(rank), time.monotonic()
         if slot is None:

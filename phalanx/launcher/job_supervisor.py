@@ -66,7 +66,6 @@ class JobSupervisor:
 
     Attributes:
         loop: runs callbacks of other threads, and knows the hosts.
-        on_loss: called with the name of a task whose process has failed.
     """
 
     def __init__(
@@ -97,10 +96,8 @@ class JobSupervisor:
             slots,
             evaluator_grace_s=config.evaluator_grace_s,
             clock=clock,
-            on_loss=lambda task: self.on_loss(task),
         )
         self.loop = HostLoop(selector, list(dict.fromkeys(placement.host for placement in placements)))
-        self.on_loss: Callable[[str], None] = lambda task: None
 
     # ---- controlled from outside
 

@@ -8,6 +8,10 @@ from typing import Protocol
 class SlotProvider(Protocol):
     """Decides where the workers of an elastic job run (`HostPool`). Called from the thread that runs the job."""
 
+    def task_failed(self, task: str) -> None:
+        """The process of a task has failed. Called before it is decided whether it restarts."""
+        ...
+
     def worker_exited(self, rank: int, *, failed: bool) -> bool:
         """A worker has exited but may run again. Returns whether it can be restarted in its slot; otherwise the slot is
         free and the worker waits for another one."""

@@ -435,6 +435,8 @@ class Seats:
         self.moves: dict[int, FakeHost] = {}
         self.job: JobSupervisor | None = None
 
+    def task_failed(self, task: str) -> None: ...
+
     def worker_exited(self, rank: int, *, failed: bool) -> bool:
         self.heard.append(("left", rank, failed))
         return self.keeps
