@@ -86,6 +86,12 @@ SEED = _variable(
 PREEMPTION_SIGNAL = _variable(
     "PHALANX_PREEMPTION_SIGNAL", "a signal that, like SIGTERM, makes `fit` save a checkpoint and exit"
 )
+ACCELERATIONS = _variable(
+    "PHALANX_ACCELERATIONS",
+    "which faster implementations of parts of a step are used: `all`, `none`, their names, or names with a minus to "
+    "disable them (performance.md)",
+    "all",
+)
 SIMULATED_MBITS = _variable(
     "PHALANX_SIMULATED_MBITS",
     "for experiments: a task sends at most this many megabits per second in collectives, and tasks of one host do "

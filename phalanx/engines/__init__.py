@@ -72,14 +72,14 @@ def make_tensors() -> Tensors:
     return tensors
 
 
-# Each backend has a module of its name here, whose classes begin with this.
+# Each backend has a package of its name in `replica`, with a module for each kind of class; their names begin with this.
 _PREFIXES = {"jax": "Jax", "tensorflow": "TensorFlow", "torch": "Torch"}
 
 
 def _of_backend(kind: str) -> Any:
     """The class of this kind for the backend that Keras runs on; only its module is imported."""
     name, prefix = _backend()
-    return getattr(importlib.import_module(f"phalanx.engines.replica.{name}.{name}_engine"), prefix + kind)
+    return getattr(importlib.import_module(f"phalanx.engines.replica.{name}.{name}_{kind.lower()}"), prefix + kind)
 
 
 def _backend() -> tuple[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import Any
 
 import keras
@@ -10,23 +9,19 @@ import keras
 from phalanx.data.elements import ElementStructure
 
 
-class Packing(ABC):
-    """A batch as Keras gives it to steps of a model's own: without what is not there, as in `x, y = data`."""
+class BatchPacking:
+    """Packs a batch as Keras passes it to `train_step`: without absent parts, so that `x, y = data` works.
 
-    _form = ElementStructure.PARTS
+    Attributes:
+        form: the structure of the elements of the program's data.
+    """
 
-    def expect(self, form: ElementStructure) -> None:
-        """See `Engine.expect`."""
-        if form is not self._form:
-            self._form = form
-            self.retrace()
+    def __init__(self) -> None:
+        self.form = ElementStructure.PARTS
 
-    @abstractmethod
-    def retrace(self) -> None:
-        """See `Engine.retrace`."""
-
-    def _packed(self, data: tuple[Any, Any, Any], form: ElementStructure | None = None) -> Any:
-        match form or self._form:
+    def pack(self, data: tuple[Any, Any, Any], form: ElementStructure | None = None) -> Any:
+        """`(x, y, sample_weight)` as an element of the program's data, or of another `form`."""
+        match form or self.form:
             case ElementStructure.PARTS:
                 return keras.utils.pack_x_y_sample_weight(*data)
             case ElementStructure.ALONE:
@@ -34,6 +29,6 @@ class Packing(ABC):
             case ElementStructure.WHOLE:
                 return data[0]
 
-    def _as_given(self, data: tuple[Any, Any, Any]) -> Any:
-        """For Keras's own methods, which take such a tuple apart, or say that they cannot."""
-        return data[0] if self._form is ElementStructure.WHOLE else data
+    def for_keras(self, data: tuple[Any, Any, Any]) -> Any:
+        """The batch for Keras's own methods, which unpack such a tuple, or raise if they can't."""
+        return data[0] if self.form is ElementStructure.WHOLE else data

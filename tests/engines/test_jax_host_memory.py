@@ -17,7 +17,7 @@ PROGRAM = """
 import jax, keras, numpy as np
 from types import SimpleNamespace
 from jax.sharding import SingleDeviceSharding
-from phalanx.engines.replica.jax import jax_engine as backend
+from phalanx.engines.replica.jax import jax_engine, model_compiler
 
 arrived = []
 
@@ -53,7 +53,7 @@ def trained(merge_of):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
     x, y = np.random.default_rng(0).random((30, 40), np.float32), np.arange(30) % 3
-    engine = backend.JaxEngine(model, merge_of(model))
+    engine = jax_engine.JaxEngine(model, merge_of(model))
     engine.build((x, y, None))
     engine.begin()
     for _ in range(3):
@@ -66,9 +66,9 @@ def trained(merge_of):
 device = jax.devices()[0]
 for merge_of in (lambda model: Merge(), Exchange):
     expected, arrays = trained(merge_of)
-    backend.pinned_memory = lambda: SingleDeviceSharding(device, memory_kind="pinned_host")
+    model_compiler.pinned_memory = lambda: SingleDeviceSharding(device, memory_kind="pinned_host")
     found, fewer = trained(merge_of)
-    backend.pinned_memory = lambda: None
+    model_compiler.pinned_memory = lambda: None
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_array_equal(a, b)
     print(arrays, fewer)

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.torch
 
 PROGRAM = """
 import keras, numpy as np, torch
-from phalanx.engines.accelerations.torch_fused_adam import fused, updated
+from phalanx.engines.accelerations.torch_fused_adam import apply_in_one_pass, fused_adam
 
 optimizers = keras.optimizers
 decaying = optimizers.schedules.ExponentialDecay(0.01, 2, 0.9)
@@ -53,13 +53,13 @@ for name, (make, dtype, in_one_pass) in CASES.items():
     calls.clear()
     expected = train(make, dtype, nothing)
     assert not calls
-    found = train(make, dtype, fused)
+    found = train(make, dtype, fused_adam)
     assert bool(calls) == in_one_pass, name
     for a, b in zip(expected, found, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6, err_msg=name)
     calls.clear()
     done = []
-    found = train(make, dtype, nothing, lambda *arguments: done.append(updated(*arguments)))
+    found = train(make, dtype, nothing, lambda *arguments: done.append(apply_in_one_pass(*arguments)))
     assert set(done) == {name in ("adam", "large epsilon", "float64")}, name
     if done[0]:
         for a, b in zip(expected, found, strict=True):
@@ -67,6 +67,34 @@ for name, (make, dtype, in_one_pass) in CASES.items():
     else:
         assert not calls
     print(name, "ok")
+
+
+class Custom(optimizers.Adam):
+    pass
+
+
+def refused(make, gradient=lambda variable: torch.ones(tuple(variable.shape)), twice=False):
+    variables = [keras.Variable(np.ones((30, 2), "float32"))] * (2 if twice else 1)
+    optimizer = make()
+    optimizer.build(variables[:1])
+    calls.clear()
+    with torch.no_grad(), fused_adam(optimizer):
+        assert not apply_in_one_pass(optimizer, [gradient(v) for v in variables], variables)
+        optimizer.apply([gradient(v) for v in variables], variables)
+    assert not calls
+
+
+def varying():
+    optimizer = optimizers.Adam(0.01)
+    optimizer.beta_1 = keras.Variable(0.9)
+    return optimizer
+
+
+refused(lambda: Custom(0.01))
+refused(varying)
+refused(lambda: optimizers.Adam(0.01), lambda variable: torch.ones((1, 2)))  # Keras broadcasts it
+refused(lambda: optimizers.Adam(0.01), lambda variable: torch.ones((2, 30)).t())
+refused(lambda: optimizers.Adam(0.01), twice=True)
 """
 
 

@@ -105,10 +105,32 @@ with products, OneDNNMatmul(), products:  # a step that predicts
 keras.ops.matmul(a, b)
 assert not made
 
+with products, torch.autocast("cpu", torch.bfloat16):
+    assert keras.ops.matmul(a, b).dtype is torch.bfloat16
+assert not made, "autocast multiplies in bfloat16"
+
+
+class Watching(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+with products, Watching():
+    keras.ops.matmul(a, b)
+assert not made, "somebody watches the operations"
+
 torch.backends.mkldnn.enabled = False
 with products:
     keras.ops.matmul(a, b)
-assert not made, "switched off by the user"
+assert not made, "disabled by the user"
+torch.backends.mkldnn.enabled = True
+with products:
+    keras.ops.matmul(a, b)
+assert made.pop()
+torch.set_float32_matmul_precision("medium")
+with products:
+    keras.ops.matmul(a, b)
+assert not made, "the user allows bfloat16"
 """
 
 

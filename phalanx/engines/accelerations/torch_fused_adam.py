@@ -1,13 +1,18 @@
-"""Keras's Adam on PyTorch, in one pass over the memory.
+"""Keras's Adam and AdamW on PyTorch, in one pass over the memory.
 
-Keras updates the weights in a dozen passes (`torch._foreach_*`), a fifth of a small model's step on a CPU;
-PyTorch has one kernel for all of it, on CPUs and on NVIDIA's GPUs. The two differ in where epsilon stands (Kingma & Ba
-2014, section 2, the remark after algorithm 1):
+What for: Keras updates the weights in a dozen passes (`torch._foreach_*`); PyTorch has one kernel for all of it, on CPUs
+and on NVIDIA's GPUs.
+
+Measured: the passes took a fifth of the step of a small model on a CPU.
+
+The same: the two differ in where epsilon stands (Kingma & Ba 2014, section 2, the remark after algorithm 1),
 
     Keras    w -= lr sqrt(1 - b2^t) / (1 - b1^t) * m / (sqrt(v) + eps)
     PyTorch  w -= lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps')
 
-so that eps' = eps / sqrt(1 - b2^t) makes them the same.
+so eps' = eps / sqrt(1 - b2^t) makes them equal, to rounding. `tests/engines/test_torch_fused_adam.py` compares weights
+and optimizer state after 20 steps. Other classes than Keras's own, AMSGrad, half precision, and tensors that the kernel
+would read otherwise than PyTorch's operations (sparse, of other shapes, with gaps) are left to Keras.
 """
 
 from __future__ import annotations
@@ -20,19 +25,19 @@ from typing import Any
 import keras
 import torch
 
+from phalanx.engines.accelerations.adam_coefficients import has_plain_coefficients
 from phalanx.keras_compat.patching import overridden_methods
 from phalanx.keras_compat.torch_internals import Adam, AdamW
 
-# What the kernel can be given; all weights of one model nearly always are float32.
 _DTYPES = (torch.float32, torch.float64)
 _DEVICES = ("cpu", "cuda")
 
 
 @contextmanager
-def fused(optimizer: Any) -> Iterator[None]:
-    """Let `optimizer` use the kernel, if it computes as Keras's Adam does; else change nothing."""
+def fused_adam(optimizer: Any) -> Iterator[None]:
+    """A context in which `optimizer` updates in one pass, if it is Keras's Adam; without effect on others."""
     update = getattr(optimizer, "_parallel_update_step", None)
-    if update is None or update.__func__ is not Adam._parallel_update_step or optimizer.amsgrad:
+    if update is None or update.__func__ is not Adam._parallel_update_step or not _is_plain_adam(optimizer):
         yield
         return
 
@@ -44,39 +49,46 @@ def fused(optimizer: Any) -> Iterator[None]:
         yield
 
 
-def updated(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> bool:
-    """As `optimizer.apply`, if that comes to the kernel and a count; else False, and nothing is done.
+def apply_in_one_pass(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> bool:
+    """`optimizer.apply`, where it does nothing but this update; else returns False, and nothing has changed.
 
-    What Keras does around them takes as long as the kernel does for a small model.
+    What Keras does around the update takes as long as the kernel for a small model.
     """
-    comes_to_it = (
-        type(optimizer) in (Adam, AdamW)
-        and optimizer.built
+    has_updated = (
+        optimizer.built
         and isinstance(optimizer._learning_rate, keras.Variable)
-        and not optimizer.amsgrad
         and not optimizer.use_ema
         and not optimizer.gradient_accumulation_steps
         and not optimizer.loss_scale_factor
         and optimizer.weight_decay is None
         and optimizer.clipnorm is optimizer.clipvalue is optimizer.global_clipnorm is None
         and not any(variable.constraint or variable.overwrite_with_gradient for variable in variables)
+        and _is_plain_adam(optimizer)
         and _update_in_one_pass(optimizer, gradients, variables, optimizer._learning_rate.value)
     )
-    if comes_to_it:
+    if has_updated:
         optimizer._iterations.value.add_(1)
-    return comes_to_it
+    return has_updated
+
+
+def _is_plain_adam(optimizer: Any) -> bool:
+    return type(optimizer) in (Adam, AdamW) and not optimizer.amsgrad and has_plain_coefficients(optimizer)
 
 
 def _update_in_one_pass(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any) -> bool:
-    """One update, or False and none if there is a tensor that the kernel does not take."""
+    """One update; or False, and nothing has changed, if there is a tensor that the kernel does not take."""
     places = [optimizer._get_variable_index(variable) for variable in variables]
     weights = [variable.value.detach() for variable in variables]
     momentums = [optimizer._momentums[place].value for place in places]
     velocities = [optimizer._velocities[place].value for place in places]
     dtype, device = weights[0].dtype, weights[0].device
-    tensors = [*weights, *gradients, *momentums, *velocities]
-    if dtype not in _DTYPES or device.type not in _DEVICES:
+    if dtype not in _DTYPES or device.type not in _DEVICES or len(set(places)) != len(places):
         return False
+    # The kernel reads the memory as it lies, so it must lie alike for all four. Gradients come from anywhere.
+    for gradient, weight in zip(gradients, weights, strict=True):
+        if gradient.layout is not torch.strided or gradient.shape != weight.shape:
+            return False
+    tensors = [*weights, *gradients, *momentums, *velocities]
     if not all(t.dtype is dtype and t.device == device and t.is_contiguous() for t in tensors):
         return False
     iterations = optimizer.iterations  # an integer tensor while gradients are accumulated, else a variable

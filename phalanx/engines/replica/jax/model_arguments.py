@@ -1,0 +1,110 @@
+"""The state of a model between the steps of a loop on JAX.
+
+It travels as arguments and results of compiled functions; the model's variables are empty meanwhile, as in Keras's own
+loop. Keras's own convention holds: `model._jax_state` has the newest values, and `model._jax_state_synced` says whether
+they are in the variables. When a callback touches `self.model`, Keras puts them there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from phalanx.keras_compat.patching import set_untracked
+
+Array = np.ndarray[Any, Any]
+Values = list[Any]
+
+
+class _LentWeights:
+    """The newest weights, where a merge lends them. NumPy arrays among them lie in memory that is overwritten later:
+    iterating, as Keras does, yields copies of those."""
+
+    def __init__(self, values: Values) -> None:
+        self.values = values
+
+    def __iter__(self) -> Iterator[Any]:
+        return (jnp.array(value) if isinstance(value, np.ndarray) else value for value in self.values)
+
+
+class ModelArguments:
+    """The values of a model's variables, as arguments for the next step."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._places: dict[int, tuple[int, int]] = {}
+
+    @property
+    def in_variables(self) -> bool:
+        """See `Engine.in_variables`."""
+        return bool(self._model._jax_state_synced)
+
+    def begin(self) -> None:
+        """See `Engine.begin`."""
+        self._model._jax_state_synced = True
+        self._places = {}
+
+    def end(self) -> None:
+        """See `Engine.end`."""
+        self._model.jax_state_sync()
+        self._model._jax_state = None
+
+    def get(self, *, with_optimizer: bool) -> tuple[Values, Values, Any, Values]:
+        """Trainable, non-trainable, optimizer's (None without) and metrics' values; the second is a copy of the list."""
+        model = self._model
+        kept = getattr(model, "_jax_state", None)
+        if model._jax_state_synced or not kept:
+            values = model._get_jax_state(
+                trainable_variables=True,
+                non_trainable_variables=True,
+                optimizer_variables=with_optimizer,
+                metrics_variables=True,
+                purge_model_variables=True,
+            )
+            optimizer = values[2] if with_optimizer else None
+            self.keep(values[0], values[1], optimizer, values[-1])
+            return values[0], list(values[1]), optimizer, values[-1]
+        trainable = kept["trainable_variables"]
+        return (
+            trainable.values if isinstance(trainable, _LentWeights) else trainable,  # Keras's own list
+            list(kept["non_trainable_variables"]),
+            kept.get("optimizer_variables"),
+            kept["metrics_variables"],
+        )
+
+    def keep(self, trainable: Values, non_trainable: Values, optimizer: Any, metrics: Values) -> None:
+        """Keep what a step returned; `optimizer` is None where the step had none of its values."""
+        state = {
+            "trainable_variables": _LentWeights(trainable),
+            "non_trainable_variables": non_trainable,
+            "metrics_variables": metrics,
+        }
+        if optimizer is not None:
+            state["optimizer_variables"] = optimizer
+        set_untracked(self._model, _jax_state=state, _jax_state_synced=False)
+
+    def read(self, variables: Sequence[Any]) -> list[Array]:
+        """See `Engine.read`."""
+        lists = self.get(with_optimizer=True)
+        places = [self._place(variable) for variable in variables]
+        return [np.array(lists[kind][index]) for kind, index in places]
+
+    def write(self, values: Sequence[tuple[Any, Array]]) -> None:
+        """See `Engine.write`."""
+        trainable, non_trainable, optimizer, metrics = self.get(with_optimizer=True)
+        lists = [list(trainable), non_trainable, list(optimizer)]
+        for variable, value in values:
+            kind, index = self._place(variable)
+            lists[kind][index] = jnp.array(value)  # a copy: steps may donate it
+        self.keep(lists[0], lists[1], lists[2], metrics)
+
+    def _place(self, variable: Any) -> tuple[int, int]:
+        """Which of the lists of `get` a variable is in, and its index there."""
+        if not self._places:
+            model = self._model
+            kinds = (model.trainable_variables, model.non_trainable_variables, model.optimizer.variables)
+            self._places = {id(v): (kind, n) for kind, variables in enumerate(kinds) for n, v in enumerate(variables)}
+        return self._places[id(variable)]

@@ -1,0 +1,59 @@
+"""How functions of a model are compiled on JAX, and where they leave their results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from phalanx.engines.replica.jax.host_memory import SAME_ON_ALL, computes_on_host, pinned_memory
+
+
+class ModelCompiler:
+    """Compiles functions of one model, unless it is compiled with `jit_compile=False` or runs eagerly.
+
+    Attributes:
+        compiles: whether it does.
+        pinned: the host's pinned memory, where results for the host go; None if JAX computes in host memory.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.compiles = bool(model.jit_compile) and not model.run_eagerly
+        self.pinned = pinned_memory()
+
+    @property
+    def computes_on_host(self) -> bool:
+        """Whether compiled functions compute in host memory."""
+        return self.compiles and computes_on_host()
+
+    @property
+    def same_on_all(self) -> dict[str, Any] | None:
+        """Options for compiling what all ranks must compute to the last bit."""
+        return None if self.pinned is None else SAME_ON_ALL
+
+    def jit(
+        self,
+        function: Callable[..., Any],
+        donate: tuple[int, ...] = (),
+        leave: Any = None,
+        options: dict[str, Any] | None = None,
+    ) -> Callable[..., Any]:
+        """Compile a function.
+
+        Args:
+            function: what is compiled.
+            donate: indices of the arguments that it may overwrite.
+            leave: where it leaves its results; None: on the device.
+            options: of the compiler.
+        """
+        if not self.compiles:
+            return function
+        compiled: Callable[..., Any] = jax.jit(
+            function, donate_argnums=donate, out_shardings=leave, compiler_options=options
+        )
+        return compiled
+
+    def first_part_to_host(self, kind: Any) -> Any:
+        """`leave` for a function that returns a named tuple of this kind, whose first part goes to the host."""
+        return None if self.pinned is None else kind(self.pinned, *[None] * (len(kind._fields) - 1))

@@ -1,0 +1,196 @@
+"""The functions of a step on JAX, as they are traced from the model's own `train_step` and `test_step`.
+
+`train_step`, overridden or not, is traced with the optimizer's `stateless_apply` replaced by a probe that notes the
+gradients and changes nothing. Everything else that it returns (metric and layer state, logs) is merged along with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import keras
+
+from phalanx.engines import step_logs
+from phalanx.engines.batch_packing import BatchPacking
+from phalanx.engines.engine import Batch, MergeProtocol
+from phalanx.engines.replica.jax.model_compiler import ModelCompiler
+from phalanx.engines.replica.jax.output_packing import OutputPacking
+from phalanx.engines.step_layout import SMALL, SMALL_ON_THE_BUS, MergeWeight, StepLayout, bundles
+from phalanx.keras_compat import model_state
+from phalanx.keras_compat.jax_gradient_probe import only_call, probe
+from phalanx.keras_compat.log_origins import LogOrigins
+
+Values = list[Any]
+
+
+class LocalResults(NamedTuple):
+    """This rank's part of a step: what is merged, packed, and what is not.
+
+    Attributes:
+        merged: the arrays that travel.
+        private: other non-trainable variables that the step changed (random seeds), by index.
+    """
+
+    merged: Values
+    private: dict[int, Any]
+
+
+class UnmergedResults(NamedTuple):
+    """The results of a step of which only the gradients are merged.
+
+    Attributes:
+        gradients: of all trainable variables.
+        changed: non-trainable variables that the step changed, by index.
+        metrics: the new values of the metrics' variables.
+        logs: what the step logged.
+    """
+
+    gradients: Values
+    changed: dict[int, Any]
+    metrics: Values
+    logs: dict[str, Any]
+
+
+class StepFunctions:
+    """Functions for JAX to compile; each is traced when it is first called with arguments of new shapes.
+
+    Attributes:
+        packing: how the last traced `gradients` packs its results; None before.
+        origins, test_origins: what the logs of training and test steps are made of.
+    """
+
+    def __init__(self, model: Any, merge: MergeProtocol, compiler: ModelCompiler, batches: BatchPacking) -> None:
+        self._model = model
+        self._merge = merge
+        self._compiler = compiler
+        self._batches = batches
+        self.packing: OutputPacking | None = None
+        self.origins = LogOrigins(model)
+        self.test_origins = LogOrigins(model)
+
+    def gradients(
+        self, trainable: Values, non_trainable: Values, optimizer: Values, metrics: Values, data: Batch
+    ) -> LocalResults:
+        """The first half of a step: everything up to the merge."""
+        weights = step_logs.metric_weights(self._model)
+        # Counters start at zero, so that what is merged is what this step adds to them.
+        start = [
+            jnp.zeros_like(value) if weight is MergeWeight.ONE else value
+            for value, weight in zip(metrics, weights, strict=True)
+        ]
+        gradients, changed, new_metrics, logs = self._train_step(trainable, non_trainable, optimizer, start, data)
+        floating = {i: v for i, v in changed.items() if jnp.issubdtype(v.dtype, jnp.floating)}
+        private = {i: v for i, v in changed.items() if i not in floating}
+        own_logs = self._own_logs("train_step", logs)
+        values = [*gradients, *floating.values(), *new_metrics, *own_logs.values()]
+        counted = [*[MergeWeight.GRADIENT] * len(gradients), *[MergeWeight.SHARE] * len(floating)]
+        layout = StepLayout.of(values, [*counted, *weights, *[MergeWeight.SHARE] * len(own_logs)])
+        small = SMALL if self._compiler.pinned is None else SMALL_ON_THE_BUS
+        groups = [[i] for i in range(len(values))] if self._merge.separate else bundles(layout, small)
+        packing = OutputPacking(
+            layout, tuple(map(tuple, groups)), len(gradients), tuple(floating), weights, tuple(own_logs)
+        )
+        if packing != self.packing:  # the engine compiles another update for another object
+            self.packing = packing
+        return LocalResults(packing.join(values), private)
+
+    def unmerged_gradients(
+        self, trainable: Values, non_trainable: Values, optimizer: Values, metrics: Values, data: Batch
+    ) -> UnmergedResults:
+        """A step of which only the gradients are merged."""
+        own = self._train_step(trainable, non_trainable, optimizer, metrics, data)
+        return own._replace(logs=model_state.flat_logs(own.logs))
+
+    def compile_update(self, packing: OutputPacking, silent: frozenset[str]) -> Callable[..., Any]:
+        """Compile the second half of a step: everything after the merge.
+
+        Args:
+            packing: of the first half.
+            silent: names of the metrics that no step has updated so far.
+        """
+        read = packing.read if self._compiler.pinned is None else packing.read_travelled
+
+        def update(trainable: Values, optimizer: Values, metrics: Values, arrays: Values) -> Any:
+            gradients, state, merged, averages = read(arrays)
+            if self._merge.updates:
+                trainable = gradients
+            else:
+                trainable, optimizer = self._model.optimizer.stateless_apply(optimizer, gradients, trainable)
+            metrics = [
+                old + new if weight is MergeWeight.ONE else new
+                for old, new, weight in zip(metrics, merged, packing.metrics, strict=True)
+            ]
+            logs = self.choose_logs(averages, metrics, silent, self.origins)
+            return trainable, optimizer, metrics, state, logs
+
+        return self._compiler.jit(update, (0, 1, 2), options=self._compiler.same_on_all)
+
+    def test(self, trainable: Values, non_trainable: Values, metrics: Values, data: Batch) -> Any:
+        """A test step: the metrics' new values, the non-trainable variables that it changed, and its own logs."""
+        with self._watched("test_step", self.test_origins) as find:
+            logs, state = self._model.test_step((trainable, non_trainable, metrics), self._batches.pack(data))
+            find(model_state.flat_logs(logs))
+        _, new_non_trainable, new_metrics = state
+        return new_metrics, _changed(non_trainable, new_non_trainable), self._own_logs("test_step", logs)
+
+    def still_silent(self, before: frozenset[str] | None, merged: Sequence[Any]) -> frozenset[str]:
+        """See `step_logs.still_silent`."""
+        return step_logs.still_silent(before, self._model, merged)
+
+    def choose_logs(
+        self, averages: Mapping[str, Any], metrics: Values, silent: frozenset[str], origins: LogOrigins
+    ) -> dict[str, Any]:
+        """The logs of a step, if the metrics' variables have these values; see `step_logs.choose_logs`."""
+        mapping = list(zip(self._model.metrics_variables, metrics, strict=True))
+        with keras.StatelessScope(state_mapping=mapping):
+            return step_logs.choose_logs(averages, self._model.get_metrics_result, silent, origins.results)
+
+    def _train_step(
+        self, trainable: Values, non_trainable: Values, optimizer: Values, metrics: Values, data: Batch
+    ) -> UnmergedResults:
+        """The model's own `train_step`, without the update; the logs as it returned them."""
+        with probe(self._model.optimizer) as calls, self._watched("train_step", self.origins) as find:
+            state = (trainable, non_trainable, optimizer, metrics)
+            logs, new_state = self._model.train_step(state, self._batches.pack(data))
+            find(model_state.flat_logs(logs))
+        gradients = only_call(calls, new_state, trainable, optimizer)
+        return UnmergedResults(gradients, _changed(non_trainable, new_state[1]), list(new_state[3]), logs)
+
+    def _watched(self, step: str, origins: LogOrigins) -> AbstractContextManager[Callable[[Mapping[str, Any]], None]]:
+        return origins.watched(of_interest=model_state.logs_differ_from_metrics(self._model, step))
+
+    def _own_logs(self, step: str, logs: Any) -> dict[str, Any]:
+        """What an overridden step logged; Keras's own steps log metric results, which follow from the merged state."""
+        if not model_state.logs_differ_from_metrics(self._model, step):
+            return {}
+        return {name: jnp.asarray(value, "float32") for name, value in model_state.flat_logs(logs).items()}
+
+
+class CompiledUpdate:
+    """The compiled second half of a step, which depends on how the first half packs its results, and on which metrics
+    the steps have updated so far."""
+
+    def __init__(self, functions: StepFunctions) -> None:
+        self._functions = functions
+        self._packing: OutputPacking | None = None
+        self._silent: frozenset[str] | None = None
+        self._function: Callable[..., Any]
+
+    def choose(self, packing: OutputPacking, flats: Sequence[Any]) -> Callable[..., Any]:
+        """The function for a step whose merged buffers are `flats`."""
+        is_new = packing is not self._packing
+        if is_new or (self._silent and packing.logs):
+            before, merged = self._silent, packing.read(flats)[2]
+            self._silent = self._functions.still_silent(before, merged)
+            if is_new or self._silent != before:
+                self._packing = packing
+                self._function = self._functions.compile_update(packing, self._silent)
+        return self._function
+
+
+def _changed(before: Values, after: Values) -> dict[int, Any]:
+    """The values that a step replaced, by index."""
+    return {index: new for index, (old, new) in enumerate(zip(before, after, strict=True)) if new is not old}

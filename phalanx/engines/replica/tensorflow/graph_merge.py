@@ -1,0 +1,211 @@
+"""The merge of a step on TensorFlow: calls of the host in the middle of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from phalanx.engines.engine import GradientRows, MergeProtocol
+from phalanx.engines.loss_scales import loss_scales
+from phalanx.engines.replica.tensorflow.host_calls import call_in_graph, linear
+from phalanx.engines.step_layout import MergeWeight, StepLayout
+
+Array = np.ndarray[Any, Any]
+
+
+class HostCallNeeded(Exception):
+    """A loss or a layer needs the other ranks in the middle of what XLA compiles, which cannot call the host."""
+
+
+class GraphMerge:
+    """Merges tensors over the ranks, inside a graph or eagerly.
+
+    Attributes:
+        share: this rank's share of the global batch, of the step that runs.
+        share_in_graph: the same as a variable, for what is computed in a graph.
+        xla: whether XLA compiles the part of the step before the merge.
+        failure: what a host function raised in this step: TensorFlow makes an error of its own of it.
+    """
+
+    def __init__(self, merge: MergeProtocol) -> None:
+        self._merge = merge
+        self.share = 1.0
+        self.share_in_graph = tf.Variable(self.share)
+        self.xla = False
+        self.failure: BaseException | None = None
+
+    def begin_step(self, share: float) -> None:
+        """Set this rank's share of the global batch of the step that follows."""
+        if share != self.share:
+            self.share = share
+            self.share_in_graph.assign(share)
+        self.failure = None
+
+    def scale_of(self, denominator: Any) -> Any:
+        """The scale of one loss, by a host call inside the graph."""
+        if self.xla:
+            raise HostCallNeeded
+        is_sum = denominator is None
+
+        def scale(own: Sequence[Array]) -> list[np.float32]:
+            return [np.float32(loss_scales([None if is_sum else own[0]], self._merge, self.share)[0])]
+
+        (value,) = self._on_host(scale, [tf.ones([]) if is_sum else denominator], [tf.float32])
+        value.set_shape([])
+        return value
+
+    def sum_over_ranks(self, tensors: list[Any]) -> list[Any]:
+        """Sums that count a rank's samples, by a host call inside the graph.
+
+        A rank's gradients count with its share of the global batch. So they go back weighted by the shares, too:
+
+            own = (sum over r of share_r * gradient_r) / share
+
+        and gradients of those (gradient penalties have them) as the sums themselves.
+        """
+        if self.xla:
+            raise HostCallNeeded
+
+        def total(arrays: Sequence[Array]) -> list[Array]:
+            return [self._merge.total(arrays[0], self.share)]
+
+        def total_of_gradients(arrays: Sequence[Array]) -> list[Array]:
+            share = arrays[0].dtype.type(self.share)
+            everyone = self._merge.total(arrays[0] * share, self.share)
+            return [everyone / share if share else np.zeros_like(everyone)]
+
+        def on_host(function: Callable[[Sequence[Array]], list[Array]], tensor: Any) -> Any:
+            (result,) = self._on_host(function, [tensor], [tensor.dtype])
+            result.set_shape(tensor.shape)
+            return result
+
+        summed = linear(partial(on_host, total), partial(on_host, total_of_gradients))
+        whole = summed(tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0))
+        parts = tf.split(whole, [tensor.shape.num_elements() for tensor in tensors])
+        return [tf.reshape(part, tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+    def merge_gradients(self, gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
+        """The gradients of some weights, merged; see `merging_applies`."""
+        if self._merge.updates:
+            gradients = complete(gradients, weights)
+        merged = self.dense(gradients, weights)
+        sparse = self.gather_slices(merged)
+        present = [i for i, gradient in enumerate(gradients) if gradient is not None and i not in sparse]
+        tensors = [merged[i] for i in present]
+        values = self.merge(tensors, [MergeWeight.GRADIENT] * len(present))
+        for i, value in [*zip(present, values, strict=True), *sparse.items()]:
+            merged[i] = value
+        return merged
+
+    def dense(self, gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
+        """The gradients as tensors of the weights' shapes, which TensorFlow does not always know (recurrent layers);
+        those of single rows as they are, where these are merged."""
+        dense = list(gradients)
+        for i, (gradient, weight) in enumerate(zip(gradients, weights, strict=True)):
+            if gradient is not None and not (self._merge.gather and isinstance(gradient, tf.IndexedSlices)):
+                dense[i] = tf.convert_to_tensor(gradient)
+                dense[i].set_shape(weight.shape)
+        return dense
+
+    def gather_slices(self, gradients: Sequence[Any]) -> dict[int, Any]:
+        """The gradients of single rows, by number, merged. Keras's optimizers treat a row that occurs twice otherwise
+        than one that occurs once with the sum: what plain Keras has apart must stay apart, and what it has summed over
+        the whole batch must be summed over the ranks."""
+        gather_rows = self._merge.gather
+        slices = {i: g for i, g in enumerate(gradients) if isinstance(g, tf.IndexedSlices)}
+        if gather_rows is None or not slices:
+            return {}
+        tensors = [part for one in slices.values() for part in (one.indices, one.values)]
+        of_any_batch = [_is_of_any_batch(one.indices) for one in slices.values()]
+
+        def gather(arrays: Sequence[Array]) -> list[Array]:
+            own = [GradientRows(*each) for each in zip(arrays[::2], arrays[1::2], of_any_batch, strict=True)]
+            merged = gather_rows(own, self.share)
+            return [part for rows in merged for part in (rows.numbers, rows.gradients)]
+
+        gathered = self._on_host(gather, tensors, [tensor.dtype for tensor in tensors])
+        merged = {}
+        for (i, own), indices, values in zip(slices.items(), gathered[::2], gathered[1::2], strict=True):
+            indices.set_shape([None])
+            values.set_shape([None, *own.values.shape[1:]])
+            merged[i] = tf.IndexedSlices(values, indices, own.dense_shape)
+        return merged
+
+    def merge(
+        self,
+        tensors: Sequence[Any],
+        weights: Sequence[MergeWeight],
+        look: Callable[[StepLayout, Sequence[Array]], None] | None = None,
+    ) -> list[Any]:
+        """The tensors, merged over all ranks.
+
+        Args:
+            tensors: of known shapes.
+            weights: how each counts in the sum.
+            look: called with the layout and the merged flat buffers, on the host.
+        """
+        if not tensors:
+            return []
+        layout: StepLayout | None = None
+
+        def merge(arrays: Sequence[Array]) -> list[Array]:
+            nonlocal layout
+            if layout is None:
+                layout = StepLayout.of(arrays, weights)
+            flats = self._merge(layout, arrays, self.share)
+            if look is not None:
+                look(layout, flats)
+            return flats
+
+        dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors))
+        return _cut(tensors, self._on_host(merge, tensors, dtypes))
+
+    def _on_host(
+        self, function: Callable[[Sequence[Array]], Sequence[Any]], tensors: Sequence[Any], dtypes: Sequence[Any]
+    ) -> Sequence[Any]:
+        """Call a function of arrays in the middle of a step. What it raises is kept: TensorFlow makes an error of its
+        own of it."""
+
+        def call(*arrays: Array) -> Sequence[Any]:
+            try:
+                return function(arrays)
+            except BaseException as error:
+                self.failure = error
+                raise
+
+        if tf.inside_function():
+            results: Sequence[Any] = call_in_graph(call, tensors, dtypes)
+            return results
+        return [tf.convert_to_tensor(array) for array in call(*[tensor.numpy() for tensor in tensors])]
+
+
+def _is_of_any_batch(indices: Any) -> bool:
+    """Whether as many rows are looked up in a batch of any size: in a graph, where the size of the batch is unknown,
+    the number of the others is as well."""
+    if isinstance(indices, tf.__internal__.EagerTensor):
+        numbers = indices.numpy()
+        return len(np.unique(numbers)) == len(numbers)  # the samples of a batch would look up the same
+    return bool(indices.shape.is_fully_defined())
+
+
+def complete(gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
+    """The gradients, zero where the loss does not depend on a weight."""
+    return [
+        tf.zeros(weight.shape, weight.dtype) if gradient is None else gradient
+        for gradient, weight in zip(gradients, weights, strict=True)
+    ]
+
+
+def _cut(like: Sequence[Any], flats: Sequence[Any]) -> list[Any]:
+    """The tensors inside the flat buffers, in the shapes and dtypes of `like`; as `Layout.cut` does."""
+    by_dtype = dict(zip(dict.fromkeys(tensor.dtype for tensor in like), flats, strict=True))
+    pieces: dict[Any, list[Any]] = {}
+    for dtype, flat in by_dtype.items():
+        sizes = [tensor.shape.num_elements() for tensor in like if tensor.dtype == dtype]
+        flat.set_shape([sum(sizes)])
+        pieces[dtype] = tf.split(flat, sizes)
+    return [tf.reshape(pieces[tensor.dtype].pop(0), tensor.shape) for tensor in like]

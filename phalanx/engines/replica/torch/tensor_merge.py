@@ -1,0 +1,76 @@
+"""The merge of a step on PyTorch: tensors to the host, merged, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from phalanx.engines.engine import Exchange, MergeProtocol
+from phalanx.engines.loss_scales import loss_scales
+from phalanx.engines.replica.torch.host_copies import all_from_host, all_to_host, taken, to_host
+from phalanx.engines.step_layout import MergeWeight, StepLayout
+
+Array = np.ndarray[Any, Any]
+
+
+class TensorMerge:
+    """Merges tensors over the ranks.
+
+    Attributes:
+        share: this rank's share of the global batch, of the step that runs.
+    """
+
+    def __init__(self, merge: MergeProtocol, device: Any) -> None:
+        self._merge = merge
+        self._device = device
+        self.share = 1.0
+
+    def merge(self, layout: StepLayout, arrays: Sequence[Array]) -> tuple[list[Array], list[Any]]:
+        """The merged arrays, and the same as tensors; they are overwritten by a later merge."""
+        return taken(layout, self._merge(layout, arrays, self.share), self._device)
+
+    def merge_gradients(self, gradients: Sequence[Any], weights: Sequence[Any], metrics: Sequence[Any]) -> list[Any]:
+        """The gradients of some weights, merged, or what replaces them; see `merging_applies`."""
+        if self._merge.updates:
+            gradients = complete(gradients, weights)
+        if self._merge.exchange:
+            return self.exchange(self._merge.exchange, gradients, metrics)
+        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        arrays = all_to_host([gradients[i] for i in present])
+        merged = list(gradients)
+        if present:
+            layout = StepLayout.of(arrays, [MergeWeight.GRADIENT] * len(arrays))
+            for i, tensor in zip(present, self.merge(layout, arrays)[1], strict=True):
+                merged[i] = tensor
+        return merged
+
+    def exchange(self, exchange: Exchange, gradients: Sequence[Any], metrics: Sequence[Any]) -> list[Any]:
+        """New weights for the gradients of all of them; None for those that are not known yet.
+
+        Args:
+            exchange: see `MergeProtocol.exchange`.
+            gradients: of all trainable variables; None where the loss does not depend on one.
+            metrics: the variables of the metrics.
+        """
+        arrays = iter(all_to_host([gradient for gradient in gradients if gradient is not None]))
+        own = [None if gradient is None else next(arrays) for gradient in gradients]
+        values = exchange(own, [variable.value for variable in metrics])
+        known = iter(all_from_host([value for value in values if value is not None], self._device))
+        return [None if value is None else next(known) for value in values]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def scale_of(self, denominator: Any) -> float:
+        """The scale of one loss; see `GloballyScaledLosses`."""
+        own = None if denominator is None else to_host(denominator)
+        return float(loss_scales([own], self._merge, self.share)[0])
+
+
+def complete(gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
+    """The gradients, zero where the loss does not depend on a weight."""
+    return [
+        torch.zeros_like(weight.value) if gradient is None else gradient
+        for gradient, weight in zip(gradients, weights, strict=True)
+    ]
