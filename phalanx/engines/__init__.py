@@ -1,4 +1,8 @@
-"""What one replica computes: one file for each Keras backend, imported only when Keras runs on it."""
+"""Engines compute the steps of Keras models: one package for each backend, imported only when Keras runs on it.
+
+`replica/` has engines that compute one replica in this process and merge with other processes. There is room for
+`spmd/`, in which one compiled program spans many devices. `accelerations/` are optional.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from phalanx.errors import UnsupportedError
 
 
 def prepare() -> None:
-    """Call once in a process that takes part in a job, before anything is computed.
+    """Prepare a process that takes part in a job; call once, before anything is computed.
 
     Raises: UnsupportedError if Keras runs on a backend that Phalanx does not know.
     """
@@ -49,16 +53,18 @@ def make_engine(model: Any, merge: MergeProtocol) -> Engine:
 
 
 def make_updater(optimizer: str, pieces: Sequence[UpdaterPiece], apart: Collection[int] = ()) -> Updater:
-    """An optimizer, from Keras's description of it as JSON, and what it updates, on the backend that Keras runs on.
+    """An optimizer and the variables that it updates, on the backend that Keras runs on.
 
     Args:
-        apart: numbers of pieces that are loaded and fetched at every update.
+        optimizer: its Keras config, as JSON.
+        pieces: the variables, or shards of them.
+        apart: indices of pieces that are loaded and fetched at every update.
     """
     return make_vector_updater(_of_backend("Updater"), optimizer, pieces, apart)
 
 
 def buffers(model: Any) -> list[Any]:
-    """What layers keep beside Keras's variables, in the like of these: buffers of PyTorch's modules."""
+    """The buffers of PyTorch modules among the layers, with the interface of Keras variables; elsewhere none."""
     if keras.backend.backend() != "torch":
         return []
     from phalanx.engines.replica.torch import module_buffers
@@ -67,12 +73,12 @@ def buffers(model: Any) -> list[Any]:
 
 
 def make_tensors() -> Tensors:
-    """How tensors of the backend that Keras runs on come to the host and back."""
+    """How tensors of the backend that Keras runs on travel to the host and back."""
     tensors: Tensors = _of_backend("Tensors")()
     return tensors
 
 
-# Each backend has a package of its name in `replica`, with a module for each kind of class; their names begin with this.
+# Each backend has a package of its name in `replica`, with a module for each kind of class. These begin their names.
 _PREFIXES = {"jax": "Jax", "tensorflow": "TensorFlow", "torch": "Torch"}
 
 

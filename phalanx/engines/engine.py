@@ -1,4 +1,10 @@
-"""The contract of a backend: what one replica computes of a compiled Keras model."""
+"""The contract of an engine: computes the steps of a compiled Keras model on this process's devices.
+
+The training loops see a stepper (`phalanx.training.steps`), and only steppers see an engine. An engine of another
+kind, in which one compiled program spans many devices, therefore needs a stepper of its own and may keep its arrays
+where they are: NumPy arrays are what *replica* engines exchange with a merge over processes, not what a loop computes
+with.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +19,18 @@ from phalanx.keras_compat.log_origins import LogOrigins
 
 Array = np.ndarray[Any, Any]
 Batch = tuple[Any, Any, Any]
+"""`(x, y, sample_weight)`, nested structures of arrays; None where there is none."""
 Exchange = Callable[[Sequence[Any], Sequence[Any]], list[Array | None]]
-"""See `Merge.exchange`."""
+"""See `MergeProtocol.exchange`."""
 
 
 class GradientRows(NamedTuple):
     """Single rows of a variable's gradient.
 
     Attributes:
-        numbers: of the rows, some perhaps several times.
-        gradients: one for each.
-        of_any_batch: whether they were looked up whatever is in the batch: positions, a table that is read whole.
+        numbers: indices of the rows; one may occur several times.
+        gradients: one row for each index.
+        of_any_batch: whether these rows are looked up in every batch: positions, a table that is read whole.
     """
 
     numbers: Array
@@ -32,37 +39,44 @@ class GradientRows(NamedTuple):
 
 
 Gather = Callable[[Sequence[GradientRows], float], list[GradientRows]]
-"""See `Merge.gather`."""
+"""See `MergeProtocol.gather`."""
 
 
 class MergeProtocol(Protocol):
-    """Merges the arrays of one step over all ranks: the only thing an engine knows of the other replicas."""
+    """Merges the arrays of one step over all ranks. It is all that an engine knows of the other replicas."""
 
     @property
     def updates(self) -> bool:
-        """Whether it makes the update as well (parameter servers do): what it returns in the place of gradients are
-        then the new weights. It is given a gradient for every trainable variable, in their order."""
+        """Whether the merge also updates the weights, as parameter servers do.
+
+        It then returns the new weights instead of gradients, and must be given a gradient for every trainable
+        variable, in their order.
+        """
         ...
 
     @property
     def exchange(self) -> Exchange | None:
-        """Where nothing but gradients is merged, and all else that a step computes stays this rank's own: gives the new
-        weights for the gradients of all trainable variables, None for those that are not known yet. They are lent: the
-        call after the next one overwrites them. Engines that have `merges_only_gradients` also say what the variables
-        of this rank's metrics hold now, and give None for a gradient of which a backend knows none. It is called in the
-        place of a call; None where there is no such way."""
+        """Exchanges gradients for weights, where nothing but gradients is merged; None if that does not apply.
+
+        It is called instead of the merge, with the gradients of all trainable variables (None for those that the
+        backend does not know) and the values of this rank's metric variables, on engines that have
+        `merges_only_gradients`. It returns the new weights, None for those that are not known yet. The arrays are
+        lent: the call after the next one overwrites them. Everything else that a step computes stays this rank's own.
+        """
         ...
 
     @property
     def gather(self) -> Gather | None:
-        """Where gradients that are single rows of a variable (`tf.IndexedSlices`) may be merged as such: gives for each
-        variable the rows of all ranks, weighted with their shares; one rank's after the other's, but those that any
-        batch looks up summed. None where they must be made whole first."""
+        """Merges gradients that are single rows (`tf.IndexedSlices`) as rows; None if they must be dense.
+
+        It returns for each variable the rows of all ranks, weighted by their shares: one rank's after the other's,
+        except that rows which every batch looks up are summed.
+        """
         ...
 
     @property
     def repeats(self) -> bool:
-        """Whether a step whose merge fails is tried again: then it must leave nothing behind."""
+        """Whether a step whose merge fails is repeated. Then a failed step must leave nothing behind."""
         ...
 
     @property
@@ -71,7 +85,7 @@ class MergeProtocol(Protocol):
         ...
 
     def total(self, own: Array, share: float) -> Array:
-        """The sum over all ranks of a few numbers, in the middle of a step; with share 0 a rank's do not count."""
+        """The sum of a few numbers over all ranks, in the middle of a step; a rank with share 0 does not count."""
         ...
 
     def __call__(self, layout: StepLayout, arrays: Sequence[Array], share: float) -> list[Array]:
@@ -85,9 +99,9 @@ class MergeProtocol(Protocol):
 class Engine(Protocol):
     """Runs the steps of one compiled Keras model on this replica.
 
-    `data` is `(x, y, sample_weight)` in NumPy arrays. `share` is this rank's fraction of the global batch. After
-    each training step weights, optimizer state, floating non-trainable state and metrics are the same on every
-    rank; if a step raises (a lost peer), they are as before it, apart from random seeds.
+    `share` is this rank's fraction of the global batch. After each training step weights, optimizer state, floating
+    non-trainable state and metrics are the same on every rank. If a step raises (a peer is lost), they are as before
+    it, apart from random seeds.
     """
 
     @property
@@ -102,8 +116,8 @@ class Engine(Protocol):
 
     @property
     def merges_only_gradients(self) -> bool:
-        """Whether the steps of this model may be left to `Merge.exchange`: nothing but gradients has to be merged at
-        every step, and all else at the end of an epoch (`merged_metrics`)."""
+        """Whether the steps of this model may be left to `MergeProtocol.exchange`: only gradients have to be merged at
+        every step, and everything else at the end of an epoch (`merged_metrics`)."""
         ...
 
     @property
@@ -116,7 +130,7 @@ class Engine(Protocol):
         ...
 
     def expect(self, form: ElementStructure) -> None:
-        """Say in which form steps of the model's own are given the next batches to train and test with."""
+        """Set the structure in which custom steps get the next batches to train and test with."""
         ...
 
     def begin(self) -> None:
@@ -124,22 +138,22 @@ class Engine(Protocol):
         ...
 
     def train(self, data: Batch, share: float) -> None:
-        """One training step on the global batch, of which `data` is this rank's part."""
+        """Take a training step on the global batch, of which `data` is this rank's part."""
         ...
 
     def warm(self, data: Batch, share: float) -> Callable[[], None] | None:
-        """Prepare for steps whose local batch is of another size, where that takes long.
+        """Prepare for steps with a local batch of another size, if that takes long.
 
-        Returns: the rest of the work, which may be done in another thread; None if there is none.
+        Returns: the rest of the work, which another thread may do; None if there is none.
         """
         ...
 
     def read(self, variables: Sequence[Any]) -> list[Array]:
-        """The newest values of variables of the model or its optimizer, in memory of their own."""
+        """Copies of the newest values of variables of the model or its optimizer."""
         ...
 
     def layer_state(self) -> list[Any]:
-        """The floating variables (on PyTorch buffers, too) that layers change while they compute."""
+        """The floating variables (on PyTorch also buffers) that layers change while they compute."""
         ...
 
     def write(self, values: Sequence[tuple[Any, Array]]) -> None:
@@ -147,29 +161,30 @@ class Engine(Protocol):
         ...
 
     def retrace(self) -> None:
-        """Call between `end` and `begin` where variables of the model have been exchanged for others."""
+        """Call between `end` and `begin` after variables of the model were replaced by others."""
         ...
 
     def logs(self) -> Mapping[str, Any]:
-        """The merged logs of the last training step, formed only when they are wanted."""
+        """The merged logs of the last training step; computed when they are asked for."""
         ...
 
     def results_of(self, metrics: Sequence[Array]) -> Mapping[str, Any]:
-        """The results of the metrics, if their variables had these values; on engines that have
+        """The results of the metrics if their variables had these values; on engines that have
         `merges_only_gradients`."""
         ...
 
     def test(self, data: Batch, share: float) -> None:
-        """Add a local batch to this rank's own metric state, or, if its share is 0, only compute it (a stand-in)."""
+        """Add a local batch to this rank's own metric state; if its share is 0 (a stand-in), only compute it."""
         ...
 
     def merged_metrics(self, share: float, *, final: bool, training: bool = False) -> Mapping[str, Any]:
-        """The logs of all batches tested so far on all ranks; `share` is this rank's fraction of their samples.
+        """The logs of all batches tested so far on all ranks.
 
-        With `training` those of batches that each rank has trained on alone.
-
-        With `final`, the merged values also become every rank's metric state; without, each rank keeps its own
-        and can go on adding to it.
+        Args:
+            share: this rank's fraction of their samples.
+            final: the merged values become every rank's metric state; otherwise each rank keeps its own and can add
+                to it.
+            training: the logs of batches that each rank has trained on alone, instead of tested.
         """
         ...
 

@@ -1,8 +1,8 @@
-"""A Keras optimizer away from its model: it updates variables, or shards of them, from gradients that came by wire.
+"""A Keras optimizer without its model: it updates variables, or shards of them, from gradients that come by wire.
 
-What a parameter server computes. The optimizer is made anew from Keras's description of it, with its schedule, weight
-decay, clipping, averages and accumulation; only the norm of a clipping is a matter of all shards together and so, where
-there are several servers, of the workers.
+This is what a parameter server computes. The optimizer is built again from its Keras config, with its schedule, weight
+decay, clipping, averages and accumulation. Only clipping by norm needs all shards together: with several servers the
+workers do it.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from phalanx.keras_compat.optimizer_slots import OptimizerSlot, build_noting_slo
 
 Array = np.ndarray[Any, Any]
 
-_OF_WHOLE_VARIABLES = ("Lamb", "Muon")
-"""Optimizers that look at a variable as a whole: at its norm, at its rows and columns."""
+_WHOLE_VARIABLE_OPTIMIZERS = ("Lamb", "Muon")
+"""Their updates depend on a variable as a whole: on its norm, or its rows and columns."""
 
 
 class UpdaterPiece(NamedTuple):
-    """A variable, or some rows of it, with the value that it starts from.
+    """A variable, or some rows of it.
 
     Attributes:
-        constraint: Keras's description of it, as JSON.
+        path: the Keras path of the variable.
+        value: the initial value.
+        constraint: Keras config of the variable's constraint, as JSON; None if it has none.
         decays: whether weight decay applies to it.
     """
 
@@ -39,13 +41,13 @@ class UpdaterPiece(NamedTuple):
 
 
 class Updater(ABC):
-    """An optimizer and the pieces that it updates; made by `make_updater`.
+    """An optimizer and the pieces that it updates; created by `make_updater`.
 
-    Used by one thread at a time.
+    Only one thread may use it at a time.
 
     Attributes:
         slots: what each of the optimizer's variables belongs to.
-        lends: whether what `values` returned is the memory that the next update changes; else it stays what it is.
+        lends: whether `values` returns the memory that the next update changes, instead of copies.
     """
 
     slots: tuple[OptimizerSlot, ...]
@@ -54,32 +56,31 @@ class Updater(ABC):
     @property
     @abstractmethod
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The numbers of the pieces, as their gradients and values pass: several that make a group as one `Vector`, one
-        alone as it is."""
+        """The indices of the pieces in each group. Gradients and values of a group of several are one flat buffer."""
 
     @abstractmethod
     def apply(self, gradients: Sequence[Any]) -> None:
-        """One update; the gradients are those of the groups. They must stay until something is asked for."""
+        """Make one update with the gradients of the groups. They must not change until a value is fetched."""
 
     def apply_sum(self, parts: Sequence[Sequence[Any]]) -> None:
-        """As `apply`, with the sums of several lists of gradients, added in their order."""
+        """As `apply`, with the sum of several lists of gradients, added in their order."""
         self.apply([sum(each[1:], start=each[0]) for each in zip(*parts, strict=True)])
 
     @abstractmethod
     def values(self) -> list[Array]:
-        """The groups' present values."""
+        """The present values of the groups."""
 
     @abstractmethod
     def set_learning_rate(self, rate: float) -> None:
-        """The learning rate from now on; a schedule stays what it is."""
+        """Set the learning rate from now on; without effect on a schedule."""
 
     @abstractmethod
     def load(self, values: Mapping[int, Array], state: Mapping[int, Array]) -> None:
-        """Give some pieces, and some of the optimizer's variables, other values; by their numbers."""
+        """Set the values of some pieces and of some of the optimizer's variables, by index."""
 
     @abstractmethod
     def fetch(self, values: Sequence[int], state: Sequence[int]) -> tuple[list[Array], list[Array]]:
-        """Values of some pieces, and of some of the optimizer's variables; to be read before the next update."""
+        """The values of some pieces and of some of the optimizer's variables; read them before the next update."""
 
     def optimizer_values(self) -> list[Array]:
         """The values of the optimizer's variables, in the order of `slots`."""
@@ -90,7 +91,7 @@ class Updater(ABC):
         self.load({}, dict(enumerate(values)))
 
     def count(self, updates: int) -> None:
-        """So many updates count as made, which were not."""
+        """Count updates that were not made here."""
         place = self.slots.index(OptimizerSlot(-1, "iteration"))
         (made,) = self.fetch((), (place,))[1]
         self.load({}, {place: np.asarray(made + updates)})
@@ -101,8 +102,8 @@ class BackendUpdater(Updater):
 
     def __init__(self, optimizer: str, pieces: Sequence[UpdaterPiece]) -> None:
         self.variables = [_variable(piece) for piece in pieces]
-        # keras.optimizers.deserialize does not know all of Keras's own (Lamb).
-        self.optimizer = _made(json.loads(optimizer))
+        # `keras.optimizers.deserialize` does not know all of Keras's own optimizers (Lamb).
+        self.optimizer = _create_optimizer(json.loads(optimizer))
         set_decaying(self.optimizer, [piece.decays for piece in pieces], self.variables)
         self.slots = build_noting_slots(self.optimizer, self.variables)
         self._prepare()
@@ -112,10 +113,10 @@ class BackendUpdater(Updater):
         return tuple((number,) for number in range(len(self.variables)))
 
     def _prepare(self) -> None:
-        """What the backend needs before the first update."""
+        """Prepare for the first update on this backend."""
 
     def set_learning_rate(self, rate: float) -> None:
-        """The learning rate from now on; a schedule stays what it is."""
+        """Set the learning rate from now on; without effect on a schedule."""
         if isinstance(self.optimizer._learning_rate, keras.Variable):
             self.optimizer.learning_rate = rate
 
@@ -126,11 +127,12 @@ def clips_by_norm(optimizer: Any) -> bool:
 
 
 def check_optimizer(optimizer: Any, *, cut: bool, whole: bool, late: bool = False) -> None:
-    """Raise UnsupportedError for an optimizer that cannot run on servers, or not on so many.
+    """Raise UnsupportedError for an optimizer that cannot run on servers, or not on this many.
 
     Args:
+        optimizer: a Keras optimizer.
         cut: whether a variable has more than one shard.
-        whole: whether one server has all variables, uncut: it sees every norm itself.
+        whole: whether one server has all variables, uncut, so that it sees every norm itself.
         late: whether an update may lack some workers' gradients.
     """
     name = type(optimizer).__name__
@@ -143,7 +145,7 @@ def check_optimizer(optimizer: Any, *, cut: bool, whole: bool, late: bool = Fals
         )
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.loss_scale_factor:
         raise UnsupportedError(
-            f"{name} scales the loss, and on parameter servers nobody sees all gradients in time to say by how much. "
+            f"{name} scales the loss, and with parameter servers no process sees all gradients in time for that. "
             f"Use the policy 'mixed_bfloat16', which needs no loss scaling, or float32."
         )
     if clips_by_norm(optimizer) and not whole and (late or optimizer.gradient_accumulation_steps):
@@ -152,28 +154,30 @@ def check_optimizer(optimizer: Any, *, cut: bool, whole: bool, late: bool = Fals
             f"servers sees a part only. Use one server and no variable_partitioner, clipvalue, or leave out "
             f"{'replicas_to_aggregate' if late else 'gradient_accumulation_steps'}."
         )
-    if cut and any(kind.__name__ in _OF_WHOLE_VARIABLES for kind in type(optimizer).__mro__):
+    if cut and any(kind.__name__ in _WHOLE_VARIABLE_OPTIMIZERS for kind in type(optimizer).__mro__):
         raise UnsupportedError(
-            f"{name} looks at each variable as a whole, so its variables cannot be cut. Leave out "
+            f"{name} computes with each variable as a whole, so its variables cannot be partitioned. Leave out "
             f"variable_partitioner, or choose another optimizer."
         )
     if isinstance(optimizer, keras.optimizers.Adafactor):
         raise UnsupportedError(
-            "Adafactor does not say which of its variables belongs to which of the model's, so servers cannot keep its "
-            "state. Use another optimizer."
+            "Adafactor does not record which of its variables belongs to which of the model's, so servers cannot keep "
+            "its state. Use another optimizer."
         )
 
 
 def why_not_by_rows(optimizer: Any, slots: Sequence[OptimizerSlot], variable: int, shape: Sequence[int]) -> str:
-    """Why an optimizer cannot update single rows of a variable, or "" if it can.
+    """The reason why an optimizer cannot update single rows of a variable, or "" if it can.
 
     Args:
-        slots: of the built optimizer, as `slots_of_model` has them.
-        variable: number of the variable, of this `shape`.
+        optimizer: a built Keras optimizer.
+        slots: of its variables; see `slots_of_model`.
+        variable: index of the variable, of this `shape`.
+        shape: of the variable.
     """
     name = type(optimizer).__name__
-    if name in _OF_WHOLE_VARIABLES:
-        return f"{name} looks at a variable as a whole"
+    if name in _WHOLE_VARIABLE_OPTIMIZERS:
+        return f"{name} computes with a variable as a whole"
     if optimizer.use_ema:
         return f"{name} averages weights (use_ema), those of all rows at every step"
     if optimizer.gradient_accumulation_steps:
@@ -185,7 +189,7 @@ def why_not_by_rows(optimizer: Any, slots: Sequence[OptimizerSlot], variable: in
 
 
 def clipped(optimizer: Any, gradients: Sequence[Array]) -> list[Array]:
-    """Gradients clipped by norm as the optimizer would, where it sees all of them; what it clips by value it leaves."""
+    """Gradients clipped by norm as the optimizer would, if it saw all of them; clipping by value is left to it."""
     if optimizer.global_clipnorm is not None:
         norm = float(np.sqrt(sum(float(np.vdot(g, g)) for g in gradients)))
         if norm > optimizer.global_clipnorm:
@@ -197,15 +201,15 @@ def clipped(optimizer: Any, gradients: Sequence[Array]) -> list[Array]:
     return list(gradients)
 
 
-def _made(described: dict[str, Any]) -> Any:
+def _create_optimizer(described: dict[str, Any]) -> Any:
     try:
         return keras.saving.deserialize_keras_object(described)
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
-            f"The servers cannot make the optimizer {described.get('class_name')!r} of the chief: a class in it is not "
-            f"known to them. Register classes of your own (optimizers, schedules, constraints) with "
-            f"@keras.saving.register_keras_serializable() before the strategy is made: on a server the program goes no "
-            f"further than that. ({str(error).strip().splitlines()[0]})"
+            f"The servers cannot create the chief's optimizer {described.get('class_name')!r}: they do not know one of "
+            f"its classes. Register custom classes (optimizers, schedules, constraints) with "
+            f"@keras.saving.register_keras_serializable() before you create the strategy: on a server the program does "
+            f"not run past that point. ({str(error).strip().splitlines()[0]})"
         ) from error
 
 

@@ -1,6 +1,6 @@
-"""The one place where the input layer uses Keras's internals (tested with Keras 3.12 and 3.15).
+"""Keras's data adapters: which arrays Keras accepts, which dtypes they get, in which order it visits samples.
 
-Keras decides here what arrays it accepts, which dtypes they get and what its errors say.
+Tested with Keras 3.12 and 3.15.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from phalanx.errors import ConfigurationError
 
 
 def is_arrays(x: Any, y: Any, sample_weight: Any) -> bool:
-    """Whether Keras takes these as arrays in memory (NumPy, pandas, SciPy, tensors of any backend)."""
+    """Whether Keras accepts these as arrays in memory (NumPy, pandas, SciPy, tensors of any backend)."""
     from keras.src.trainers.data_adapters import array_data_adapter
 
     return bool(array_data_adapter.can_convert_arrays((x, y, sample_weight)))
@@ -56,13 +56,16 @@ def standardize_arrays(
 def shuffled_orders(
     samples: int, batch_size: int, shuffle: bool | str, *, peeked: bool
 ) -> Iterator[np.ndarray[Any, Any]]:
-    """The orders in which Keras itself would visit the samples of arrays, pass after pass, on the present backend.
+    """The orders in which Keras itself would visit the samples of arrays, pass after pass, on the current backend.
 
-    Keras's own iterator shuffles the sample numbers in place of samples, and so draws the same random numbers; a
-    program seeded with `keras.utils.set_random_seed` sees the same batches as without Phalanx. Without a seed
-    TensorFlow's orders are any, and drawn here: a pass through a tf.data.Dataset takes 20 ms to begin.
+    Keras's own iterator shuffles the indices of the samples, so it draws the same random numbers: a program seeded with
+    `keras.utils.set_random_seed` sees the same batches as without Phalanx. Without a seed any order will do on
+    TensorFlow, and it is drawn here, because a pass through a tf.data.Dataset takes 20 ms to begin.
 
     Args:
+        samples: the number of samples.
+        batch_size: the size of the global batch.
+        shuffle: as of `fit`: True, False or "batch".
         peeked: whether Keras would have read one batch before the first pass, to build the model.
     """
     import keras
@@ -95,7 +98,7 @@ def shuffled_orders(
 
 
 def _tensorflow_is_seeded() -> bool:
-    # The public functions that tell draw a number from the seed.
+    # The public functions that reveal the seed also draw a number from it.
     from tensorflow.python.eager import context
 
     return context.global_seed() is not None
@@ -143,10 +146,10 @@ def ordered_enqueuer(dataset: Any, workers: int, use_multiprocessing: bool, max_
 
 
 def opens_one_more_pass(kind: str) -> bool:
-    """Whether Keras makes another iterator of a dataset of known length at the end of a pass, and drops it.
+    """Whether Keras opens another iterator of a dataset of known length at the end of a pass, and drops it.
 
-    It does (`EpochIterator`) where the dataset is its own iterable: elsewhere a generator stands before it, which
-    nobody starts.
+    `EpochIterator` does so where it iterates over the dataset itself; elsewhere it opens a generator, which does not
+    start.
 
     Args:
         kind: `tensorflow` for a tf.data.Dataset, `torch` for a DataLoader.
@@ -157,9 +160,11 @@ def opens_one_more_pass(kind: str) -> bool:
 
 
 def draw_as_a_loader() -> None:
-    """Draw what opening a pass over data of any kind draws: Keras's PyTorch trainer reads all through DataLoaders,
-    whose iterators begin with a number of PyTorch's generator, a seed for workers. The order of the next shuffled pass
-    follows from what comes after it."""
+    """Draw the random number that opening a pass over any data draws on PyTorch.
+
+    Keras's PyTorch trainer reads everything through DataLoaders, whose iterators first draw a seed for workers. The
+    order of the next shuffled pass depends on the numbers after it.
+    """
     import keras
 
     if keras.backend.backend() == "torch":
@@ -169,8 +174,11 @@ def draw_as_a_loader() -> None:
 
 
 def loaders_are_read_by_tf_data() -> bool:
-    """Whether Keras makes a tf.data.Dataset of a DataLoader: it begins a pass before each `fit`, `evaluate` and
-    `predict`, to see what the batches are made of, and reads ahead until there is none more."""
+    """Whether Keras turns a DataLoader into a tf.data.Dataset.
+
+    Then it opens a pass before each `fit`, `evaluate` and `predict`, to find out what the batches are made of, and
+    reads ahead to the end.
+    """
     import keras
 
     return bool(keras.backend.backend() == "tensorflow")

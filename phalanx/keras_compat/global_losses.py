@@ -8,17 +8,19 @@ sum of the sample weights, and a mean over what a mask leaves. On each rank such
     a mean:  D_r / (D * share)       D_r: this rank's denominator, D: the sum of all ranks'
 
 so that the weighted mean over the ranks is the global loss again: the sum over r of
-share_r * (N_r / D_r) * (D_r / (D * share_r)) = N / D. As each loss is put right for itself, several outputs and
-regularizers may stand beside it, and gradients and logged values follow.
+share_r * (N_r / D_r) * (D_r / (D * share_r)) = N / D. Each loss is scaled by itself, so it works with several outputs
+and regularizers, and gradients and logged values follow.
 
 A loss function that returns one number, the mean over the samples, is multiplied by the mean of the batch's sample
 weights, which has to be that of the global batch.
 
-Keras forms all these denominators in one function, `keras.src.losses.loss.reduce_weighted_values`; while a step runs
-(or is traced), ours stands in its place, also for losses that an overridden `compute_loss` or `train_step` calls.
+Keras computes all these denominators in one function, `keras.src.losses.loss.reduce_weighted_values`, which is patched
+while a step runs or is traced, also for losses that an overridden `compute_loss` or `train_step` calls.
 
-A vector given to `add_loss` is summed by Keras, in `Trainer._aggregate_additional_loss`: with one value for each sample
-of the batch it is a sum as well, else (a penalty for each unit) the same on all ranks.
+Keras sums a vector passed to `add_loss` in `Trainer._aggregate_additional_loss`, which is patched too: with one value
+for each sample of the batch it is a sum as well; else (a penalty for each unit) it is the same on all ranks.
+
+Tested with Keras 3.12 and 3.15.
 """
 
 from __future__ import annotations
@@ -39,12 +41,13 @@ _DIVIDED = ("sum_over_batch_size", "mean")
 
 
 class GloballyScaledLosses:
-    """A context that multiplies each loss of those kinds by `scale_of(its denominator on this rank)`.
+    """A context that multiplies each loss of those kinds by a scale.
 
-    `scale_of` is called in the order of the losses.
+    Args:
+        scale_of: called with each loss's denominator on this rank, in the order of the losses; returns the scale.
 
     Attributes:
-        batch_size: of this rank's part of the batch at hand.
+        batch_size: the number of samples in this rank's batch; -1 if it is unknown.
     """
 
     def __init__(self, scale_of: Callable[[Denominator | None], Any], batch_size: int = 0) -> None:
@@ -80,7 +83,7 @@ class GloballyScaledLosses:
         return loss * ops.cast(self._scale_of(denominator), loss.dtype)
 
     def _mean_of(self, weights: Any) -> Any:
-        """Of the sample weights of the global batch."""
+        """The mean of the sample weights of the global batch."""
         # With D_r the sum of this rank's and their number, which is not 0: D / N = 1 + their mean; share = N_r / N.
         number = ops.cast(ops.size(weights), "float32")
         own = ops.sum(weights) + number
@@ -91,12 +94,12 @@ class GloballyScaledLosses:
         total: Any = ops.sum(ops.cast(added, "float32") if "float" not in str(added.dtype) else added)
         if not len(added.shape):
             return total
-        scale = ops.cast(self._scale_of(None), total.dtype)  # asked for on all ranks, whatever the lengths are there
+        scale = ops.cast(self._scale_of(None), total.dtype)  # all ranks call, whatever the lengths there
         return total * scale if has_samples(added, self.batch_size) else total
 
 
 def has_samples(values: Any, batch_size: int) -> bool:
-    """Whether these are values for each sample of a batch, by their first axis; None is the unknown length of one."""
+    """Whether the first axis has one value for each sample of a batch; a batch of unknown size has length None."""
     return len(values.shape) > 0 and values.shape[0] in (None, batch_size)
 
 
@@ -107,12 +110,12 @@ def _only_all_know(reduction: Any, sample_weight: Any, mask: Any) -> bool:
 
 
 def _to_be_masked(sample_weight: Any, mask: Any) -> Any:
-    """The weights; a copy where Keras multiplies them in place by the mask, and by what of this part it leaves out."""
+    """The weights; a copy where Keras would multiply them in place by the mask."""
     return sample_weight if sample_weight is None or mask is None else ops.copy(sample_weight)
 
 
 def _denominator(values: Any, sample_weight: Any, mask: Any, reduction: str) -> Any:
-    """What Keras divides by, as in `reduce_weighted_values`; in float32, because 16 bits do not count beyond 2048."""
+    """What Keras divides by in `reduce_weighted_values`; in float32, because half precision can't count beyond 2048."""
     if reduction in _DIVIDED:
         return ops.sum(ops.cast(mask, "float32"))
     values = ops.convert_to_tensor(values)

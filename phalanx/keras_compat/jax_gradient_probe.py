@@ -1,7 +1,7 @@
-"""What a train step on JAX gives its optimizer: the gradients, without the update.
+"""The gradients that a train step on JAX passes to its optimizer, without the update.
 
-While the step is traced, `optimizer.stateless_apply` notes its arguments and returns promises, which must come out of
-the step untouched.
+While the step is traced, `optimizer.stateless_apply` is overridden: it notes its arguments and returns placeholders,
+which the step must return unchanged. Tested with Keras 3.12 and 3.15.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Values = list[Any]
 
 
 class _Later:
-    """A value after the update, which is not known yet while the gradients are computed: whoever uses it is told."""
+    """Placeholder for a value after the update, which is not known yet: using it raises an error."""
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise UnsupportedError(
@@ -34,7 +34,7 @@ class _Later:
 
 
 class OptimizerCall(NamedTuple):
-    """One call of `stateless_apply`: what it was given, and what it promised."""
+    """One call of `stateless_apply`: its arguments, and the placeholders that it returned."""
 
     optimizer: Values
     gradients: Values
@@ -45,7 +45,7 @@ class OptimizerCall(NamedTuple):
 
 @contextmanager
 def probe(optimizer: Any) -> Iterator[list[OptimizerCall]]:
-    """Replace `optimizer.stateless_apply`, while tracing, by one that notes its arguments and promises the results."""
+    """A context in which `optimizer.stateless_apply` notes its arguments and returns placeholders."""
     calls: list[OptimizerCall] = []
 
     def note(optimizer_variables: Any, grads: Any, trainable_variables: Any) -> tuple[Any, Any]:
@@ -58,7 +58,10 @@ def probe(optimizer: Any) -> Iterator[list[OptimizerCall]]:
 
 
 def only_call(calls: list[OptimizerCall], state: tuple[Any, ...], trainable: Values, optimizer: Values) -> Values:
-    """The gradients of the one `stateless_apply` of a train step, or an error that says what is not supported."""
+    """The gradients of the only `stateless_apply` of a train step.
+
+    Raises: UnsupportedError if there were none or several, or the step did more to weights or optimizer variables.
+    """
     if len(calls) != 1:
         raise UnsupportedError(
             f"`train_step` calls `optimizer.stateless_apply` {len(calls)} times; under a strategy on the JAX backend "

@@ -1,4 +1,7 @@
-"""What Keras tells of its own things: optimizers, constraints, losses; from that another process makes its own."""
+"""Configs of Keras objects (optimizers, constraints, losses), from which another process builds the same objects.
+
+Patches `keras.src.saving.serialization_lib.tf` for the time of a call. Tested with Keras 3.12 and 3.15.
+"""
 
 from __future__ import annotations
 
@@ -14,33 +17,37 @@ import keras
 from keras.src.saving import serialization_lib
 
 _describing = threading.RLock()
+"""Held while Keras's module is patched, so that one thread does not restore what another still needs."""
 
 
 def config_json_of(thing: Any) -> str:
-    """Keras's description of an optimizer or a constraint, as JSON, from which any backend makes its own."""
+    """Keras's config of an optimizer or a constraint as JSON, from which any backend builds the same."""
     with _without_tensorflow():
         described = keras.saving.serialize_keras_object(thing)
-    if described.get("module", "").startswith("keras.src.backend."):  # that of this process
+    if described.get("module", "").startswith("keras.src.backend."):  # of this process's backend
         described |= {"module": "keras.optimizers", "registered_name": None}
     return json.dumps(described)
 
 
 def configuration_of(thing: Any) -> dict[str, Any]:
-    """`thing.get_config()`: the arguments that an object of Keras was made with."""
+    """`thing.get_config()`: the arguments of a Keras object."""
     with _without_tensorflow():
         return thing.get_config()  # type: ignore[no-any-return]
 
 
 def clone_from_config(thing: Any) -> Any:
-    """Another object made from what `thing` tells of itself."""
+    """Another object built from the config of `thing`."""
     with _without_tensorflow():
         return type(thing).from_config(thing.get_config())
 
 
 @contextmanager
 def _without_tensorflow() -> Iterator[None]:
-    """Keras asks of all that it describes, a schedule of learning rates as well, whether TensorFlow has made it, and
-    imports TensorFlow for that, which takes seconds of a job's start. What was not imported has made nothing."""
+    """A context in which Keras does not import TensorFlow to serialize an object.
+
+    Keras tests whether an object is one of TensorFlow's, and imports TensorFlow for that, which takes seconds of a
+    job's start. If TensorFlow is not imported, no object is.
+    """
     with _describing:
         tensorflow = serialization_lib.tf
         if "tensorflow" not in sys.modules:

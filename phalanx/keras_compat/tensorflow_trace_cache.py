@@ -1,10 +1,10 @@
-"""Functions compiled by TensorFlow are traced anew where more differs than their arguments.
+"""Makes TensorFlow trace a function again if more differs than its arguments.
 
-A `tf.function` keeps a trace for each kind of arguments, with all that was decided in Python while it was made. Whether
-an optimizer merges its gradients is such a decision: a function that was first called outside of `strategy.run` would
-never merge inside it. TensorFlow makes the context of its own strategies part of what traces are kept by
-(`EagerContext.in_cross_replica_context`), and offers no way to do so for others. So the function that says what they
-are kept by is wrapped. Tested with TensorFlow 2.21.
+A `tf.function` keeps a trace for each kind of arguments, with everything that was decided in Python during tracing.
+Whether an optimizer merges its gradients is such a decision: a function that was first called outside of `strategy.run`
+would never merge inside it. TensorFlow makes the context of its own strategies part of a trace's key
+(`EagerContext.in_cross_replica_context`), and offers no way to do so for others. So `make_function_context`, which
+builds that key, is patched. Tested with TensorFlow 2.21.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ _keys: list[Key] = []
 
 
 def trace_apart(key: Key) -> None:
-    """Keep traces apart by what `key` returns from now on; where that is None, they are kept as ever. Safe to call
-    twice."""
+    """Keep traces for each value of `key()` apart from now on; None changes nothing. Safe to call twice."""
     if key in _keys:
         return
     if not _keys:
@@ -36,8 +35,8 @@ def _wrap() -> None:
         make = function_context.make_function_context
     except (ImportError, AttributeError):
         logger.warning(
-            "This version of TensorFlow does not let traces be kept apart: call a tf.function either inside "
-            "strategy.run or outside, not both ways."
+            "This version of TensorFlow does not let traces be kept apart: call each tf.function either inside "
+            "strategy.run or outside of it, not both."
         )
         return
 

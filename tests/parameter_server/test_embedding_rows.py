@@ -317,7 +317,7 @@ def test_a_table_that_must_travel_whole_says_why(model: Callable[[Any], Any], pr
 @pytest.mark.parametrize(
     ("name", "options", "problem"),
     [
-        ("Lamb", {}, "looks at a variable as a whole"),
+        ("Lamb", {}, "computes with a variable as a whole"),
         ("Adam", {"use_ema": True}, "averages weights"),
         ("Adam", {"gradient_accumulation_steps": 2}, "accumulates gradients"),
         ("Ftrl", {}, ""),

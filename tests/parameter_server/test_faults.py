@@ -280,7 +280,7 @@ def test_a_server_of_workers_is_refused() -> None:
         (lambda k: k.LossScaleOptimizer(k.SGD()), {}, "scales the loss"),
         (lambda k: k.Adafactor(), {}, "Adafactor does not say"),
         (lambda k: k.SGD(lambda: 0.1), {}, "a function as its learning rate"),
-        (lambda k: k.Lamb(), {"cut": True, "whole": False}, "looks at each variable as a whole"),
+        (lambda k: k.Lamb(), {"cut": True, "whole": False}, "computes with each variable as a whole"),
         (lambda k: k.SGD(global_clipnorm=1.0), {"whole": False, "late": True}, "the norm of the first gradients"),
         (
             lambda k: k.SGD(clipnorm=1.0, gradient_accumulation_steps=2),

@@ -1,7 +1,7 @@
 """Keras's Adam and AdamW on TensorFlow, in one pass over the memory.
 
-What for: Keras updates each weight in a dozen operations, each a pass over the memory; TensorFlow has one kernel for all
-of it (`ResourceApplyAdam`).
+What for: Keras updates each weight in a dozen operations, each a pass over the memory; TensorFlow has one kernel for
+all of it (`ResourceApplyAdam`).
 
 Measured: the passes took a quarter of the step of a small model on a CPU.
 
@@ -9,9 +9,9 @@ The same: the kernel has Keras's formula (Kingma & Ba 2014, section 2, the remar
 
     w -= lr sqrt(1 - b2^t) / (1 - b1^t) * m / (sqrt(v) + eps)
 
-and the results are equal to rounding: `tests/engines/test_tensorflow_fused_adam.py` compares weights and optimizer state
-after 20 steps. Other classes than Keras's own, AMSGrad, half precision (in which Keras rounds in between, and the kernel
-does not), sparse gradients and gradients of unknown shape are left to Keras.
+and the results are equal to rounding: `tests/engines/test_tensorflow_fused_adam.py` compares weights and optimizer
+state after 20 steps. Other classes than Keras's own, AMSGrad, half precision (in which Keras rounds in between, and
+the kernel does not), sparse gradients and gradients of unknown shape are left to Keras.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DTYPES = ("float32", "float64")
 
 @contextmanager
 def fused_adam(optimizer: Any) -> Iterator[None]:
-    """A context in which what is traced updates in one pass, if `optimizer` is Keras's Adam; without effect on others."""
+    """A context in which `optimizer` updates in one pass, if it is Keras's Adam; without effect on others."""
     update_step = optimizer.update_step
     if not _is_plain_adam(optimizer):
         yield

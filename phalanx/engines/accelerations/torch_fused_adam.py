@@ -1,7 +1,7 @@
 """Keras's Adam and AdamW on PyTorch, in one pass over the memory.
 
-What for: Keras updates the weights in a dozen passes (`torch._foreach_*`); PyTorch has one kernel for all of it, on CPUs
-and on NVIDIA's GPUs.
+What for: Keras updates the weights in a dozen passes (`torch._foreach_*`); PyTorch has one kernel for all of it, on
+CPUs and on NVIDIA's GPUs.
 
 Measured: the passes took a fifth of the step of a small model on a CPU.
 

@@ -6,12 +6,12 @@ other makers. PyTorch also has oneDNN, for convolutions, and oneDNN uses everyth
 Measured: on an AMD EPYC with AVX-512 a product takes half the time (784 x 64 times 64 x 256: 0.14 ms instead of 0.24).
 The step of an MLP at batch 512 took a fifth less time.
 
-The same: both compute the product in float32 and differ in the order of additions, so results and gradients of any order
-are equal to rounding; `tests/engines/test_torch_onednn_matmul.py` compares them. Replaced are only products of Keras's
-layers (`keras.ops.matmul` with a matrix on the right), and only while a step of `fit`, `evaluate` or `predict` runs.
-Everything that gives the product another meaning is left to PyTorch: other dtypes, autocast, a lower float32 precision,
-transformations of `torch.func`, compilation, and modes that watch operations. So is everything if the program disables
-oneDNN (`torch.backends.mkldnn.enabled = False`).
+The same: both compute the product in float32 and differ in the order of additions, so results and gradients of any
+order are equal to rounding; `tests/engines/test_torch_onednn_matmul.py` compares them. Replaced are only products of
+Keras's layers (`keras.ops.matmul` with a matrix on the right), and only while a step of `fit`, `evaluate` or `predict`
+runs. Everything that gives the product another meaning is left to PyTorch: other dtypes, autocast, a lower float32
+precision, transformations of `torch.func`, compilation, and modes that watch operations. So is everything if the
+program disables oneDNN (`torch.backends.mkldnn.enabled = False`).
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ def _multiplied(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def _dense(matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix without gaps and repetitions, as the gradients of sums have; oneDNN takes 1000 times as long for those."""
+    """The matrix without gaps and repetitions, as the gradients of sums have; oneDNN takes 1000 times as long for
+    those."""
     return matrix if matrix.is_contiguous() or matrix.t().is_contiguous() else matrix.contiguous()
 
 

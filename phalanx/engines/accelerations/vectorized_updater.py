@@ -6,8 +6,8 @@ model of many small layers. Gradients arrive and values leave as vectors too, so
 Measured: Adam on 100 arrays of 4,096 numbers takes six to eight times as long as on one array of the same size.
 
 The same: such an optimizer computes each number from its own gradient and state, in whichever variable it is. Only
-Keras's own optimizers that are listed here are grouped, without clipping by norm; variables with a constraint, and those
-of another dtype or weight decay, stay apart. `tests/engines/test_vectorized_updater.py` compares all of them.
+Keras's own optimizers that are listed here are grouped, without clipping by norm; variables with a constraint, and
+those of another dtype or weight decay, stay apart. `tests/engines/test_vectorized_updater.py` compares all of them.
 """
 
 from __future__ import annotations

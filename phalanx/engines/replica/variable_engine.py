@@ -1,8 +1,8 @@
 """What engines share whose state is in the model's variables: those of TensorFlow and PyTorch.
 
-A step merges the gradients together with everything else that it changed: layer state, what the metrics counted, logs. A
-model that overrides `train_step` calls the optimizer itself; there the gradients are merged inside `optimizer.apply`, and
-the rest afterwards.
+A step merges the gradients together with everything else that it changed: layer state, what the metrics counted, logs.
+A model that overrides `train_step` calls the optimizer itself; there the gradients are merged inside
+`optimizer.apply`, and the rest afterwards.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class ModelArguments:
         self._model._jax_state = None
 
     def get(self, *, with_optimizer: bool) -> tuple[Values, Values, Any, Values]:
-        """Trainable, non-trainable, optimizer's (None without) and metrics' values; the second is a copy of the list."""
+        """The values of trainable, non-trainable, optimizer (None without) and metric variables."""
         model = self._model
         kept = getattr(model, "_jax_state", None)
         if model._jax_state_synced or not kept:

@@ -41,7 +41,8 @@ Array = np.ndarray[Any, Any]
 logger = logging.getLogger(__name__)
 
 _Logs = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
-"""Of a step: the means of what the ranks logged themselves, the results of the metrics, and logs that follow from them."""
+"""Of a step: the means of what the ranks logged themselves, the results of the metrics, and logs that follow from
+them."""
 
 
 class TensorFlowEngine(VariableEngine):
@@ -99,7 +100,7 @@ class TensorFlowEngine(VariableEngine):
         changed = [*self._state, *self._metrics]
         if model_state.overrides(self._model, "train_step"):
             changed += self._variables_of_optimizers()
-        # References, not copies: TensorFlow writes a new value elsewhere as long as there is a reference to the old one.
+        # References, not copies: TensorFlow writes a new value elsewhere as long as the old one is referred to.
         before = self._access.copies(changed)
         try:
             self._averages, self._results, self._derived = self._run("_train", data, share)

@@ -92,7 +92,7 @@ class TensorFlowTensors:
 
     def reduce(self, thing: Any) -> Any:
         if isinstance(thing, tf.types.experimental.PolymorphicFunction):
-            # Its own pickle holds what was traced here, which cannot travel; it is traced anew.
+            # Its own pickle contains what was traced here, which cannot travel; it is traced again there.
             options = {
                 "input_signature": thing.input_signature,
                 "autograph": thing._autograph,
