@@ -170,11 +170,11 @@ def _identity(spec: dict[str, list[str]], kind: str, number: int, listen_fd: int
 def _serve(spec: dict[str, list[str]], listener: socket.socket, optimizer: str, core: int) -> None:
     _start(core)
     from phalanx.engines import prepare
-    from phalanx.parameter_server.server import parameter_server, variable_store
+    from phalanx.parameter_server.server import declared_shards, parameter_server
 
     prepare()
     if optimizer == BARE:
-        vars(variable_store)["make_updater"] = _Bare
+        vars(declared_shards)["make_updater"] = _Bare
     parameter_server.ParameterServer(_identity(spec, "ps", 0, listener.fileno())).run()
 
 
