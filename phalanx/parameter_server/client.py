@@ -13,18 +13,9 @@ from phalanx.cluster.spec import Task
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.collectives.host.shared_segment import SegmentOffer
 from phalanx.errors import EvictedError, LinkClosedError, LinkTimeoutError
+from phalanx.parameter_server import server_messages as messages
 from phalanx.parameter_server.server_connection import RequestArrays, ServerConnection
-from phalanx.parameter_server.server_messages import (
-    Acknowledged,
-    FitOver,
-    LeaveJob,
-    OfferSharedMemory,
-    QueryJobOver,
-    Refusal,
-    Request,
-    Response,
-    SharedMemoryMapped,
-)
+from phalanx.parameter_server.server_messages import FitOver, Request, Response
 from phalanx.parameter_server.server_reconnection import ServerReconnection, refusal_error
 from phalanx.parameter_server.shard_packing import Kind
 
@@ -135,8 +126,8 @@ class ParameterServerClient:
         """
 
         def accepts(offer: SegmentOffer) -> bool:
-            response, _ = self.request(server, OfferSharedMemory(offer))
-            assert isinstance(response, SharedMemoryMapped)
+            response, _ = self.request(server, messages.OfferSharedMemory(offer))
+            assert isinstance(response, messages.SharedMemoryMapped)
             return response.accepted
 
         self._connections[server].share_memory(self._me.description.host, kinds, accepts)
@@ -194,7 +185,7 @@ class ParameterServerClient:
         return response
 
     def _accepted(self, server: int, response: ResponseArrays) -> ResponseArrays:
-        if isinstance(response[0], Refusal):
+        if isinstance(response[0], messages.Refusal):
             error = refusal_error(response[0], str(self.reconnection.leader_of(server)))
             self._was_evicted |= isinstance(error, EvictedError)
             raise error
@@ -214,7 +205,7 @@ class ParameterServerClient:
 
     def is_job_over(self) -> bool:
         """Whether the chief has left the job."""
-        return isinstance(self.request(HEAD, QueryJobOver())[0], FitOver)
+        return isinstance(self.request(HEAD, messages.QueryJobOver())[0], FitOver)
 
     def close(self, failure: str = "") -> None:
         """Leave all servers; an evicted worker only disconnects, since another process may have replaced it.
@@ -227,14 +218,14 @@ class ParameterServerClient:
         if self._was_evicted:
             self.disconnect()
             return
-        goodbye = _encode(LeaveJob(failure, tuple(sorted(self.unreachable_tasks))))
+        goodbye = _encode(messages.LeaveJob(failure, tuple(sorted(self.unreachable_tasks))))
         for connection in self._connections:
             link = connection.link
             try:
                 deadline = time.monotonic() + GOODBYE_S
                 link.send(goodbye, deadline=deadline)
                 # Responses that an error kept this worker from receiving come before.
-                while not isinstance(_RESPONSES.decode(link.receive(deadline=deadline)[0]), Acknowledged):
+                while not isinstance(_RESPONSES.decode(link.receive(deadline=deadline)[0]), messages.Acknowledged):
                     continue
             except (LinkClosedError, LinkTimeoutError):
                 continue  # the server is gone too

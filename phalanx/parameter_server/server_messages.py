@@ -380,7 +380,7 @@ class Broadcast(_Message, frozen=True):
 
 
 class RequestBroadcast(_Message, frozen=True):
-    """Wait for the chief's broadcast of a subject for this `fit` or a later one; `FitOver` if the chief leaves first."""
+    """Wait for the chief's broadcast of a subject, for this `fit` or a later one; `FitOver` if it leaves first."""
 
     subject: str
     fit: int = -1

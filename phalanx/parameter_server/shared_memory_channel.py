@@ -136,8 +136,11 @@ class SharedMemoryChannel:
         return allocation.copy_arrays(arrays) if laid is None else laid.arrays
 
     def write_values(self, arrays: Sequence[Array]) -> tuple[int, tuple[int, ...]]:
-        """Copy values into the place whose turn it is; returns it, and their lengths in bytes: empty if nothing is
-        written. Then the turn stays: the worker may still compute from the other place."""
+        """Copy values into the place whose turn it is, if they fit.
+
+        Returns: the place, and the lengths in bytes. They are empty if nothing is written; then the turn stays, since
+            the worker may still compute from the other place.
+        """
         turn = 1 - self._turn
         laid = self._written(TO_WORKER + turn, arrays)
         if laid is not None:
@@ -145,8 +148,9 @@ class SharedMemoryChannel:
         return TO_WORKER + turn, () if laid is None else laid.lengths
 
     def read(self, place: int, lengths: Sequence[int]) -> list[memoryview]:
-        """The buffers in a place, in the memory itself: they change when the place is written again. The caller must not
-        change the list.
+        """The buffers in a place, in the memory itself: they change when the place is written again.
+
+        The caller must not change the list.
 
         Raises: FrameError if they cannot be there: what the other side states is checked.
         """
@@ -154,9 +158,7 @@ class SharedMemoryChannel:
         if known is not None and known[0] == lengths:
             return known[1]
         if not 0 <= place < PLACES or min(lengths) < 0 or place_bytes(lengths) > self.place_bytes:
-            raise FrameError(
-                f"buffers of {sum(lengths)} bytes in place {place} of shared memory with {self.place_bytes} bytes for each"
-            )
+            raise FrameError(f"buffers of {sum(lengths)} bytes in place {place} of {self.place_bytes} bytes")
         buffers, start = [], place * self.place_bytes
         for length in lengths:
             buffers.append(self._segment.memory[start : start + length])

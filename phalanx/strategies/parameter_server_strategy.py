@@ -45,9 +45,9 @@ logger = logging.getLogger(__name__)
 class ParameterServerStrategy(Strategy):
     """Training with parameter servers (`tf.distribute.ParameterServerStrategy`).
 
-    Every task of the cluster runs the same program. On a task of type `ps`, the constructor serves until the job is over
-    and then exits the process with code 0. On other tasks it waits until the servers are there; `fit` then trains on
-    the batches that the first server hands out to the workers. The optimizer runs on the servers.
+    Every task of the cluster runs the same program. On a task of type `ps`, the constructor serves until the job is
+    over and then exits the process with code 0. On other tasks it waits until the servers are there; `fit` then trains
+    on the batches that the first server hands out to the workers. The optimizer runs on the servers.
 
     Args:
         cluster_resolver: describes the cluster and this task. None: TF_CONFIG, or the environment of Slurm, MPI or
@@ -279,8 +279,8 @@ def _check_replication(me: TaskIdentity, replication: int) -> None:
         raise ConfigurationError(f"replication is {replication}; pass 2 for a replica of each shard, or 1 for none.")
     if replication > servers:
         raise ConfigurationError(
-            "replication=2 needs a second parameter server for the replicas, and the cluster has one: start the job with "
-            "`phalanx run --ps 2`."
+            "replication=2 needs a second parameter server for the replicas, and the cluster has one: start the job "
+            "with `phalanx run --ps 2`."
         )
 
 

@@ -14,7 +14,7 @@ class BoundedStaleness:
     """Counts the workers' steps. The schedule's lock protects it.
 
     Args:
-        bound: number of steps that a worker may be ahead of the slowest; -1: no bound.
+        bound: number of steps that a worker may be ahead of the slowest.
         workers: the connected workers.
     """
 
@@ -36,7 +36,7 @@ class BoundedStaleness:
 
     def blocked_by(self, worker: Worker, outstanding: int) -> Worker | None:
         """The slowest worker, if this one, with so many tickets outstanding, may not run further ahead of it."""
-        if self._bound < 0 or worker not in self._steps:
+        if worker not in self._steps:
             return None
         slowest = min(self._steps, key=lambda other: self._steps[other])
         ahead = self._steps[worker] + outstanding - self._steps[slowest]

@@ -64,7 +64,7 @@ class ConnectedWorkers:
         self._expected_until.pop(worker, None)
 
     def forget_evictions(self) -> None:
-        """This server did not lead: the workers that it missed were connected to the other one."""
+        """Accept the evicted processes again."""
         self._evicted.clear()
 
     def is_evicted(self, link: str) -> bool:

@@ -173,6 +173,8 @@ class FitSchedule:
 
     def blocked_by(self, worker: Worker) -> Worker | None:
         """The slowest worker, if bounded staleness keeps this one from making a step."""
+        if self.rules.staleness < 0:
+            return None
         return self.staleness.blocked_by(worker, self.tickets.count_of(worker))
 
     def complete(self, ticket: Ticket) -> None:

@@ -21,20 +21,14 @@ import msgspec
 import numpy as np
 
 from phalanx.errors import LinkClosedError, LinkTimeoutError
-from phalanx.parameter_server.server_messages import (
-    Acknowledged,
-    AppliedUpdate,
-    EndFit,
-    GroupState,
-    JobOver,
-    SetLearningRate,
-)
+from phalanx.parameter_server import server_messages as messages
+from phalanx.parameter_server.server_messages import GroupState
 from phalanx.transport.link import Link
 
 logger = logging.getLogger(__name__)
 
 Array = np.ndarray[Any, Any]
-Record = GroupState | AppliedUpdate | SetLearningRate | EndFit | JobOver
+Record = GroupState | messages.AppliedUpdate | messages.SetLearningRate | messages.EndFit | messages.JobOver
 State = tuple[GroupState, list[Array]]
 
 REPLICA_S = 20.0
@@ -43,7 +37,7 @@ LOST = (LinkClosedError, LinkTimeoutError)
 
 _RECORDS = msgspec.msgpack.Decoder(Record)
 _encode = msgspec.msgpack.Encoder().encode
-_ACKNOWLEDGED = _encode(Acknowledged())
+_ACKNOWLEDGED = _encode(messages.Acknowledged())
 
 
 class ReplicaStream:
@@ -114,7 +108,7 @@ class ReplicaStream:
     def end(self) -> None:
         """The job is over, for the replica as well."""
         with self._lock:
-            self.replicate(JobOver())
+            self.replicate(messages.JobOver())
             if self._link is not None:
                 self._link.close()
                 self._link = None

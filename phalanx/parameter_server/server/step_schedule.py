@@ -1,9 +1,9 @@
 """Who makes which step: what the first server, the *head*, decides for all workers.
 
-A worker requests a ticket for each step: the right, and the duty, to train on one batch of the epoch. Tickets are handed
-out in order, to the worker that requests one first, so a fast worker makes more steps than a slow one, and the ticket of
-a lost worker goes to another. In synchronous training all connected workers make each step together, and hold tickets
-for parts of one batch.
+A worker requests a ticket for each step: the right, and the duty, to train on one batch of the epoch. Tickets are
+handed out in order, to the worker that requests one first, so a fast worker makes more steps than a slow one, and the
+ticket of a lost worker goes to another. In synchronous training all connected workers make each step together, and hold
+tickets for parts of one batch.
 
 The chief opens and ends the epochs; the other workers wait for it.
 """
@@ -16,23 +16,17 @@ from typing import Any
 import numpy as np
 
 from phalanx.errors import EvictedError
+from phalanx.parameter_server import server_messages as messages
 from phalanx.parameter_server.server.fit_schedule import FitPhase, FitSchedule, SampleOrder
 from phalanx.parameter_server.server.worker_membership import POLL_S, WorkerMembership
-from phalanx.parameter_server.server_messages import (
-    EpochOver,
-    EpochReport,
-    FitOver,
-    GroupState,
-    Ticket,
-    UpdateRules,
-)
+from phalanx.parameter_server.server_messages import EpochOver, FitOver, GroupState, Ticket
 from phalanx.parameter_server.server_protocol import CHIEF, Worker
 
 logger = logging.getLogger(__name__)
 
 Array = np.ndarray[Any, Any]
 
-_UNDECLARED = UpdateRules(
+_UNDECLARED = messages.UpdateRules(
     synchronous=False, replicas_to_aggregate=0, staleness=-1, refuse_nan=True, timeout_s=0.0, all_required=False
 )
 
@@ -63,7 +57,7 @@ class StepSchedule:
 
     # The life of a `fit`.
 
-    def begin_fit(self, rules: UpdateRules, fit: int, step: int = 0, era: int | None = None) -> None:
+    def begin_fit(self, rules: messages.UpdateRules, fit: int, step: int = 0, era: int | None = None) -> None:
         """The chief declares a `fit`, or the same one again after a restart.
 
         Args:
@@ -268,7 +262,7 @@ class StepSchedule:
 
     # Reports.
 
-    def add_report(self, worker: Worker, report: EpochReport, arrays: list[Array]) -> None:
+    def add_report(self, worker: Worker, report: messages.EpochReport, arrays: list[Array]) -> None:
         """What a worker counted in an epoch; ignored if the epoch was collected without it."""
         with self.changed:
             if self.fit.is_open(report.fit, report.epoch):

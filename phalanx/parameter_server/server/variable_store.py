@@ -13,23 +13,14 @@ import numpy as np
 from phalanx.arrays.allocation import copy_arrays
 from phalanx.cluster.compatibility import describe_difference
 from phalanx.errors import CollectiveTimeoutError, DisagreementError
+from phalanx.parameter_server import server_messages as messages
 from phalanx.parameter_server.server.declared_shards import CopyArrays, DeclaredShards, Gradient, gather_rows
 from phalanx.parameter_server.server.merge_barrier import Contribution, MergeBarrier, MergedStep
 from phalanx.parameter_server.server.merge_history import MergeHistory, MergeKey, MergeResult
 from phalanx.parameter_server.server.replication import ReplicaStream, State
 from phalanx.parameter_server.server.step_schedule import StepSchedule
 from phalanx.parameter_server.server.worker_membership import POLL_S
-from phalanx.parameter_server.server_messages import (
-    AppliedUpdate,
-    AssignVariables,
-    DeclareModel,
-    GroupState,
-    PushGradients,
-    SetLearningRate,
-    Slots,
-    arrays_of,
-    dtypes_of,
-)
+from phalanx.parameter_server.server_messages import GroupState, PushGradients, Slots, arrays_of, dtypes_of
 from phalanx.parameter_server.server_protocol import CHIEF, Worker
 from phalanx.parameter_server.shard_placement import PlacedVariable
 from phalanx.parameter_server.table_rows import TableRows
@@ -112,7 +103,7 @@ class VariableStore:
         """Number of the `fit` that was declared last; -1 before the first."""
         return -1 if self._shards is None else self._shards.declared.fit
 
-    def declare(self, message: DeclareModel, buffers: Sequence[memoryview]) -> None:
+    def declare(self, message: messages.DeclareModel, buffers: Sequence[memoryview]) -> None:
         """The chief's model, with the values of the shards and of the optimizer's variables."""
         with self.changed:
             if (message.fit, message.era) == (self.fit, self._schedule.fit.era):
@@ -128,7 +119,7 @@ class VariableStore:
             self.replica.send_state(self.state())
             self.changed.notify_all()
 
-    def assign(self, message: AssignVariables, buffers: Sequence[memoryview]) -> None:
+    def assign(self, message: messages.AssignVariables, buffers: Sequence[memoryview]) -> None:
         """New values of some variables, between two epochs; the optimizer keeps its state."""
         with self.changed:
             if self._shards is None or message.fit != self.fit:
@@ -204,7 +195,7 @@ class VariableStore:
             self._schedule.resume_fit(state)
             self.changed.notify_all()
 
-    def follow(self, record: AppliedUpdate, buffers: Sequence[memoryview]) -> None:
+    def follow(self, record: messages.AppliedUpdate, buffers: Sequence[memoryview]) -> None:
         """On the replica: apply what the leader has applied."""
         with self.changed:
             assert self._shards is not None, "the leader sends its state first"
@@ -282,7 +273,7 @@ class VariableStore:
         with self.changed:
             if self._shards is not None:
                 self._shards.set_learning_rate(rate)
-            self.replica.replicate(SetLearningRate(rate))
+            self.replica.replicate(messages.SetLearningRate(rate))
 
     def push(self, message: PushGradients, buffers: Sequence[memoryview], copy: CopyArrays = copy_arrays) -> PushResult:
         """Apply gradients, alone or merged with those of the other members of the step.
@@ -348,7 +339,7 @@ class VariableStore:
         if self.replica.has_link:  # it works while this server does
             sent = [array for gradient in gradients for array in _arrays_of(gradient)]
             arrays, step = [*sent, *merged.extras], self._schedule.global_step + is_applied
-            self.replica.send(AppliedUpdate(*key, merged.members, len(sent), dtypes_of(arrays), step), arrays)
+            self.replica.send(messages.AppliedUpdate(*key, merged.members, len(sent), dtypes_of(arrays), step), arrays)
         self.version += shards.apply(gradients)
         self.history.record(key, MergeResult(merged.members, merged.extras))
         self.replica.wait()

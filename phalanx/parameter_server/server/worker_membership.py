@@ -97,6 +97,11 @@ class WorkerMembership:
         for observer in self._observers:
             observer.worker_left(worker)
 
+    def forget_evictions(self) -> None:
+        """This server did not lead: the workers that it missed were connected to the other one."""
+        with self.changed:
+            self.workers.forget_evictions()
+
     def is_present(self, worker: Worker) -> bool:
         """Whether a worker is connected, or expected to reconnect soon."""
         return self.workers.is_present(worker)

@@ -1,8 +1,8 @@
 """Small tables that stand for the tables of embedding layers while a model trains by rows.
 
-Before a step, the row numbers that a batch looks up are computed on the host, from the batch alone. The layer's table is
-replaced by a small one with just these rows, in ascending order of their numbers, and the layer searches the place of
-each number among them. So what a step computes, sends and receives does not grow with the height of the table.
+Before a step, the row numbers that a batch looks up are computed on the host, from the batch alone. The layer's table
+is replaced by a small one with just these rows, in ascending order of their numbers, and the layer searches the place
+of each number among them. So what a step computes, sends and receives does not grow with the height of the table.
 
 The small tables have room for a power of two of rows, so that compiled functions keep their shapes. Unused rows are
 never looked at, and their gradients are zero.

@@ -12,17 +12,13 @@ import numpy as np
 from phalanx.engines.step_layout import MergeWeight, StepLayout
 from phalanx.errors import UnsupportedError
 from phalanx.monitoring import timeline
+from phalanx.parameter_server import server_messages as messages
 from phalanx.parameter_server.client import HEAD
 from phalanx.parameter_server.placed_variables import PlacedVariables
 from phalanx.parameter_server.server_messages import (
     EpochOver,
     FitOver,
-    PullValues,
     PushGradients,
-    QueryJobOver,
-    Rejoin,
-    RequestSampleOrder,
-    RequestTicket,
     Response,
     Ticket,
     Values,
@@ -112,7 +108,7 @@ class ParameterServerMerge:
 
     def rejoin(
         self, server: int, epoch: int = -1, steps: int = -1, order_epoch: int = -1, *, opened: bool = True
-    ) -> Rejoin:
+    ) -> messages.Rejoin:
         """This worker's position, for a server that comes back in the middle of the training."""
         version, step = self.transfer.versions[server], self._worker.global_step
         return self.tickets.rejoin(version, step, epoch, steps, order_epoch, opened=opened)
@@ -125,7 +121,7 @@ class ParameterServerMerge:
         if tickets.upcoming() is None:
             self.flush()
         if tickets.upcoming() is None:
-            response, _ = self._client.request(HEAD, RequestTicket(fit, epoch, tickets.era))
+            response, _ = self._client.request(HEAD, messages.RequestTicket(fit, epoch, tickets.era))
             assert isinstance(response, Ticket | EpochOver | FitOver)
             if not isinstance(response, Ticket):
                 self._end_epoch(response)
@@ -135,7 +131,7 @@ class ParameterServerMerge:
             if self._is_overlapped or (self._rows is not None and self.exchange is not None):
                 # While a step's gradients are on their way, or to state which rows the next step needs, the next ticket
                 # must be here already.
-                spare, _ = self._client.request(HEAD, RequestTicket(fit, epoch, tickets.era, wait=False))
+                spare, _ = self._client.request(HEAD, messages.RequestTicket(fit, epoch, tickets.era, wait=False))
                 if isinstance(spare, Ticket):
                     tickets.add(spare)
         self._heard_at = time.monotonic()
@@ -143,7 +139,7 @@ class ParameterServerMerge:
 
     def request_sample_order(self, fit: int, epoch: int) -> Array | EpochOver | FitOver:
         """The chief's sample order of the pass that began with this epoch; otherwise why there is none."""
-        response, buffers = self._client.request(HEAD, RequestSampleOrder(fit, epoch, self.tickets.era))
+        response, buffers = self._client.request(HEAD, messages.RequestSampleOrder(fit, epoch, self.tickets.era))
         if isinstance(response, EpochOver | FitOver):
             self._end_epoch(response)
             return response
@@ -240,7 +236,7 @@ class ParameterServerMerge:
         if self._client.num_servers > 1 and time.monotonic() - self._heard_at > self._client.timeout_s / 2:
             # This process was stopped, or is very slow. Only the head knows whether it was evicted; the other servers
             # would apply its old gradients.
-            self._client.request(HEAD, QueryJobOver())
+            self._client.request(HEAD, messages.QueryJobOver())
         ticket, transfer = self.tickets.current, self.transfer
         assert ticket is not None, "a step begins with a ticket"
         if gradients:
@@ -300,7 +296,7 @@ class ParameterServerMerge:
         """The variables' newest values; None for tables."""
         self.flush()
         transfer = self.transfer
-        requests = [PullValues(self.tickets.fit, version, self._after) for version in transfer.versions]
+        requests = [messages.PullValues(self.tickets.fit, version, self._after) for version in transfer.versions]
         responses = self._client.request_all([(request, ()) for request in requests])
         head, _ = responses[HEAD]
         assert isinstance(head, Values)
