@@ -1,4 +1,4 @@
-"""`CentralStorageStrategy`: local replicas around one place for the variables."""
+"""`CentralStorageStrategy`: local replicas that share one copy of the variables."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 STOP_S = 5.0
-"""For the server's threads to end when it is stopped: longer than any update takes."""
+"""Seconds for the server's threads to end once it is stopped: longer than any update takes."""
 
 
 class CentralStorageStrategy(Strategy):
@@ -41,17 +41,17 @@ class CentralStorageStrategy(Strategy):
     (`tf.distribute.experimental.CentralStorageStrategy`).
 
     The first process, which the user started, runs the same program again for the other replicas, as
-    `MirroredStrategy` does. Beside its own replica it keeps the trained variables and runs the optimizer; `fit` sends
-    it every replica's gradients, and takes new weights from it. So the optimizer's state lies in memory once, and its
-    arithmetic is done once. The numbers are those of `MirroredStrategy`, which is faster where the optimizer's state
-    fits into each replica. Outside `fit` (`evaluate`, `predict`, `train_on_batch`, loops with `run`) it is one.
+    `MirroredStrategy` does. In addition to its own replica, it stores the trained variables and runs the optimizer;
+    `fit` sends it every replica's gradients, and receives new weights. So the optimizer's state is in memory once, and
+    is updated once. The numbers are those of `MirroredStrategy`, which is faster if the optimizer's state fits into
+    each replica. Outside `fit` (`evaluate`, `predict`, `train_on_batch`, loops with `run`) it works like that strategy.
 
-    Under `phalanx run` on one host the workers that were started are the replicas.
+    Under `phalanx run` on one host, the started workers are the replicas.
 
     Args:
-        compute_devices: a number of replicas, or one device for each: ["cpu:0", "cpu:1"], ["/gpu:0", "/gpu:1"]. None:
-            one for each GPU, or a single replica where there is none.
-        parameter_device: where the variables lie; only that of the first replica, which is also the default.
+        compute_devices: number of replicas, or one device for each: ["cpu:0", "cpu:1"], ["/gpu:0", "/gpu:1"]. None:
+            one for each GPU, or a single replica if there is no GPU.
+        parameter_device: the device that stores the variables: only the first replica's, which is the default.
 
     Raises: ConfigurationError in a notebook or an interactive session, which cannot be run again; in a job on several
         hosts; in a job that has parameter servers.
@@ -61,7 +61,7 @@ class CentralStorageStrategy(Strategy):
         self._devices = local_devices(compute_devices, "CentralStorageStrategy")
         if parameter_device is not None and not same_device(parameter_device, self._devices[0]):
             raise ConfigurationError(
-                f"parameter_device is {parameter_device!r}; the variables lie with the first replica, on "
+                f"parameter_device is {parameter_device!r}; the first replica stores the variables, on "
                 f"{self._devices[0]}. Leave it out, or name that device first in compute_devices."
             )
         if JOB_ID not in process_environment() or LOCAL_REPLICAS in process_environment():
@@ -102,7 +102,7 @@ _workers: weakref.WeakKeyDictionary[CurrentJob, CentralStorageWorker] = weakref.
 
 
 def _worker_of(job: CurrentJob) -> CentralStorageWorker:
-    """This process's place around the storage of its job; made once for each job, by all replicas together."""
+    """This process as a worker of its job's storage; created once for each job, by all replicas together."""
     if job not in _workers:
         _workers[job] = _join(job)
     return _workers[job]
@@ -123,7 +123,7 @@ def _join(job: CurrentJob) -> CentralStorageWorker:
         client=ParameterServerClient(TaskIdentity(spec, spec.ranked_tasks[rank], JobFacts(), config)),
         number=rank,
         workers=world_size,
-        # As replicas do it: all take part in every step, and values that are not finite are everybody's.
+        # As for mirrored replicas: all take part in every step, and values that are not finite are applied.
         rules=UpdateRules(
             synchronous=True,
             replicas_to_aggregate=0,
@@ -143,13 +143,13 @@ def _join(job: CurrentJob) -> CentralStorageWorker:
 
 def _leave(worker: CentralStorageWorker) -> None:
     if _is_failing():
-        worker.client.disconnect()  # the others shall miss it
+        worker.client.disconnect()  # the others must count it as lost
     else:
         worker.client.close()
 
 
 def _is_failing() -> bool:
-    """Whether an exception ends this process."""
+    """Whether an exception has ended this process's program."""
     return getattr(sys, "last_value", None) is not None
 
 
@@ -165,7 +165,7 @@ class _Storage:
         self._thread.start()
 
     def close(self) -> None:
-        """Wait until all replicas have taken leave; if this process is failing, leave them at once."""
+        """Wait until all replicas have left; if this process is failing, stop at once."""
         if not _is_failing():
             self._thread.join(JOIN_S)
         self._server.stop()
