@@ -180,7 +180,10 @@ def test_a_stopped_replica_ends_the_job_after_the_bound(launcher: Launcher) -> N
     [
         ({"compute_devices": 0}, "CentralStorageStrategy needs at least one device"),
         ({"compute_devices": "cpu:0"}, "must be a number of replicas or a list"),
-        ({"compute_devices": 2, "parameter_device": "gpu:3"}, "parameter_device is 'gpu:3'; the first replica stores the variables"),
+        (
+            {"compute_devices": 2, "parameter_device": "gpu:3"},
+            "parameter_device is 'gpu:3'; the first replica stores the variables",
+        ),
         ({"compute_devices": 2, "parameter_device": "tpu"}, "'tpu' is not a device"),
     ],
 )
