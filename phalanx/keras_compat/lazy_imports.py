@@ -4,6 +4,15 @@
 them half of SciPy; and pandas, to recognize its tables among inputs. That takes longer than Keras itself, in every
 worker of a job and after every restart.
 
+Measured: CPU seconds of `import keras`, with all of these packages installed, mean of two runs on a busy machine
+
+                                       jax    torch   tensorflow
+    without this module                2.6    4.8     4.2
+    DEFERRED                           1.2    3.4     3.4
+    DEFERRED and without pandas        1.05   3.3     2.65
+
+`jax.experimental.sparse.linalg` alone is 0.13 s of it on JAX.
+
 Puts a finder in `sys.meta_path`. This module imports neither Keras nor JAX. Tested with Keras 3.12 and 3.15.
 """
 
