@@ -9,6 +9,7 @@ from phalanx.data import ShardedInput
 from phalanx.training import callback_list
 from phalanx.training.fit_arguments import FitArguments
 from phalanx.training.joint_batches import JointBatches
+from phalanx.training.steps.stepper import ReplicaStepper, Stepper
 
 
 @dataclass(kw_only=True)
@@ -26,7 +27,7 @@ class FitState:
     """
 
     arguments: FitArguments
-    stepper: Any = None
+    stepper: Stepper = field(init=False)
     callbacks: Any = None
     has_batch_hooks: bool = False
     progress_bar: callback_list.ReplicaProgbar | None = None
@@ -54,6 +55,7 @@ class ReplicaFitState(FitState):
         chief_adds_logs: whether callbacks that only the chief runs may add to the logs of an epoch.
     """
 
+    stepper: ReplicaStepper = field(init=False)
     source: ShardedInput
     validation: ShardedInput | None = None
     batches: JointBatches | None = None

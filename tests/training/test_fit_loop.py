@@ -26,6 +26,9 @@ class Batch:
 
 
 class Stepper:
+    def train(self, batch: Any, *, last: bool | None = None) -> None:
+        pass
+
     def logs(self) -> dict[str, float]:
         return {"loss": 1.0}
 
@@ -118,7 +121,8 @@ def run(**options: Any) -> tuple[list[str], Any]:
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     arguments = FitArguments(**options.pop("arguments", {}))
-    state, hooks = FitState(arguments=arguments, stepper=Stepper()), Hooks()
+    state, hooks = FitState(arguments=arguments), Hooks()
+    state.stepper = Stepper()
     callbacks = keras.callbacks.CallbackList([hooks], add_history=True, model=model)
     state.use_callbacks(callbacks)
     coordination = Recording(state, **options)
