@@ -16,6 +16,7 @@ class FitArguments:
     """The arguments of `keras.Model.fit`, with its names and defaults.
 
     `epochs` and `steps_per_epoch` are capped by `keras.config`; `validation_split` is replaced by `validation_data`.
+    There are as many fields as Keras's method has arguments: every one of them is a promise of `fit`.
     """
 
     x: Any = None
