@@ -188,7 +188,7 @@ def test_a_parameter_server_is_told_what_it_needs(ports: Ports) -> None:
 
 
 def test_a_cluster_without_a_task_is_refused(ports: Ports) -> None:
-    with pytest.raises(ConfigurationError, match="nothing says which of them"):
+    with pytest.raises(ConfigurationError, match="does not know which of them"):
         join(ports.workers(2), config=JobConfig())
 
 

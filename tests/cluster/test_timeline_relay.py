@@ -46,7 +46,7 @@ def test_another_host_measures_its_clock_and_sends_its_events(tmp_path: Path) ->
         recorder.start()
         recorder.complete(timeline.TRAINING, "one\nline", 1000, {"text": "a\nb"})
         recorder.stop()
-        relay.wait_for_the_others(BOUND_S)
+        relay.wait_until_idle(BOUND_S)
     (event,) = named(read(path), "one\nline", 1)
     assert event["ts"] == 5_000_001.0
     assert event["args"] == {"text": "a\nb"}
