@@ -226,6 +226,7 @@ def make_function(
     def function(*args: Any, **kwargs: Any) -> Any:
         get = bound.bind(args, kwargs).get
         tensors: list[Tensor] = list(get(first, ())) if is_grouped else [get(first)]
+        splits = get("splits")
         arguments = Arguments(
             get("name"),
             get("process_set", global_process_set),
@@ -233,7 +234,7 @@ def make_function(
             get("prescale_factor", 1.0),
             get("postscale_factor", 1.0),
             get("root_rank", 0),
-            splits := get("splits"),
+            splits,
         )
 
         def select(results: list[Any]) -> Any:

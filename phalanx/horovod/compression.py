@@ -74,7 +74,8 @@ def compressed(compression: Any, tensors: Sequence[Any], reduce: Callable[[list[
 
 def _cast(tensor: Any, dtype: Any) -> Any:
     """The tensor in another dtype: "float16", or a dtype of its framework."""
-    if (torch := sys.modules.get("torch")) is not None and torch.is_tensor(tensor):
+    torch = sys.modules.get("torch")  # no walrus: AutoGraph, which may convert this, does not know it
+    if torch is not None and torch.is_tensor(tensor):
         return tensor.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
     if hasattr(tensor, "astype"):  # NumPy, JAX
         with np.errstate(over="ignore"):  # gradients that overflow are the concern of loss scaling

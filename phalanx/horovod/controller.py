@@ -297,7 +297,7 @@ class Controller:
         stalls = self._negotiator.stalls
         with self._changed:
             for name in names:
-                stalls.is_over(name)
+                stalls.forget(name)
                 handle = self._waiting.pop(name, None)
                 if handle is not None:
                     handle.finish(error)

@@ -134,7 +134,7 @@ def reduce_gradients(gradients: Sequence[Any], reduction: GradientReduction, nam
 
     def reduce(present: list[Any]) -> list[Any]:
         arguments = reduction.arguments(name)
-        return step_reports.merged(
+        return step_reports.report_reduction(
             lambda: _framework.run(OperationKind.ALLREDUCE, present, arguments, reduction.compression)
         )
 

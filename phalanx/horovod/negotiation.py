@@ -106,11 +106,11 @@ def decide(waits_for: Sequence[Sequence[Request]], joined: Collection[int]) -> l
     for name, requests_of in by_name.items():
         if len({rank for rank, _ in requests_of}.union(joined)) == len(waits_for):
             request = requests_of[0][1]
-            results.append(NegotiationResult(request, difference(name, requests_of) or refusal(request, joined)))
+            results.append(NegotiationResult(request, difference(name, requests_of) or refusal_reason(request, joined)))
     return results
 
 
-def refusal(request: Request, joined: Collection[int]) -> str:
+def refusal_reason(request: Request, joined: Collection[int]) -> str:
     """Why an operation cannot run without the ranks that have joined; empty if it can."""
     if not joined or request.kind == OperationKind.BARRIER:
         return ""
@@ -123,7 +123,7 @@ def refusal(request: Request, joined: Collection[int]) -> str:
     )
 
 
-def absent(waits_for: Sequence[Sequence[Request]], joined: Collection[int]) -> dict[str, list[int]]:
+def absent_ranks(waits_for: Sequence[Sequence[Request]], joined: Collection[int]) -> dict[str, list[int]]:
     """For each operation that only some ranks have requested, the ranks that have not."""
     names = dict.fromkeys(request.name for requests in waits_for for request in requests)
     asked = [{request.name for request in requests} for requests in waits_for]

@@ -13,7 +13,14 @@ from phalanx.collectives.communicator import ReduceOp
 from phalanx.collectives.host.host_communicator import HostCommunicator
 from phalanx.errors import CollectiveTimeoutError
 from phalanx.horovod.horovod_environment import HorovodEnvironment
-from phalanx.horovod.negotiation import NegotiationResult, RankRequests, RequestCache, absent, decide, refusal
+from phalanx.horovod.negotiation import (
+    NegotiationResult,
+    RankRequests,
+    RequestCache,
+    absent_ranks,
+    decide,
+    refusal_reason,
+)
 from phalanx.horovod.operation_request import Request
 from phalanx.horovod.stall_inspector import PendingRequest, StallInspector
 from phalanx.monitoring import timeline
@@ -87,7 +94,7 @@ class Negotiator:
             )
         ready = [self._cache[int(number)] for number in np.flatnonzero(self._merged[_FIRST_REQUEST:])]
         return RoundResult(
-            self._note([NegotiationResult(request, refusal(request, self._joined)) for request in ready])
+            self._note([NegotiationResult(request, refusal_reason(request, self._joined)) for request in ready])
         )
 
     def _write_bits(self, waiting: Mapping[str, PendingRequest], *, joins: bool) -> list[Request | int]:
@@ -114,7 +121,7 @@ class Negotiator:
         if len(self._joined) == self._communicator.world_size:
             last, self._joined = self._joined[-1], []
         requested = [self._cache.resolve(each) for each in ranks]
-        missing = absent(requested, self._joined)
+        missing = absent_ranks(requested, self._joined)
         for stall in self.stalls.inspect(waiting, missing):
             self._warn(stall.name, stall.ranks, "which request other operations")
         self.stalls.end_overdue([each.overdue for each in ranks], missing)
@@ -144,7 +151,7 @@ class Negotiator:
             "(HOROVOD_STALL_SHUTDOWN_TIME_SECONDS).",
             self.stalls.warn_s,
             names,
-            self.stalls.who(ranks),
+            self.stalls.describe_ranks(ranks),
             what,
             self.stalls.end_s,
         )

@@ -97,14 +97,15 @@ class StallInspector:
             for name, waited_s in waited.items():
                 if name in absent:
                     raise CollectiveTimeoutError(
-                        f"{name!r} has waited {waited_s:.0f} s on {self.who([rank])} for {self.who(absent[name])}, "
-                        f"which took part in other operations meanwhile. Do all ranks request the same operations?"
+                        f"{name!r} has waited {waited_s:.0f} s on {self.describe_ranks([rank])} for "
+                        f"{self.describe_ranks(absent[name])}, which took part in other operations meanwhile. Do all "
+                        f"ranks request the same operations?"
                     )
 
-    def is_over(self, name: str) -> None:
+    def forget(self, name: str) -> None:
         """An operation of this name has ended: warn again if the next one stalls."""
         self._warned.discard(name)
 
-    def who(self, ranks: Sequence[int]) -> str:
+    def describe_ranks(self, ranks: Sequence[int]) -> str:
         """Names of ranks, for messages."""
         return " and ".join(f"rank {rank} ({self._names[rank]})" for rank in ranks)

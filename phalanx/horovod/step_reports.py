@@ -19,7 +19,7 @@ _numbers = itertools.count()
 _in_function = False  # for all threads: TensorFlow calls the host in one of its own
 
 
-def merged(merge: Callable[[], T], *, applied: bool = False) -> T:
+def report_reduction(merge: Callable[[], T], *, applied: bool = False) -> T:
     """Call a function that reduces the gradients of one update, and return its result.
 
     Args:
@@ -37,7 +37,7 @@ def merged(merge: Callable[[], T], *, applied: bool = False) -> T:
     return result
 
 
-def recorded(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def record_train_function(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Keras's train function of one or several steps, whose parts are recorded in the timeline."""
 
     def train_function(iterator: Any) -> Any:

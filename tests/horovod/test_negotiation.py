@@ -6,7 +6,7 @@ import pytest
 
 from phalanx.errors import ConfigurationError
 from phalanx.horovod.horovod_environment import HorovodEnvironment
-from phalanx.horovod.negotiation import RankRequests, RequestCache, absent, decide, fuse
+from phalanx.horovod.negotiation import RankRequests, RequestCache, absent_ranks, decide, fuse
 from phalanx.horovod.operation_request import HorovodOp, OperationKind, Request, difference
 
 
@@ -25,7 +25,7 @@ def test_what_all_ranks_ask_for_begins_in_one_order_whatever_theirs() -> None:
 
 def test_nothing_begins_while_a_rank_is_missing() -> None:
     assert decide([[A], []], joined=()) == []
-    assert absent([[A, B], [B], []], joined=[2]) == {"a": [1]}
+    assert absent_ranks([[A, B], [B], []], joined=[2]) == {"a": [1]}
 
 
 def test_nobody_waits_for_a_rank_that_has_joined() -> None:

@@ -51,7 +51,7 @@ def test_who_does_not_come_is_named_once_after_the_first_limit(inspector: StallI
     assert inspector.inspect(waiting, absent) == [Stall("grad", [1, 2])]
     assert not inspector.is_due(waiting.values())
     assert inspector.inspect(waiting, absent) == []
-    assert inspector.who([1, 2]) == "rank 1 (worker/1) and rank 2 (worker/2)"
+    assert inspector.describe_ranks([1, 2]) == "rank 1 (worker/1) and rank 2 (worker/2)"
 
 
 def test_the_job_ends_after_the_second_limit_of_any_rank_with_the_names(
@@ -82,7 +82,7 @@ def test_an_operation_that_came_may_be_warned_of_again(inspector: StallInspector
         waiting = {"grad": asked("grad", clock.now)}
         clock.now += 61.0
         assert inspector.inspect(waiting, {"grad": [0]}) == [Stall("grad", [0])]
-        inspector.is_over("grad")
+        inspector.forget("grad")
 
 
 def test_what_this_rank_does_not_wait_for_is_the_others_to_tell(inspector: StallInspector, clock: Clock) -> None:

@@ -22,7 +22,7 @@ def test_each_merge_is_told_as_a_step_and_the_heartbeat_tells_the_speed(record: 
     beat = heartbeat.Heartbeat()
     told = []
     for _ in range(3):
-        assert step_reports.merged(lambda: "merged") == "merged"
+        assert step_reports.report_reduction(lambda: "merged") == "merged"
         last = progress.parse(record.read_bytes())
         assert last is not None
         told.append(last.step)
@@ -33,6 +33,6 @@ def test_each_merge_is_told_as_a_step_and_the_heartbeat_tells_the_speed(record: 
 
 
 def test_a_merge_that_waits_is_told_before_it_begins(record: Path) -> None:
-    during = step_reports.merged(lambda: progress.parse(record.read_bytes()))
+    during = step_reports.report_reduction(lambda: progress.parse(record.read_bytes()))
     assert during is not None
     assert during.phase == "all_reduce"

@@ -46,7 +46,7 @@ def _train_function(model: Any, make: Callable[[], None]) -> Callable[..., Any] 
         return _JaxFunction(model, reduction)
     with _without_xla(model) if backend == "tensorflow" else contextlib.nullcontext():
         make()
-    return step_reports.recorded(model.train_function)
+    return step_reports.record_train_function(model.train_function)
 
 
 @contextlib.contextmanager
@@ -119,9 +119,9 @@ class _Accumulation:
     """
 
     def __init__(self, model: Any) -> None:
-        from phalanx.horovod.keras.optimizer import accumulation_steps, innermost
+        from phalanx.horovod.keras.optimizer import accumulation_steps, innermost_optimizer
 
-        outer, optimizer = model.optimizer, innermost(model.optimizer)
+        outer, optimizer = model.optimizer, innermost_optimizer(model.optimizer)
         accumulators = list(getattr(optimizer, "_accumulated_gradients", ()))
         # A variable without an accumulator (None) is changed at every step.
         is_complete = len(accumulators) == len(model.trainable_variables)
@@ -230,7 +230,7 @@ class _GradientMerge:
             shared = [index for index in range(len(own)) if index not in self._local]
             if shared:
                 gradients, results = [own[index] for index in shared], [outs[index] for index in shared]
-                step_reports.merged(lambda: self._reduce(gradients, results), applied=True)
+                step_reports.report_reduction(lambda: self._reduce(gradients, results), applied=True)
         return flats
 
     def _reduce(self, gradients: Sequence[Array], outs: Sequence[Array]) -> None:

@@ -195,7 +195,7 @@ def distribute_optimizer(optimizer: Any, reduction: GradientReduction, aggregati
         raise ConfigurationError("this optimizer is a DistributedOptimizer already.")
     factor = 1.0
     if aggregation.passes > 1:
-        accumulating = innermost(optimizer)
+        accumulating = innermost_optimizer(optimizer)
         if accumulating.built or accumulating.gradient_accumulation_steps:
             raise ConfigurationError(
                 "backward_passes_per_step sets the optimizer's gradient_accumulation_steps, which must not be set yet, "
@@ -232,7 +232,7 @@ def reduction_of(optimizer: Any) -> OptimizerReduction | None:
     if not isinstance(present, _ReducingOptimizer):
         return None
     reduction: OptimizerReduction = vars(present)["_hvd_reduction"]
-    inner = innermost(optimizer)
+    inner = innermost_optimizer(optimizer)
     asks = inner is not optimizer and accumulation_steps(inner) > 1 and keras.backend.backend() != "jax"
     reducing = inner if asks else optimizer
     if present is not reducing:
@@ -243,7 +243,7 @@ def reduction_of(optimizer: Any) -> OptimizerReduction | None:
     return reduction
 
 
-def innermost(optimizer: Any) -> Any:
+def innermost_optimizer(optimizer: Any) -> Any:
     """The optimizer that updates variables, inside those that scale the loss."""
     while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer = optimizer.inner_optimizer

@@ -24,7 +24,7 @@ def broadcast_variables(
         process_set: the ranks that take part.
         inplace: ignored; the result is the same.
     """
-    broadcast_([of_tensorflow(variable) for variable in variables], root_rank, process_set=process_set)
+    broadcast_([tensorflow_variable(variable) for variable in variables], root_rank, process_set=process_set)
 
 
 def broadcast_object_fn(
@@ -34,9 +34,9 @@ def broadcast_object_fn(
     return lambda obj: broadcast_object(obj, root_rank, name, process_set)
 
 
-def of_tensorflow(variable: Any) -> Any:
+def tensorflow_variable(variable: Any) -> Any:
     """The TensorFlow variable inside a Keras variable; any other variable is returned unchanged."""
     return variable if callable(getattr(variable, "value", None)) else getattr(variable, "value", variable)
 
 
-__all__ = ["allgather_object", "broadcast_object", "broadcast_object_fn", "broadcast_variables", "of_tensorflow"]
+__all__ = ["allgather_object", "broadcast_object", "broadcast_object_fn", "broadcast_variables", "tensorflow_variable"]

@@ -19,7 +19,7 @@ HostFunction = Callable[[list[Array]], Sequence[Any]]
 _counters: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKeyDictionary()
 
 
-def call(function: HostFunction, tensors: Sequence[Any], like: Sequence[tuple[Any, Any]]) -> list[Any]:
+def call_host(function: HostFunction, tensors: Sequence[Any], like: Sequence[tuple[Any, Any]]) -> list[Any]:
     """The results of a function of the tensors' values, as tensors.
 
     In a graph, calls run one after another in the order of the program, which is the same on every rank.
@@ -44,8 +44,10 @@ def call(function: HostFunction, tensors: Sequence[Any], like: Sequence[tuple[An
     return list(results)
 
 
-def once(function: HostFunction, flowing: Sequence[Any], like: Sequence[tuple[Any, Any]], *others: Any) -> list[Any]:
-    """As `call`, for gradients, with an error when the result is differentiated again.
+def call_host_once(
+    function: HostFunction, flowing: Sequence[Any], like: Sequence[tuple[Any, Any]], *others: Any
+) -> list[Any]:
+    """As `call_host`, for gradients, with an error when the result is differentiated again.
 
     Args:
         function: takes the arrays of `flowing` and `others`.
@@ -70,7 +72,7 @@ def once(function: HostFunction, flowing: Sequence[Any], like: Sequence[tuple[An
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def returned(*upstream: Any) -> Any:
-        return call(function, [*upstream, *others], like), refuse
+        return call_host(function, [*upstream, *others], like), refuse
 
     return list(returned(*flowing))
 

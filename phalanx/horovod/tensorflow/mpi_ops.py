@@ -23,7 +23,7 @@ from phalanx.horovod.operation_request import Array, OperationKind
 from phalanx.horovod.operations import Arguments, Average, Sum, barrier, join
 from phalanx.horovod.process_sets import ProcessSet, get_process_set_ids_and_ranks, global_process_set
 from phalanx.horovod.tensorflow.compression import Compression
-from phalanx.horovod.tensorflow.host_functions import call, name_in_graph, once
+from phalanx.horovod.tensorflow.host_functions import call_host, call_host_once, name_in_graph
 
 Around = Callable[[Callable[[], Any]], Any]
 
@@ -48,7 +48,9 @@ def _differentiable(kind: OperationKind, tensors: Sequence[Any], arguments: Argu
         def back(arrays: list[Array]) -> Any:
             return operations.gradient(kind, arrays, of_gradient)
 
-        reduce = linear(lambda *inputs: call(forward, inputs, like), lambda *upstream: call(back, upstream, like))
+        reduce = linear(
+            lambda *inputs: call_host(forward, inputs, like), lambda *upstream: call_host(back, upstream, like)
+        )
         return list(reduce(*tensors))
 
     def backward(arrays: list[Array]) -> Any:
@@ -58,7 +60,7 @@ def _differentiable(kind: OperationKind, tensors: Sequence[Any], arguments: Argu
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def collective(*inputs: Any) -> Any:
         counts = [(tf.int32, [None])] if kind is OperationKind.ALLTOALL else []
-        results = call(
+        results = call_host(
             forward, [*inputs, *splits], [(each.dtype, _result_shape(kind, each)) for each in inputs] + counts
         )
 
@@ -69,7 +71,9 @@ def _differentiable(kind: OperationKind, tensors: Sequence[Any], arguments: Argu
                 rows = tf.stack([tf.shape(each, tf.int64)[0] for each in inputs])
             else:
                 rows = tf.zeros([0], tf.int64)
-            return once(backward, upstream[: len(inputs)], [(each.dtype, each.shape) for each in inputs], rows)
+            return call_host_once(
+                backward, upstream[: len(inputs)], [(each.dtype, each.shape) for each in inputs], rows
+            )
 
         return results, gradient
 
@@ -218,7 +222,7 @@ def local_size_op(name: str | None = None) -> Any:
 
 
 def _host_number(read: Callable[[], int]) -> Any:
-    return call(lambda arrays: [np.int32(read())], [], [(tf.int32, [])])[0]
+    return call_host(lambda arrays: [np.int32(read())], [], [(tf.int32, [])])[0]
 
 
 def _ranks_of(process_set_id: int) -> Sequence[int]:

@@ -13,10 +13,11 @@ from phalanx.horovod.operation_request import HorovodOp, OperationKind
 from phalanx.horovod.operations import Average
 from phalanx.horovod.process_sets import ProcessSet, global_process_set
 from phalanx.horovod.tensorflow.compression import Compression
-from phalanx.horovod.tensorflow.functions import of_tensorflow
+from phalanx.horovod.tensorflow.functions import tensorflow_variable
 from phalanx.horovod.tensorflow.mpi_ops import divided_by_size, run_collective
 
 
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def reduce_gradients(gradients: Sequence[Any], reduction: GradientReduction, name: str | None = None) -> list[Any]:
     """Gradients reduced over the ranks, all dense ones together; None stays None.
 
@@ -34,7 +35,7 @@ def reduce_gradients(gradients: Sequence[Any], reduction: GradientReduction, nam
             tensors,
             reduction.arguments(name),
             reduction.compression,
-            around=step_reports.merged,
+            around=step_reports.report_reduction,
         )
 
     return reduce_present(gradients, reduce)
@@ -119,7 +120,7 @@ class _ReducingTape:
 
     def register_local_source(self, source: Any) -> None:
         """Do not reduce the gradients of this variable."""
-        self._hvd_local.add(id(of_tensorflow(source)))
+        self._hvd_local.add(id(tensorflow_variable(source)))
 
     def gradient(self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any) -> Any:
         """See `tf.GradientTape.gradient`."""
@@ -128,7 +129,7 @@ class _ReducingTape:
         if not process_set.included():
             return gradients
         flat = tf.nest.flatten(gradients)
-        identities = [id(of_tensorflow(source)) for source in tf.nest.flatten(sources)]
+        identities = [id(tensorflow_variable(source)) for source in tf.nest.flatten(sources)]
         local = {index for index, identity in enumerate(identities) if identity in self._hvd_local}
         shared = [None if index in local else each for index, each in enumerate(flat)]
         reduced = reduce_gradients(shared, self._hvd_reduction)

@@ -27,7 +27,7 @@ def reduce_gradients(
 
     def reduce(packed: list[torch.Tensor]) -> list[torch.Tensor]:
         pending = start_collective(OperationKind.ALLREDUCE, packed, arguments, in_place=True, wake=False)
-        return step_reports.merged(pending.wait)
+        return step_reports.report_reduction(pending.wait)
 
     def reduce_dense(present: list[torch.Tensor]) -> list[torch.Tensor]:
         dense = [(each.to_dense() if each.is_sparse else each).detach() for each in present]

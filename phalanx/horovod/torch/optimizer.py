@@ -112,7 +112,7 @@ class _GradientReduction:
 
     def synchronize(self) -> None:
         """Wait until all gradients are reduced; then `.grad` of the parameters is the same on all ranks."""
-        step_reports.merged(self._hvd_reducer.reduce, applied=True)
+        step_reports.report_reduction(self._hvd_reducer.reduce, applied=True)
         self._hvd_is_synchronized = True
 
     @contextmanager
@@ -211,7 +211,7 @@ class _StepReduction:
         return result
 
     def _hvd_combine(self, changes: list[torch.Tensor]) -> list[torch.Tensor]:
-        return step_reports.merged(
+        return step_reports.report_reduction(
             lambda: grouped_allreduce_(changes, name="steps", op=Adasum, process_set=self._hvd_reduction.process_set),  # type: ignore[no-any-return]
             applied=True,
         )

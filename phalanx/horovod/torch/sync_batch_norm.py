@@ -19,7 +19,7 @@ from phalanx.horovod.instance_numbers import InstanceNumber
 from phalanx.horovod.operations import Sum
 from phalanx.horovod.process_sets import global_process_set
 from phalanx.horovod.torch.mpi_ops import allgather, allreduce
-from phalanx.horovod.torch.torch_framework import once
+from phalanx.horovod.torch.torch_framework import differentiable_once
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -114,7 +114,7 @@ class _Normalization(torch.autograd.Function):
                 own.append((centred * scale.view(shape)).to(ctx.dtype))
             return own
 
-        of_bias, of_weight, *of_input = once(of_all, upstream, input)
+        of_bias, of_weight, *of_input = differentiable_once(of_all, upstream, input)
         found = of_input[0] if of_input else None
         if weight is None:
             return found, None, None, None, None

@@ -30,7 +30,7 @@ class _Once(torch.autograd.Function):
         operations.refuse_second_gradient()
 
 
-def once(function: Callable[..., Sequence[Tensor]], *upstream: Tensor) -> Any:
+def differentiable_once(function: Callable[..., Sequence[Tensor]], *upstream: Tensor) -> Any:
     """What a function computes of gradients, with an error for who differentiates that again.
 
     PyTorch's own `once_differentiable` raises in `backward` only: `torch.autograd.grad` bypasses it.
@@ -65,7 +65,7 @@ class _Collective(torch.autograd.Function):
         def back(*own: Tensor) -> list[Tensor]:
             return tensors_of(operations.gradient(kind, [to_host(grad) for grad in own], arguments, rows), own)
 
-        return None, None, *once(back, *grads[: ctx.inputs])
+        return None, None, *differentiable_once(back, *grads[: ctx.inputs])
 
 
 def run_collective(
