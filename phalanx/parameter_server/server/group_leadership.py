@@ -22,7 +22,7 @@ from phalanx.cluster.spec import Task
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.errors import FrameError, PhalanxError
 from phalanx.parameter_server.server import replication
-from phalanx.parameter_server.server.recovery import TrainingRecovery
+from phalanx.parameter_server.server.group_recovery import GroupRecovery
 from phalanx.parameter_server.server.service_threads import ServiceThreads
 from phalanx.parameter_server.server.step_schedule import StepSchedule
 from phalanx.parameter_server.server.variable_store import VariableStore
@@ -89,7 +89,7 @@ class GroupLeadership:
         self,
         me: TaskIdentity,
         number: int,
-        parts: tuple[VariableStore, StepSchedule, TrainingRecovery],
+        parts: tuple[VariableStore, StepSchedule, GroupRecovery],
         changed: threading.Condition,
         threads: ServiceThreads,
         *,

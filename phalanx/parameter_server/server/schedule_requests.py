@@ -8,7 +8,7 @@ import numpy as np
 
 from phalanx.parameter_server import server_messages as messages
 from phalanx.parameter_server.server.chief_announcements import ChiefAnnouncements
-from phalanx.parameter_server.server.recovery import TrainingRecovery
+from phalanx.parameter_server.server.group_recovery import GroupRecovery
 from phalanx.parameter_server.server.step_schedule import StepSchedule
 from phalanx.parameter_server.server.value_requests import Reply, Sender
 from phalanx.parameter_server.server.variable_store import VariableStore
@@ -38,7 +38,7 @@ class ScheduleRequests:
         schedule: StepSchedule,
         announcements: ChiefAnnouncements,
         store: VariableStore,
-        recovery: TrainingRecovery,
+        recovery: GroupRecovery,
     ):
         self._timeout_s = timeout_s
         self._schedule = schedule

@@ -21,7 +21,7 @@ from phalanx.errors import PeerLostError, PhalanxError, RendezvousError
 from phalanx.parameter_server.server.chief_announcements import ChiefAnnouncements
 from phalanx.parameter_server.server.connected_workers import ConnectedWorkers
 from phalanx.parameter_server.server.group_leadership import GroupLeadership, GroupRole
-from phalanx.parameter_server.server.recovery import TrainingRecovery
+from phalanx.parameter_server.server.group_recovery import GroupRecovery
 from phalanx.parameter_server.server.request_handler import RequestHandler, handlers
 from phalanx.parameter_server.server.schedule_rebuild import ScheduleRebuild
 from phalanx.parameter_server.server.schedule_requests import ScheduleRequests
@@ -92,7 +92,7 @@ class ShardGroup:
         schedule, is_head = StepSchedule(members), number == 0
         rebuild = ScheduleRebuild(schedule)
         self._store = VariableStore(number, schedule, is_head=is_head)
-        self._recovery = TrainingRecovery(
+        self._recovery = GroupRecovery(
             me, self._store, schedule, rebuild, snapshots, is_head=is_head, replicated_by=other
         )
         parts = (self._store, schedule, self._recovery)

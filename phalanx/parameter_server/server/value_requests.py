@@ -10,7 +10,7 @@ import numpy as np
 from phalanx.config.job_config import JobConfig
 from phalanx.parameter_server import server_messages as messages
 from phalanx.parameter_server.server.declared_shards import CopyArrays
-from phalanx.parameter_server.server.recovery import TrainingRecovery
+from phalanx.parameter_server.server.group_recovery import GroupRecovery
 from phalanx.parameter_server.server.step_schedule import StepSchedule
 from phalanx.parameter_server.server.variable_store import VariableStore
 from phalanx.parameter_server.server_messages import FitJoined, FitOver, Response, Values, arrays_of, dtypes_of
@@ -57,7 +57,7 @@ class ValueRequests:
         config: JobConfig,
         store: VariableStore,
         schedule: StepSchedule,
-        recovery: TrainingRecovery,
+        recovery: GroupRecovery,
         *,
         is_head: bool,
         is_replicated: bool,

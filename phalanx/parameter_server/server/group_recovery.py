@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 _STATES = msgspec.msgpack.Decoder(GroupState)
 
 
-class TrainingRecovery:
+class GroupRecovery:
     """What another process did before this one leads the group, and what is kept for the process after it.
 
     Args:
