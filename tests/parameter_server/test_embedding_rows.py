@@ -298,7 +298,7 @@ def _own_step(keras: Any) -> Any:
     [
         (_in_a_class, "not made of layers in a graph"),
         (_own_step, "has a `train_step` of its own"),
-        (_nested, "inside of another layer or model"),
+        (_nested, "inside another layer or model"),
         (_tied, "an operation of the model uses it as well"),
         (_from_weights, "depends on `choose`, which has weights"),
         (lambda keras: _with(keras, embeddings_regularizer="l2"), "has a regularizer"),

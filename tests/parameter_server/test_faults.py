@@ -278,7 +278,7 @@ def test_a_server_of_workers_is_refused() -> None:
     ("make", "options", "message"),
     [
         (lambda k: k.LossScaleOptimizer(k.SGD()), {}, "scales the loss"),
-        (lambda k: k.Adafactor(), {}, "Adafactor does not say"),
+        (lambda k: k.Adafactor(), {}, "Adafactor does not record"),
         (lambda k: k.SGD(lambda: 0.1), {}, "a function as its learning rate"),
         (lambda k: k.Lamb(), {"cut": True, "whole": False}, "computes with each variable as a whole"),
         (lambda k: k.SGD(global_clipnorm=1.0), {"whole": False, "late": True}, "the norm of the first gradients"),
@@ -304,7 +304,7 @@ def test_an_optimizer_of_unknown_classes_is_refused_with_the_rule() -> None:
     from phalanx.engines import make_updater
 
     described = '{"module": "mine", "class_name": "Odd", "config": {}, "registered_name": "mine>Odd"}'
-    with pytest.raises(ConfigurationError, match=r"'Odd' of the chief.*before the strategy is made"):
+    with pytest.raises(ConfigurationError, match=r"'Odd' .*before you create the strategy"):
         make_updater(described, [])
 
 

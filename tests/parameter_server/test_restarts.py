@@ -96,7 +96,7 @@ def test_a_chief_that_was_left_out_ends_nobody_when_it_goes_on(start: Start) -> 
     assert tasks.ends("worker/0") == {"worker/0": EvictedError.exit_code}
     tasks.restart("worker/0")
     assert set(tasks.ends().values()) == {0}, tasks.everything()
-    assert "The chief was started again" in tasks.said("worker/1")
+    assert "The chief was restarted" in tasks.said("worker/1")
 
 
 @pytest.mark.slow
