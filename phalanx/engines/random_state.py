@@ -1,4 +1,4 @@
-"""The random state that a backend keeps for the whole process, beside those of Keras's seed generators.
+"""The random state that a backend keeps for the whole process, in addition to Keras's seed generators.
 
 On PyTorch, Keras's dropout without a seed draws from it; JAX and TensorFlow draw from seed generators alone.
 """
@@ -15,7 +15,7 @@ Array = np.ndarray[Any, Any]
 
 
 def random_state() -> list[Array]:
-    """This process's, of shape (bytes,), uint8, for each kind of device; nothing where there is no such state."""
+    """The state of each kind of device, of shape (bytes,), uint8; empty if the backend keeps none."""
     if keras.backend.backend() != "torch":
         return []
     import torch
@@ -27,11 +27,12 @@ def random_state() -> list[Array]:
 
 
 def set_random_state(of_ranks: Sequence[Sequence[Array]], rank: int) -> None:
-    """Draw on as this rank did.
+    """Restore the random state of this rank.
 
     Args:
-        of_ranks: the `random_state` of each rank. One that was not there then draws numbers of its own, which follow
-            from the chief's state and the rank.
+        of_ranks: the `random_state` of each rank. A rank that is not among them gets a new state, which follows from
+            the chief's state and the rank.
+        rank: of this process.
     """
     if not of_ranks or not of_ranks[0] or keras.backend.backend() != "torch":
         return
@@ -47,7 +48,7 @@ def set_random_state(of_ranks: Sequence[Sequence[Array]], rank: int) -> None:
 
 
 def draw_own_numbers(chiefs: Sequence[Array], rank: int) -> None:
-    """Go on with numbers that follow from the chief's `random_state` and the rank; the chief draws on as it is."""
+    """Set a state that follows from the chief's `random_state` and the rank; without effect on the chief."""
     if not chiefs or not rank:
         return
     import torch  # nowhere else is there such a state

@@ -1,15 +1,16 @@
 """What one step merges over the ranks, and how it lies in memory.
 
-A step merges arrays of three sorts in one all-reduce, told apart by how a rank's value counts in the sum:
+A step merges arrays of three kinds in one all-reduce. They differ in how a rank's value counts in the sum:
 
-* gradients, floating state (batch-norm statistics) and plain logged scalars count with the rank's *share* of the
-  global batch, so that the sum is their mean over the samples, whatever the shares are (gradients have a weight of
-  their own all the same, because parameter servers take them elsewhere);
+* gradients, floating state (batch-norm statistics) and logged scalars count with the rank's *share* of the global
+batch,
+  so that the sum is their mean over the samples, whatever the shares are (gradients still have a weight of their own,
+  because parameter servers handle them differently);
 * metric counters count once (*one*): they are sums over samples already;
 * what only the first replica knows counts there alone (*first*).
 
-The result lies in one flat buffer for each dtype. Compiled code takes the flat buffers as arguments and cuts
-them itself, which costs less than handing over many small arrays.
+The result lies in one flat buffer for each dtype. Compiled code takes the flat buffers as arguments and slices them
+itself, which costs less than passing many small arrays.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class StepLayout:
         return tuple(places)
 
     def allocate(self) -> list[Array]:
-        """Fresh flat buffers, zeroed, at addresses from which a backend can compute without copying them."""
+        """New zeroed flat buffers, at addresses from which a backend can compute without copying them."""
         sizes = [0] * len(self.flat_dtypes)
         for buffer, _, stop in self._places:
             sizes[buffer] = max(sizes[buffer], stop)
@@ -103,7 +104,7 @@ class StepLayout:
 
     @property
     def elements(self) -> int:
-        """Of all arrays."""
+        """The number of elements of all arrays."""
         return sum(math.prod(shape) for shape in self.shapes)
 
     def cut(self, flats: Sequence[Any]) -> list[Any]:
@@ -115,16 +116,16 @@ class StepLayout:
 
 
 SMALL = 4096
-"""Below this many elements, handing an array over costs more than copying it into another."""
+"""Below this many elements, passing an array costs more than copying it into another."""
 SMALL_ON_THE_BUS = 2**16
-"""The same where it comes from a GPU."""
+"""The same for an array that comes from a GPU."""
 
 
 def bundles(layout: StepLayout, small: int = SMALL) -> list[list[int]]:
-    """The arrays of a layout grouped for the way: those below `small` elements that count alike may travel as one.
+    """The indices of a layout's arrays in groups that travel as one array each.
 
-    Each large array is a group of its own. `layout.chosen` of all groups in a row describes the same flat buffers
-    as the layout of the joined arrays.
+    Arrays below `small` elements that count alike form a group; each larger array is a group by itself. `layout.chosen`
+    of all groups in a row describes the same flat buffers as the layout of the joined arrays.
     """
     groups: dict[object, list[int]] = {}
     for index, (shape, dtype, weight) in enumerate(zip(layout.shapes, layout.dtypes, layout.weights, strict=True)):

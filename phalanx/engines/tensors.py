@@ -1,4 +1,4 @@
-"""The contract for tensors of a backend outside models: what custom loops hand to a strategy."""
+"""The contract for a backend's tensors outside of models: what custom training loops pass to a strategy."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 HostFunction = Callable[[list[Array]], list[Array]]
 Shape = Sequence[int | None]
-"""Lengths; None where one is not known before the call."""
+"""Lengths of the axes; None where one is not known before the call."""
 Gradient = Callable[[list[Array], list[tuple[int, ...]]], list[Array]]
-"""Of a host function: gets the gradients with respect to its results and the shapes of its arguments, and returns the
-gradients with respect to these."""
+"""The gradient of a host function: gets the gradients with respect to its results and the shapes of its arguments, and
+returns the gradients with respect to its arguments."""
 
 
 def same_shape(shape: Shape) -> Shape:
@@ -25,11 +25,11 @@ class Tensors(Protocol):
 
     @property
     def merges_in_apply(self) -> bool:
-        """Whether an `optimizer.apply` that happens now, inside `strategy.run`, can merge its gradients first."""
+        """Whether an `optimizer.apply` inside `strategy.run` can merge its gradients first, at this moment."""
         ...
 
     def from_host(self, array: Array) -> Any:
-        """A tensor with its own copy of the values."""
+        """A tensor with a copy of the values."""
         ...
 
     def call(
@@ -40,27 +40,30 @@ class Tensors(Protocol):
         shape_of: Callable[[Shape], Shape] = same_shape,
         gradient: Gradient | None = None,
     ) -> list[Any]:
-        """`function` of the tensors' values on the host, as tensors; inside a compiled function where that can be.
+        """Call a function of the tensors' values on the host; inside a compiled function where the backend can.
 
         Args:
-            function: gets arrays, returns as many with the same dtypes.
-            shape_of: the shape of a result by that of the argument.
-            gradient: for backends that differentiate through host functions. None: there is none.
+            function: gets arrays, and returns as many with the same dtypes.
+            tensors: its arguments.
+            shape_of: returns the shape of a result, given the shape of the argument.
+            gradient: its gradient, for backends that differentiate through host functions; None if it has none.
+
+        Returns: the results as tensors.
         """
         ...
 
     @staticmethod
     def failure_behind(error: BaseException) -> BaseException | None:
-        """The error of a host function of which the backend has made this one of its own; None if there is none."""
+        """The error of a host function that the backend has wrapped in this one; None if there is none."""
         ...
 
     @staticmethod
     def trace_apart(key: Callable[[], Hashable | None]) -> None:
-        """Have functions that the backend compiles traced for each value of `key` apart, if what a trace decides in
-        Python would hold for others: merging may depend on the key."""
+        """Trace compiled functions for each value of `key()` apart, where a trace keeps decisions made in Python:
+        whether to merge may depend on the key."""
         ...
 
     def reduce(self, thing: Any) -> Any:
-        """How a thing of the backend's own is pickled where the backend itself does not know: as `__reduce_ex__` says
-        it. NotImplemented for everything else, dense tensors among it."""
+        """What `__reduce_ex__` would return for an object of the backend that the backend itself can't pickle;
+        NotImplemented for everything else, including dense tensors."""
         ...

@@ -61,7 +61,7 @@ def is_elementwise(described: Mapping[str, Any]) -> bool:
 
 
 def _groups(described: dict[str, Any], pieces: Sequence[UpdaterPiece], apart: Collection[int]) -> list[list[int]]:
-    """The numbers of the pieces that can be one vector."""
+    """The indices of the pieces, in groups that can be one vector."""
     elementwise = is_elementwise(described)
     groups: dict[object, list[int]] = {}
     for number, piece in enumerate(pieces):
@@ -71,10 +71,10 @@ def _groups(described: dict[str, Any], pieces: Sequence[UpdaterPiece], apart: Co
 
 
 class _Vector:
-    """Pieces that are one variable; a single one as it is.
+    """Pieces joined into one variable; a single piece stays as it is.
 
     Args:
-        pieces: with their numbers among all.
+        pieces: by their indices among all pieces.
     """
 
     def __init__(self, pieces: Mapping[int, UpdaterPiece]):
@@ -85,20 +85,20 @@ class _Vector:
         self.piece = first._replace(value=self.filled(values))
 
     def cut(self, vector: Array) -> list[Array]:
-        """The pieces in it, as views."""
+        """The pieces of such a variable, as views."""
         return [vector] if self._vector is None else self._vector.unpack(vector)
 
     def filled(self, arrays: Sequence[Any]) -> Any:
-        """These pieces as one variable."""
+        """These values of the pieces as one variable."""
         return arrays[0] if self._vector is None else self._vector.pack_part([np.asarray(array) for array in arrays])
 
 
 class _Places:
-    """Where something of each piece is among that of the vectors: its value, or what the optimizer keeps for it.
+    """Finds parts (the values of the pieces, or the optimizer's variables for them) in the arrays of the inner updater.
 
     Args:
-        vectors: for each array of the inner updater, the vector that it is like.
-        where: for each of ours, the array, and the number of the part in it.
+        vectors: for each array of the inner updater, the vector whose layout it has.
+        where: for each part, the index of its array, and its index in that array.
     """
 
     def __init__(self, vectors: Sequence[_Vector | None], where: Sequence[tuple[int, int]]):
@@ -109,16 +109,16 @@ class _Places:
         return len(self._where)
 
     def arrays(self, numbers: Iterable[int]) -> list[int]:
-        """Which arrays these are in."""
+        """The arrays that contain these parts."""
         return sorted({self._where[number][0] for number in numbers})
 
     def parts(self, numbers: Iterable[int], arrays: Mapping[int, Array]) -> list[Array]:
-        """These parts of the arrays, as views."""
+        """These parts, as views of the arrays."""
         cut = {place: self._cut(place, array) for place, array in arrays.items()}
         return [cut[place][part] for place, part in (self._where[number] for number in numbers)]
 
     def filled(self, parts: Mapping[int, Any], arrays: Mapping[int, Array]) -> dict[int, Any]:
-        """New arrays, with other values in these parts."""
+        """New arrays, in which these parts have other values."""
         cut: dict[int, list[Any]] = {place: self._cut(place, array) for place, array in arrays.items()}
         for number, value in parts.items():
             place, part = self._where[number]
@@ -138,7 +138,8 @@ class VectorizedUpdater(Updater):
     """See `Updater`.
 
     Args:
-        updater: of the vectors.
+        updater: updates the vectors.
+        vectors: what the pieces are joined into.
     """
 
     def __init__(self, updater: Updater, vectors: Sequence[_Vector]):
@@ -179,7 +180,7 @@ class VectorizedUpdater(Updater):
         self._updater.set_learning_rate(rate)
 
     def _fetch(self, values: Iterable[int], state: Iterable[int]) -> tuple[dict[int, Array], dict[int, Array]]:
-        """The arrays in which these are."""
+        """The arrays that contain these parts, by index."""
         wanted = self._values.arrays(values), self._state.arrays(state)
         of_values, of_state = self._updater.fetch(*wanted)
         return dict(zip(wanted[0], of_values, strict=True)), dict(zip(wanted[1], of_state, strict=True))

@@ -1,10 +1,10 @@
-"""What JAX has compiled is kept on disk, so that a program's next start, and a worker's replacement, need not wait.
+"""Keeps what JAX compiles on disk, so that the next start of a program, or of a worker's replacement, is faster.
 
-JAX has such a cache (https://docs.jax.dev/en/latest/persistent_compilation_cache.html) and leaves it off. A small
-model's start spends three quarters of its time in compiling, most of it initial values and the two halves of a
-step. An entry is found again only by the same computation, compiler, flags and kind of processor.
+JAX has such a cache (https://docs.jax.dev/en/latest/persistent_compilation_cache.html), which is off by default. A
+small model's start spends three quarters of its time compiling, most of it initial values and the two halves of a
+step. An entry is found only by the same computation, compiler, flags and kind of processor.
 
-A program that sets JAX_COMPILATION_CACHE_DIR, or JAX_ENABLE_COMPILATION_CACHE=false, decides for itself.
+Users who set JAX_COMPILATION_CACHE_DIR, or JAX_ENABLE_COMPILATION_CACHE=false, decide for themselves.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _SUFFIX = "-cache"
 
 
 class _Cache(LRUCache):  # type: ignore[misc]
-    """JAX's cache of files. A worker may be killed while it writes, and others may be reading: an entry is there
-    whole or not at all. Reading one shows that it is in use."""
+    """JAX's cache of files, with atomic writes: a worker may be killed while it writes, and others may be reading.
+    Reading an entry marks it as used."""
 
     def get(self, key: str) -> bytes | None:
         value: bytes | None = super().get(key)
@@ -48,7 +48,7 @@ class _Cache(LRUCache):  # type: ignore[misc]
 
 
 def install() -> None:
-    """Turn the cache on, unless the user has decided about it or no file can be written."""
+    """Turn the cache on, unless the user has configured it or its folder is not writable."""
     config: Any = jax.config
     decided = "JAX_COMPILATION_CACHE_DIR" in process_environment() or config.jax_compilation_cache_dir
     if decided or not config.jax_enable_compilation_cache:
@@ -58,7 +58,7 @@ def install() -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         _remove_unused(folder)
     except OSError as error:
-        logger.info("What JAX compiles is not kept: %s", error)
+        logger.info("The JAX compilation cache is off: %s", error)
         return
     config.update("jax_compilation_cache_dir", str(folder))
     config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -72,7 +72,7 @@ def _folder() -> Path:
 
 
 def _processor() -> str:
-    """The kind of processor, by what it can do: homes are shared between machines that differ."""
+    """A digest of the processor's features: machines of different kinds may share a home directory."""
     description = platform.machine()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()

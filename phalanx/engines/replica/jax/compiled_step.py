@@ -1,4 +1,4 @@
-"""A compiled function of a step, and what its losses need of the other ranks."""
+"""A compiled function of a step, and the denominators that its losses need from the other ranks."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from phalanx.keras_compat.step_means import WeightedStepMeans
 
 
 class _DenominatorsNeeded(Exception):
-    """A step met a loss whose scale was not given."""
+    """A step has a loss whose scale was not passed."""
 
 
 class CompiledStep:
-    """A compiled step whose losses and means of steps are made global (`global_losses`, `step_means`).
+    """A compiled step whose losses and step means are those of the global batch (`global_losses`, `step_means`).
 
-    A compiled function cannot wait for other processes, so where a loss needs it, the denominators come from a function
-    of their own, which runs before: the same step, of which XLA leaves only what the denominators need.
+    A compiled function cannot wait for other processes. So if a loss needs it, a function that runs before computes the
+    denominators: the same step, of which XLA keeps only what the denominators need.
 
     Args:
-        jit: compiles a function, given the numbers of the arguments that it may overwrite, and where it leaves what it
-            returns.
-        donate: the numbers of those of `function`.
-        leave: where `function` leaves what it returns; None: on the device.
+        function: what is compiled; its last argument is the batch.
+        jit: compiles a function; see `ModelCompiler.jit`.
+        merge: sums denominators over the ranks.
+        donate: indices of the arguments of `function` that it may overwrite.
+        leave: where `function` leaves its results; None: on the device.
     """
 
     def __init__(
@@ -50,9 +51,9 @@ class CompiledStep:
         self._prepared: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
     def prepare(self, share: float, *arguments: Any) -> Callable[[], None] | None:
-        """Trace the step for arguments like these; the compilation is returned, to be done in any thread.
+        """Trace the step for arguments like these, and return its compilation, which any thread may do.
 
-        None where there is nothing to compile, or other ranks would have to be asked.
+        Returns: None if there is nothing to compile, or if other ranks' denominators are needed.
         """
         if self._denominators is not None or not hasattr(self._run, "lower"):
             return None
@@ -97,7 +98,7 @@ class CompiledStep:
         with GloballyScaledLosses(scale_of, samples(arguments_of_step[-1])), WeightedStepMeans(lambda: share):
             results = self._function(*arguments_of_step)
         if scaled and not len(given):
-            raise _DenominatorsNeeded  # at its end: Keras would keep the added losses of a step that was broken off
+            raise _DenominatorsNeeded  # only now: Keras would keep the added losses of an interrupted step
         return results
 
     def _trace_denominators(self, *arguments: Any) -> list[Any]:

@@ -1,8 +1,8 @@
-"""Where compiled functions on JAX leave what the host reads, and how they are compiled.
+"""Where compiled functions on JAX leave results for the host, and with which options they are compiled.
 
-On CPUs that is the memory in which they compute. From a GPU each array takes 160 us and more, and into memory that is
-not pinned many times as long as the bus takes (60 arrays of 1 MB: 37 ms). A compiled function that leaves its results
-in pinned memory itself needs 1.5 ms for the same.
+On CPUs it is the memory in which they compute. From a GPU each array takes at least 160 us, and into pageable memory
+many times as long as the bus needs (60 arrays of 1 MB: 37 ms). A compiled function that leaves its results in pinned
+memory takes 1.5 ms for the same.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from jax.sharding import SingleDeviceSharding
 
 PINNED = "pinned_host"
 SAME_ON_ALL: dict[str, Any] = {"xla_gpu_deterministic_ops": True}
-"""Options for compiling what all ranks must compute to the last bit. Without, each rank's compiler chooses among
-kernels by what is fastest when it tries them, and their sums differ (seen with a norm of all gradients)."""
+"""Options for compiling what all ranks must compute to the last bit. Without them, each rank's compiler chooses the
+kernels that are fastest when it tries them, and their sums differ (seen with a norm of all gradients)."""
 
 
 def pinned_memory() -> SingleDeviceSharding | None:
-    """The host's pinned memory, for results of what the default device computes; None where that is the host."""
+    """The host's pinned memory, for results of the default device; None if that device is the host."""
     (device,) = jnp.zeros(()).devices()
     kinds = {memory.kind for memory in device.addressable_memories()}
     if device.platform == "cpu" or PINNED not in kinds:
@@ -29,16 +29,16 @@ def pinned_memory() -> SingleDeviceSharding | None:
 
 
 def wide_vectors() -> dict[str, Any] | None:
-    """Options for compiling an optimizer's update that one process makes for all; None where they mean nothing.
+    """Options for compiling an optimizer's update that one process makes for all; None if JAX does not use a CPU.
 
-    XLA takes half of what the widest vector instructions of a CPU could do, for fear of their heat. With all of it Adam
-    takes a fifth less time. Not where each rank makes the update for itself: to the last bit some optimizers
-    (Adafactor, a centered RMSprop) give other numbers with each width, which not all hosts of a job have.
+    By default XLA uses half the width of a CPU's widest vector instructions, because of their heat. With the full width
+    Adam takes a fifth less time. Do not use it where each rank makes the update itself: the last bits of some
+    optimizers (Adafactor, a centered RMSprop) depend on the width, which differs between hosts.
     """
     return {"xla_cpu_prefer_vector_width": 512} if computes_on_host() else None
 
 
 def computes_on_host() -> bool:
-    """Whether JAX computes on this host's processors."""
+    """Whether JAX computes on this host's CPUs."""
     backend: str = jax.default_backend()
     return backend == "cpu"

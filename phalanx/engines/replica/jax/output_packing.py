@@ -1,4 +1,4 @@
-"""How a step's results on JAX are joined into the few arrays that travel, and read again when they have been merged."""
+"""How a step's results on JAX are joined into a few arrays that travel, and read again after the merge."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class OutputPacking:
     """How to join what a step merges and to read the merged buffers; the same for all batches of a model.
 
     Attributes:
-        layout: of all that is merged: gradients, state, metrics, logs.
-        bundles: their indices, in the order in which they travel (`layout.bundles`).
-        gradients: how many.
+        layout: of everything that is merged: gradients, state, metrics, logs.
+        bundles: their indices, in the order in which they travel (`step_layout.bundles`).
+        gradients: the number of gradients.
         state: indices of the floating non-trainable variables that the step changed.
         metrics: how each metric variable counts.
         logs: names of the logs that are not metric results.
@@ -45,7 +45,7 @@ class OutputPacking:
         return self.layout.chosen(self._order)
 
     def join(self, values: Values) -> Values:
-        """The few arrays that travel, from all that is merged."""
+        """The few arrays that travel, from everything that is merged."""
         return [
             values[bundle[0]] if len(bundle) == 1 else jnp.concatenate([jnp.ravel(values[index]) for index in bundle])
             for bundle in self.bundles
@@ -63,11 +63,11 @@ class OutputPacking:
         )
 
     def read(self, flats: Sequence[Any]) -> tuple[Values, Values, Values, dict[str, Any]]:
-        """What was merged, out of the flat buffers: gradients, state, metrics, logs."""
+        """Gradients, state, metrics and logs from the merged flat buffers."""
         return self._sorted(self._contents.cut(flats))
 
     def read_travelled(self, arrays: Sequence[Any]) -> tuple[Values, Values, Values, dict[str, Any]]:
-        """As `read`, out of arrays like those that `join` returns."""
+        """As `read`, from arrays like those that `join` returns."""
         pieces: list[Any] = []
         for bundle, array in zip(self.bundles, arrays, strict=True):
             pieces += self.layout.chosen(bundle).cut([jnp.ravel(array)])

@@ -1,7 +1,7 @@
-"""Calls of a traced function whose arguments are known to be like those that it was traced for.
+"""Calls of a traced function whose arguments are known to be like those for which it was traced.
 
-TensorFlow binds the arguments of each call to the names of its parameters, and casts them to what it takes, which
-is 40 of the 100 us that a small function takes on one core. All that is needed is the order in which it takes tensors.
+TensorFlow binds the arguments of each call to the function's parameters and casts them, which is 40 of the 100 us that
+a small function takes on one core. Only the order in which the function takes its tensors is needed.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from phalanx.arrays.tree import leaves
 
 
 class ConcreteCall:
-    """A concrete function of TensorFlow's.
+    """A direct call of one of TensorFlow's concrete functions.
 
     Args:
-        arguments: what it was traced for; nested structures of tensors.
+        function: the concrete function.
+        arguments: for which it was traced; nested structures of tensors.
     """
 
     def __init__(self, function: Any, *arguments: Any) -> None:
@@ -23,7 +24,7 @@ class ConcreteCall:
         self._order = _order(function, arguments)
 
     def __call__(self, *arguments: Any) -> Any:
-        """Args: arguments: of the same structure, shapes and dtypes."""
+        """Call it with arguments of the same structure, shapes and dtypes."""
         if self._order is None:
             return self._function(*arguments)
         tensors = leaves(arguments)
@@ -32,8 +33,8 @@ class ConcreteCall:
 
 
 def _order(function: Any, arguments: tuple[Any, ...]) -> list[int] | None:
-    """The numbers of the arguments' tensors in the order in which the function takes them; None if that cannot be told:
-    in another version of TensorFlow, or where one tensor stands in several places."""
+    """The indices of the arguments' tensors in the order in which the function takes them; None if it is unknown: in
+    another version of TensorFlow, or if one tensor is in several places."""
     kind: Any = getattr(function, "function_type", None)
     run: Any = getattr(function, "inference_fn", None)
     if not (hasattr(kind, "bind") and hasattr(kind, "unpack_inputs") and hasattr(run, "call_preflattened")):

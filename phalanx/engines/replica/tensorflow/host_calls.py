@@ -1,4 +1,4 @@
-"""Calls of the host in the middle of a graph, which come in the order of the program."""
+"""Host functions called in the middle of a graph, in the order of the program."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Array = np.ndarray[Any, Any]
 def call_in_graph(
     function: Callable[..., Sequence[Array] | None], tensors: Sequence[Any], dtypes: Sequence[Any]
 ) -> Any:
-    """The results of a function of the tensors' arrays, in tensors of these dtypes.
+    """Call a function of the tensors' arrays; returns its results as tensors of these dtypes.
 
-    TensorFlow keeps the order of operations that use one variable, however deep in functions and branches they are. A
-    bare call of the host uses none, and its order is kept in its own graph only. Where ranks merge in two orders, they
-    merge different things.
+    TensorFlow keeps the order of operations that use the same variable, however deep in functions and branches they
+    are. A bare host call uses no variable, so its order is kept in its own graph only. So every call here uses one
+    variable: ranks that merge in different orders would merge different things.
     """
     turn = _turn()
     with tf.control_dependencies([turn.assign_add(1)]):
@@ -31,9 +31,9 @@ def call_in_graph(
 
 
 def linear(function: Callable[..., Any], adjoint: Callable[..., Any]) -> Callable[..., Any]:
-    """A linear function of tensors whose gradient is its adjoint, and the gradient of that again the function.
+    """A linear function of tensors whose gradient is its adjoint, and the gradient of that is the function again.
 
-    What calls the host has no gradient of its own, and TensorFlow takes that for nothing.
+    A host call has no gradient, which TensorFlow would silently treat as zero.
     """
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
@@ -50,7 +50,7 @@ def linear(function: Callable[..., Any], adjoint: Callable[..., Any]) -> Callabl
 
 @functools.cache
 def _turn() -> Any:
-    """What all calls use. It is made in a thread of its own: later traces of a function may make no variables."""
+    """The variable that all calls use; created in another thread, because later traces may not create variables."""
     with ThreadPoolExecutor(1) as elsewhere:
         return elsewhere.submit(_make_turn).result()
 

@@ -16,7 +16,7 @@ Array = np.ndarray[Any, Any]
 
 
 def to_host(tensor: Any) -> Array:
-    """The tensor's values on the host; a view where it lives there already. NumPy lacks bfloat16: its bits travel."""
+    """The tensor's values on the host; a view if it is there already. bfloat16 comes in the dtype of ml_dtypes."""
     tensor = tensor.detach().cpu()
     if tensor.dtype == torch.bfloat16:
         bits: Array = tensor.contiguous().view(torch.int16).numpy()
@@ -35,17 +35,18 @@ def from_host(array: Array, device: Any = None) -> Any:
 
 
 def all_to_host(tensors: Sequence[Any]) -> list[Array]:
-    """As `to_host` of each, and from a GPU much faster."""
+    """As `to_host` for each, but much faster from a GPU."""
     return [to_host(tensor) for tensor in pinned_memory.copy_to_host(tensors)]
 
 
 def all_from_host(arrays: Sequence[Array], device: Any) -> list[Any]:
-    """As `from_host` of each, and to a GPU much faster."""
+    """As `from_host` for each, but much faster to a GPU."""
     return pinned_memory.copy_to_device([from_host(array) for array in arrays], device)
 
 
-def taken(layout: StepLayout, flats: Sequence[Array], device: Any) -> tuple[list[Array], list[Any]]:
-    """The arrays inside the flat buffers of a layout, and as tensors: over their memory, or of one copy on a device."""
+def cut_merged(layout: StepLayout, flats: Sequence[Array], device: Any) -> tuple[list[Array], list[Any]]:
+    """The arrays inside the flat buffers of a layout, and the same as tensors: over their memory, or copied to a GPU.
+    """
     arrays: list[Array] = layout.cut(flats)
     if device.type == "cpu":
         return arrays, [from_host(array) for array in arrays]

@@ -1,4 +1,4 @@
-"""What PyTorch modules among the layers keep beside parameters (batch-norm statistics), in the like of variables."""
+"""Buffers of PyTorch modules among the layers (batch-norm statistics), with the interface of Keras variables."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 
 class ModuleBuffer:
-    """A buffer of a module, with what a Keras variable has: path, shape, dtype, value, `assign`.
+    """A buffer of a module, with the path, shape, dtype, value and `assign` of a Keras variable.
 
-    It is looked up whenever it is wanted, because a module may put another tensor in its place.
+    It is looked up at every use, because a module may replace it by another tensor.
     """
 
     def __init__(self, module: Any, name: str, path: str) -> None:

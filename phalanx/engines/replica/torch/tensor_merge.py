@@ -10,7 +10,7 @@ import torch
 
 from phalanx.engines.engine import Exchange, MergeProtocol
 from phalanx.engines.loss_scales import loss_scales
-from phalanx.engines.replica.torch.host_copies import all_from_host, all_to_host, taken, to_host
+from phalanx.engines.replica.torch.host_copies import all_from_host, all_to_host, cut_merged, to_host
 from phalanx.engines.step_layout import MergeWeight, StepLayout
 
 Array = np.ndarray[Any, Any]
@@ -30,7 +30,7 @@ class TensorMerge:
 
     def merge(self, layout: StepLayout, arrays: Sequence[Array]) -> tuple[list[Array], list[Any]]:
         """The merged arrays, and the same as tensors; they are overwritten by a later merge."""
-        return taken(layout, self._merge(layout, arrays, self.share), self._device)
+        return cut_merged(layout, self._merge(layout, arrays, self.share), self._device)
 
     def merge_gradients(self, gradients: Sequence[Any], weights: Sequence[Any], metrics: Sequence[Any]) -> list[Any]:
         """The gradients of some weights, merged, or what replaces them; see `merging_applies`."""
