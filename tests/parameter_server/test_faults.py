@@ -304,7 +304,7 @@ def test_an_optimizer_of_unknown_classes_is_refused_with_the_rule() -> None:
     from phalanx.engines import make_updater
 
     described = '{"module": "mine", "class_name": "Odd", "config": {}, "registered_name": "mine>Odd"}'
-    with pytest.raises(ConfigurationError, match=r"'Odd' .*before you create the strategy"):
+    with pytest.raises(ConfigurationError, match=r"'Odd'.*before you create the strategy"):
         make_updater(described, [])
 
 
