@@ -16,7 +16,7 @@ from phalanx.cluster.admission import link_name
 from phalanx.errors import CollectiveTimeoutError, EvictedError, PeerLostError, PhalanxError
 from phalanx.parameter_server.server.chief_announcements import ChiefAnnouncements
 from phalanx.parameter_server.server.connected_workers import ConnectedWorkers
-from phalanx.parameter_server.server.merge_history import MergeResult
+from phalanx.parameter_server.server.merge_history import MergeHistory, MergeResult
 from phalanx.parameter_server.server.schedule_rebuild import ScheduleRebuild
 from phalanx.parameter_server.server.step_schedule import StepSchedule
 from phalanx.parameter_server.server.variable_store import VariableStore
@@ -532,3 +532,9 @@ def test_a_new_leader_does_without_a_worker_that_does_not_come_before_the_time_i
     rebuild.start()
     rebuild.rejoin(0, Rejoin(0, 1, 0, 2, (), 2, 2, 2, 5), None)
     rebuild.wait(0, 0.4)
+
+
+def test_a_history_of_updates_outside_of_epochs_keeps_nobody_waiting_after_a_restart() -> None:
+    history = MergeHistory.restored([(-7, 0, (1,), 0), (-12345, 0, (0,), 0)], [])
+    assert history.newest_serial() == -1
+    assert MergeHistory.restored([(5, 0, (0,), 0)], []).is_completed((4, 1))

@@ -82,8 +82,9 @@ class MergeHistory:
         history, arrays = cls(), iter(extras)
         for serial, phase, members, number in completed:
             history.record((serial, phase), MergeResult(members, _take(arrays, number)))
-        if completed:  # merges before these are not known any more
-            history._oldest = max((serial, phase) for serial, phase, _, _ in completed)
+        # Merges before these are not known any more. Updates outside of epochs have negative serials, which say nothing
+        # about the order.
+        history._oldest = max([history._oldest, *((serial, phase) for serial, phase, _, _ in completed)])
         return history
 
 

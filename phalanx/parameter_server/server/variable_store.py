@@ -237,7 +237,9 @@ class VariableStore:
             return self.version, self._shards.values(copy)
 
     def _wait_for_step(self, serial: int) -> None:
-        """Wait for a step; not if all workers that could send a part of it are lost."""
+        """Wait for a step, if there is one; not if all workers that could send a part of it are lost."""
+        if serial < 0:
+            return
         timeout_s = 0.0 if self._shards is None else self._shards.declared.rules.timeout_s
         until = self._members.clock() + timeout_s
         others = range(1, len(self._members.names))
