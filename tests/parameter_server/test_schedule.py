@@ -534,7 +534,7 @@ def test_a_new_leader_does_without_a_worker_that_does_not_come_before_the_time_i
     rebuild.wait(0, 0.4)
 
 
-def test_a_history_of_updates_outside_of_epochs_keeps_nobody_waiting_after_a_restart() -> None:
+def test_a_history_of_updates_outside_of_epochs_has_no_step_to_wait_for() -> None:
     history = MergeHistory.restored([(-7, 0, (1,), 0), (-12345, 0, (0,), 0)], [])
     assert history.newest_serial() == -1
     assert MergeHistory.restored([(5, 0, (0,), 0)], []).is_completed((4, 1))
