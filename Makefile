@@ -58,6 +58,7 @@ lint: .venv-lint/.installed
 	.venv-lint/bin/ruff check .
 	.venv-lint/bin/ruff format --check .
 	.venv-lint/bin/mypy
+	$(PYTHON) scripts/check_house.py
 
 # MPICH is left out where there is no wheel of it: only the all-reduce's comparison with it goes missing.
 # tf_keras itself asks for `tensorflow`, the same code as `tensorflow-cpu` with CUDA.

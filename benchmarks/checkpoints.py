@@ -2,8 +2,9 @@
 
     phalanx run --workers 2 --backend jax benchmarks/checkpoints.py [--seconds 6] [--pairs 5]
 
-Trainings with and without take turns in one job, each from its first to its last step; the final checkpoint is
-not included: in a training that continues, no step waits for it. Prints the seconds of each pair, and the median of their ratios.
+Trainings with and without take turns in one job, each from its first to its last step. The final checkpoint is not
+included: in a training that continues, no step waits for it. Prints the seconds of each pair, and the median of their
+ratios.
 """
 
 from __future__ import annotations

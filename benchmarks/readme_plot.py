@@ -1,4 +1,4 @@
-"""The plot in the README, from the results of a run: `python -m benchmarks.readme_plot benchmarks/results/DATE.json`."""
+"""Draws the plot of the README: `python -m benchmarks.readme_plot benchmarks/results/DATE.json`."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import time
 import msgspec
 
 from phalanx.config.job_config import TLSFiles
-from phalanx.elastic.stragglers import StepSeconds, StepTiming
+from phalanx.monitoring.stragglers import StepSeconds, StepTiming
 from phalanx.errors import ConfigurationError
 from phalanx.transport.address import Address
 from phalanx.transport.dial import RefusedError, dial

@@ -15,7 +15,7 @@ import msgspec
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.config.variables import ELASTIC_COORDINATOR
 from phalanx.elastic import membership_messages as messages
-from phalanx.elastic.stragglers import StepTiming
+from phalanx.monitoring.stragglers import StepTiming
 from phalanx.errors import (
     DisagreementError,
     EvictedError,

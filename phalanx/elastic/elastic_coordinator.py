@@ -31,7 +31,7 @@ from phalanx.elastic.evictions import EvictionPolicy
 from phalanx.elastic.launcher_interface import ElasticJob
 from phalanx.elastic.member_table import MembershipLimits, MemberTable
 from phalanx.elastic.partitions import ConnectionFailures
-from phalanx.elastic.stragglers import StepTiming
+from phalanx.monitoring.stragglers import StepTiming
 
 Send = Callable[[str, messages.FromCoordinator], None]
 """Sends a message to the process of an incarnation."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from phalanx.cluster.compatibility import TaskDescription, describe_disagreement
 from phalanx.elastic.membership_messages import LossReport, MemberAddress
-from phalanx.elastic.stragglers import StepTiming
+from phalanx.monitoring.stragglers import StepTiming
 
 
 @dataclass(frozen=True)

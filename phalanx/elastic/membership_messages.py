@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
-from phalanx.elastic.stragglers import StepTiming
+from phalanx.monitoring.stragglers import StepTiming
 from phalanx.errors import FrameError, LinkClosedError, LinkTimeoutError
 from phalanx.transport.link import Link
 

@@ -68,7 +68,7 @@ class KerasMethod:
         return arguments
 
 
-class Dispatcher(Protocol):
+class KerasDispatcher(Protocol):
     """What a strategy registers: who trains the models of the program."""
 
     def register_model(self, model: Any) -> None:
@@ -94,12 +94,12 @@ class Dispatcher(Protocol):
 
 _patches = ClassPatches()
 _keras_methods: dict[str, KerasMethod] = {}
-_dispatcher: Dispatcher
+_dispatcher: KerasDispatcher
 _choose_train_function: Callable[[Any, Callable[[], None]], Callable[..., Any] | None]
 _applying = threading.local()
 
 
-def install(dispatcher: Dispatcher) -> None:
+def install(dispatcher: KerasDispatcher) -> None:
     """Wrap the methods; a later call only replaces the dispatcher."""
     global _dispatcher
     _dispatcher = dispatcher

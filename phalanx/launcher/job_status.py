@@ -6,7 +6,7 @@ import sys
 import time
 
 from phalanx.elastic.control_messages import ElasticJobStatus, HostStatus, MemberStatus, ScaleRequest, send_request
-from phalanx.elastic.stragglers import COLLECTIVE
+from phalanx.monitoring.stragglers import COLLECTIVE
 from phalanx.errors import ConfigurationError, LinkClosedError, LinkTimeoutError
 from phalanx.launcher.job_registry import RegisteredJob, running
 from phalanx.monitoring.console import write_whole

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.elastic.stragglers import StepTiming, StragglerDetector
+from phalanx.monitoring.stragglers import StepTiming, StragglerDetector
 from phalanx.launcher.host_messages import StepTimingReported
 
 

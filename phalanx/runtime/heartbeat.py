@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from phalanx.elastic.stragglers import StepTiming
+from phalanx.monitoring.stragglers import StepTiming
 from phalanx.runtime import progress
 
 BEAT_S = 0.5

@@ -59,8 +59,8 @@ class DiLoCoStrategy(MultiWorkerMirroredStrategy):
     Args:
         sync_every: inner steps between two exchanges; DiLoCo's 500.
         outer_optimizer: `phalanx.OuterSGD`, a `keras.optimizers.SGD` (its learning rate and momentum are taken), or an
-            object with `step` (see `phalanx.training.steps.outer_optimizer.OuterOptimizer`). None: DiLoCo's SGD with learning rate 0.7
-            and Nesterov momentum 0.9.
+            object with `step` (see `phalanx.training.steps.outer_optimizer.OuterOptimizer`). None: DiLoCo's SGD with
+            learning rate 0.7 and Nesterov momentum 0.9.
         compression, overlap, cluster_resolver, communication_options: as for `LocalSGDStrategy`.
     """
 

@@ -36,7 +36,7 @@ Member = Replica | ParameterServerWorker
 
 
 class ModelDispatcher:
-    """See `phalanx.keras_compat.hook.Dispatcher`.
+    """See `phalanx.keras_compat.hook.KerasDispatcher`.
 
     Args:
         current_member: returns the member that a model constructed or compiled now belongs to; None for Keras's own.

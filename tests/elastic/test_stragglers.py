@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.elastic.stragglers import StepTiming, StragglerDetector
+from phalanx.monitoring.stragglers import StepTiming, StragglerDetector
 
 NAMES = {"a": "worker/0 (rank 0)", "b": "worker/1 (rank 1)", "c": "worker/2 (rank 2)"}
 

@@ -1,8 +1,8 @@
 """Failure detection: what a rank knows about members that died, failed or left, and the errors that name them.
 
 A link may end because its owner has finished the job. Then it has sent LEAVE, and the end matters only to ranks that
-still need something from it. Without LEAVE, the end of a link is a death, even if this rank needs nothing more from that
-member in this collective; the rank then gets `GRACE_S` to complete the collective.
+still need something from it. Without LEAVE, the end of a link is a death, even if this rank needs nothing more from
+that member in this collective; the rank then gets `GRACE_S` to complete the collective.
 """
 
 from __future__ import annotations
