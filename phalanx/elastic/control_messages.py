@@ -7,8 +7,8 @@ import time
 import msgspec
 
 from phalanx.config.job_config import TLSFiles
-from phalanx.monitoring.stragglers import StepSeconds, StepTiming
 from phalanx.errors import ConfigurationError
+from phalanx.monitoring.stragglers import StepSeconds, StepTiming
 from phalanx.transport.address import Address
 from phalanx.transport.dial import RefusedError, dial
 from phalanx.transport.handshake import Hello

@@ -15,7 +15,6 @@ import msgspec
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.config.variables import ELASTIC_COORDINATOR
 from phalanx.elastic import membership_messages as messages
-from phalanx.monitoring.stragglers import StepTiming
 from phalanx.errors import (
     DisagreementError,
     EvictedError,
@@ -23,6 +22,7 @@ from phalanx.errors import (
     LinkTimeoutError,
     RendezvousError,
 )
+from phalanx.monitoring.stragglers import StepTiming
 from phalanx.transport.address import Address
 from phalanx.transport.dial import RefusedError, retry_delay_s
 from phalanx.transport.link import Link

@@ -25,8 +25,8 @@ from phalanx.elastic.control_messages import (
 from phalanx.elastic.elastic_coordinator import CoordinatorState, ElasticCoordinator, LossCause, ProcessLost
 from phalanx.elastic.launcher_interface import ElasticJob
 from phalanx.elastic.member_table import MembershipLimits
-from phalanx.monitoring.stragglers import StepTiming, StragglerDetector
 from phalanx.errors import ConfigurationError, LinkClosedError, LinkTimeoutError
+from phalanx.monitoring.stragglers import StepTiming, StragglerDetector
 from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
 from phalanx.transport.listener import Listener

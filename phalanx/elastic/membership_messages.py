@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import msgspec
 
-from phalanx.monitoring.stragglers import StepTiming
 from phalanx.errors import FrameError, LinkClosedError, LinkTimeoutError
+from phalanx.monitoring.stragglers import StepTiming
 from phalanx.transport.link import Link
 
 logger = logging.getLogger(__name__)

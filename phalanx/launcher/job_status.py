@@ -6,10 +6,10 @@ import sys
 import time
 
 from phalanx.elastic.control_messages import ElasticJobStatus, HostStatus, MemberStatus, ScaleRequest, send_request
-from phalanx.monitoring.stragglers import COLLECTIVE
 from phalanx.errors import ConfigurationError, LinkClosedError, LinkTimeoutError
 from phalanx.launcher.job_registry import RegisteredJob, running
 from phalanx.monitoring.console import write_whole
+from phalanx.monitoring.stragglers import COLLECTIVE
 
 STUCK_S = 5.0
 """A member that stays at the same position for this long while others wait for it is worth a look."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from phalanx.monitoring.stragglers import StepTiming, StragglerDetector
 from phalanx.launcher.host_messages import StepTimingReported
+from phalanx.monitoring.stragglers import StepTiming, StragglerDetector
 
 
 class StragglerWatch:
