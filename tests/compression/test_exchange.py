@@ -73,7 +73,7 @@ def test_an_exchange_that_fails_changes_nothing() -> None:
 
 
 def test_progress_counts_by_samples() -> None:
-    """Rank 0 with 3 samples, rank 1 with 1; and nobody is moved where nobody had any."""
+    """Rank 0 with 3 samples, rank 1 with 1; and without any samples, no rank moves."""
 
     def body(replica: Replica) -> tuple[Any, Any]:
         exchange = WeightExchange(AverageOuterOptimizer())

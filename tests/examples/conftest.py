@@ -33,7 +33,7 @@ def environment(backend: str) -> dict[str, str]:
         "TF_CPP_MIN_LOG_LEVEL": "3",
         **DEVICE_SETTINGS,
         "COLUMNS": "200",
-        # A rank that waits in vain is to say so long before the test's own bound.
+        # A rank that waits for a missing one must say so long before the test's own bound.
         "PHALANX_TIMEOUT": "60",
         "PHALANX_RENDEZVOUS_TIMEOUT": "90",
     }

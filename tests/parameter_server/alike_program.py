@@ -25,7 +25,7 @@ def main() -> None:
     found: dict[str, Any] = {}
     strategy = phalanx.ParameterServerStrategy()
     chief = strategy.is_chief
-    found["split"] = np.random.permutation(100).tolist()  # nobody has set a seed
+    found["split"] = np.random.permutation(100).tolist()  # without a seed
     x = np.random.default_rng(0).normal(size=(330, FEATURES)).astype("float32")
 
     def build(units: int) -> Any:

@@ -61,7 +61,7 @@ def main() -> None:
     def end_of_epoch(epoch: int, logs: object) -> None:
         writing = folder / f"{strategy.rank}.epoch.part"
         writing.write_text(str(epoch))
-        writing.replace(folder / f"{strategy.rank}.epoch")  # whoever sees it can read it
+        writing.replace(folder / f"{strategy.rank}.epoch")  # a reader that sees it can read it
         model.stop_training = (folder / "enough").exists()
 
     def grow(epoch: int, logs: object) -> None:

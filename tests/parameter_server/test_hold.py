@@ -1,4 +1,4 @@
-"""While the chief saves nobody makes a step, and managed sessions begin when the chief is ready. Without processes."""
+"""While the chief saves, no worker makes a step, and managed sessions begin when the chief is ready. Without processes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_steps_that_all_make_together_do_not_begin_either() -> None:
     assert take(schedule, 1).batch == 1
 
 
-@pytest.mark.parametrize("end", ["it is lost", "it begins anew"])
+@pytest.mark.parametrize("end", ["it is lost", "it starts over"])
 def test_a_chief_that_does_not_come_back_from_it_holds_nobody_up(end: str) -> None:
     schedule = begun(5)
     schedule.hold_steps(BOUND_S)

@@ -53,7 +53,7 @@ def test_a_server_that_does_not_come_back_ends_all_with_its_name(start: Start, t
         trains(tasks, worker)
     tasks.send("ps/1", signal.SIGKILL)
     assert set(tasks.ends("worker/0", "worker/1").values()) == {PeerLostError.exit_code}
-    # Whoever gives up first names the server; another may hear of the chief's end before.
+    # The worker that gives up first names the server; another may hear of the chief's end before.
     reason = "lost ps/1 during training; it did not come back within 3 s"
     assert reason in tasks.said("worker/0") + tasks.said("worker/1")
 
@@ -174,7 +174,7 @@ def test_with_copies_killed_servers_cost_no_update(start: Start, tmp_path: Path,
         other = "ps/1" if victim == "ps/0" else "ps/0"
         tasks.send(victim, signal.SIGKILL)
         tasks.processes[victim].wait()
-        # Nobody waits for the one that was killed: the copy leads.
+        # No worker waits for the killed one: the copy leads.
         trains_on(tasks)
         copies = tasks.said(other).count(f"{victim} holds a copy")
         tasks.restart(victim)

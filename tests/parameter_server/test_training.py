@@ -92,7 +92,7 @@ def test_workers_share_the_batches_and_the_model_learns(
     history = chief["job"]["history"]
     assert len(history["loss"]) == epochs
     assert history["loss"][-1] < history["loss"][0]
-    # Every batch once in each epoch, whoever made it.
+    # Every batch once in each epoch, no matter which worker took it.
     assert chief["steps"] == epochs * CASES[name].fit.get("steps_per_epoch", BATCHES)
     assert int(chief["job"]["optimizer"][0]) == chief["steps"], "what schedules see are the job's steps"
     for other in others:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.support.weather import Weather, carry
 
-NOBODY = "02:00:00:00:00:01"
+UNUSED_HARDWARE_ADDRESS = "02:00:00:00:00:01"
 """A hardware address that no interface has: what is sent to it is lost without a word."""
 
 
@@ -128,7 +128,7 @@ class Network:
 
     def mute(self, host: int, towards: int) -> None:
         """What a host sends to another one is lost; the other way all is well."""
-        entry = (self.address(towards), "lladdr", NOBODY, "nud", "permanent", "dev", self._inner(host))
+        entry = (self.address(towards), "lladdr", UNUSED_HARDWARE_ADDRESS, "nud", "permanent", "dev", self._inner(host))
         self._run("-n", self.space(host), "neigh", "replace", *entry)
 
     def unmute(self, host: int, towards: int) -> None:

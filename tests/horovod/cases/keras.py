@@ -303,7 +303,7 @@ class _Traffic:
 
 
 def check_gradients_are_merged_once_for_each_update() -> None:
-    """In `fit`, compiled and not, in `train_on_batch`, and in loops of one's own."""
+    """In `fit`, compiled and not, in `train_on_batch`, and in custom training loops."""
     batches = SAMPLES // BATCH
     plain = _model(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
     with _Traffic() as each:

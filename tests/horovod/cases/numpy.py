@@ -247,7 +247,7 @@ def check_alltoall_in_equal_parts_and_with_splits() -> None:
 
 def check_alltoall_with_zero_splits() -> None:
     size, rank = hvd.size(), hvd.rank()
-    # Everybody sends all to rank 0; then everybody sends nothing to itself; then nobody sends anything.
+    # All ranks send everything to rank 0; then nothing to themselves; then nothing at all.
     received, counts = hvd.alltoall(np.full(3, rank), [3] + [0] * (size - 1))
     assert received.tolist() == ([sender for sender in range(size) for _ in range(3)] if rank == 0 else [])
     assert counts.tolist() == [3 if rank == 0 else 0] * size

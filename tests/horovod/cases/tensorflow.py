@@ -143,7 +143,7 @@ def check_gradients_of_gradients() -> None:
             twice(function)
         with pytest.raises(tf.errors.OpError):
             tf.function(twice)(function)
-        np.testing.assert_allclose(beside(tf.function(function)), beside(function))  # nobody asks for it
+        np.testing.assert_allclose(beside(tf.function(function)), beside(function))  # unused
 
 
 def check_differences_raise_on_every_rank() -> None:

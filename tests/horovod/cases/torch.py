@@ -637,7 +637,7 @@ def check_elastic_state_is_kept_given_back_and_given_to_others() -> None:
     assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], moments)
     step()
     state.restore()
-    assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], moments), "what is kept is nobody else's"
+    assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], moments), "the stored state is shared with no one"
     state.sync()
     alike = [*model.parameters(), *state.extra.parameters(), optimizer.state_dict()["state"][0]["exp_avg"]]
     for tensor in alike:
