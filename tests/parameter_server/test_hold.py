@@ -131,7 +131,9 @@ def test_a_chief_that_does_not_begin_its_session_is_named() -> None:
         announcements.begin_session(1, 0)
     schedule.members.attach(0, "incarnation 0")
     schedule.members.detach(0, "incarnation 0", why="its host has not answered.")
-    with pytest.raises(PeerLostError, match=r"lost worker/0 .* the time set: its host has not answered\. See the end of"):
+    with pytest.raises(
+        PeerLostError, match=r"lost worker/0 .* the time set: its host has not answered\. See the end of"
+    ):
         announcements.begin_session(1, 1)
     schedule.members.attach(0, "incarnation 0")
     with pytest.raises(CollectiveTimeoutError, match="worker/0 did not begin its managed session"):
