@@ -9,9 +9,9 @@ from phalanx.data.distributed_dataset import (
 )
 from phalanx.data.local_batch import LocalBatch
 from phalanx.data.sample_ledger import ledger
-from phalanx.data.sharded_input import ShardedInput
+from phalanx.data.sharded_input import ShardedInput, shard_input
 from phalanx.data.sharding_policy import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
-from phalanx.data.source_registry import accepts_batch_size, shard_input
+from phalanx.data.source_registry import accepts_batch_size
 
 __all__ = [
     "AutoShardPolicy",

@@ -16,9 +16,10 @@ from phalanx.arrays import allocation
 from phalanx.arrays.tree import leaves, map_leaves
 from phalanx.data.batch_split import LocalShare, local_range
 from phalanx.data.elements import Array, describe, to_numpy
-from phalanx.data.sharding_policy import AutoShardPolicy
+from phalanx.data.input_request import InputRequest
 from phalanx.data.shuffling import Shuffling
-from phalanx.data.source import RandomAccessSource
+from phalanx.data.source import PassOrder, SourceTraits
+from phalanx.data.source_registry import unaccepted
 from phalanx.errors import ConfigurationError
 from phalanx.keras_compat import data_adapters
 
@@ -88,78 +89,58 @@ def numbers_of(taken: Sequence[Array]) -> Array:
     return np.concatenate(numbers)
 
 
-class ArraySource(RandomAccessSource):
-    """Arrays of equal length, cut into global batches of `batch_size`.
+class ArraySource:
+    """Arrays of equal length, cut into global batches.
 
-    Args:
-        shuffle: True: all rows, in an order of its own for each pass. "batch": rows within each batch only.
-        shuffling: how the orders of the passes are agreed on. None: they follow from `seed` and the pass.
+    With `shuffle=True` all rows come in another order in each pass, with "batch" only the rows within each batch. Without
+    a `shuffling` the orders follow from `seed` and the pass.
     """
 
-    kind = "arrays"
-    policy = AutoShardPolicy.DATA
-    reason = "each replica indexes only its own rows"
-    uniform = True
-    checked = False
-    endless = False
-    reads_ahead = True
-    by_number = True
+    cursor = None
 
-    def __init__(
-        self,
-        x: Any,
-        y: Any = None,
-        sample_weight: Any = None,
-        *,
-        batch_size: int | None,
-        steps_per_epoch: int | None,
-        shuffle: bool | str,
-        class_weight: dict[int, float] | None,
-        rank: int,
-        world_size: int,
-        seed: int,
-        shuffling: Shuffling | None = None,
-    ):
-        if batch_size is not None and batch_size < 1:
-            raise ConfigurationError(f"batch_size must be at least 1; got {batch_size}.")
-        sliceables, self._samples, self._batch_size = data_adapters.standardize_arrays(
-            x,
-            y,
-            sample_weight,
-            batch_size=batch_size,
-            steps_per_epoch=steps_per_epoch,
-            class_weight=class_weight,
+    def __init__(self, request: InputRequest):
+        if request.batch_size is not None and request.batch_size < 1:
+            raise ConfigurationError(f"batch_size must be at least 1; got {request.batch_size}.")
+        sliceables, self.samples, self._batch_size = data_adapters.standardize_arrays(
+            request.x,
+            request.y,
+            request.sample_weight,
+            batch_size=request.batch_size,
+            steps_per_epoch=request.steps_per_epoch,
+            class_weight=request.class_weight,
         )
-        if self._samples == 0:
+        if self.samples == 0:
             raise ConfigurationError("The input is empty: x holds 0 samples. Expected at least one.")
         self._data = map_leaves(_indexable, sliceables)
-        self._shuffle = shuffle
-        self._rank = rank
-        self._world_size = world_size
-        self._seed = seed
-        self._shuffling = shuffling
-        self._own_orders: Iterator[Array] | None = None
-        self.num_batches: int | None = -(-self._samples // self._batch_size)
-        self.signature = (
-            f"{self._samples} samples of {describe(self._data)} in global batches of {self._batch_size}, "
-            f"shuffle={shuffle}"
+        self._shuffle = request.shuffle
+        self._seed = request.seed
+        self._shuffling = request.shuffling
+        self._rank = request.rank
+        self._world_size = request.world_size
+        self._order = PassOrder()
+        self._keras_orders: Iterator[Array] | None = None
+        self.num_batches: int | None = -(-self.samples // self._batch_size)
+        self.traits = SourceTraits(
+            "arrays",
+            signature=f"{self.samples} samples of {describe(self._data)} in global batches of {self._batch_size}, "
+            f"shuffle={request.shuffle}",
+            reason="each replica indexes only its own rows",
+            is_uniform=True,
+            is_compared=False,
+            is_random_access=True,
+            reads_ahead=True,
         )
 
     @property
-    def sample(self) -> Array:
-        """A few numbers from all over the data, shape (n,), float64: the ranks' must be about the same."""
-        rows = sampled_rows(self._samples)
+    def probe(self) -> Array:
+        """See `IndexedSource.probe`."""
+        rows = sampled_rows(self.samples)
         return numbers_of([np.asarray(leaf[rows]) for leaf in leaves(self._data)])
-
-    @property
-    def samples(self) -> int:
-        """How many there are in a pass."""
-        return self._samples
 
     def rows(self, key: int, batch: int) -> Array:
         """The numbers of the samples of a global batch, in the order of its rows."""
         first = batch * self._batch_size
-        stop = min(first + self._batch_size, self._samples)
+        stop = min(first + self._batch_size, self.samples)
         return self._permutation(key)[first:stop] if self._shuffle else np.arange(first, stop)
 
     def read(self, key: int, start: int, stop: int | None) -> Iterator[LocalShare]:
@@ -171,7 +152,7 @@ class ArraySource(RandomAccessSource):
 
     def _slices(self, order: Array | None, start: int, stop: int) -> Iterator[LocalShare]:
         data, rank, world_size = self._data, self._rank, self._world_size
-        batch_size, samples = self._batch_size, self._samples
+        batch_size, samples = self._batch_size, self.samples
         for first in range(start * batch_size, stop * batch_size, batch_size):
             global_size = min(batch_size, samples - first)
             low, high = local_range(global_size, rank, world_size)
@@ -192,20 +173,28 @@ class ArraySource(RandomAccessSource):
         pass
 
     def shares(self, world_size: int) -> list[str]:
-        full = min(self._batch_size, self._samples)
+        full = min(self._batch_size, self.samples)
         order = "in an order shuffled alike on every rank" if self._shuffle else "in order"
         phrases = []
         for rank in range(world_size):
             low, high = local_range(full, rank, world_size)
             phrases.append(
-                f"indexes samples {low} to {high - 1} of each {full} of the {self._samples}, {order}"
+                f"indexes samples {low} to {high - 1} of each {full} of the {self.samples}, {order}"
                 if high > low
                 else f"gets nothing: the global batch of {full} is smaller than the {world_size} replicas"
             )
         return phrases
 
+    def regroup(self, rank: int, world_size: int) -> None:
+        """See `Source.regroup`."""
+        self._rank, self._world_size = rank, world_size
+
+    def forget_order(self) -> None:
+        """Agree on the order of the running pass again when it is next needed."""
+        self._order.forget()
+
     def _permutation(self, key: int) -> Array:
-        order: Array = self._order_of(key, self._new_order)
+        order: Array = self._order.get(key, self._new_order)
         return order
 
     def _new_order(self, key: int) -> Array:
@@ -214,15 +203,20 @@ class ArraySource(RandomAccessSource):
         random = np.random.default_rng([self._seed, key])
         if self._shuffle == "batch":
             # Sorting batch number + a fraction shuffles each batch in itself, all batches at once.
-            return np.argsort(
-                np.arange(self._samples) // self._batch_size + random.random(self._samples), kind="stable"
-            )
-        return random.permutation(self._samples)
+            return np.argsort(np.arange(self.samples) // self._batch_size + random.random(self.samples), kind="stable")
+        return random.permutation(self.samples)
 
     def _agreed(self, shuffling: Shuffling) -> Array:
-        if self._own_orders is None:
-            self._own_orders = data_adapters.shuffled_orders(
-                self._samples, self._batch_size, self._shuffle, peeked=shuffling.peeked()
+        if self._keras_orders is None:
+            self._keras_orders = data_adapters.shuffled_orders(
+                self.samples, self._batch_size, self._shuffle, peeked=shuffling.peeked()
             )
         # Every process draws, so that what a seeded program draws after it is the same everywhere.
-        return shuffling.told(next(self._own_orders).astype(np.int64))
+        return shuffling.told(next(self._keras_orders).astype(np.int64))
+
+
+def make_source(request: InputRequest) -> ArraySource:
+    """The source of arrays. Raises TypeError for an input that Keras does not take for arrays."""
+    if request.x is None or not data_adapters.is_arrays(request.x, request.y, request.sample_weight):
+        raise unaccepted(request)
+    return ArraySource(request)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from phalanx.arrays.tree import leaves, map_leaves
+from phalanx.data import source_registry
 from phalanx.data.batch_split import LocalShare, stand_in
+from phalanx.data.input_request import InputRequest
 from phalanx.data.sharded_input import ShardedInput
 from phalanx.data.sharding_policy import AutoShardPolicy, InputContext, InputOptions
 from phalanx.data.source import Source
-from phalanx.data.source_registry import make_source
 from phalanx.errors import ConfigurationError, UnsupportedError
 
 INFINITE_CARDINALITY = -1
@@ -21,29 +23,24 @@ UNKNOWN_CARDINALITY = -2
 
 
 class PerRankSource:
-    """A source of which every element belongs to this rank alone, as its input function made it."""
-
-    policy = AutoShardPolicy.OFF
-    reason = "distribute_datasets_from_function: each replica reads what its function returned"
-    uniform = False
-    checked = False
-    draws = False
+    """A source all of whose elements belong to this rank, as its input function created it."""
 
     def __init__(self, source: Source):
         self._source = source
-        self.kind = source.kind
-        self.endless = source.endless
-        self.reads_ahead = source.reads_ahead
-        self.by_number = source.by_number
-        self.signature = "a dataset of each rank's own"
+        self.cursor = source.cursor
+        self.traits = replace(
+            source.traits,
+            signature="a dataset of each rank's own",
+            reason="distribute_datasets_from_function: each replica reads what its function returned",
+            policy=AutoShardPolicy.OFF,
+            is_uniform=False,
+            is_compared=False,
+            draws_as_keras=False,
+        )
 
     @property
     def num_batches(self) -> int | None:
         return self._source.num_batches
-
-    @property
-    def taken(self) -> int:
-        return self._source.taken
 
     def read(self, key: int, start: int, stop: int | None) -> Iterator[LocalShare]:
         return map(_own, self._source.read(key, start, stop))
@@ -58,22 +55,10 @@ class PerRankSource:
         self._source.on_epoch_end()
 
     def regroup(self, rank: int, world_size: int) -> None:
-        pass  # it reads what its function gave it, whoever else there is
-
-    def repeat(self) -> None:
-        self._source.repeat()
-
-    def skip(self, key: int, count: int) -> None:
-        self._source.skip(key, count)
-
-    def remember(self, *, on: bool) -> None:
-        self._source.remember(on=on)
-
-    def rewind(self) -> None:
-        self._source.rewind()
+        pass  # It reads what its function returned, whatever other ranks there are.
 
     def shares(self, world_size: int) -> list[str]:
-        return [f"reads all of the {self.kind} that its own function returned" for _ in range(world_size)]
+        return [f"reads all of the {self.traits.kind} that its own function returned" for _ in range(world_size)]
 
 
 def _own(share: LocalShare) -> LocalShare:
@@ -108,7 +93,7 @@ class DistributedDataset:
     ):
         self.source = source
         self._rank = rank
-        alike = world_size == 1 or source.policy is AutoShardPolicy.DATA
+        alike = world_size == 1 or source.traits.policy is AutoShardPolicy.DATA
         self._any_rank = None if alike else any_rank
         self.element_spec = element_spec
         self._convert = convert
@@ -149,7 +134,7 @@ class DistributedDataset:
         specs = leaves(self.element_spec)
         if not specs or any(getattr(getattr(spec, "shape", None), "rank", None) is None for spec in specs):
             raise ConfigurationError(
-                f"The {self.source.kind} of rank {self._rank} has no batch at all, and the others have some. Give each "
+                f"The {self.source.traits.kind} of rank {self._rank} has no batch at all, and the others have some. Give each "
                 f"replica at least one batch: deal the data out before `.batch()`, not after it."
             )
 
@@ -163,20 +148,20 @@ class DistributedDataset:
         """Batches per epoch. Raises: TypeError where that is unknown."""
         length = self.source.num_batches
         if length is None:
-            raise TypeError(f"The length of this {self.source.kind} is unknown.")
+            raise TypeError(f"The length of this {self.source.traits.kind} is unknown.")
         return length
 
     @property
     def cardinality(self) -> int:
         """Batches per epoch; -1 (`tf.data.INFINITE_CARDINALITY`) for endless data, -2
         (`tf.data.UNKNOWN_CARDINALITY`) where it is not known."""
-        if self.source.endless:
+        if self.source.traits.is_endless:
             return INFINITE_CARDINALITY
         return UNKNOWN_CARDINALITY if self.source.num_batches is None else self.source.num_batches
 
     def explain(self) -> str:
         """What each rank reads and why."""
-        return self._sharded.explain()
+        return self._sharded.description.explain()
 
     def _element(self, share: LocalShare) -> Any:
         data = share.data if share.size else map_leaves(lambda array: array[:0], stand_in(share.data))
@@ -246,7 +231,7 @@ def distribute_dataset(
         return dataset
     check_outside()
     return DistributedDataset(
-        make_source(dataset, rank=rank, world_size=world_size, seed=seed),
+        source_registry.make_source(InputRequest(dataset, rank=rank, world_size=world_size, seed=seed)),
         rank=rank,
         world_size=world_size,
         convert=convert,
@@ -270,7 +255,7 @@ def distribute_from_function(
     batched with the local batch size; it is neither cut nor compared with those of other ranks."""
     check_outside()
     dataset = function(InputContext(world_size, rank, world_size))
-    own = make_source(dataset, rank=0, world_size=1, seed=seed + rank)
+    own = source_registry.make_source(InputRequest(dataset, rank=0, world_size=1, seed=seed + rank))
     return DistributedDataset(
         PerRankSource(own),
         rank=rank,
@@ -295,3 +280,9 @@ def _element_spec(dataset: Any) -> Any:
         return type(leaf)([None, *shape[1:]], leaf.dtype, leaf.name)
 
     return map_leaves(opened, spec)
+
+
+def make_source(request: InputRequest) -> Source:
+    """The source of a distributed dataset that is passed to `fit`."""
+    source: Source = request.x.source
+    return source

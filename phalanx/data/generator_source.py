@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from phalanx.arrays.tree import map_leaves
 from phalanx.data.elements import to_numpy
-from phalanx.data.source import StreamSource
+from phalanx.data.input_request import InputRequest
+from phalanx.data.source import SourceTraits, StreamSource
 from phalanx.errors import ConfigurationError
 
 _KIND = "Python generator"
 
 
-def generator_source(generator: Iterator[Any], *, rank: int, world_size: int) -> StreamSource:
+def make_source(request: InputRequest) -> StreamSource:
     """A source over a generator of `(x,)`, `(x, y)` or `(x, y, sample_weight)`, or of dicts.
 
-    A generator cannot be begun again. Where it ends, training ends: Keras would repeat its first two
-    batches, which it had read to learn their shapes, in every further epoch.
+    A generator cannot start again. Where it ends, training ends: Keras would repeat its first two batches, which it
+    had read to learn their shapes, in every further epoch.
 
-    Whether it ends at all cannot be known: without `steps_per_epoch` an endless one trains for ever.
+    Nothing tells whether it ends at all: without `steps_per_epoch` an endless one trains for ever.
     """
-    elements = map(_standardize, generator)
-    return StreamSource(lambda key: elements, kind=_KIND, rank=rank, world_size=world_size, once=True)
+    elements = map(_standardize, request.x)
+    traits = SourceTraits(_KIND, signature=_KIND)
+    return StreamSource(lambda key: elements, traits, rank=request.rank, world_size=request.world_size, is_once=True)
 
 
 def _standardize(element: Any) -> Any:

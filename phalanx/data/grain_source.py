@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 from phalanx.arrays.tree import map_leaves
 from phalanx.data.elements import to_numpy
-from phalanx.data.source import StreamSource
+from phalanx.data.input_request import InputRequest
+from phalanx.data.source import SourceTraits, StreamSource
 
 
-def grain_source(dataset: Any, *, rank: int, world_size: int) -> StreamSource:
+def make_source(request: InputRequest) -> StreamSource:
     """A source over a Grain dataset, whose shuffles are always seeded, so that all ranks read the same."""
-    kind = f"grain.{_family(dataset)}"
-    length = len(dataset) if kind == "grain.MapDataset" else None
-    endless = length is not None and length >= sys.maxsize
-    if endless:
+    dataset = request.x
+    classes = [cls.__name__ for cls in type(dataset).__mro__ if "grain" in cls.__module__]
+    family = next(name for name in classes if name in ("MapDataset", "IterDataset", "DataLoader"))
+    length = len(dataset) if family == "MapDataset" else None
+    is_endless = length is not None and length >= sys.maxsize
+    if is_endless:
         length = None
+    kind = f"grain.{family}"
     return StreamSource(
         lambda key: (map_leaves(to_numpy, element) for element in dataset),
-        kind=kind,
-        rank=rank,
-        world_size=world_size,
+        SourceTraits(kind, signature=kind, is_uniform=length is not None, is_endless=is_endless),
+        rank=request.rank,
+        world_size=request.world_size,
         num_batches=length,
-        uniform=length is not None,
-        endless=endless,
-    )
-
-
-def _family(dataset: Any) -> str:
-    return next(
-        cls.__name__
-        for cls in type(dataset).__mro__
-        if cls.__name__ in ("MapDataset", "IterDataset", "DataLoader") and "grain" in cls.__module__
     )

@@ -15,9 +15,8 @@ import numpy as np
 from phalanx.arrays.tree import map_leaves
 from phalanx.data.batch_split import LocalShare, cut
 from phalanx.data.elements import Array, to_numpy
-from phalanx.data.sharding_policy import AutoShardPolicy
-from phalanx.data.shuffling import Shuffling
-from phalanx.data.source import RandomAccessSource, same_stream
+from phalanx.data.input_request import InputRequest
+from phalanx.data.source import PassOrder, SourceTraits, same_stream
 from phalanx.errors import ConfigurationError
 from phalanx.keras_compat import data_adapters
 
@@ -94,49 +93,40 @@ def standardize(batch: Any, class_weight: dict[int, float] | None) -> Any:
     return batch
 
 
-class PyDatasetSource(RandomAccessSource):
+class PyDatasetSource:
     """A PyDataset of known or unknown length.
 
-    `workers`, `use_multiprocessing` and `max_queue_size` mean what they mean in Keras. With `shuffle` the
-    batches of each pass come in the chief's order, which draws it as Keras does; without a `shuffling` in one that
-    follows from `seed` and the pass.
+    `workers`, `use_multiprocessing` and `max_queue_size` mean what they mean in Keras. With `shuffle` the batches of each
+    pass come in the chief's order, which it draws as Keras does; without a `shuffling`, the order follows from `seed` and
+    the pass.
     """
 
-    kind = _KIND
-    policy = AutoShardPolicy.DATA
-    reason = "a PyDataset makes whole batches, so every replica makes each and keeps its part"
+    cursor = None
 
-    def __init__(
-        self,
-        dataset: Any,
-        *,
-        shuffle: bool | str,
-        class_weight: dict[int, float] | None,
-        rank: int,
-        world_size: int,
-        seed: int,
-        shuffling: Shuffling | None = None,
-    ):
-        self._dataset = dataset
-        self._shuffle = shuffle
-        self._class_weight = class_weight
-        self._rank = rank
-        self._world_size = world_size
-        self._seed = seed
-        self._shuffling = shuffling
+    def __init__(self, request: InputRequest):
+        self._dataset = dataset = request.x
+        self._request = request
+        self._rank = request.rank
+        self._world_size = request.world_size
+        self._order = PassOrder()
         self._is_first = True  # the next pass
-        self._pooled = dataset.workers > 1 or (dataset.workers > 0 and dataset.use_multiprocessing)
-        if self.num_batches == 0:
+        self._is_pooled = dataset.workers > 1 or (dataset.workers > 0 and dataset.use_multiprocessing)
+        length = self.num_batches
+        if length == 0:
             raise ConfigurationError("The PyDataset has length 0. Expected at least one batch.")
-        self.uniform = self.num_batches is not None
-        self.endless = self.num_batches is None
-        self.reads_ahead = self._pooled
-        self.by_number = self.uniform and not self._pooled
-        self.signature = f"PyDataset of {self.num_batches} batches, shuffle={shuffle}"
+        self.traits = SourceTraits(
+            _KIND,
+            signature=f"PyDataset of {length} batches, shuffle={request.shuffle}",
+            reason="a PyDataset makes whole batches, so every replica makes each and keeps its part",
+            is_uniform=length is not None,
+            is_endless=length is None,
+            is_random_access=length is not None and not self._is_pooled,
+            reads_ahead=self._is_pooled,
+        )
 
     @property
     def num_batches(self) -> int | None:
-        # Asked anew each time: `on_epoch_end` may change it.
+        # Read each time, because `on_epoch_end` may change it.
         length = self._dataset.num_batches
         return None if length is None else int(length)
 
@@ -144,13 +134,17 @@ class PyDatasetSource(RandomAccessSource):
         positions: Sequence[int] | Array
         if self.num_batches is None:
             positions = range(start, sys.maxsize if stop is None else stop)
-        elif self._shuffle:
-            positions = self._order_of(key, self._new_order)[start:stop]
+        elif self._request.shuffle:
+            positions = self._order.get(key, self._new_order)[start:stop]
         else:
             positions = range(self.num_batches)[start:stop]
-        across_processes = self._pooled and self._dataset.use_multiprocessing
-        reader = _Reader(self._dataset, positions, self._rank, self._world_size, self._class_weight, across_processes)
-        return self._pool(reader, len(positions)) if self._pooled else map(reader.share, range(len(positions)))
+        reader = self._reader(positions)
+        return self._pool(reader, len(positions)) if self._is_pooled else map(reader.share, range(len(positions)))
+
+    def _reader(self, positions: Sequence[int] | Array) -> _Reader:
+        across_processes = self._is_pooled and self._dataset.use_multiprocessing
+        class_weight = self._request.class_weight
+        return _Reader(self._dataset, positions, self._rank, self._world_size, class_weight, across_processes)
 
     def _pool(self, reader: _Reader, count: int) -> Iterator[LocalShare]:
         dataset = self._dataset
@@ -174,18 +168,19 @@ class PyDatasetSource(RandomAccessSource):
     def _new_order(self, key: int) -> Array:
         count = self.num_batches
         assert count is not None
-        if self._shuffling is None:
-            return np.random.default_rng([self._seed, key]).permutation(count)
+        shuffling = self._request.shuffling
+        if shuffling is None:
+            return np.random.default_rng([self._request.seed, key]).permutation(count)
         # Every process draws, so that what a seeded program draws after it is the same everywhere.
-        for _ in range(2 if self._is_first and self._shuffling.peeked() else 1):
+        for _ in range(2 if self._is_first and shuffling.peeked() else 1):
             drawn = list(range(count))
             random.shuffle(drawn)
-        order = self._shuffling.told(np.array(drawn, np.int64))
+        order = shuffling.told(np.array(drawn, np.int64))
         self._is_first = False
         return order
 
     def peek(self, *, restart: bool = False) -> LocalShare:
-        return _Reader(self._dataset, [0], self._rank, self._world_size, self._class_weight, False).share(0)
+        return self._reader([0]).share(0)
 
     def on_epoch_begin(self) -> None:
         self._dataset.on_epoch_begin()
@@ -194,4 +189,15 @@ class PyDatasetSource(RandomAccessSource):
         self._dataset.on_epoch_end()
 
     def shares(self, world_size: int) -> list[str]:
-        return same_stream(self.kind, world_size)
+        return same_stream(_KIND, world_size)
+
+    def regroup(self, rank: int, world_size: int) -> None:
+        """See `Source.regroup`."""
+        self._rank, self._world_size = rank, world_size
+
+    def forget_order(self) -> None:
+        """Agree on the order of the running pass again when it is next needed."""
+        self._order.forget()
+
+
+make_source = PyDatasetSource

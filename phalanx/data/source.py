@@ -1,76 +1,72 @@
-"""The contract of a kind of input, and what all inputs that can only be read in order have in common."""
+"""The contract of a source of data, and the source of everything that can only be read in order."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from phalanx.data.batch_split import LocalShare, cut, whole
+from phalanx.data.elements import Array
 from phalanx.data.sharding_policy import AutoShardPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTraits:
+    """What a source is like; it does not change.
+
+    Attributes:
+        kind: what the data is, for messages: `NumPy arrays`.
+        signature: a line that is the same on every rank if the ranks were given the same data.
+        reason: why the data is divided by `policy`, in one clause.
+        policy: how the data is divided: DATA, FILE, HINT or OFF, never AUTO.
+        is_uniform: whether every rank is known to see equally many batches of the same global sizes.
+        is_endless: whether the data is known never to end.
+        is_compared: whether shares carry fingerprints that the ranks should compare.
+        is_random_access: whether `read` may start anywhere in a pass, and any number of times.
+        reads_ahead: whether the source prepares its next batch by itself, so that a thread would not help.
+        draws_as_keras: whether it draws all random numbers itself that Keras would draw to open a pass.
+    """
+
+    kind: str
+    signature: str
+    reason: str = "it can only be read in order, so every rank reads it and keeps its part"
+    policy: AutoShardPolicy = AutoShardPolicy.DATA
+    is_uniform: bool = False
+    is_endless: bool = False
+    is_compared: bool = True
+    is_random_access: bool = False
+    reads_ahead: bool = False
+    draws_as_keras: bool = False
 
 
 class Source(Protocol):
     """One input seen from one rank: it yields this rank's share of each global batch.
 
-    Attributes:
-        kind: what it is, for messages: `NumPy arrays`.
-        policy: how it is divided: DATA, FILE, HINT or OFF, never AUTO.
-        reason: why that policy, in one clause.
-        num_batches: batches in one pass over the data; None where that is unknown.
-        uniform: whether every rank is known to see as many batches, of the same global sizes.
-        checked: whether the shares carry fingerprints that the ranks should compare.
-        endless: whether it is known never to end.
-        reads_ahead: whether it makes its next batch while it is not asked, so that a thread would not pay.
-        by_number: whether `read` may begin anywhere in a pass, and any number of times.
-        draws: whether it draws all random numbers itself that Keras would draw to open a pass.
-        taken: how many batches have been read of data that cannot be read twice; 0 of all others.
-        signature: a line that is the same on every rank if the ranks were given the same data.
+    Sources may have the further capabilities of `IndexedSource` and `ProgramShuffledSource`.
     """
 
-    @property
-    def kind(self) -> str: ...
+    traits: SourceTraits
 
     @property
-    def policy(self) -> AutoShardPolicy: ...
+    def cursor(self) -> StreamCursor | None:
+        """The place in data that can only be read in order; None for sources with random access."""
+        ...
 
     @property
-    def reason(self) -> str: ...
-
-    @property
-    def num_batches(self) -> int | None: ...
-
-    @property
-    def uniform(self) -> bool: ...
-
-    @property
-    def checked(self) -> bool: ...
-
-    @property
-    def endless(self) -> bool: ...
-
-    @property
-    def reads_ahead(self) -> bool: ...
-
-    @property
-    def by_number(self) -> bool: ...
-
-    @property
-    def draws(self) -> bool: ...
-
-    @property
-    def taken(self) -> int: ...
-
-    @property
-    def signature(self) -> str: ...
+    def num_batches(self) -> int | None:
+        """Batches in one pass over the data; None if unknown."""
+        ...
 
     def read(self, key: int, start: int, stop: int | None) -> Iterator[LocalShare]:
-        """The shares of batches start to stop (None: the end) of one pass over the data.
+        """The shares of batches `start` to `stop` of one pass over the data.
 
         Args:
-            key: names the pass, and so the order of shuffled data: the epoch in which the pass began.
-            start: 0 begins a new pass. A source that can only be read in order takes any other value to
-                mean "go on".
+            key: the epoch in which the pass began. It selects the order of shuffled data.
+            start: the first batch; 0 starts a new pass. A source without random access continues where it is for any
+                other value.
+            stop: the batch to stop before; None to read to the end.
         """
         ...
 
@@ -78,8 +74,10 @@ class Source(Protocol):
         """The first share of a pass, which `read` will yield again.
 
         Args:
-            restart: `read` opens the data anew, where it can be: a dataset that draws another order for
-                each pass has then used up one.
+            restart: whether `read` opens the data again, where that is possible: a dataset with another order for each
+                pass has then used up one.
+
+        Raises: StopIteration if there is no data.
         """
         ...
 
@@ -88,25 +86,7 @@ class Source(Protocol):
     def on_epoch_end(self) -> None: ...
 
     def regroup(self, rank: int, world_size: int) -> None:
-        """This rank has another number now, among another number of ranks: the shares that are read from here on are
-        cut for these. No `read` is going on."""
-        ...
-
-    def repeat(self) -> None:
-        """The batch that was read last is to be read again, by a `read` that goes on from it."""
-        ...
-
-    def skip(self, key: int, count: int) -> None:
-        """Others have read so many batches of the pass `key`; the next `read` goes on from there."""
-        ...
-
-    def remember(self, *, on: bool) -> None:
-        """Whether what is read from now on may have to be read again (`rewind`), also where it cannot be opened
-        twice."""
-        ...
-
-    def rewind(self) -> None:
-        """What has been read since `remember` comes again, in a `read` that begins where they began."""
+        """Cut the shares that are read from here on for another rank of another number of ranks. No `read` is open."""
         ...
 
     def shares(self, world_size: int) -> list[str]:
@@ -114,48 +94,62 @@ class Source(Protocol):
         ...
 
 
-class RandomAccessSource:
-    """What sources have in common whose `read` may begin anywhere in a pass."""
-
-    draws = False
-    taken = 0
-
-    _rank: int
-    _world_size: int
-    _kept: tuple[int, Any] | None = None  # the key of a pass, and its order
+class IndexedSource(Source, Protocol):
+    """A source whose samples have numbers."""
 
     @property
-    def checked(self) -> bool:
-        return self._world_size > 1
+    def samples(self) -> int | None:
+        """Samples in a pass; None if the samples of this source have no numbers after all."""
+        ...
 
-    def forget_order(self) -> None:
-        """Make that of the running pass anew when it is wanted."""
-        self._kept = None
+    @property
+    def probe(self) -> Array:
+        """Numbers from all over the data, shape (n,), float64, by which ranks compare what they were given."""
+        ...
 
-    def _order_of(self, key: int, make: Callable[[int], Any]) -> Any:
-        """The order of a pass; kept, because a pass may last for several epochs."""
+    def rows(self, key: int, batch: int) -> Array:
+        """The numbers of the samples of a global batch, in the order of its rows; `key` as for `read`."""
+        ...
+
+
+class ProgramShuffledSource(Source, Protocol):
+    """A source whose order follows from random generators that the program created."""
+
+    def randomness(self, key: int | None) -> bytes:
+        """The states of the program's generators before a pass; empty if there are none.
+
+        Args:
+            key: the pass that runs or is about to start; None for the next one.
+        """
+        ...
+
+    def continue_with(self, randomness: bytes) -> None:
+        """Give the next pass the order of one that another process read, whose `randomness` this was."""
+        ...
+
+
+class PassOrder:
+    """The order of the running pass, kept because a pass may last for several epochs."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[int, Any] | None = None
+
+    def get(self, key: int, make: Callable[[int], Any]) -> Any:
+        """The order of pass `key`, created by `make(key)` when the pass starts."""
         if self._kept is None or self._kept[0] != key:
             self._kept = (key, make(key))
         return self._kept[1]
 
-    def regroup(self, rank: int, world_size: int) -> None:
-        self._rank, self._world_size = rank, world_size
+    def is_of(self, key: int | None) -> bool:
+        return self._kept is not None and self._kept[0] == key
 
-    def repeat(self) -> None:
-        pass
-
-    def skip(self, key: int, count: int) -> None:
-        pass
-
-    def remember(self, *, on: bool) -> None:
-        pass
-
-    def rewind(self) -> None:
-        pass
+    def forget(self) -> None:
+        """Create the order again when it is next needed."""
+        self._kept = None
 
 
 def same_stream(kind: str, world_size: int) -> list[str]:
-    """What each rank reads under DATA where it must read everything to find its part."""
+    """What each rank reads under DATA if it must read everything to find its part."""
     if world_size == 1:
         return [f"reads every batch of the {kind}"]
     return [
@@ -163,91 +157,123 @@ def same_stream(kind: str, world_size: int) -> list[str]:
     ]
 
 
+class StreamCursor:
+    """The place in data that can only be read in order.
+
+    Attributes:
+        taken: batches read of data that cannot be read twice; 0 for all other data.
+
+    Args:
+        open_pass: takes a pass's key and returns an iterator over its elements. For data that cannot be read twice it
+            returns the same iterator each time.
+        is_once: whether the data cannot be read twice.
+    """
+
+    def __init__(self, open_pass: Callable[[int], Iterator[Any]], *, is_once: bool):
+        self.taken = 0
+        self._open_pass = open_pass
+        self._is_once = is_once
+        self._running: Iterator[Any] | None = None
+        self._is_unread = False  # `_running` still has everything that the next `read` is to yield
+        self._last: list[Any] = []
+        self._recorded: list[Any] | None = None
+
+    def read(self, key: int, start: int, stop: int | None) -> Iterator[Any]:
+        """Elements `start` to `stop` of pass `key`, see `Source.read`."""
+        running = self._running
+        if running is None or (start == 0 and not self._is_unread):
+            running = self._running = self._open_pass(key)
+        self._is_unread = False
+        for element in running if stop is None else itertools.islice(running, stop - start):
+            self._last = [element]
+            if self._is_once:
+                self.taken += 1
+                if self._recorded is not None:
+                    self._recorded.append(element)
+            yield element
+
+    def peek(self, *, restart: bool) -> Any:
+        """The first element of a pass, see `Source.peek`."""
+        if not self._is_unread or self._running is None:
+            self._running = self._open_pass(0)
+            self._is_unread = True
+        first = next(self._running)
+        if restart and not self._is_once:
+            self._running = None
+            self._is_unread = False
+        else:
+            self._running = itertools.chain([first], self._running)
+        return first
+
+    def repeat(self) -> None:
+        """Yield the element that was read last again."""
+        if self._last:
+            self._put_back(self._last)
+
+    def skip(self, key: int, count: int) -> None:
+        """Pass over `count` elements of pass `key`, which others have read."""
+        if self._running is None or not self._is_unread:
+            self._running = self._open_pass(key)
+        self._is_unread = True
+        for _ in itertools.islice(self._running, count):
+            self.taken += self._is_once
+
+    def record(self, *, on: bool) -> None:
+        """Start or stop keeping the elements of data that cannot be read twice, for `rewind`."""
+        self._recorded = [] if on and self._is_once else None
+
+    def rewind(self) -> None:
+        """Yield everything read since `record` again, in a `read` that starts where that reading started."""
+        if self._recorded:
+            self._put_back(self._recorded)
+            self.taken -= len(self._recorded)
+            self._recorded = []
+
+    def _put_back(self, elements: list[Any]) -> None:
+        if self._running is not None:
+            self._running = itertools.chain(elements, self._running)
+            self._is_unread = True
+
+
 class StreamSource:
     """A source that can only be read in order: a generator, a dataset of unknown length.
 
     Args:
-        open_pass: given a pass's key, an iterator over the elements (structures of NumPy arrays). It may be
-            the same iterator each time, for data that cannot be read twice.
-        once: the data cannot be read twice.
-        per_rank: the elements are already this rank's own and are not cut.
+        open_pass: takes a pass's key and returns an iterator over the elements (structures of NumPy arrays).
+        traits: see `SourceTraits`. With a policy other than DATA the elements belong to this rank alone and are not
+            cut.
+        rank: this rank.
+        world_size: the number of ranks.
+        num_batches: elements in a pass; None if unknown.
+        is_once: whether the data cannot be read twice; `open_pass` then returns the same iterator each time.
+        shares: what each rank reads, see `Source.shares`; None for what `same_stream` says.
     """
-
-    by_number = False
 
     def __init__(
         self,
         open_pass: Callable[[int], Iterator[Any]],
+        traits: SourceTraits,
         *,
-        kind: str,
         rank: int,
         world_size: int,
         num_batches: int | None = None,
-        uniform: bool = False,
-        endless: bool = False,
-        once: bool = False,
-        per_rank: bool = False,
-        reads_ahead: bool = False,
-        policy: AutoShardPolicy = AutoShardPolicy.DATA,
-        reason: str = "",
-        draws: bool = False,
-        signature: str | None = None,
+        is_once: bool = False,
         shares: list[str] | None = None,
     ):
-        self.kind = kind
-        self.policy = policy
-        self.reason = reason or "it can only be read in order, so every rank reads it and keeps its part"
+        self.traits = traits
         self.num_batches = num_batches
-        self.uniform = uniform
-        self.endless = endless
-        self.reads_ahead = reads_ahead
-        self.draws = draws
-        self.signature = kind if signature is None else signature
-        self._open_pass = open_pass
-        self._once = once
+        self.cursor = StreamCursor(open_pass, is_once=is_once)
         self._rank = rank
         self._world_size = world_size
-        self._per_rank = per_rank
         self._shares = shares
-        self._running: Iterator[Any] | None = None
-        self._last: list[Any] = []
-        self._untouched = False  # `_running` was opened by `peek` and still has all elements
-        self.taken = 0
-        self._remembered: list[Any] | None = None
-
-    @property
-    def checked(self) -> bool:
-        return not self._per_rank and self._world_size > 1
 
     def read(self, key: int, start: int, stop: int | None) -> Iterator[LocalShare]:
-        running = self._running
-        if running is None or (start == 0 and not self._untouched):
-            running = self._running = self._open_pass(key)
-        self._untouched = False
-        limited = running if stop is None else itertools.islice(running, stop - start)
-        for element in limited:
-            self._last = [element]
-            if self._once:
-                self.taken += 1
-                if self._remembered is not None:
-                    self._remembered.append(element)
-            yield self._share(element)
+        """See `Source.read`."""
+        return map(self._share, self.cursor.read(key, start, stop))
 
     def peek(self, *, restart: bool = False) -> LocalShare:
-        if not self._untouched or self._running is None:
-            running = self._open_pass(0)
-            first = list(itertools.islice(running, 1))
-            self._running = itertools.chain(first, running)
-            self._untouched = True
-        first = list(itertools.islice(self._running, 1))
-        if not first:
-            raise StopIteration
-        if restart and not self._once:
-            self._running = None
-            self._untouched = False
-        else:
-            self._running = itertools.chain(first, self._running)
-        return self._share(first[0])
+        """See `Source.peek`."""
+        return self._share(self.cursor.peek(restart=restart))
 
     def on_epoch_begin(self) -> None:
         pass
@@ -256,34 +282,14 @@ class StreamSource:
         pass
 
     def regroup(self, rank: int, world_size: int) -> None:
+        """See `Source.regroup`."""
         self._rank, self._world_size = rank, world_size
 
-    def repeat(self) -> None:
-        if self._running is not None and self._last:
-            self._running = itertools.chain(self._last, self._running)
-            self._untouched = True
-
-    def skip(self, key: int, count: int) -> None:
-        if self._running is None or not self._untouched:
-            self._running = self._open_pass(key)
-        self._untouched = True
-        for _ in itertools.islice(self._running, count):
-            self.taken += self._once
-
-    def remember(self, *, on: bool) -> None:
-        self._remembered = [] if on and self._once else None
-
-    def rewind(self) -> None:
-        if self._remembered and self._running is not None:
-            self._running = itertools.chain(self._remembered, self._running)
-            self._untouched = True
-            self.taken -= len(self._remembered)
-            self._remembered = []
-
     def shares(self, world_size: int) -> list[str]:
-        return same_stream(self.kind, world_size) if self._shares is None else self._shares
+        """See `Source.shares`."""
+        return same_stream(self.traits.kind, world_size) if self._shares is None else self._shares
 
     def _share(self, element: Any) -> LocalShare:
-        if self._per_rank:
-            return whole(element, self.kind)
-        return cut(element, self._rank, self._world_size, self.kind)
+        if self.traits.policy is not AutoShardPolicy.DATA:
+            return whole(element, self.traits.kind)
+        return cut(element, self._rank, self._world_size, self.traits.kind)

@@ -1,16 +1,57 @@
-"""`shard_input`: the kind of an input, and from it the source that reads it for one rank."""
+"""Every kind of input that a model takes, and the module that reads it.
+
+To add a kind, write a module with `make_source(request)` and add a line to `SOURCE_KINDS`.
+"""
 
 from __future__ import annotations
 
+import importlib
 import types
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from phalanx.data.array_source import ArraySource
-from phalanx.data.sharded_input import ShardedInput
+from phalanx.data.input_request import InputRequest
 from phalanx.data.sharding_policy import AutoShardPolicy
-from phalanx.data.shuffling import Shuffling
 from phalanx.data.source import Source
 from phalanx.errors import ConfigurationError
+
+
+def _has_class(module: str, *names: str) -> Callable[[Any], bool]:
+    """Whether an object has a class of one of these names from a package. By name, as Keras does it, so that no
+    framework is imported to answer."""
+    return lambda x: any(cls.__name__ in names and cls.__module__.startswith(module) for cls in type(x).__mro__)
+
+
+class SourceKind(NamedTuple):
+    """A kind of dataset.
+
+    Attributes:
+        name: for messages.
+        matches: whether an object is of this kind.
+        module: imported when a program first passes such an object. Its `make_source(request)` returns a `Source`.
+        takes_class_weight: whether `class_weight` applies to it.
+    """
+
+    name: str
+    matches: Callable[[Any], bool]
+    module: str
+    takes_class_weight: bool = False
+
+
+TF_DATASET = "tf.data.Dataset"
+
+SOURCE_KINDS = (
+    SourceKind("generator", lambda x: isinstance(x, types.GeneratorType), "phalanx.data.generator_source"),
+    SourceKind("PyDataset", _has_class("keras.", "PyDataset"), "phalanx.data.pydataset_source", True),
+    SourceKind(TF_DATASET, _has_class("tensorflow.", "DatasetV2"), "phalanx.data.tf_data_source", True),
+    SourceKind("torch DataLoader", _has_class("torch.utils.data", "DataLoader"), "phalanx.data.dataloader_source"),
+    SourceKind(
+        "grain.Dataset and grain.DataLoader",
+        _has_class("grain", "MapDataset", "IterDataset", "DataLoader"),
+        "phalanx.data.grain_source",
+    ),
+    SourceKind("DistributedDataset", _has_class("phalanx.", "DistributedDataset"), "phalanx.data.distributed_dataset"),
+)
 
 ACCEPTED = (
     "NumPy arrays, tensors of JAX, TensorFlow or PyTorch, pandas objects (alone or in lists, tuples and "
@@ -20,217 +61,67 @@ ACCEPTED = (
 )
 
 
-def shard_input(
-    x: Any,
-    y: Any = None,
-    sample_weight: Any = None,
-    *,
-    batch_size: int | None = None,
-    steps_per_epoch: int | None = None,
-    shuffle: bool | str = False,
-    class_weight: dict[int, float] | None = None,
-    rank: int,
-    world_size: int,
-    seed: int,
-    shuffling: Shuffling | None = None,
-    policy: AutoShardPolicy | None = None,
-    in_order: bool = False,
-) -> ShardedInput:
-    """What one rank reads of an input of `fit`, `evaluate` or `predict`; arguments mean what they do there.
-
-    `batch_size`, or the dataset's own batch, is the global batch: over all ranks together.
-
-    Args:
-        shuffle: for arrays and PyDatasets, as in Keras. Ignored for datasets that shuffle themselves.
-        seed: equal on all ranks.
-        shuffling: for arrays, PyDatasets and map-style DataLoaders: how the orders of the passes are agreed on. None:
-            they depend on `seed` and the epoch alone, and so are the same on all ranks.
-        policy: for tf.data.Dataset; None: the one in the dataset's options, AUTO if there is none.
-        in_order: AUTO keeps the order of one process, where it could deal out files.
-
-    Raises: TypeError for an input that is not accepted; ConfigurationError (a ValueError) for arguments that
-        do not fit the input. On wrong arguments every rank raises, because every rank sees the same.
-    """
-    if not 0 <= rank < world_size:
-        raise ConfigurationError(f"rank must be 0 to world_size - 1; got rank {rank} of {world_size}.")
-    if class_weight is not None and sample_weight is not None:
-        raise ConfigurationError("You cannot `class_weight` and `sample_weight` at the same time.")
-    source = make_source(
-        x,
-        y,
-        sample_weight,
-        batch_size=batch_size,
-        steps_per_epoch=steps_per_epoch,
-        shuffle=shuffle,
-        class_weight=class_weight,
-        rank=rank,
-        world_size=world_size,
-        seed=seed,
-        shuffling=shuffling,
-        policy=None if policy is None else AutoShardPolicy.of(policy),
-        in_order=in_order,
-    )
-    if source.endless and steps_per_epoch is None:
-        raise ConfigurationError(
-            f"The {source.kind} never ends. When passing an infinitely repeating dataset, you must specify "
-            "the `steps_per_epoch` argument (`steps` in evaluate and predict)."
-        )
-    return ShardedInput(
-        source,
-        rank=rank,
-        world_size=world_size,
-        steps_per_epoch=steps_per_epoch,
-        as_keras=shuffling is not None,
-    )
+def find_kind(x: Any) -> SourceKind | None:
+    """The kind of a dataset; None for arrays and everything else that is no dataset."""
+    return next((kind for kind in SOURCE_KINDS if kind.matches(x)), None)
 
 
 def accepts_batch_size(x: Any) -> bool:
     """Whether `batch_size` applies to this input: to arrays it does, a dataset brings its own batches."""
-    return dataset_kind(x) is None
+    return find_kind(x) is None
 
 
-def dataset_kind(x: Any) -> str | None:
-    """The name of a dataset's kind; None for arrays and whatever else is no dataset.
-
-    By the names of its classes, as Keras does it, so that no framework is imported only to be asked.
-    """
-    if isinstance(x, types.GeneratorType):
-        return "generator"
-    for cls in type(x).__mro__:
-        name, module = cls.__name__, cls.__module__
-        if name == "PyDataset" and module.startswith("keras."):
-            return "PyDataset"
-        if name == "DatasetV2" and module.startswith("tensorflow."):
-            return "tf.data.Dataset"
-        if name == "DataLoader" and module.startswith("torch.utils.data"):
-            return "torch DataLoader"
-        if name in ("MapDataset", "IterDataset", "DataLoader") and module.startswith("grain"):
-            return "grain.Dataset and grain.DataLoader"
-        if name == "DistributedDataset" and module.startswith("phalanx."):
-            return "DistributedDataset"
-    return None
-
-
-def make_source(
-    x: Any,
-    y: Any = None,
-    sample_weight: Any = None,
-    *,
-    batch_size: int | None = None,
-    steps_per_epoch: int | None = None,
-    shuffle: bool | str = False,
-    class_weight: dict[int, float] | None = None,
-    rank: int,
-    world_size: int,
-    seed: int,
-    shuffling: Shuffling | None = None,
-    policy: AutoShardPolicy | None = None,
-    in_order: bool = False,
-) -> Source:
-    """The source for one rank of an input; arguments and errors as for `shard_input`."""
-    kind = dataset_kind(x)
-    if kind != "tf.data.Dataset" and policy not in (None, AutoShardPolicy.AUTO, AutoShardPolicy.DATA):
+def make_source(request: InputRequest) -> Source:
+    """The source of an input; errors as for `shard_input`."""
+    kind, policy = find_kind(request.x), request.policy
+    if (kind is None or kind.name != TF_DATASET) and policy not in (None, AutoShardPolicy.AUTO, AutoShardPolicy.DATA):
         raise ConfigurationError(
-            f"AutoShardPolicy.{policy.name} applies to tf.data.Dataset only, got {_name(x)}. All other "
+            f"AutoShardPolicy.{policy.name} applies to tf.data.Dataset only, got {_type_name(request.x)}. All other "
             "inputs are divided by DATA. For data that each replica reads for itself, use "
             "`strategy.distribute_datasets_from_function`."
         )
-    if kind is None:
-        from phalanx.keras_compat import data_adapters
-
-        if x is None or not data_adapters.is_arrays(x, y, sample_weight):
-            raise TypeError(f"The input x is {_name(x)}. Accepted are {ACCEPTED}.{_advice(x, y, sample_weight)}")
-        return ArraySource(
-            x,
-            y,
-            sample_weight,
-            batch_size=batch_size,
-            steps_per_epoch=steps_per_epoch,
-            shuffle=shuffle,
-            class_weight=class_weight,
-            rank=rank,
-            world_size=world_size,
-            seed=seed,
-            shuffling=shuffling,
-        )
-    _check_dataset_arguments(kind, y=y, sample_weight=sample_weight, batch_size=batch_size)
-    if kind == "PyDataset":
-        from phalanx.data.pydataset_source import PyDatasetSource
-
-        return PyDatasetSource(
-            x,
-            shuffle=shuffle,
-            class_weight=class_weight,
-            rank=rank,
-            world_size=world_size,
-            seed=seed,
-            shuffling=shuffling,
-        )
-    if kind == "tf.data.Dataset":
-        from phalanx.data.tf_data_source import tf_source
-
-        return tf_source(
-            x,
-            policy=policy,
-            in_order=in_order,
-            class_weight=class_weight,
-            whole_passes=steps_per_epoch is None,
-            rank=rank,
-            world_size=world_size,
-            seed=seed,
-        )
-    if class_weight is not None:
-        raise ConfigurationError(
-            f"Argument `class_weight` is not supported for {kind} inputs. Let the batches be "
-            f"(x, y, sample_weight) instead. Received: class_weight={class_weight}"
-        )
-    if kind == "generator":
-        from phalanx.data.generator_source import generator_source
-
-        return generator_source(x, rank=rank, world_size=world_size)
-    if kind == "torch DataLoader":
-        from phalanx.data.dataloader_source import dataloader_source
-
-        return dataloader_source(
-            x,
-            whole_passes=steps_per_epoch is None,
-            rank=rank,
-            world_size=world_size,
-            seed=seed,
-            shuffling=shuffling,
-        )
-    if kind == "DistributedDataset":
-        return x.source  # type: ignore[no-any-return]
-    from phalanx.data.grain_source import grain_source
-
-    return grain_source(x, rank=rank, world_size=world_size)
+    if kind is not None:
+        _check_dataset_arguments(kind, request)
+    module = "phalanx.data.array_source" if kind is None else kind.module
+    source: Source = importlib.import_module(module).make_source(request)
+    return source
 
 
-def _check_dataset_arguments(kind: str, *, y: Any, sample_weight: Any, batch_size: int | None) -> None:
+def unaccepted(request: InputRequest) -> TypeError:
+    """The error for an input of no known kind."""
+    x = request.x
+    advice = ""
+    if hasattr(x, "__next__"):
+        advice = " An iterator that is no generator can be wrapped in one: `(batch for batch in iterator)`."
+    elif isinstance(x, (list, tuple)) and x and isinstance(x[0], (int, float, list)):
+        advice = " Convert lists of numbers with `numpy.array(x)`: a list means several inputs."
+    else:
+        for name, value in (("y", request.y), ("sample_weight", request.sample_weight)):
+            if value is not None and not hasattr(value, "__array__"):
+                advice = f" Or `{name}` is not an array: it is {_type_name(value)}."
+                break
+    return TypeError(f"The input x is {_type_name(x)}. Accepted are {ACCEPTED}.{advice}")
+
+
+def _check_dataset_arguments(kind: SourceKind, request: InputRequest) -> None:
     for name, meaning, value in (
-        ("y", "the targets", y),
-        ("sample_weight", "the sample weights", sample_weight),
-        ("batch_size", "the batches", batch_size),
+        ("y", "the targets", request.y),
+        ("sample_weight", "the sample weights", request.sample_weight),
+        ("batch_size", "the batches", request.batch_size),
     ):
         if value is not None:
             raise ConfigurationError(
-                f"When providing `x` as a {kind}, `{name}` should not be passed. Instead, {meaning} should "
-                f"be included as part of the {kind}."
+                f"When providing `x` as a {kind.name}, `{name}` should not be passed. Instead, {meaning} should "
+                f"be included as part of the {kind.name}."
                 + (" Its batch is the global batch, over all replicas." if name == "batch_size" else "")
             )
+    if request.class_weight is not None and not kind.takes_class_weight:
+        raise ConfigurationError(
+            f"Argument `class_weight` is not supported for {kind.name} inputs. Let the batches be "
+            f"(x, y, sample_weight) instead. Received: class_weight={request.class_weight}"
+        )
 
 
-def _name(x: Any) -> str:
+def _type_name(x: Any) -> str:
     cls = type(x)
     return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _advice(x: Any, y: Any, sample_weight: Any) -> str:
-    if hasattr(x, "__next__"):
-        return " An iterator that is no generator can be wrapped in one: `(batch for batch in iterator)`."
-    if isinstance(x, (list, tuple)) and x and isinstance(x[0], (int, float, list)):
-        return " Convert lists of numbers with `numpy.array(x)`: a list means several inputs."
-    for name, value in (("y", y), ("sample_weight", sample_weight)):
-        if value is not None and not hasattr(value, "__array__"):
-            return f" Or `{name}` is not an array: it is {_name(value)}."
-    return ""

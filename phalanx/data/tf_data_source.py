@@ -22,8 +22,9 @@ from tensorflow.python.data.ops.options import ExternalStatePolicy
 
 from phalanx.arrays.tree import leaves, map_leaves
 from phalanx.data.elements import to_numpy
+from phalanx.data.input_request import InputRequest
 from phalanx.data.sharding_policy import AutoShardPolicy
-from phalanx.data.source import StreamSource
+from phalanx.data.source import SourceTraits, StreamSource
 from phalanx.errors import ConfigurationError
 from phalanx.keras_compat import data_adapters
 
@@ -40,24 +41,11 @@ _READ_AHEAD = 2
 _MAX_NAMES = 3  # file names that an explanation shows for each rank
 
 
-def tf_source(
-    dataset: Any,
-    *,
-    policy: AutoShardPolicy | None,
-    class_weight: dict[int, float] | None,
-    whole_passes: bool,
-    in_order: bool,
-    rank: int,
-    world_size: int,
-    seed: int,
-) -> StreamSource:
+def make_source(request: InputRequest) -> StreamSource:
     """A source over a batched tf.data.Dataset whose batch is the global batch.
 
-    `whole_passes`: whether an epoch is a pass, and not a number of steps. `in_order`: whether AUTO keeps the order of
-    one process, as `predict` does.
-
-    DATA: all ranks read the same elements in the same order. For that, shuffles without a seed are given one
-        made from `seed`, and parallel maps keep their order, unless the dataset says otherwise itself.
+    DATA: all ranks read the same elements in the same order. For that, shuffles without a seed get one that is derived
+        from the request's, and parallel maps keep their order, unless the dataset itself says otherwise.
     FILE, HINT: as in `tf.distribute`, the dataset is rebatched to this rank's share of the global batch and
         the files, or the dataset at the hint, are dealt out.
     OFF: it is rebatched only: each rank reads all elements.
@@ -65,58 +53,61 @@ def tf_source(
     Raises: ConfigurationError if the elements are no batches, or for FILE without files or with fewer files
         than ranks.
     """
+    dataset, policy, world_size = request.x, request.policy, request.world_size
     _check_batches(dataset.element_spec)
     if policy is None:
         policy = AutoShardPolicy.of(dataset.options().experimental_distribute.auto_shard_policy)
     files = _source_files(dataset) if policy in (AutoShardPolicy.AUTO, AutoShardPolicy.FILE) else None
-    if class_weight is not None:
+    if request.class_weight is not None:
         _check_class_weight(dataset.element_spec)
-        dataset = dataset.map(data_adapters.tf_class_weights(class_weight))
+        dataset = dataset.map(data_adapters.tf_class_weights(request.class_weight))
 
-    sharded, policy, reason = _divide(dataset, policy, files, in_order, rank, world_size, seed)
+    sharded, policy, reason = _divide(dataset, policy, files, request)
     cardinality = int(sharded.cardinality())
     # Dealing out files hides that a dataset repeats; before it is replaced, a hint looks like endless data.
-    told_by = sharded if policy is AutoShardPolicy.HINT else dataset
-    endless = int(told_by.cardinality()) == tf.data.INFINITE_CARDINALITY
+    counted = sharded if policy is AutoShardPolicy.HINT else dataset
     by_rows = policy is AutoShardPolicy.DATA
     length = cardinality if cardinality >= 0 and (by_rows or policy is AutoShardPolicy.OFF) else None
     names = zlib.crc32("\n".join(files).encode()) if files else 0
-    shares = None
-    if policy is AutoShardPolicy.FILE and files is not None:
-        shares = [_name_files(files[r::world_size]) for r in range(world_size)]
-    elif not by_rows:
-        shares = [
-            "reads every element of its dataset"
-            if policy is AutoShardPolicy.OFF
-            else f"reads shard {r} of what names SHARD_HINT, else every element"
-            for r in range(world_size)
-        ]
-
-    # Seeded shuffles count the iterators that were made of them.
-    skips = whole_passes and data_adapters.opens_one_more_pass("tensorflow")
+    traits = SourceTraits(
+        _KIND,
+        signature=f"{_KIND} of {length} batches of {dataset.element_spec}, files {names:08x}",
+        reason=reason,
+        policy=policy,
+        is_uniform=by_rows and length is not None,
+        is_endless=int(counted.cardinality()) == tf.data.INFINITE_CARDINALITY,
+        is_compared=by_rows,
+        reads_ahead=True,
+    )
+    # Seeded shuffles count the iterators that were created from them.
+    opens_another = request.steps_per_epoch is None and data_adapters.opens_one_more_pass("tensorflow")
 
     # `dataset` is kept: the functions that a serialized graph calls live as long as it does.
     def open_pass(key: int, original: Any = dataset) -> Iterator[Any]:
         for number, element in enumerate(_elements(sharded), 1):
-            if number == length and skips:
+            if number == length and opens_another:
                 iter(sharded)
             yield element
 
     return StreamSource(
         open_pass,
-        kind=_KIND,
-        rank=rank,
+        traits,
+        rank=request.rank,
         world_size=world_size,
         num_batches=length,
-        uniform=by_rows and length is not None,
-        endless=endless,
-        per_rank=not by_rows,
-        reads_ahead=True,
-        policy=policy,
-        reason=reason,
-        signature=f"{_KIND} of {length} batches of {dataset.element_spec}, files {names:08x}",
-        shares=shares,
+        shares=_shares(policy, files, world_size),
     )
+
+
+def _shares(policy: AutoShardPolicy, files: list[str] | None, world_size: int) -> list[str] | None:
+    """What each rank reads, see `Source.shares`; None under DATA."""
+    if policy is AutoShardPolicy.DATA:
+        return None
+    if policy is AutoShardPolicy.FILE and files is not None:
+        return [_name_files(files[rank::world_size]) for rank in range(world_size)]
+    if policy is AutoShardPolicy.OFF:
+        return ["reads every element of its dataset"] * world_size
+    return [f"reads shard {rank} of what names SHARD_HINT, else every element" for rank in range(world_size)]
 
 
 def _check_batches(element_spec: Any) -> None:
@@ -137,12 +128,10 @@ def _divide(
     dataset: Any,
     policy: AutoShardPolicy,
     files: list[str] | None,
-    in_order: bool,
-    rank: int,
-    world_size: int,
-    seed: int,
+    request: InputRequest,
 ) -> tuple[Any, AutoShardPolicy, str]:
     """The dataset as this rank reads it, the policy in effect and its reason."""
+    rank, world_size = request.rank, request.world_size
     if policy is AutoShardPolicy.OFF:
         return _rebatched(dataset, rank, world_size), policy, "the dataset's options or the caller say OFF"
     if policy is AutoShardPolicy.HINT:
@@ -153,7 +142,7 @@ def _divide(
         reason = "the dataset's options or the caller say DATA"
     elif world_size == 1 and not wanted:
         reason = "there is one replica"
-    elif files is not None and not wanted and (kept := _why_kept_whole(dataset, in_order)):
+    elif files is not None and not wanted and (kept := _why_kept_whole(dataset, request.in_order)):
         reason = kept
     elif files is None:
         reason = "its source is not a list of files"
@@ -172,7 +161,7 @@ def _divide(
                 raise ConfigurationError(_FILE_ERROR.format(reason)) from error
         else:
             return sharded, AutoShardPolicy.FILE, f"it reads {len(files)} files"
-    return _same_everywhere(dataset, world_size, seed), AutoShardPolicy.DATA, reason
+    return _same_everywhere(dataset, world_size, request.seed), AutoShardPolicy.DATA, reason
 
 
 _FILE_ERROR = (

@@ -261,7 +261,7 @@ class Strategy:
             world_size=self._replica.world_size,
             seed=0,
         )
-        return source.explain()
+        return source.description.explain()
 
     def _input_arguments(self) -> dict[str, Any]:
         own = int(np.random.randint(2**31 - 1))

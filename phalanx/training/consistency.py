@@ -35,7 +35,7 @@ def compare_inputs(source: ShardedInput, replica: Replica, method: str) -> None:
 
     Raises: DisagreementError on every rank, if they differ.
     """
-    signatures = gather_of_method(replica, method, source.signature)
+    signatures = gather_of_method(replica, method, source.description.signature)
     different = next((rank for rank, signature in enumerate(signatures) if signature != signatures[0]), None)
     if different is not None:
         raise DisagreementError(
@@ -68,7 +68,7 @@ def compare_samples(source: ShardedInput, replica: Replica) -> None:
 
     Raises: DisagreementError on every rank, if they differ, or come in another order.
     """
-    samples = replica.communicator.all_gather(source.sample)
+    samples = replica.communicator.all_gather(source.probe)
     same = [_same(sample, samples[0]) for sample in samples]
     if not all(same):
         raise DisagreementError(
@@ -80,7 +80,7 @@ def compare_samples(source: ShardedInput, replica: Replica) -> None:
 
 def send_input(source: ShardedInput, worker: ParameterServerWorker, fit: int) -> None:
     """On the chief among parameter servers: send what the others compare their data with."""
-    worker.broadcast(_INPUT, [np.frombuffer(source.signature.encode(), np.uint8), source.sample], fit)
+    worker.broadcast(_INPUT, [np.frombuffer(source.description.signature.encode(), np.uint8), source.probe], fit)
 
 
 def compare_input_with_chief(source: ShardedInput, worker: ParameterServerWorker, fit: int) -> None:
@@ -91,9 +91,9 @@ def compare_input_with_chief(source: ShardedInput, worker: ParameterServerWorker
     message = worker.receive_broadcast(_INPUT, fit)
     if message is None:
         return
-    chiefs, own = bytes(message[0]).decode(), source.signature
+    chiefs, own = bytes(message[0]).decode(), source.description.signature
     why = f"the chief has {chiefs}; this worker has {own}." if chiefs != own else ""
-    if not why and not _same(source.sample, np.frombuffer(message[1], np.float64)):
+    if not why and not _same(source.probe, np.frombuffer(message[1], np.float64)):
         why = f"the values of this worker are not those of the chief, or stand in another order. {_SEEDS}"
     if why:
         raise DisagreementError(

@@ -47,14 +47,14 @@ def _pass(replica_model: ReplicaModel, source: ShardedInput, callbacks: Any, wat
     model.reset_metrics()
     own_samples = all_samples = 0
     logs: Mapping[str, Any] = {}
-    source.reset()  # every evaluation begins with the first batch, also with `validation_steps`
+    source.position.reset()  # every evaluation begins with the first batch, also with `validation_steps`
     engine.begin()
     try:
         for first, last, batches in batch_groups(source, replica, model.steps_per_execution):
             callbacks.on_test_batch_begin(first)
             for batch in batches:
                 timeline.current.enter("forward")
-                engine.expect(source.form)
+                engine.expect(source.structure)
                 engine.test(batch.data, batch.share)
                 timeline.current.leave()
                 own_samples += batch.size

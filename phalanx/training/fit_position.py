@@ -29,10 +29,10 @@ class FitPosition:
     Attributes:
         epoch: index of the epoch of the next step.
         step: index of the next step; 0 also between two epochs.
-        place: in the data: of the running epoch (`ShardedInput.place`), or, between two epochs, of the next one
-            (`ShardedInput.next_place`).
-        randomness: what the order of the data follows from; see `ShardedInput.randomness`.
-        validated: batches taken of the validation data; see `ShardedInput.taken`.
+        place: in the data: of the running epoch (`InputPosition.running`), or, between two epochs, of the next one
+            (`InputPosition.next`).
+        randomness: what the order of the data follows from; see `InputPosition.randomness`.
+        validated: batches taken of the validation data; see `ShardedInput.batches_taken`.
         epochs: indices of the epochs that `History` has recorded.
         history: what `History` has recorded, by the name of the log.
         logs: the logs of the last finished epoch.
@@ -98,13 +98,13 @@ class FitRecorder:
     def position(self) -> FitPosition:
         """Where this `fit` stands now, without the ledger, which takes time to encode."""
         state = self._state
-        source, batches, history = state.source, state.batches, self._model.model.history
+        data, batches, history = state.source.position, state.batches, self._model.model.history
         return FitPosition(
             epoch=state.epoch,
             step=0 if batches is None else batches.done,
-            place=source.next_place if batches is None else source.place,
-            randomness=source.next_randomness if batches is None else source.randomness,
-            validated=0 if state.validation is None else state.validation.taken,
+            place=data.next if batches is None else data.running,
+            randomness=data.next_randomness if batches is None else data.randomness,
+            validated=0 if state.validation is None else state.validation.batches_taken,
             epochs=list(history.epoch),
             history={name: [as_plain_value(value) for value in values] for name, values in history.history.items()},
             logs={name: as_plain_value(value) for name, value in state.logs.items()},
@@ -123,12 +123,12 @@ class FitRecorder:
         if self.ledger is not None and position.ledger:
             self.ledger.load(position.ledger)
         if state.validation is not None:
-            state.validation.catch_up(position.validated)
+            state.validation.skip_taken(position.validated)
         # `on_train_begin` has emptied it.
         history = self._model.model.history
         history.epoch, history.history = list(position.epochs), dict(position.history)
         if restart_epoch is None:
-            state.source.go_between(position.place, position.randomness)
+            state.source.position.resume_between_epochs(position.place, position.randomness)
         else:
             restart_epoch()
             enter_epoch(self._model, state, position.place, position.step, position.randomness)
@@ -140,7 +140,7 @@ def enter_epoch(
     replica_model: ReplicaModel, state: ReplicaFitState, place: tuple[int, int], step: int, randomness: bytes = b""
 ) -> None:
     """Begin in the middle of an epoch. What callbacks changed when it began is contained in the model's state."""
-    state.source.go_to(place, step, randomness)
+    state.source.position.resume_epoch(place, step, randomness)
     replica_model.engine.begin()
     state.batches = JointBatches(state.source, state.epoch, replica_model.replica, done=step)
 

@@ -87,7 +87,7 @@ def prepare_fit(replica_model: ReplicaModel, arguments: FitArguments, resumption
     state.chief_adds_logs = any_rank(callback_list.chief_may_add_logs(arguments.callbacks))
     build_fit_callbacks(replica_model, state, arguments.callbacks)
     if recovery is not None:
-        state.source.read_directly()  # batches that were read ahead could not be cut again
+        state.source.disable_prefetch()  # batches that were read ahead could not be cut again
     elif isinstance(state.stepper, SynchronousStepper) and not repeats:
         state.stepper = replica_model.sharded_stepper(state.callbacks) or state.stepper
     # A custom `train_step` may update weights without the engine's knowledge.

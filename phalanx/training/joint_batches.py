@@ -64,7 +64,7 @@ class JointBatches:
         self._epoch = epoch
         self._replica = replica
         self.done = self._read = done or 0
-        self._batches = source.epoch(epoch) if done is None else source.going_on(epoch, done)
+        self._batches = source.epoch(epoch, done)
         self._cuts: dict[int, tuple[int, ...]] = {}
         self._current: JointBatch | None = None
 
@@ -76,7 +76,7 @@ class JointBatches:
             MembershipChangedError: see `regroup`.
         """
         timeline.current.enter("data")
-        self._current = self._next_uniform() if self._source.uniform else self._next_of_streams()
+        self._current = self._next_uniform() if self._source.is_uniform else self._next_of_streams()
         timeline.current.leave()
         return self._current
 
@@ -88,10 +88,8 @@ class JointBatches:
         """The membership has changed: the batch that was read but not used comes again, cut for the present members."""
         again = self._read > self.done
         self._batches.close()
-        self._source.regroup(self._replica.rank, self._replica.world_size)
-        if again:
-            self._source.repeat()
-        self._batches = self._source.going_on(self._epoch, self.done)
+        self._source.regroup(self._replica.rank, self._replica.world_size, repeat=again)
+        self._batches = self._source.epoch(self._epoch, self.done)
         self._read = self.done
         self._current = None
         self._cuts.clear()
@@ -109,7 +107,7 @@ class JointBatches:
         if step < COMPARED_BATCHES and self._source.fingerprint is not None:
             notes = self._replica.communicator.all_gather(np.array([self._source.fingerprint()], np.int64))
             if any(note[0] != notes[0][0] for note in notes):
-                raise DisagreementError(f"Batch {step} of epoch {self._epoch}: {self._source.disagreement()}")
+                raise DisagreementError(f"Batch {step} of epoch {self._epoch}: {self._source.description.disagreement}")
         sizes = self._cuts.get(batch.global_size)
         if sizes is None:
             world_size = self._replica.world_size
@@ -129,12 +127,12 @@ class JointBatches:
         if notes[:, 0].all():
             return None
         if not notes[:, 0].any() and (notes[:, 2] != notes[0, 2]).any():
-            raise DisagreementError(f"Batch {step} of epoch {self._epoch}: {source.disagreement()}")
+            raise DisagreementError(f"Batch {step} of epoch {self._epoch}: {source.description.disagreement}")
         if notes[:, 0].any() and source.fingerprint:
             ended = ", ".join(map(str, np.flatnonzero(notes[:, 0])))
             raise DisagreementError(
                 f"The data ended on rank {ended} after {step} batches of epoch {self._epoch}, but not on the others. "
-                f"{source.disagreement()}"
+                f"{source.description.disagreement}"
             )
         data = (batch or source.stand_in()).data
         return JointBatch(data, tuple(int(size) for size in notes[:, 1]), self._replica.rank, step)

@@ -172,10 +172,10 @@ class ParameterServerCoordination:
         worker, model = self._worker, self._remote_model.model
         layer_state = self._remote_model.engine.layer_state()
         if worker.is_chief:
-            consistency.send_input(self._source, worker, self._fit)
+            consistency.send_input(self._source.sharded, worker, self._fit)
             chief_state_sync.send_state(worker, model, self._fit, layer_state)
         else:
-            consistency.compare_input_with_chief(self._source, worker, self._fit)
+            consistency.compare_input_with_chief(self._source.sharded, worker, self._fit)
             chief_state_sync.receive_state(worker, model, self._fit, layer_state)
         self._is_layer_state_sent = True
 
@@ -207,7 +207,7 @@ class ParameterServerCoordination:
             return False
         logger.warning("The chief was restarted; continuing with epoch %d.", answer.back_to + 1)
         self._share_state()
-        self._source.start_over()
+        self._source.restart()
         self._state.epoch = answer.back_to
         return True
 
@@ -231,9 +231,9 @@ class ParameterServerCoordination:
         source, remote_model = self._source, self._remote_model
         remote_model.send_changes()
         self.rejoin.epoch, self.rejoin.is_opened = self._state.epoch, True
-        self._epoch, self._answer = _EpochCount(source.num_batches or 0), None
+        self._epoch, self._answer = _EpochCount(source.sharded.num_batches or 0), None
         try:
-            self.rejoin.steps = source.begin(self._state.epoch)
+            self.rejoin.steps = source.start_epoch(self._state.epoch)
         except OrderUnavailableError as reason:
             self._answer = reason.answer
             yield
@@ -251,7 +251,7 @@ class ParameterServerCoordination:
             finally:
                 remote_model.leave_steps()
                 timeline.current.leave()
-            source.finish(self._epoch.length or self._epoch.steps)
+            source.end_epoch(self._epoch.length or self._epoch.steps)
 
     def _open_epoch(self) -> None:
         """As the chief: let the servers give out tickets."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from phalanx.data import ShardedInput, shard_input
+from phalanx.data.numbered_batches import NumberedBatches
 from phalanx.data.shuffling import Shuffling
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat.callback_bases import flatten_callbacks
@@ -72,7 +73,8 @@ class ParameterServerTrainer:
         state = FitState(arguments=FitArguments(**arguments))
         fit = worker.next_fit()
         batches = TicketBatches(fit, worker, remote_model.merge)
-        batches.source = source = self._open_input(fit, state.arguments, batches)
+        source = self._open_input(fit, state.arguments, batches)
+        batches.source = NumberedBatches(source)
         remote_model.prepare(source)
         state.use_callbacks(self._build_callbacks(state.arguments, source))
         if worker.is_chief and not self._is_announced and state.arguments.verbose != 0:

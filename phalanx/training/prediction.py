@@ -50,7 +50,7 @@ def _pass(replica_model: ReplicaModel, source: ShardedInput, callbacks: Any, wat
                 callbacks.on_predict_batch_begin(first)
             for batch in batches:
                 timeline.current.enter("forward")
-                outputs.add(engine.predict(batch.data, source.form), batch)
+                outputs.add(engine.predict(batch.data, source.structure), batch)
                 timeline.current.leave()
                 if bar is not None:
                     bar.count(batch.global_size)

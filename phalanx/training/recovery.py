@@ -164,7 +164,7 @@ class ElasticRecovery:
         if self._replica.is_chief:
             position = self._recorder.position()
             position.ledger = b"" if self._recorder.ledger is None else self._recorder.ledger.encoded()
-            validation_randomness = b"" if state.validation is None else state.validation.randomness
+            validation_randomness = b"" if state.validation is None else state.validation.position.randomness
             flags = [state.watched, state.watched_validation, state.stop_requested, state.chief_adds_logs]
             payload = encode([vars(position), validation_randomness, flags])
         self._replica.communicator.broadcast_bytes(payload)
@@ -187,7 +187,7 @@ class ElasticRecovery:
         self._regroup_inputs()
         state.watched, state.watched_validation, state.stop_requested, state.chief_adds_logs = flags
         if state.validation is not None:
-            state.validation.continue_with(validation_randomness)
+            state.validation.position.continue_with(validation_randomness)
 
         with state_sync.unchanged(self._model.model), callback_list.on_this_rank_only():
             state.callbacks.on_train_begin()

@@ -97,7 +97,7 @@ class RemoteModel:
         engine = self._engine
         self.builds_from_a_batch = engine.builds_from_a_batch
         self._sample = source.peek(restart=self.builds_from_a_batch).data
-        engine.expect(source.form)
+        engine.expect(source.structure)
         engine.build(self._sample)
         if worker.workers > 1 and not worker.rules.is_lockstep:
             check_normalization(model)

@@ -78,12 +78,12 @@ class ReplicaCoordination:
             self._replica_model.merge.synchronise()
 
         self._retry(synchronise)
-        place = source.place_of(state.epoch, first) if step else None
+        place = source.position.place_of(state.epoch, first) if step else None
         if place is None:
             return
-        if step == source.batches_from(place):
+        if step == source.position.batches_from(place):
             state.epoch += 1
-            source.go_between(source.place_of(state.epoch, first) or (0, 0))
+            source.position.resume_between_epochs(source.position.place_of(state.epoch, first) or (0, 0))
         else:
             self._model.reset_metrics()
             restart_epoch(self._replica_model, state)
@@ -150,7 +150,7 @@ class ReplicaCoordination:
         """See `Coordination.train_step`."""
         state, stepper, checkpointing = self._state, self._state.stepper, self._checkpointing
         step, last = batch.step, state.is_last(batch.step)
-        self._replica_model.engine.expect(state.source.form)  # what was evaluated meanwhile may have another form
+        self._replica_model.engine.expect(state.source.structure)  # what was evaluated meanwhile may have another form
         progress.report("gradients", epoch=state.epoch, step=step)
         if checkpointing is not None and stepper.merges_every_step:
             checkpointing.announce(steps=1)

@@ -137,7 +137,7 @@ class ReplicaModel:
             return action()
         if on_change is None:
             regroup()  # the members may have changed since it was cut
-        with source.remembering() as rewind:
+        with source.recording() as rewind:
 
             def begin_again() -> None:
                 (on_change or regroup)()
@@ -152,7 +152,7 @@ class ReplicaModel:
         self._make_engine(source, method)
         self._peeked = self.engine.builds_from_a_batch
         first = source.peek(restart=self._peeked)
-        self.engine.expect(source.form)
+        self.engine.expect(source.structure)
         check_batch_size(self.model, first, self.replica.world_size)
         self.engine.build(first.data)
         if method in ("fit", "train_on_batch") and self._policy.period is not None:
@@ -247,7 +247,7 @@ class ReplicaModel:
         """On the chief: log and print, once each, how the training data are divided."""
         if not self.replica.is_chief:
             return
-        line = source.policy_line
+        line = source.description.policy_line
         for write, wanted in ((logger.info, True), (print_msg, verbose != 0)):
             if wanted and (write, line) not in self._announced:
                 self._announced.add((write, line))

@@ -119,7 +119,7 @@ class ReplicaTrainer:
 
         def run() -> Any:
             source = replica_model.shard(x, None, None, batch_size=batch_size, steps=steps, in_order=True)
-            source.take_as_it_is()
+            source.position.is_reset = True
             self._wait_for_result()
             replica_model.prepare_to_predict(source, "predict")
             replica_model.synchronise()

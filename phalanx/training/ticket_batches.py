@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.data import ShardedInput
 from phalanx.data.batch_split import cut
-from phalanx.data.sharded_input import BatchNotAvailableError
+from phalanx.data.numbered_batches import BatchNotAvailableError, NumberedBatches
 from phalanx.parameter_server.client import HEAD
 from phalanx.parameter_server.server_messages import EndEpoch, EpochOver, FitOver, NoBatch, Ticket
 from phalanx.training.parameter_server_worker import ParameterServerWorker
@@ -55,12 +54,12 @@ class TicketBatches:
     """Takes tickets, epoch after epoch, and cuts the batches that they name.
 
     Attributes:
-        source: of the data; set once it was made with `agree_on_order`.
+        source: the data, by the number of the batch; set once it was made with `agree_on_order`.
         drawn_order: on the chief, the order that it has drawn for the epoch that begins, until the servers have it.
         is_ended: whether the chief has ended the running epoch.
     """
 
-    source: ShardedInput
+    source: NumberedBatches
 
     def __init__(self, fit: int, worker: ParameterServerWorker, merge: ParameterServerMerge) -> None:
         self.drawn_order: Array | None = None
@@ -82,7 +81,7 @@ class TicketBatches:
         if self._worker.is_chief:
             self.drawn_order = own
             return own
-        answer = self._merge.request_sample_order(self._fit, self.source.pass_began)
+        answer = self._merge.request_sample_order(self._fit, self.source.pass_key)
         if isinstance(answer, EpochOver | FitOver):
             raise OrderUnavailableError(answer)
         return answer

@@ -73,7 +73,7 @@ def test_the_local_batches_of_all_ranks_are_the_batches_of_keras(name, world_siz
     expected = keras_batches(*make(), batch_size=batch_size)
     ranks = ranks_of(make, world_size, batch_size=batch_size)
     assert all(rank.num_batches == len(expected) for rank in ranks)
-    assert all(rank.uniform for rank in ranks)
+    assert all(rank.is_uniform for rank in ranks)
     for epoch in range(2):
         assert_same_batches(merged_epoch(ranks, epoch), expected)
 
@@ -188,7 +188,7 @@ def test_a_stand_in_has_no_samples_but_the_shapes_of_the_data():
 
 def test_signatures_tell_ranks_with_other_data_apart():
     def signature(x, **options):
-        return shard_input(x, rank=0, world_size=2, seed=0, **options).signature
+        return shard_input(x, rank=0, world_size=2, seed=0, **options).description.signature
 
     assert signature(X) == signature(X + 1)
     assert signature(X) != signature(X[:22])
@@ -235,8 +235,8 @@ def test_a_rank_outside_the_world_is_refused(rank, world_size):
 
 def test_explain_says_what_each_rank_reads():
     sharded = shard_input(X, Y, batch_size=8, shuffle=True, rank=0, world_size=3, seed=0)
-    lines = sharded.explain().splitlines()
-    assert lines[0] == sharded.policy_line
+    lines = sharded.description.explain().splitlines()
+    assert lines[0] == sharded.description.policy_line
     assert lines[0].startswith("Input sharding: DATA (arrays): each of the 3 replicas takes its part")
     assert lines[1] == "  rank 0 indexes samples 0 to 2 of each 8 of the 23, in an order shuffled alike on every rank"
     assert len(lines) == 4

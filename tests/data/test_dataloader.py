@@ -54,7 +54,7 @@ KINDS = {
 def test_the_local_batches_of_all_ranks_are_the_batches_of_keras(name, world_size):
     expected = keras_batches(KINDS[name]())
     ranks = ranks_of(lambda: (KINDS[name](),), world_size)
-    assert ranks[0].uniform is (name != "iterable")
+    assert ranks[0].is_uniform is (name != "iterable")
     if name != "iterable":
         assert ranks[0].num_batches == len(expected)
     assert_same_batches(merged_epoch(ranks, 0), expected)
@@ -85,20 +85,20 @@ def test_one_that_comes_later_is_given_the_generators_state_and_so_the_same_orde
     old, late, between = (shard_input(*make(), rank=0, world_size=1, seed=0) for _ in range(3))
     for epoch in range(2):
         list(old.epoch(epoch))
-    between.go_between(old.next_place, old.next_randomness)
+    between.position.resume_between_epochs(old.position.next, old.position.next_randomness)
     running = old.epoch(2)
     begun = [next(running), next(running)]
     assert_same_batches([pair(next(between.epoch(2)))], [pair(begun[0])])
     late.peek()
-    late.go_to(old.place, len(begun), old.randomness)
-    assert_same_batches(list(map(pair, late.going_on(2, len(begun)))), list(map(pair, running)))
+    late.position.resume_epoch(old.position.running, len(begun), old.position.randomness)
+    assert_same_batches(list(map(pair, late.epoch(2, len(begun)))), list(map(pair, running)))
     for epoch in (3, 4):
         assert_same_batches(list(map(pair, late.epoch(epoch))), list(map(pair, old.epoch(epoch))))
 
 
 def test_without_generators_of_its_own_a_loader_has_no_state_to_give():
     sharded = shard_input(loader(shuffle=True), rank=0, world_size=1, seed=0)
-    assert sharded.randomness == sharded.next_randomness == b""
+    assert sharded.position.randomness == sharded.position.next_randomness == b""
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -216,7 +216,7 @@ def test_fingerprints_are_of_the_order():
 
 
 def sample_of(dataset):
-    return shard_input(data.DataLoader(dataset, batch_size=4), rank=0, world_size=2, seed=0).sample
+    return shard_input(data.DataLoader(dataset, batch_size=4), rank=0, world_size=2, seed=0).probe
 
 
 def test_other_subsets_and_other_tensors_are_told_apart():

@@ -96,9 +96,9 @@ def test_fit_takes_a_distributed_dataset(own):
         read = list(sharded.epoch(epoch))
         assert [batch.size for batch in read] == ([4, 4, 3] if own else [2, 2, 1])
         assert [batch.global_size for batch in read] == ([None] * 3 if own else [4, 4, 3])
-    assert sharded.uniform is not own
+    assert sharded.is_uniform is not own
     assert (sharded.fingerprint is None) is own
-    assert len(sharded.explain().splitlines()) == 3
+    assert len(sharded.description.explain().splitlines()) == 3
 
 
 def test_the_context_is_that_of_tf_distribute():

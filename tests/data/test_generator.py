@@ -7,7 +7,7 @@ import pytest
 
 from phalanx.data import ShardedInput, shard_input
 from phalanx.data.distributed_dataset import PerRankSource
-from phalanx.data.source import StreamSource
+from phalanx.data.source import SourceTraits, StreamSource
 from phalanx.errors import ConfigurationError
 from tests.data.merging import WORLD_SIZES, assert_same_batches, keras_batches, merged_epoch, ranks_of
 
@@ -31,7 +31,7 @@ def endless():
 def test_the_local_batches_of_all_ranks_are_the_batches_of_keras(world_size):
     ranks = ranks_of(lambda: (batches(),), world_size)
     assert ranks[0].num_batches is None
-    assert not ranks[0].uniform
+    assert not ranks[0].is_uniform
     assert_same_batches(merged_epoch(ranks, 0), keras_batches(batches()))
     assert ranks[0].num_batches == len(SIZES), "known once the data was read to its end"
 
@@ -120,7 +120,7 @@ def test_ranks_that_read_different_data_have_different_fingerprints():
     assert fingerprints(1) == fingerprints(1)
     assert fingerprints(1)[0] != fingerprints(2)[0]
     sharded = shard_input(batches(), rank=0, world_size=2, seed=0)
-    assert "Give each shuffle a seed" in sharded.disagreement()
+    assert "Give each shuffle a seed" in sharded.description.disagreement
     assert shard_input(batches(), rank=0, world_size=1, seed=0).fingerprint is None
 
 
@@ -149,22 +149,22 @@ def test_what_was_read_in_an_evaluation_can_be_read_again():
     """A member was lost in the middle: the others begin the evaluation anew, cut for themselves."""
     sharded = shard_input(endless(), steps_per_epoch=3, rank=0, world_size=2, seed=0)
     sharded.peek()
-    with sharded.remembering() as rewind:
+    with sharded.recording() as rewind:
         walk = sharded.epoch(0)
         assert [next(walk).data[0][0, 0] for _ in range(2)] == [0, 1]
         walk.close()
         rewind()
         sharded.regroup(0, 1)
         assert [(len(batch.data[0]), batch.data[0][0, 0]) for batch in sharded.epoch(0)] == [(4, 0), (4, 1), (4, 2)]
-    assert sharded.taken == 3
+    assert sharded.batches_taken == 3
     assert [batch.data[0][0, 0] for batch in sharded.epoch(1)] == [3, 4, 5], "and the next one goes on after it"
 
 
 def test_one_that_comes_later_catches_up_with_former_evaluations():
     sharded = shard_input(endless(), steps_per_epoch=2, rank=1, world_size=2, seed=0)
     sharded.peek()
-    sharded.catch_up(4)
-    assert sharded.taken == 4
+    sharded.skip_taken(4)
+    assert sharded.batches_taken == 4
     assert [batch.data[0][0, 0] for batch in sharded.epoch(2)] == [4, 5]
 
 
@@ -180,13 +180,15 @@ def test_whether_batches_are_compared_follows_the_number_of_ranks():
 
 
 def test_so_can_what_an_input_function_of_this_rank_made():
-    stream = StreamSource(lambda key: source, kind="generator", rank=0, world_size=1, once=True)
+    stream = StreamSource(
+        lambda key: source, SourceTraits("generator", "generator"), rank=0, world_size=1, is_once=True
+    )
     source = endless()
     sharded = ShardedInput(PerRankSource(stream), rank=0, world_size=2, steps_per_epoch=3)
-    with sharded.remembering() as rewind:
+    with sharded.recording() as rewind:
         walk = sharded.epoch(0)
         assert [next(walk).data[0][0, 0] for _ in range(2)] == [0, 1]
         walk.close()
         rewind()
         assert [batch.data[0][0, 0] for batch in sharded.epoch(0)] == [0, 1, 2]
-    assert sharded.taken == 3
+    assert sharded.batches_taken == 3

@@ -35,7 +35,7 @@ def test_the_local_batches_of_all_ranks_are_the_batches_of_keras(name, world_siz
     expected = keras_batches(KINDS[name]())
     ranks = ranks_of(lambda: (KINDS[name](),), world_size)
     assert ranks[0].num_batches == (len(expected) if name == "MapDataset" else None)
-    assert ranks[0].uniform is (name == "MapDataset")
+    assert ranks[0].is_uniform is (name == "MapDataset")
     for epoch in range(2):
         assert_same_batches(merged_epoch(ranks, epoch), expected)
 

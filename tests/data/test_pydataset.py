@@ -67,7 +67,7 @@ def test_the_local_batches_of_all_ranks_are_the_batches_of_keras(world_size, bat
     expected = keras_batches(Batches(batch_size))
     ranks = ranks_of(lambda: (Batches(batch_size, **options),), world_size)
     assert ranks[0].num_batches == len(expected)
-    assert ranks[0].uniform
+    assert ranks[0].is_uniform
     for epoch in range(2):
         assert_same_batches(merged_epoch(ranks, epoch), expected)
 

@@ -48,7 +48,7 @@ def test_the_local_batches_of_all_ranks_are_the_batches_of_keras(name, world_siz
     ranks = ranks_of(lambda: (KINDS[name](),), world_size)
     assert all(rank.policy is AutoShardPolicy.DATA for rank in ranks)
     known = name not in ("unknown length", "generator")
-    assert ranks[0].uniform is known
+    assert ranks[0].is_uniform is known
     assert ranks[0].num_batches == (len(expected) if known else None)
     assert_same_batches(merged_epoch(ranks, 0), expected)
     assert ranks[0].num_batches == len(expected)
@@ -259,7 +259,7 @@ def test_files_are_divided_over_ranks(record_files, pipeline, world_size, policy
     seen = []
     for number, rank in enumerate(ranks):
         assert rank.policy is AutoShardPolicy.FILE
-        assert not rank.uniform
+        assert not rank.is_uniform
         assert rank.fingerprint is None
         batches = records(rank)
         own = set(range(5)[number::world_size])
@@ -273,7 +273,7 @@ def test_files_are_divided_over_ranks(record_files, pipeline, world_size, policy
 def test_text_files_are_divided_too(text_files):
     ranks = ranks_of(lambda: (tf.data.TextLineDataset(text_files).batch(4),), 2)
     assert sorted(itertools.chain(*(batch for rank in ranks for batch in records(rank)))) == sorted(ALL)
-    assert f"rank 1 reads {text_files[1]}, {text_files[3]}" in ranks[0].explain()
+    assert f"rank 1 reads {text_files[1]}, {text_files[3]}" in ranks[0].description.explain()
     assert "FILE (tf.data.Dataset): each of the 2 replicas reads its own files; it reads 5 files" in (
         ranks[0].policy_line
     )

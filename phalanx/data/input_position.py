@@ -1,0 +1,184 @@
+"""Where a rank stands in its data: passes, epochs, and how training resumes in the middle of one.
+
+A *pass* goes over all data once. An epoch is one pass, or, with `steps_per_epoch`, the next so many batches of one: it
+then starts where the last epoch stopped. As in Keras's EpochIterator, an epoch never crosses the end of a pass: if less
+than `steps_per_epoch` is left, it ends early, and the next epoch starts a new pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from phalanx.data.source import Source
+from phalanx.keras_compat import data_adapters
+
+Place = tuple[int, int]
+"""A pass, named by the epoch in which it began, and the number of a batch in it."""
+
+
+def epoch_end(start: int, num_batches: int | None, steps_per_epoch: int | None) -> int | None:
+    """The batch of the pass before which an epoch that starts at `start` ends; None for the end of the data."""
+    if steps_per_epoch is None:
+        return num_batches
+    stop = start + steps_per_epoch
+    return stop if num_batches is None else min(stop, num_batches)
+
+
+class InputPosition:
+    """The place of the running epoch and of the next one.
+
+    Attributes:
+        steps_per_epoch: batches in an epoch; None for a whole pass.
+        pass_key: the epoch in which the running pass began; it selects the order of shuffled data.
+        start: where in the pass the running epoch began.
+        next_start: where in the pass the next epoch begins; 0 if it starts a new pass.
+        is_reset: whether the first epoch does not `reset` before it starts. Keras's `predict` does not either, so that a
+            PyDataset is not reshuffled.
+        counted: batches in a pass that was read to its end; None before that.
+
+    Args:
+        source: the data.
+        steps_per_epoch: see above.
+        draws: whether to draw the random numbers of the program that Keras itself would draw to open a pass.
+    """
+
+    def __init__(self, source: Source, steps_per_epoch: int | None, *, draws: bool):
+        self.steps_per_epoch = steps_per_epoch
+        self.pass_key = 0
+        self.start = 0
+        self.counted: int | None = None
+        self._source = source
+        self.next_start = 0
+        self._draws = draws
+        self._is_open = False  # Keras opens the next pass when one ends
+        self.is_reset = False
+
+    # Epochs.
+
+    def enter(self, index: int) -> None:
+        """Start epoch `index`, and perhaps a new pass with it."""
+        if not self.is_reset:
+            self.reset()
+        if self.next_start == 0:
+            if self._is_open:
+                self.pass_key = index
+            else:
+                self.open_pass(index)
+            self._is_open = False
+        self._source.on_epoch_begin()
+        self.start = self.next_start
+
+    def open_pass(self, index: int) -> None:
+        """Start a new pass in epoch `index`."""
+        self.pass_key, self.start = index, 0
+        self.draw_as_keras()
+
+    def advance(self, batches: int, *, is_complete: bool) -> None:
+        """Leave the running epoch after so many batches.
+
+        Args:
+            batches: the batches that were read.
+            is_complete: whether the epoch ended by itself. An interrupted epoch continues at the same place, as Keras's
+                iterators do.
+        """
+        is_short = is_complete and batches != self.steps_per_epoch
+        self.next_start = self._start_after(self.start + batches, is_short=is_short)
+
+    def leave(self, batches: int) -> None:
+        """The running epoch has ended after so many batches."""
+        length = self._source.num_batches or self.counted
+        if length is not None and self.start + batches >= length:
+            # Keras opens the next pass now; if each epoch is one, it opens another when that starts.
+            self.draw_as_keras()
+            self._is_open = self.steps_per_epoch is not None
+        self._source.on_epoch_end()
+
+    def reset(self) -> None:
+        """Let the next epoch start a new pass. Keras does so at the start of each `fit` and `evaluate`, and calls the
+        PyDataset's `on_epoch_end` there, which may reshuffle it."""
+        self.next_start = 0
+        self._is_open = False
+        self.is_reset = True
+        self._source.on_epoch_end()
+
+    def draw_as_keras(self) -> None:
+        """Draw the random numbers that Keras would draw to open a pass."""
+        if self._draws:
+            data_adapters.draw_as_a_loader()
+
+    def _start_after(self, stop: int, *, is_short: bool) -> int:
+        """Where the epoch after one that ended at `stop` starts."""
+        length = self._source.num_batches
+        is_at_end = is_short or (length is not None and stop >= length)
+        return 0 if self.steps_per_epoch is None or is_at_end else stop
+
+    # Resuming.
+
+    @property
+    def running(self) -> Place:
+        """Where the running epoch began."""
+        return self.pass_key, self.start
+
+    @property
+    def next(self) -> Place:
+        """Between two epochs: where the next one begins; batch 0 means in a new pass."""
+        return self.pass_key, self.next_start
+
+    def end_of(self, start: int) -> int | None:
+        """The batch before which an epoch that starts at `start` ends; None if unknown."""
+        return epoch_end(start, self._source.num_batches, self.steps_per_epoch)
+
+    def batches_from(self, place: Place) -> int | None:
+        """Batches of an epoch that starts at `place`; None if unknown."""
+        stop = self.end_of(place[1])
+        return None if stop is None else stop - place[1]
+
+    def place_of(self, index: int, first: int) -> Place | None:
+        """Where epoch `index` begins in a training that began with epoch `first`; None if the length of the data is
+        unknown."""
+        if self._source.num_batches is None:
+            return None
+        began, start = index, 0
+        for epoch in range(first, index):
+            began = epoch if start == 0 else began
+            stop = self.end_of(start)
+            assert stop is not None
+            start = self._start_after(stop, is_short=stop - start != self.steps_per_epoch)
+        return (began if start else index), start
+
+    def resume_epoch(self, place: Place, done: int, randomness: bytes = b"") -> None:
+        """Stand in an epoch that another process began at `place`, of which `done` batches are done."""
+        self.pass_key, self.start = place
+        self._resume(self.start + done, randomness)
+
+    def resume_between_epochs(self, place: Place, randomness: bytes = b"") -> None:
+        """Stand between two epochs, where another process stood (`next`, `next_randomness`)."""
+        self.pass_key, self.next_start = place
+        self._resume(self.next_start, randomness)
+
+    def _resume(self, batches: int, randomness: bytes) -> None:
+        self.is_reset = True
+        self.continue_with(randomness)
+        if self._source.cursor is not None and batches:
+            self._source.cursor.skip(self.pass_key, batches)
+
+    @property
+    def randomness(self) -> bytes:
+        """The state of the program's random generators from which the order of the running pass follows; empty if there
+        are none."""
+        return self._randomness(self.pass_key)
+
+    @property
+    def next_randomness(self) -> bytes:
+        """Between two epochs: the same for the pass in which the next one begins."""
+        return self._randomness(self.pass_key if self.next_start else None)
+
+    def continue_with(self, randomness: bytes) -> None:
+        """Give the next pass the order of one whose `randomness` this was, in another process."""
+        source: Any = self._source
+        if randomness and hasattr(source, "continue_with"):
+            source.continue_with(randomness)
+
+    def _randomness(self, key: int | None) -> bytes:
+        source: Any = self._source
+        return source.randomness(key) if hasattr(source, "randomness") else b""

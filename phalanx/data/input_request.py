@@ -1,0 +1,28 @@
+"""What a program passed to `fit`, `evaluate` or `predict`, and which rank of the job reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.data.sharding_policy import AutoShardPolicy
+from phalanx.data.shuffling import Shuffling
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InputRequest:
+    """One input of one rank; see `shard_input` for what each field means."""
+
+    x: Any
+    y: Any = None
+    sample_weight: Any = None
+    batch_size: int | None = None
+    steps_per_epoch: int | None = None
+    shuffle: bool | str = False
+    class_weight: dict[int, float] | None = None
+    rank: int = 0
+    world_size: int = 1
+    seed: int = 0
+    shuffling: Shuffling | None = None
+    policy: AutoShardPolicy | None = None
+    in_order: bool = False

@@ -1,0 +1,69 @@
+"""Epochs whose batches several workers take by number, each some of them (training on parameter servers)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from phalanx.data.batch_split import LocalShare
+from phalanx.data.local_batch import LocalBatch
+from phalanx.data.sharded_input import ShardedInput
+
+
+class BatchNotAvailableError(Exception):
+    """The requested batch of a stream has already been passed over."""
+
+
+class NumberedBatches:
+    """Batches of an input by their number in the epoch. Between `start_epoch` and `end_epoch` lies one epoch.
+
+    Attributes:
+        sharded: the input, seen as by the only rank.
+    """
+
+    def __init__(self, sharded: ShardedInput):
+        self.sharded = sharded
+        self._source = sharded.source
+        self._stream: Iterator[LocalShare] = iter(())
+        self._read = 0  # batches of the pass that were taken from the stream
+
+    @property
+    def pass_key(self) -> int:
+        """The epoch in which the running pass over the data began."""
+        return self.sharded.position.pass_key
+
+    def start_epoch(self, index: int) -> int | None:
+        """Start epoch `index`; returns the number of its batches, None if unknown."""
+        position = self.sharded.position
+        position.enter(index)
+        if self._source.traits.is_random_access:
+            self._source.read(position.pass_key, position.start, position.start)  # creates the order of a new pass
+        elif position.start == 0:
+            self._stream, self._read = self._source.read(position.pass_key, 0, None), 0
+        return position.batches_from(position.running)
+
+    def batch(self, number: int) -> LocalBatch | None:
+        """Batch `number` of the epoch; None if the data ends before it.
+
+        Raises: BatchNotAvailableError if a stream has passed it.
+        """
+        place = self.sharded.position.start + number
+        if self._source.traits.is_random_access:
+            share = next(self._source.read(self.sharded.position.pass_key, place, place + 1), None)
+        else:
+            if place < self._read:
+                raise BatchNotAvailableError(number)
+            share = next(itertools.islice(self._stream, place - self._read, None), None)
+            self._read = place + 1
+        return None if share is None else self.sharded.local_batch(share)
+
+    def end_epoch(self, steps: int) -> None:
+        """End the epoch, which had so many batches."""
+        self.sharded.position.advance(steps, is_complete=True)
+        self.sharded.position.leave(steps)
+
+    def restart(self) -> None:
+        """Start a new pass in the next epoch, in an order agreed on again: another process has started over."""
+        self.sharded.position.reset()
+        if hasattr(self._source, "forget_order"):
+            self._source.forget_order()
