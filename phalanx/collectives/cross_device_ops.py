@@ -30,7 +30,8 @@ class CrossDeviceOps(Protocol):
 
 
 def cross_device_ops_of(value: object) -> CrossDeviceOps | None:
-    """What `cross_device_ops=` was given, as one of ours; those of `tf.distribute` are known by their names.
+    """The value of `cross_device_ops=` as an object of this module. Those of `tf.distribute` are recognised by their
+    names.
 
     Raises: ConfigurationError for anything else.
     """
@@ -49,10 +50,10 @@ def cross_device_ops_of(value: object) -> CrossDeviceOps | None:
 
 
 class HierarchicalCopyAllReduce:
-    """Merge within each host, then between hosts: what the communicator does by itself.
+    """Merges within each host, then between hosts, as the communicator does by itself.
 
     Args:
-        num_packs: into how many groups of arrays the merge is cut, each of which travels as one.
+        num_packs: the number of groups into which the arrays are divided; the arrays of a group travel together.
     """
 
     def __init__(self, num_packs: int = 1):
@@ -80,7 +81,7 @@ class HierarchicalCopyAllReduce:
 
 
 class NcclAllReduce:
-    """NVIDIA's NCCL. This version of Phalanx merges on the host, so making one is an error that says so.
+    """NVIDIA's NCCL. This version of Phalanx merges on the host, so creating one raises an error that says so.
 
     Raises: ConfigurationError, always.
     """
@@ -94,16 +95,15 @@ class NcclAllReduce:
 
 
 class ReductionToOneDevice:
-    """Every rank sends to one, which merges and sends the result back.
+    """Every rank sends to one rank, which merges and sends the result back.
 
-    That rank moves n times what the others do: useful to merge in a way of one's own, not for speed.
+    That rank moves n times as many bytes as the others: useful for a custom way to merge, not for speed.
 
     Args:
-        reduce_to_device: the rank that merges; a device name such as `cpu:1` means the rank at its end. None:
+        reduce_to_device: the rank that merges; a device name such as `cpu:1` means the rank at its end. None for
             rank 0.
-        accumulation_fn: merges a list of equal-shaped arrays, one of each rank in rank order, into one. None:
-            what `op` says. With one given, `op` may be SUM or MEAN (the result is divided by the number of
-            ranks).
+        accumulation_fn: merges a list of arrays of equal shapes, one of each rank in rank order, into one array. `op`
+            may then be SUM or MEAN, which divides the result by the number of ranks. None to merge by `op`.
     """
 
     def __init__(
@@ -169,14 +169,15 @@ class ReductionToOneDevice:
 
 
 def _agree(communicator: Communicator, op: ReduceOp, arrays: Sequence[Array]) -> None:
-    """Raise CollectiveMismatchError on every rank where the ranks ask for different things: what sends their arrays
-    would not notice."""
+    """Raise CollectiveMismatchError on every rank if the ranks pass different arrays or operations. The all-to-all that
+    sends the arrays would not notice."""
     own = f"op={op.value}, " + ", ".join(f"{array.dtype} {array.shape}" for array in arrays)
-    told = [one.decode() for one in communicator.all_gather_bytes(own.encode())]
-    other = next((rank for rank, one in enumerate(told) if one != told[0]), None)
+    requests = [one.decode() for one in communicator.all_gather_bytes(own.encode())]
+    other = next((rank for rank, one in enumerate(requests) if one != requests[0]), None)
     if other is not None:
         raise CollectiveMismatchError(
-            f"rank 0 called ReductionToOneDevice.all_reduce({told[0]}); rank {other} called it with ({told[other]}). "
+            f"rank 0 called ReductionToOneDevice.all_reduce({requests[0]}); rank {other} called it with "
+            f"({requests[other]}). "
             f"Every rank must call it with the same shapes, dtypes and op."
         )
 

@@ -1,4 +1,4 @@
-"""Makes the communicator of a membership: which kind, and the shared memory that it needs."""
+"""Connects the communicator of a membership: chooses its kind and sets up the shared memory that it needs."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from phalanx.transport.throttle import Throttle
 _log = logging.getLogger(__name__)
 
 SHARED_MEMORY = "shared memory"
-"""The kind of a communicator all of whose members are on one host and share memory."""
+"""The kind of a communicator whose members are all on one host and share memory."""
 
 
 class _Facts(msgspec.Struct, frozen=True):
-    """What the ranks tell each other first."""
+    """What the ranks exchange first."""
 
     implementation: str
     bytes_per_pack: int
@@ -51,7 +51,8 @@ class _Facts(msgspec.Struct, frozen=True):
 
 
 class _Setup(msgspec.Struct, frozen=True):
-    """One attempt at a segment: the first rank of a host makes the offer, the others say what came of it."""
+    """One attempt at a segment: the first rank of a host makes the offer, the others answer whether they could open
+    it."""
 
     offer: SegmentOffer | None = None
     error: str = ""
@@ -70,18 +71,19 @@ def connect(
 ) -> HostCommunicator:
     """A communicator of all members. Every member must call this.
 
-    With AUTO it goes through shared memory inside a host and through links between hosts; where processes
-    of one host cannot share memory (other users, separate containers), through links there as well.
+    With AUTO, values travel through shared memory within a host and through links between hosts. If processes of one
+    host cannot share memory (other users, separate containers), they use links there as well.
 
     Args:
+        membership: the members and their links.
         options: equal on all ranks; None for the defaults.
-        segment_methods: how to make shared memory, in order of preference (see `segment.METHODS`). Empty: not
-            at all.
-        config: from the environment. Except for stalls and the log, equal on all ranks.
+        segment_methods: how to create shared memory, in order of preference (see `shared_segment.METHODS`). Empty to
+            share none.
+        config: the job's settings of collectives. Except for stalls and the log, equal on all ranks.
         timeline_track: the track of the timeline that shows the collectives.
 
     Raises:
-        ConfigurationError: NCCL was asked for.
+        ConfigurationError: the options ask for NCCL.
         DisagreementError: the ranks' options differ.
         PeerLostError, CollectiveTimeoutError: as in any collective.
 
@@ -159,7 +161,7 @@ def _algorithm(
     *,
     autotune: bool,
 ) -> TunableAlgorithm:
-    """The algorithm for ranks of which some share a host; `links` if memory cannot be shared anywhere."""
+    """The algorithm for ranks some of which share a host; `links` if they cannot share memory."""
     membership, mesh = communicator.membership, links.mesh
     local_ranks = membership.local_ranks
     slot_bytes = max(MIN_SLOT_BYTES, min(SLOT_BYTES, options.bytes_per_pack or SLOT_BYTES))
@@ -198,9 +200,9 @@ def _core_for_each(local_ranks: Sequence[Rank], facts: Sequence[_Facts]) -> bool
 
 
 def shared_block(communicator: Communicator, size: int) -> SharedSegment | None:
-    """Memory of `size` bytes, zeros at first, that all members share; None where they cannot. All must call.
+    """Memory of `size` bytes, zeros at first, that all members share; None if they cannot. Every member must call this.
 
-    Not as a file: there may be much of it.
+    Never a file, because the memory may be large.
     """
     if not isinstance(communicator, HostCommunicator) or communicator.kind != SHARED_MEMORY:
         return None
@@ -233,7 +235,7 @@ def _share(communicator: HostCommunicator, size: int, methods: Sequence[str]) ->
                 except OSError as error:
                     error_text = f"{method}: {error}"
             opened = _gather(communicator, _Setup(offer if segment else None, error_text))
-        except BaseException:  # a rank is lost: nobody will come for the name
+        except BaseException:  # A rank is lost: no other rank will open the segment.
             if segment is not None:
                 segment.close()
             raise

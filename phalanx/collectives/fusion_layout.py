@@ -1,8 +1,7 @@
-"""Many arrays seen as one vector: where each array lies in it, and how ranges of it are cut. All pure.
+"""Many arrays seen as one vector: where each array lies in it, and how to cut it. All pure.
 
-A collective moves its arrays as one long vector without ever building it: the vector is cut into chunks,
-and each chunk is a list of pieces, each a range of one array. Concatenating 100 MB first would cost as much
-as the collective itself.
+A collective moves its arrays as one long vector without ever building it: the vector is cut into chunks, and each chunk
+is a list of pieces, each a range of one array. Concatenating 100 MB first would cost as much as the collective itself.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ ALIGNMENT_BYTES = 64
 class LayoutPiece(NamedTuple):
     """Elements `start` to `stop` of number `array`, which lie at `offset` in the chunk.
 
-    `whole` says that this is all of the array, so that it need not be sliced.
+    `whole` says that this is the complete array, which need not be sliced.
     """
 
     array: int
@@ -40,9 +39,9 @@ class FusionLayout:
     """Arrays of one dtype as one vector.
 
     Attributes:
-        dtype: of the arrays.
-        indices: which of the call's arrays these are.
-        sizes: their sizes, in elements.
+        dtype: the dtype of the arrays.
+        indices: the positions of these arrays among the call's arrays.
+        sizes: the sizes of the arrays in elements.
     """
 
     dtype: DType

@@ -1,4 +1,4 @@
-"""Arrays by name over the ranks, where these may know different ones."""
+"""Collectives over named arrays, of which the ranks may have different ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Named = Mapping[str, Array]
 
 
 def broadcast_named(communicator: Communicator, arrays: Named, root: int = 0) -> dict[str, Array]:
-    """The arrays of rank `root`, on every rank; all ranks must call."""
+    """The arrays of rank `root`, on every rank; all ranks must call this."""
     described = _decoded(communicator.broadcast_bytes(_described(arrays), root))
     if not described:
         return {}
@@ -23,7 +23,8 @@ def broadcast_named(communicator: Communicator, arrays: Named, root: int = 0) ->
 
 
 def sum_named(communicator: Communicator, arrays: Named) -> dict[str, Array]:
-    """The sum of what each rank has under a name, which must have one shape and dtype; all ranks must call."""
+    """The sums over all ranks of the arrays of each name, which must have one shape and dtype; all ranks must call
+    this."""
     described: dict[str, tuple[tuple[int, ...], str]] = {}
     for content in communicator.all_gather_bytes(_described(arrays)):
         described |= _decoded(content)

@@ -10,15 +10,15 @@ from typing import Any
 from phalanx.errors import ConfigurationError
 
 DEFAULT_TIMEOUT_S = 600.0
-"""Seconds a rank waits for the others in one collective. Long, since another rank may be compiling its model,
-writing a checkpoint or evaluating; a *dead* rank is noticed at once whatever this says."""
+"""Seconds a rank waits for the others in one collective. Long, because another rank may be compiling its model, writing
+a checkpoint or evaluating. A *dead* rank is noticed at once, whatever the timeout."""
 
 
 class CommunicationImplementation(enum.Enum):
     """Which implementation merges values (`tf.distribute.experimental.CommunicationImplementation`).
 
-    AUTO takes shared memory inside a host and sockets between hosts. RING takes sockets everywhere. NCCL
-    needs GPUs.
+    AUTO uses shared memory within a host and sockets between hosts. RING uses sockets everywhere. NCCL needs GPUs, and
+    this version of Phalanx rejects it.
     """
 
     AUTO = "AUTO"
@@ -35,11 +35,11 @@ class CommunicationOptions:
     """How collectives are carried out (`tf.distribute.experimental.CommunicationOptions`).
 
     Args:
-        bytes_per_pack: the largest number of bytes that travel as one. 0: as measured best for each kind.
+        bytes_per_pack: the largest number of bytes that travel together; 0 for what was measured best for each kind.
             Must be equal on all ranks.
         timeout_seconds: how long one collective waits for a rank that is connected but does not come;
             then it raises `CollectiveTimeoutError`. None: PHALANX_TIMEOUT, 600 if that is not set.
-        implementation: see `CommunicationImplementation`; its name as a string as well.
+        implementation: see `CommunicationImplementation`; the name as a string works as well.
 
     Example: `CommunicationOptions(bytes_per_pack=1 << 20, timeout_seconds=120.0)`.
     """

@@ -32,7 +32,7 @@ UFUNCS: dict[ReduceOp, np.ufunc] = {
 
 _FLOAT16, _FLOAT32 = np.dtype(np.float16), np.dtype(np.float32)
 _MANY = 64
-"""Values for which it is worth to convert halves in our own way."""
+"""Values from which `half_precision` is faster than NumPy."""
 _NARROW_BYTES = 2
 
 
@@ -55,12 +55,12 @@ def check_reducible(dtype: DType, op: ReduceOp) -> None:
     if not (is_float(dtype) or dtype.kind in "iub"):
         raise ConfigurationError(
             f"cannot all-reduce an array of dtype {dtype}: floats, integers and booleans can be merged. "
-            f"Pass its numeric parts as arrays of their own."
+            f"Pass its numeric parts as separate arrays."
         )
     if op is ReduceOp.MEAN and not is_float(dtype):
-        # tf.distribute would return float64 here and Horovod would round down: both surprise.
+        # tf.distribute would return float64 here, and Horovod would round down. Both surprise.
         raise ConfigurationError(
-            f"the mean of {dtype} values is in general no {dtype}. Cast the array to a float dtype first, "
+            f"the mean of {dtype} values is in general not a {dtype}. Cast the array to a float dtype first, "
             f"or use SUM and divide."
         )
 

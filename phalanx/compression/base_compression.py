@@ -12,21 +12,21 @@ from phalanx.collectives.communicator import Array, Communicator
 DType = np.dtype[Any]
 
 State = Mapping[str, Array]
-"""What a compression remembers from one step to the next, equal on all ranks. Never changed, only replaced."""
+"""What a compression keeps from one step to the next, equal on all ranks. Never changed, only replaced."""
 
 
 def below(prefix: str, state: State) -> dict[str, Array]:
-    """What is named `prefix...`, by the rest of its name."""
+    """The arrays whose names start with `prefix`, by the rest of their names."""
     return {name.removeprefix(prefix): array for name, array in state.items() if name.startswith(prefix)}
 
 
 class Merged(NamedTuple):
-    """What became of a step's arrays.
+    """The result of a compressed all-reduce.
 
     Attributes:
         values: the sums over all ranks, float32, in the shapes of the arrays; the same bits on every rank.
-        own: what of this rank's arrays has gone into the sums. The rest is lost, or kept as error feedback.
-        state: for the next step.
+        own: this rank's arrays as far as they are contained in the sums. The rest is lost, or kept as error feedback.
+        state: the state for the next step.
     """
 
     values: Sequence[Array]
@@ -35,29 +35,31 @@ class Merged(NamedTuple):
 
 
 class Compression(Protocol):
-    """Sums arrays over the ranks, approximately. A value: what changes from step to step is passed in and returned.
+    """Sums arrays over the ranks approximately. Immutable: state is passed in and returned.
 
-    For one of your own, derive from `Codec` if an array becomes something shorter on each rank by itself, which all
-    ranks then exchange; implement this protocol where they do more together.
+    To write your own, derive from `Codec` if each rank can encode its arrays alone. Implement this protocol if the
+    ranks must do more together.
     """
 
     @property
     def feedback(self) -> bool:
-        """Whether what a step lost is kept on each rank and added to the next step's arrays (Karimireddy et al. 2019,
+        """Whether each rank keeps what a step lost and adds it to the next step's arrays (Karimireddy et al. 2019,
         Error feedback fixes SignSGD and other gradient compression schemes)."""
         ...
 
     def takes(self, shape: tuple[int, ...], dtype: DType) -> bool:
-        """Whether an array is to be compressed. Those that are not are summed as they are."""
+        """Whether to compress an array of this shape and dtype. Other arrays are summed without compression."""
         ...
 
     def all_reduce(self, communicator: Communicator, arrays: Sequence[Array], state: State) -> Merged:
         """Sum each array over all ranks; all ranks call with equal shapes.
 
         Args:
-            arrays: contiguous, float32; not changed.
+            communicator: the ranks.
+            arrays: contiguous float32 arrays; not modified.
             state: what the last call returned for arrays of these shapes; empty at first.
 
-        Values that are not finite on any rank must come out as not finite on all: it is how an overflow is found.
+        A value that is not finite on any rank must not be finite in the result of all ranks: that is how an overflow is
+        found.
         """
         ...

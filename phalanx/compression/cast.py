@@ -15,7 +15,7 @@ from phalanx.compression.base_compression import DType, Merged, State
 from phalanx.compression.flat import cut, fill
 
 _WIDER_THAN = 2
-"""Bytes of the dtypes that are narrow enough as they are."""
+"""Item size in bytes from which arrays are worth narrowing."""
 
 
 class _Cast:
@@ -29,7 +29,7 @@ class _Cast:
     feedback: bool = False
 
     def takes(self, shape: tuple[int, ...], dtype: DType) -> bool:
-        """See `Compression.takes`: all that have more than 16 bits."""
+        """See `Compression.takes`: all arrays of more than 16 bits."""
         return dtype.itemsize > _WIDER_THAN
 
     def all_reduce(self, communicator: Communicator, arrays: Sequence[Array], state: State) -> Merged:
@@ -37,7 +37,7 @@ class _Cast:
         world_size = communicator.world_size
         size = sum(array.size for array in arrays)
         whole = np.zeros((world_size, -(-size // world_size)), np.float32)
-        with np.errstate(over="ignore"):  # what is too large becomes infinite, as on GPUs
+        with np.errstate(over="ignore"):  # Too large values become infinite, as on GPUs.
             fill(whole.reshape(-1), arrays)
             rows = cast(whole, self.wire)
         share = communicator.reduce_scatter(rows)
@@ -51,7 +51,7 @@ class Float16(_Cast):
     """IEEE half precision: 11 significant bits, from 6e-8 to 65504. Larger values become infinite.
 
     Args:
-        feedback: keep what rounding loses and add it to the next step's.
+        feedback: whether to keep what rounding loses and add it to the next step.
     """
 
     wire: ClassVar[DType] = np.dtype(np.float16)
@@ -63,7 +63,7 @@ class BFloat16(_Cast):
     """The upper half of float32: its range, with 8 significant bits.
 
     Args:
-        feedback: keep what rounding loses and add it to the next step's.
+        feedback: whether to keep what rounding loses and add it to the next step.
     """
 
     wire: ClassVar[DType] = np.dtype(ml_dtypes.bfloat16)

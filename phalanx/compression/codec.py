@@ -1,4 +1,4 @@
-"""Compressions that turn each array into something shorter by itself; the ranks exchange that and sum what it means."""
+"""Compressions that encode each array by itself; the ranks exchange the codes and sum what they decode to."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from phalanx.compression.base_compression import DType, Merged, State
 from phalanx.errors import ConfigurationError
 
 SMALL = 1024
-"""Arrays with fewer elements go as they are: biases and scales, which are few and matter much."""
+"""Smaller arrays are not compressed: biases and scales are few and matter much."""
 
 
 class Codec(ABC):
-    """Base of compressions by `encode` and `decode`. See `Compression`.
+    """Base class of compressions with `encode` and `decode`. See `Compression`.
 
     Every rank receives every other rank's code (an all-gather) and sums what they decode to in rank order. So the bytes
-    that a rank sends grow with the number of ranks, where those of an all-reduce do not.
+    that a rank sends grow with the number of ranks, unlike those of an all-reduce.
 
     Example, gradients by their signs:
 
@@ -38,19 +38,21 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, array: Array) -> Sequence[Array]:
-        """What travels of a flat float32 array. Must let values that are not finite be found: see `Compression`."""
+        """The code of a flat float32 array: one or more arrays. It must preserve that values are not finite, see
+        `Compression.all_reduce`."""
 
     @abstractmethod
     def decode(self, parts: Sequence[Array], size: int) -> Array:
-        """What `encode` meant: float32, of `size` elements. The same bits on every rank for the same parts."""
+        """The array that a code stands for: float32, `size` elements. The same parts give the same bits on every
+        rank."""
 
     def takes(self, shape: tuple[int, ...], dtype: DType) -> bool:
-        """See `Compression.takes`: all that are not small."""
+        """See `Compression.takes`: all arrays that are not small."""
         return int(np.prod(shape, dtype=np.int64)) >= SMALL
 
     def all_reduce(self, communicator: Communicator, arrays: Sequence[Array], state: State) -> Merged:
         """See `Compression.all_reduce`."""
-        own_rank = communicator.rank  # another one afterwards, if a member is lost
+        own_rank = communicator.rank  # Read now: it may change if a member is lost.
         codes = communicator.all_gather(_packed([self.encode(array.reshape(-1)) for array in arrays]))
         values: list[Array] = []
         own: list[Array] = []
@@ -79,7 +81,7 @@ class Codec(ABC):
 
 
 def _packed(codes: Sequence[Sequence[Array]]) -> Array:
-    """All parts of all arrays as bytes, with what they are in front."""
+    """All parts of all arrays as bytes, after a header with their dtypes and shapes."""
     arrays = [[np.ascontiguousarray(part) for part in parts] for parts in codes]
     header = msgspec.msgpack.encode([[(part.dtype.name, part.shape) for part in parts] for parts in arrays])
     pieces = [len(header).to_bytes(4, "big"), header]
@@ -95,7 +97,7 @@ def _unpacked(packed: Array) -> list[list[Array]]:
         for name, shape in described:
             dtype = np.dtype(name)
             stop = start + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-            # A copy: a part may begin anywhere, and not every operation takes an array that is not aligned.
+            # A copy, because a part may begin anywhere, and not every operation takes unaligned arrays.
             parts.append(packed[start:stop].copy().view(dtype).reshape(shape))
             start = stop
         found.append(parts)

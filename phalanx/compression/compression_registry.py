@@ -1,4 +1,4 @@
-"""The compressions that are there, by name."""
+"""The built-in compressions, by name."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ NAMES: dict[str, Callable[[], Compression]] = {
 
 
 def resolve(compression: Compression | str | None) -> Compression | None:
-    """A compression from what a strategy was given: itself, or its name with the defaults.
+    """The compression for a strategy's `compression=`: an object, or the name of a built-in one with its defaults.
 
-    Raises: ConfigurationError for anything else; it lists the names.
+    Raises: ConfigurationError for anything else; the message lists the names.
     """
     if compression is None:
         return None
@@ -40,14 +40,14 @@ def resolve(compression: Compression | str | None) -> Compression | None:
         hasattr(compression, name) for name in ("all_reduce", "takes", "feedback")
     ):
         raise ConfigurationError(
-            f"compression is {compression!r}, which is none: it must be one of {', '.join(map(repr, NAMES))}, "
+            f"compression is {compression!r}; it must be one of {', '.join(map(repr, NAMES))}, "
             f"or an object with `feedback`, `takes` and `all_reduce` (see phalanx.compression.Compression)."
         )
     return compression
 
 
 def describe(compression: Compression | None) -> str:
-    """What a compression is called in words to the user."""
+    """The name of a compression, for messages."""
     if compression is None:
         return "none"
     name = next((name for name, kind in NAMES.items() if isinstance(kind, type) and type(compression) is kind), None)

@@ -1,7 +1,7 @@
 """Gradients of matrices as products of two thin ones.
 
 Vogels, Karimireddy and Jaggi 2019, PowerSGD: Practical low-rank gradient compression. One step of subspace iteration
-for the sum M of all ranks' matrices, without anybody seeing M:
+for the sum M of all ranks' matrices, without any rank seeing M:
 
     P = sum of M_r Q        n x rank
     P = orthogonal(P)       the same on every rank
@@ -10,15 +10,15 @@ for the sum M of all ranks' matrices, without anybody seeing M:
 
 M is divided beforehand, and the product multiplied afterwards, by the root mean squares that the sums' rows and columns
 have had lately: the factored second moments of Adafactor (Shazeer and Stern 2018), which are the same on every rank.
-What is small beside the rest is as much to Adam as what is large, and would be the last to travel. (In the code it is
-the thin matrices that are scaled, on the side that meets M.)
+To Adam, small rows count as much as large ones, but they would be the last to be sent. (The code scales the thin
+matrices instead, on the side that is multiplied with M.)
 
-Q is kept for the next step (*warm start*), so that the iteration goes on over the steps. Both sums are made for all
-matrices of the model at once, and travel compressed themselves: what fewer bits lose is less than what more rank for
-the same bytes brings, down to 6 of them. Each factor goes column by column, since columns, the directions of the
-iteration, differ in size by orders of magnitude; so the factors are transposed in the code. Beside Q go vectors, and
-matrices too small to gain: a collective of their own would cost more than it saves. What a rank's own part of the sum
-lacks, M_r - P Q_r' with Q_r as the others have understood it, is its error feedback.
+Q is kept for the next step (*warm start*), so that the iteration continues over the steps. Both sums are computed for
+all matrices of the model at once, and are compressed themselves: down to 6 bits, a higher rank for the same bytes gains
+more than fewer bits lose. Each factor goes column by column, since columns, the directions of the iteration, differ in
+size by orders of magnitude; so the factors are transposed in the code. Vectors, and matrices too small to gain, travel
+with Q: another collective would cost more than it saves. The error feedback of a rank is what its part of the sum
+lacks, M_r - P Q_r' with Q_r as the other ranks decode it.
 
 Matrices of one shape are a stack: what is thin is computed for all of them in one call.
 """
@@ -39,27 +39,28 @@ from phalanx.errors import ConfigurationError
 
 RANK = 26
 CHUNK = 128
-"""Of the factors' values those that share a scale: no more than most columns have."""
+"""Values of the factors that share a scale: no more than most columns have."""
 SEED = 1
-"""Of the first Q, which must be the same on all ranks."""
+"""Seed of the first Q, which must be the same on all ranks."""
 WORTH = 2
-"""How many times smaller the two factors must be than the matrix: a small one has a lower rank."""
+"""How many times smaller than the matrix the two factors must be. Small matrices get a lower rank."""
 DECAY, FLOOR = 0.9, 0.01
-"""How much the mean squares of a step before count; the least that a row or column is divided by, where 1 is usual."""
+"""Weight of the previous mean squares; least divisor of a row or column, where 1 is usual."""
 INDEPENDENT = 0.03
-"""What a row of length 1 must have across the rows before it, for products in 32 bits to say enough of it."""
+"""Least length of the part of a unit row that is orthogonal to the rows before it, for 32-bit products to be
+accurate."""
 LEAST = 1 / 3
-"""Of the rank: a matrix for which it would be lower still is not worth what is lost."""
+"""Least share of the rank. A matrix that would get an even lower rank loses more than it saves."""
 
 
 @dataclass(frozen=True)
 class _Memory:
-    """What is known of k matrices of shape (n, m) when a step begins; the same on every rank.
+    """The state of k matrices of shape (n, m) before a step; the same on every rank.
 
     Attributes:
-        right: Q' of the step before, of shape (k, rank, m).
+        right: Q' of the previous step, of shape (k, rank, m).
         rows: running mean squares of the sums' rows, of shape (k, 1, n); zeros before the first step.
-        columns: of their columns, of shape (k, 1, m).
+        columns: running mean squares of the sums' columns, of shape (k, 1, m).
     """
 
     right: Array
@@ -88,9 +89,10 @@ class _Stack:
     """The matrices of one shape, in one step.
 
     Args:
-        shape: (n, m).
-        indices: of their arrays.
-        matrices: this rank's own.
+        shape: rows and columns, (n, m).
+        indices: the positions of the matrices among the step's arrays.
+        matrices: this rank's matrices.
+        memory: the state before the step.
     """
 
     def __init__(
@@ -108,22 +110,22 @@ class _Stack:
         return _products(left / self._rows, self._matrices) / self._columns
 
     def undivided_left(self, left: Array) -> Array:
-        """P' for the matrices as they are."""
+        """P' for the matrices without scaling."""
         return left * self._rows
 
     def undivided_right(self, right: Array) -> Array:
-        """Q' for them."""
+        """Q' for the matrices without scaling."""
         return right * self._columns
 
     def after(self, right: Array, factors: tuple[Array, Array]) -> _Memory:
-        """What is known after a step in which these were the sums' factors. Mean squares need no product."""
+        """The state after a step with these factors of the sums. The mean squares need no product."""
         a, b = factors
         rows = DECAY * self._memory.rows + (1 - DECAY) * _mean_squares(a, b)
         return _Memory(right, rows, DECAY * self._memory.columns + (1 - DECAY) * _mean_squares(b, a))
 
 
 def _products(thin: Array, matrices: Sequence[Array]) -> Array:
-    """Each of a stack of thin matrices times one of those."""
+    """Each of a stack of thin matrices times one of `matrices`."""
     found = np.empty((*thin.shape[:2], matrices[0].shape[1]), np.float32)
     for index, matrix in enumerate(matrices):
         np.matmul(thin[index], matrix, out=found[index])
@@ -137,7 +139,7 @@ def _mean_squares(a: Array, b: Array) -> Array:
 
 
 def _beside_the_mean(squares: Array) -> Array:
-    """What rows or columns that have these mean squares are divided by."""
+    """The divisors of rows or columns with these mean squares."""
     mean = squares.mean(axis=2, keepdims=True)
     return np.maximum(np.sqrt(squares / np.where(mean > 0, mean, 1)), FLOOR)
 
@@ -147,10 +149,11 @@ class PowerSGD:
     """See the top of this file. Arrays of more than two dimensions count as the matrix that is nearest to square.
 
     Args:
-        rank: of the approximation: the bytes grow with it, and so does the accuracy. A matrix that it would not make at
-            least 2 times smaller has the rank that does; if that is less than a third of it, the matrix is summed
-            whole, as vectors are.
-        factors: how the two thin matrices travel, and what is summed whole; None: in 32 bits.
+        rank: the rank of the approximation: bytes and accuracy grow with it. A matrix that it would not make at least 2
+            times smaller gets the rank that does; if that is less than a third of `rank`, the matrix is summed whole,
+            as vectors are.
+        feedback: see `Compression.feedback`.
+        factors: the compression of the two thin matrices and of what is summed whole; None for 32 bits.
     """
 
     rank: int = RANK
@@ -170,7 +173,7 @@ class PowerSGD:
         return True
 
     def rank_of(self, shape: tuple[int, ...]) -> int:
-        """For an array of this shape; 0 if it is summed whole."""
+        """The rank for an array of this shape; 0 if it is summed whole."""
         rows, columns = matrix_shape(shape)
         rank = min(self.rank, rows * columns // max(1, WORTH * (rows + columns)))
         return rank if rank >= LEAST * self.rank else 0
@@ -213,7 +216,7 @@ class PowerSGD:
         ]
 
     def _summed(self, communicator: Communicator, own: Sequence[Array]) -> Merged:
-        """The sums over all ranks, and what of this rank's own is in them."""
+        """The sums over all ranks, and this rank's part in them."""
         if self.factors is None or not own:
             return Merged(communicator.all_reduce(own) if own else [], own, {})
         return self.factors.all_reduce(communicator, own, {})
@@ -221,7 +224,7 @@ class PowerSGD:
 
 @cache
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns of an array seen as a matrix: its shape cut where they are nearest to each other.
+    """Rows and columns of an array seen as a matrix: its shape, divided where both are nearest to each other.
 
     >>> matrix_shape((3, 3, 16, 32))
     (144, 32)
@@ -233,9 +236,9 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _orthogonal(rows: Array) -> Array:
-    """Orthonormal bases of what the rows span, for a stack of shape (k, rank, n); not finite if they are not.
+    """Orthonormal bases of the spans of the rows, for a stack of shape (k, rank, n); NaN if the rows are not finite.
 
-    By the Cholesky factor of the rows' products with each other, several times as fast as a QR decomposition. It takes
+    Computed from the Cholesky factor of the rows' products, several times as fast as a QR decomposition. That needs
     rows that are far from dependent, as those of a warm start are.
     """
     if not np.isfinite(rows).all():

@@ -1,4 +1,4 @@
-"""Few bits for each value, and one scale for each chunk of values."""
+"""Quantization: few bits for each value, and one scale for each chunk of values."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from phalanx.compression.flat import cut, fill
 from phalanx.errors import ConfigurationError
 
 CHUNK = 256
-"""Values that share a scale: 4 bytes for each 256 add 1.6 % to 8 bits, and one large value coarsens only its
+"""Values that share a scale. 4 bytes for each 256 values add 1.6 % to 8 bits, and one large value coarsens only its
 neighbours."""
 SCALE_BYTES = 4
 
 
-class _Quantised(Codec):
-    """Each value becomes the nearest of the whole multiples of its chunk's scale.
+class _Quantized(Codec):
+    """Each value becomes the nearest integer multiple of its chunk's scale.
 
-    Each rank sums a part of the values for all: what the others send it, decoded. The sums are encoded once more on
-    their way back, so that what a rank sends does not grow with the number of ranks. What that loses is kept by the
-    rank that has summed, with what its own values have lost (Tang et al. 2019, DoubleSqueeze).
+    Each rank decodes and sums one part of the values for all ranks, and encodes the sums for their way back, so that
+    the bytes that a rank sends do not grow with the number of ranks. The rank that sums keeps what the second encoding
+    loses, with what its own values have lost (Tang et al. 2019, DoubleSqueeze).
     """
 
     bits: ClassVar[int]
@@ -44,16 +44,16 @@ class _Quantised(Codec):
     @classmethod
     @abstractmethod
     def _pack(cls, numbers: Array) -> Array:
-        """Whole numbers of shape (n,), int8, as bytes."""
+        """Integers of shape (n,), int8, as bytes."""
 
     @classmethod
     @abstractmethod
     def _unpack(cls, packed: Array) -> Array:
-        """The numbers again."""
+        """The integers that `_pack` packed."""
 
     def all_reduce(self, communicator: Communicator, arrays: Sequence[Array], state: State) -> Merged:
         """See `Compression.all_reduce`: an all-to-all and an all-gather of codes."""
-        ranks, rank = communicator.world_size, communicator.rank  # others afterwards, if a member is lost
+        ranks, rank = communicator.world_size, communicator.rank  # Read now: they may change if a member is lost.
         size = sum(array.size for array in arrays)
         share = -(-size // (ranks * self.chunk)) * self.chunk
         brought = np.zeros(ranks * share, np.float32)
@@ -75,7 +75,7 @@ class _Quantised(Codec):
         rows = np.zeros((-(-array.size // self.chunk), self.chunk), np.float32)
         rows.reshape(-1)[: array.size] = array
         largest = 2 ** (self.bits - 1) - 1
-        # NaN and infinities make the scale one too, and with it all that the chunk is decoded to.
+        # NaN and infinities make the scale NaN or infinite, and so everything that the chunk decodes to.
         scales = np.maximum(rows.max(axis=1), -rows.min(axis=1)) / np.float32(largest)
         usable = np.isfinite(scales) & (scales > 0)
         with np.errstate(all="ignore"):
@@ -93,7 +93,7 @@ class _Quantised(Codec):
         return decoded.reshape(-1)[:size]
 
     def _rows(self, values: Array, count: int) -> list[Array]:
-        """The codes of so many equal parts of whole chunks, each as bytes: its chunks' values, then their scales."""
+        """The codes of `count` equal parts of whole chunks, each as bytes: the chunks' values, then their scales."""
         numbers, scales = self.encode(values)
         return [
             np.concatenate([part, own.view(np.uint8)])
@@ -101,7 +101,7 @@ class _Quantised(Codec):
         ]
 
     def _values(self, code: Array) -> Array:
-        """What one of `_rows` was made of, nearly."""
+        """The values that one of `_rows` stands for."""
         of_chunk = self.chunk * self.bits // 8
         chunks = code.size // (of_chunk + SCALE_BYTES)
         scales = code[chunks * of_chunk :].copy().view(np.float32)
@@ -109,11 +109,11 @@ class _Quantised(Codec):
 
 
 @dataclass(frozen=True)
-class Int8(_Quantised):
+class Int8(_Quantized):
     """Each value becomes round(127 x / m), where m is the largest magnitude of its chunk: a quarter of the bytes.
 
     Args:
-        chunk: how many values share a scale.
+        chunk: the number of values that share a scale.
     """
 
     bits: ClassVar[int] = 8
@@ -129,11 +129,11 @@ class Int8(_Quantised):
 
 
 @dataclass(frozen=True)
-class Int6(_Quantised):
+class Int6(_Quantized):
     """Each value becomes round(31 x / m), where m is the largest magnitude of its chunk: 3/16 of the bytes.
 
     Args:
-        chunk: how many values share a scale; a multiple of 4.
+        chunk: the number of values that share a scale; a multiple of 4.
     """
 
     bits: ClassVar[int] = 6
@@ -141,7 +141,7 @@ class Int6(_Quantised):
 
     @classmethod
     def _pack(cls, numbers: Array) -> Array:
-        """Four to three bytes, the first one in the lowest bits."""
+        """Four integers in three bytes, the first one in the lowest bits."""
         first, second, third, fourth = (numbers.view(np.uint8) & 0x3F).reshape(-1, 4).T
         packed = np.empty((len(first), 3), np.uint8)
         packed[:, 0] = first | (second << 6)
@@ -153,7 +153,7 @@ class Int6(_Quantised):
     def _unpack(cls, packed: Array) -> Array:
         low, middle, high = packed.reshape(-1, 3).T
         numbers = np.empty((len(low), 4), np.uint8)
-        # Each in the upper bits of a byte, so that the shift back brings its sign along.
+        # Each in the upper bits of a byte, so that the shift back extends its sign.
         numbers[:, 0] = low << 2
         numbers[:, 1] = ((low >> 6) | (middle << 2)) << 2
         numbers[:, 2] = ((middle >> 4) | (high << 4)) << 2
@@ -162,11 +162,11 @@ class Int6(_Quantised):
 
 
 @dataclass(frozen=True)
-class Int4(_Quantised):
+class Int4(_Quantized):
     """Each value becomes round(7 x / m), where m is the largest magnitude of its chunk: an eighth of the bytes.
 
     Args:
-        chunk: how many values share a scale; an even number.
+        chunk: the number of values that share a scale; an even number.
     """
 
     bits: ClassVar[int] = 4
@@ -174,7 +174,7 @@ class Int4(_Quantised):
 
     @classmethod
     def _pack(cls, numbers: Array) -> Array:
-        """Two to a byte, the first one in the lower bits."""
+        """Two integers in a byte, the first one in the lower bits."""
         low, high = numbers[::2].view(np.uint8), numbers[1::2].view(np.uint8)
         packed: Array = (low & 0xF) | (high << 4)
         return packed

@@ -1,11 +1,11 @@
-"""Compressed sums of a model's gradients, step after step: what must be remembered, and for whom.
+"""Compressed sums of a model's gradients, step after step, with the state that lies between the steps.
 
-Two things are remembered for the arrays of one layout:
+The reducer keeps two things for the arrays of one layout:
 
-- *own*: this rank's error feedback, what it has not yet brought into a sum. It is in units of the sum, so that it keeps
-  its meaning when the ranks' shares, or their number, change. A rank that joins begins with none.
-- *shared*: what the compression itself goes on from (the factors of PowerSGD), equal on all ranks. A rank that joins
-  must have the others': `synchronise`.
+- *own*: this rank's error feedback, which has not yet gone into a sum. It is in units of the sum, so that it keeps its
+  meaning if the ranks' shares, or their number, change. A rank that joins starts without any.
+- *shared*: the state of the compression itself (the factors of PowerSGD), equal on all ranks. A rank that joins must
+  receive it from the others: `synchronise`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _NOTHING = _Memory((), {})
 
 
 class CompressedReducer:
-    """Sums gradients by a compression, with error feedback.
+    """Sums gradients with a compression and error feedback.
 
-    `all_reduce` changes nothing that is remembered until `commit` is called, so a step that fails may be repeated.
+    `all_reduce` leaves the state unchanged until `commit` is called, so a step that fails may be repeated.
     """
 
     def __init__(self, compression: Compression) -> None:
@@ -52,24 +52,26 @@ class CompressedReducer:
         *,
         unit: float = 1.0,
     ) -> None:
-        """Put the sums over all ranks of `scale * array` into `out`; all ranks must call.
+        """Put the sums over all ranks of `scale * array` into `out`; all ranks must call this.
 
         Args:
-            arrays: of shapes and dtypes that the compression takes; not changed.
-            scales: of each; with 0 an array counts as zeros, NaN included, and is not read.
-            unit: what the arrays are multiplied by at present (the scale of the loss). What is remembered is divided by
-                it, so that it may change between the steps.
+            communicator: the ranks.
+            arrays: arrays of shapes and dtypes that the compression takes; not modified.
+            scales: a factor for each array; with 0 an array counts as zeros, NaN included, and is not read.
+            out: arrays that receive the sums.
+            unit: the factor that the arrays already contain (the scale of the loss). The state is divided by it, so
+                that it may change between the steps.
         """
         key = name_of([array.shape for array in arrays])
         memory = self._memory.get(key, _NOTHING)
-        self._pending.pop(key, None)  # of a step that failed
+        self._pending.pop(key, None)  # Left by a step that failed.
         brought = [_brought(array, scale) for array, scale in zip(arrays, scales, strict=True)]
         for array, rest in zip(brought, memory.own, strict=bool(memory.own)):
             array += rest if unit == 1.0 else rest * np.float32(unit)
         merged = self.compression.all_reduce(communicator, brought, memory.shared)
         for target, value in zip(out, merged.values, strict=True):
             np.copyto(target, value, casting="unsafe")
-        # Where a value is not finite the step will be left out, or the training is lost: nothing to remember.
+        # If a value is not finite, the step will be skipped, or the training has diverged: there is nothing to keep.
         if all(np.isfinite(np.sum(value)) for value in merged.values):
             left: tuple[Array, ...] = ()
             if self.compression.feedback:
@@ -77,13 +79,13 @@ class CompressedReducer:
             self._pending[key] = _Memory(left, merged.state)
 
     def commit(self) -> None:
-        """The step was done: remember what it left."""
+        """Keep the state that the last step left."""
         self._memory |= self._pending
         self._pending = {}
 
     def state(self) -> dict[str, Array]:
-        """All that is remembered, by name: `own/...` belongs to this rank, `shared/...` to all. The arrays will not
-        change; so what was there before a step can be loaded again after it."""
+        """The state by name: `own/...` belongs to this rank, `shared/...` to all. The arrays never change, so the state
+        before a step can be loaded again after it."""
         found: dict[str, Array] = {}
         for key, memory in self._memory.items():
             found |= {f"{OWN}/{key}/{index}": array for index, array in enumerate(memory.own)}
@@ -91,7 +93,7 @@ class CompressedReducer:
         return found
 
     def load(self, state: State) -> None:
-        """Go on from what `state` returned, here or on another rank."""
+        """Continue from what `state` returned, here or on another rank."""
         own: dict[str, dict[int, Array]] = {}
         shared: dict[str, dict[str, Array]] = {}
         for name, array in state.items():
@@ -107,21 +109,22 @@ class CompressedReducer:
         self._pending = {}
 
     def synchronise(self, communicator: Communicator, root: int = 0) -> None:
-        """Give every rank what rank `root` has in common with all; each keeps its own. All ranks must call."""
+        """Give every rank the shared state of rank `root`; each keeps its own error feedback. All ranks must call
+        this."""
         own, shared = self._parts()
         self.load(own | broadcast_named(communicator, shared, root))
 
     def pooled(self, communicator: Communicator) -> dict[str, Array]:
-        """The `state` of all ranks as one: of what each has left over, the sum. All ranks must call."""
+        """The `state` of all ranks as one, with the sum of their error feedback. All ranks must call this."""
         own, shared = self._parts()
         return shared | sum_named(communicator, own)
 
     def load_pooled(self, state: State, ranks: int) -> None:
-        """Go on, on so many ranks, from what `pooled` returned: what was left over counts as much as before."""
+        """Continue on so many ranks from what `pooled` returned. The error feedback keeps its weight."""
         self.load({name: array / ranks if name.startswith(OWN) else array for name, array in state.items()})
 
     def _parts(self) -> tuple[dict[str, Array], dict[str, Array]]:
-        """What belongs to this rank, and what to all."""
+        """The state of this rank, and the state shared by all."""
         state = self.state()
         own = {name: array for name, array in state.items() if name.startswith(OWN)}
         return own, {name: array for name, array in state.items() if name not in own}
@@ -133,7 +136,7 @@ def name_of(shapes: Sequence[Sequence[int | str]]) -> str:
 
 
 def _brought(array: Array, scale: float) -> Array:
-    """`scale * array` in float32, in memory of its own."""
+    """`scale * array` as a new float32 array."""
     if scale == 0.0:
         return np.zeros(array.shape, np.float32)
     brought: Array = np.array(array, np.float32, order="C")

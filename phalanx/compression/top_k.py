@@ -1,4 +1,4 @@
-"""Only the largest values travel, with their places."""
+"""Sends only the largest values, with their positions."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from phalanx.compression.quantized import Int8
 from phalanx.errors import ConfigurationError
 
 RATIO = 0.5
-"""The share of the values that travel: a sixth of the bytes. What it costs: docs/compression.md."""
-PLACE_BITS = 32
+"""The share of the values that are sent, which takes a sixth of the bytes. docs/compression.md says what it costs."""
+POSITION_BITS = 32
 
 
 @dataclass(frozen=True)
 class TopK(Codec):
     """The largest `ratio` of each array's values by magnitude; the rest waits as error feedback.
 
-    Source: Stich, Cordonnier and Jaggi 2018, Sparsified SGD with memory. The places are a bit for each value, or 32 for
-    each that travels, whatever is less.
+    Source: Stich, Cordonnier and Jaggi 2018, Sparsified SGD with memory. The positions take one bit for each value,
+    or 32 bits for each value sent, whichever is less.
 
     Args:
-        ratio: above 0 and up to 1; an array of n values sends ceil(ratio n).
-        values: how these travel; None: as they are, in 32 bits.
+        ratio: the share of values to send, above 0 and up to 1: ceil(ratio n) of n values.
+        values: the codec of the values that are sent; None to send them in 32 bits.
     """
 
     ratio: float = RATIO
@@ -42,31 +42,31 @@ class TopK(Codec):
             )
 
     def encode(self, array: Array) -> Sequence[Array]:
-        """See `Codec.encode`: the places, uint8 or uint32; then the values, in ascending order of their places."""
+        """See `Codec.encode`: the positions, uint8 or uint32; then the values, by ascending position."""
         count = math.ceil(self.ratio * array.size)
-        # NaN counts as the largest of all, so it is among those that travel.
-        places = np.sort(np.argpartition(np.abs(array), array.size - count)[array.size - count :])
-        chosen = array[places]
+        # NaN counts as the largest of all, so it is sent.
+        positions = np.sort(np.argpartition(np.abs(array), array.size - count)[array.size - count :])
+        chosen = array[positions]
         return [
-            _bits(places, array.size) if _is_dense(count, array.size) else places.astype(np.uint32),
+            _bits(positions, array.size) if _is_dense(count, array.size) else positions.astype(np.uint32),
             *([chosen] if self.values is None else self.values.encode(chosen)),
         ]
 
     def decode(self, parts: Sequence[Array], size: int) -> Array:
         """See `Codec.decode`."""
-        places, *values = parts
-        if places.dtype == np.uint8:
-            places = np.flatnonzero(np.unpackbits(places, count=size))
+        positions, *values = parts
+        if positions.dtype == np.uint8:
+            positions = np.flatnonzero(np.unpackbits(positions, count=size))
         decoded = np.zeros(size, np.float32)
-        decoded[places] = values[0] if self.values is None else self.values.decode(values, places.size)
+        decoded[positions] = values[0] if self.values is None else self.values.decode(values, positions.size)
         return decoded
 
 
 def _is_dense(count: int, size: int) -> bool:
-    return PLACE_BITS * count > size
+    return POSITION_BITS * count > size
 
 
-def _bits(places: Array, size: int) -> Array:
+def _bits(positions: Array, size: int) -> Array:
     mask = np.zeros(size, np.bool_)
-    mask[places] = True
+    mask[positions] = True
     return np.packbits(mask)

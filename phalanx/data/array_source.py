@@ -92,8 +92,8 @@ def numbers_of(taken: Sequence[Array]) -> Array:
 class ArraySource:
     """Arrays of equal length, cut into global batches.
 
-    With `shuffle=True` all rows come in another order in each pass, with "batch" only the rows within each batch. Without
-    a `shuffling` the orders follow from `seed` and the pass.
+    With `shuffle=True` all rows come in another order in each pass, with "batch" only the rows within each batch.
+    Without a `shuffling` the orders follow from `seed` and the pass.
     """
 
     cursor = None
@@ -212,7 +212,7 @@ class ArraySource:
                 self.samples, self._batch_size, self._shuffle, peeked=shuffling.peeked()
             )
         # Every process draws, so that what a seeded program draws after it is the same everywhere.
-        return shuffling.told(next(self._keras_orders).astype(np.int64))
+        return shuffling.from_chief(next(self._keras_orders).astype(np.int64))
 
 
 def make_source(request: InputRequest) -> ArraySource:

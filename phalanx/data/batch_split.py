@@ -12,19 +12,19 @@ from phalanx.data.elements import Array, unpack
 from phalanx.errors import ConfigurationError
 
 FINGERPRINT_BYTES = 4096
-"""How much of an array a fingerprint reads: enough to tell two orders of the same data apart, and one
-or two microseconds of work."""
+"""How much of an array a fingerprint reads: enough to distinguish two orders of the same data, and one or two
+microseconds of work."""
 
 
 class LocalShare(NamedTuple):
     """One rank's part of one element of a source, in the element's own structure.
 
     Attributes:
-        data: the part; where `size` is 0, one sample as a stand-in.
+        data: the part; if `size` is 0, one sample as a stand-in.
         size: number of samples in the part.
         global_size: number of samples over all ranks; None for per-rank pipelines.
-        fingerprint: of the whole element; equal on all ranks where they read the same data in the same
-            order. None where there is nothing to compare.
+        fingerprint: a checksum of the whole element, equal on all ranks that read the same data in the same order. None
+            if there is nothing to compare.
     """
 
     data: Any
@@ -50,7 +50,7 @@ def local_range(global_size: int, rank: int, world_size: int) -> tuple[int, int]
 def batch_size_of(element: Any, source: str) -> int:
     """The number of samples in an element of a source.
 
-    Raises: ConfigurationError where its arrays are scalars, none at all, or of different lengths.
+    Raises: ConfigurationError if it has no arrays, or scalars, or arrays of different lengths.
     """
     arrays = leaves(element)
     if not arrays:
@@ -67,8 +67,8 @@ def batch_size_of(element: Any, source: str) -> int:
     if min(sizes) != max(sizes):
         raise ConfigurationError(
             f"{source} yielded a batch whose arrays hold different numbers of samples: {sizes}. "
-            "Make sure all arrays contain the same number of samples, and that it is batches that come (of a dataset, "
-            "after `.batch(batch_size)`)."
+            "Make sure that all arrays contain the same number of samples, and that the elements are batches (of a "
+            "dataset, after `.batch(batch_size)`)."
         )
     return sizes[0]
 
@@ -87,7 +87,7 @@ def cut(element: Any, rank: int, world_size: int, source: str) -> LocalShare:
     global_size = batch_size_of(element, source)
     if global_size == 0:
         raise ConfigurationError(
-            f"{source} yielded a batch of 0 samples, which has no loss. Drop empty batches where they arise."
+            f"{source} yielded a batch of 0 samples, which has no loss. Drop empty batches at their source."
         )
     if world_size == 1:
         return LocalShare(element, global_size, global_size, None)
@@ -99,7 +99,8 @@ def cut(element: Any, rank: int, world_size: int, source: str) -> LocalShare:
 
 
 def whole(element: Any, source: str) -> LocalShare:
-    """An element of a per-rank pipeline: all of it belongs to this rank, and only the ranks know the sum."""
+    """The share of an element of a per-rank pipeline: all of it belongs to this rank. Only the ranks together know
+    the global size."""
     size = batch_size_of(element, source)
     return LocalShare(element if size else stand_in(element), size, None, None)
 
@@ -107,13 +108,13 @@ def whole(element: Any, source: str) -> LocalShare:
 def fingerprint_of(element: Any) -> int:
     """A checksum that differs between ranks if they do not read the same data in the same order.
 
-    It is taken over the targets where they tell anything, because augmentation, which may differ between
-    ranks without harm, leaves them alone; else over the first array.
+    It covers the targets if they vary, because augmentation, which may differ between ranks without harm, leaves them
+    unchanged; else the first array.
     """
     _, (x, y, _) = unpack(element)
     for part in (y, x):
         arrays = leaves(part)
-        if arrays and (part is x or _tells(arrays[0])):
+        if arrays and (part is x or _varies(arrays[0])):
             return checksum(arrays[0])
     return 0
 
@@ -132,6 +133,6 @@ def _head(array: Array) -> bytes:
     return array[:rows].tobytes()[:FINGERPRINT_BYTES]
 
 
-def _tells(array: Array) -> bool:
+def _varies(array: Array) -> bool:
     """Whether an array's rows differ, so that another order would show."""
     return len(array) > 1 and not array.dtype.hasobject and bool((array[1:64] != array[0]).any())

@@ -20,10 +20,10 @@ from phalanx.transport.serialization import decode, encode
 class DataLoaderOrder:
     """The sample indices of each global batch of a pass, from the loader's own samplers.
 
-    Samplers draw from torch's generator: on the chief as in plain Keras, on the others from the state that it had there.
-    Without a `shuffling`, torch's generator is seeded for this from `seed` and the pass. A sampler with a generator of
-    its own uses that, and gives the order that the plain DataLoader gives; ranks that join later receive that
-    generator's state (`randomness`).
+    Samplers draw from torch's generator: on the chief as in plain Keras, on the others from the state that it had
+    there. Without a `shuffling`, torch's generator is seeded for this from `seed` and the pass. A sampler with a
+    generator of its own uses that, and gives the order that the plain DataLoader gives; ranks that join later receive
+    that generator's state (`randomness`).
 
     Attributes:
         is_by_sample: whether a batch is a list of sample indices; False if the dataset makes whole batches.
@@ -125,7 +125,7 @@ class DataLoaderOrder:
         return [list(batch) for batch in batches] if self.is_by_sample else batches
 
     def _draw_as_the_chief(self, shuffling: Shuffling) -> list[Any]:
-        state = shuffling.told(torch.get_rng_state().numpy().view(np.int64))
+        state = shuffling.from_chief(torch.get_rng_state().numpy().view(np.int64))
         if shuffling.is_chief:
             return self._all_batches()
         with _torch_state_restored():

@@ -30,8 +30,8 @@ _KIND = "torch DataLoader"
 def make_source(request: InputRequest) -> MapStyleSource | StreamSource:
     """A source over a DataLoader whose batches are the global batches.
 
-    A loader with a `DistributedSampler` of this job's size already reads this rank's data. It is used as it is, with its
-    batch size as the local one.
+    A loader with a `DistributedSampler` of this job's size already reads this rank's data. It is used as it is, with
+    its batch size as the local one.
 
     Raises: ConfigurationError for a DistributedSampler of another size or rank, or an empty loader.
     """

@@ -68,16 +68,19 @@ def _own(share: LocalShare) -> LocalShare:
 class DistributedDataset:
     """This rank's local batches of a dataset, for a custom training loop or for `model.fit`.
 
-    Each iteration is an epoch. Elements have the dataset's own structure; a rank for which a batch has no
-    sample gets arrays of length 0, as in `tf.distribute`, so a loss must be a sum over samples divided by
-    the global batch size, not a local mean. So does a rank whose own data (files, a pipeline of its own) have ended
-    before the others': all ranks must iterate such a dataset, and make as many steps.
+    Each iteration is an epoch. Elements have the dataset's own structure. If a batch has no sample
+    for a rank, that rank gets arrays of length 0, as in `tf.distribute`, so a loss must be a sum over samples divided
+    by the global batch size, not a local mean. A rank whose own data (files, a pipeline per rank) ends before that of
+    the others gets such arrays, too: all ranks must iterate such a dataset and take equally many steps.
 
     Args:
         source: the dataset seen from this rank.
-        convert: makes a tensor of the backend from each NumPy array.
-        element_spec: of a tf.data.Dataset, with the batch dimension open; None for other datasets.
-        any_rank: tells whether something is true on at least one rank; every rank calls it.
+        rank: this rank.
+        world_size: the number of ranks.
+        convert: converts each NumPy array to a tensor of the backend; None to keep the arrays.
+        options: see `InputOptions`.
+        element_spec: that of a tf.data.Dataset, with the batch dimension open; None for other datasets.
+        any_rank: whether something is true on at least one rank; every rank calls it.
     """
 
     def __init__(
@@ -115,7 +118,7 @@ class DistributedDataset:
         return DistributedIterator(elements, self.element_spec)
 
     def _jointly(self, shares: Iterator[LocalShare]) -> Iterator[LocalShare]:
-        """As many on every rank: those whose data have ended get shares of size 0 until all have."""
+        """Equally many shares on every rank: ranks whose data has ended get shares of size 0 until that of all has."""
         assert self._any_rank is not None
         last: LocalShare | None = None
         while True:
@@ -126,7 +129,7 @@ class DistributedDataset:
             yield last
 
     def _example(self) -> LocalShare:
-        """A share with the structure of the others', for a rank whose data end before they begin."""
+        """A share with the structure of the others', for a rank without any data."""
         try:
             return self.source.peek()
         except StopIteration:
@@ -134,8 +137,8 @@ class DistributedDataset:
         specs = leaves(self.element_spec)
         if not specs or any(getattr(getattr(spec, "shape", None), "rank", None) is None for spec in specs):
             raise ConfigurationError(
-                f"The {self.source.traits.kind} of rank {self._rank} has no batch at all, and the others have some. Give each "
-                f"replica at least one batch: deal the data out before `.batch()`, not after it."
+                f"The {self.source.traits.kind} of rank {self._rank} has no batch at all, and the others have some. "
+                f"Give each replica at least one batch: deal the data out before `.batch()`, not after it."
             )
 
         def one(spec: Any) -> Any:
@@ -145,7 +148,7 @@ class DistributedDataset:
         return LocalShare(map_leaves(one, self.element_spec), 0, None, None)
 
     def __len__(self) -> int:
-        """Batches per epoch. Raises: TypeError where that is unknown."""
+        """Batches per epoch. Raises: TypeError if unknown."""
         length = self.source.num_batches
         if length is None:
             raise TypeError(f"The length of this {self.source.traits.kind} is unknown.")
@@ -154,7 +157,7 @@ class DistributedDataset:
     @property
     def cardinality(self) -> int:
         """Batches per epoch; -1 (`tf.data.INFINITE_CARDINALITY`) for endless data, -2
-        (`tf.data.UNKNOWN_CARDINALITY`) where it is not known."""
+        (`tf.data.UNKNOWN_CARDINALITY`) if unknown."""
         if self.source.traits.is_endless:
             return INFINITE_CARDINALITY
         return UNKNOWN_CARDINALITY if self.source.num_batches is None else self.source.num_batches
@@ -172,7 +175,7 @@ class DistributedIterator:
     """One epoch of a `DistributedDataset` (`tf.distribute.DistributedIterator`).
 
     Attributes:
-        element_spec: as of the dataset.
+        element_spec: that of the dataset.
     """
 
     def __init__(self, elements: Iterator[Any], element_spec: Any = None) -> None:
@@ -209,9 +212,9 @@ def check_outside() -> None:
     tensorflow = sys.modules.get("tensorflow")
     if tensorflow is not None and tensorflow.inside_function():
         raise UnsupportedError(
-            "A distributed dataset was made or iterated inside a tf.function, which would see one batch for ever. Make "
-            "it and iterate outside, and pass each batch to the tf.function. (What a ClusterCoordinator's dataset "
-            "function returns may be a tf.data.Dataset itself, which a tf.function can iterate.)"
+            "A distributed dataset was created or iterated inside a tf.function, which would see one batch for ever. "
+            "Create and iterate it outside, and pass each batch to the tf.function. (What a ClusterCoordinator's "
+            "dataset function returns may be a tf.data.Dataset itself, which a tf.function can iterate.)"
         )
 
 
@@ -252,7 +255,7 @@ def distribute_from_function(
     any_rank: Callable[[bool], bool] | None = None,
 ) -> DistributedDataset:
     """`strategy.distribute_datasets_from_function`: `function(InputContext)` returns this rank's own dataset,
-    batched with the local batch size; it is neither cut nor compared with those of other ranks."""
+    batched with the local batch size. It is neither cut nor compared with those of other ranks."""
     check_outside()
     dataset = function(InputContext(world_size, rank, world_size))
     own = source_registry.make_source(InputRequest(dataset, rank=0, world_size=1, seed=seed + rank))

@@ -1,4 +1,4 @@
-"""What a source of data gives: an element in its parts, and their leaves as arrays of NumPy."""
+"""The elements of a dataset: their parts, and their leaves as NumPy arrays."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ MOST_PARTS = 3
 
 
 class ElementStructure(enum.Enum):
-    """What a dataset's elements are: steps of a model's own are given them as they are."""
+    """What the elements of a dataset are. A custom `train_step` receives them in this structure."""
 
     PARTS = "x, (x, y) or (x, y, sample_weight)"
     ALONE = "(x,)"
-    WHOLE = "a tuple of more than three items, which only steps of a model's own know to read"
+    WHOLE = "a tuple of more than three items, which only a custom train_step can read"
 
 
 def unpack(element: Any) -> tuple[ElementStructure, tuple[Any, Any, Any]]:
-    """The form of a dataset's element, and its `(x, y, sample_weight)`, as `keras.utils.unpack_x_y_sample_weight` has
-    them. As a whole it is x."""
+    """The structure of a dataset's element and its `(x, y, sample_weight)`, as `keras.utils.unpack_x_y_sample_weight`
+    returns them. An element of structure WHOLE becomes x."""
     if isinstance(element, list):
         element = tuple(element)
     if not isinstance(element, tuple):
@@ -41,7 +41,7 @@ def unpack(element: Any) -> tuple[ElementStructure, tuple[Any, Any, Any]]:
 def to_numpy(leaf: Any) -> Any:
     """A tensor of any backend (or a pandas or SciPy object) as a NumPy array, without a copy where possible.
 
-    Sparse tensors become dense, and ragged ones whose rows are all of one length. The array may share the tensor's
+    Sparse tensors become dense, as do ragged tensors whose rows all have one length. The array may share the tensor's
     memory.
 
     Raises: UnsupportedError for a ragged tensor with rows of several lengths.
@@ -69,8 +69,8 @@ def _of_equal_rows(ragged: Any) -> Any:
     values, dense = ragged.flat_values, ragged.to_tensor()
     if np.prod(dense.shape) != np.prod(values.shape):
         raise UnsupportedError(
-            "A ragged tensor has rows of several lengths, and what a strategy cuts into parts are arrays: a model "
-            "would take the filling for data. Fill it up before, `dataset.map(lambda x, y: (x.to_tensor(), y))`, and "
+            "A ragged tensor has rows of several lengths, but a strategy divides dense arrays, and a model would take "
+            "padding for data. Pad it yourself, `dataset.map(lambda x, y: (x.to_tensor(), y))`, and "
             "mask it in the model (`keras.layers.Masking`, `Embedding(mask_zero=True)`)."
         )
     return dense

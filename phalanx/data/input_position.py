@@ -32,8 +32,8 @@ class InputPosition:
         pass_key: the epoch in which the running pass began; it selects the order of shuffled data.
         start: where in the pass the running epoch began.
         next_start: where in the pass the next epoch begins; 0 if it starts a new pass.
-        is_reset: whether the first epoch does not `reset` before it starts. Keras's `predict` does not either, so that a
-            PyDataset is not reshuffled.
+        is_reset: whether the first epoch does not `reset` before it starts. Keras's `predict` does not either, so that
+            a PyDataset is not reshuffled.
         counted: batches in a pass that was read to its end; None before that.
 
     Args:

@@ -11,10 +11,10 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 DEPTH = 2
-"""Batches read ahead: one in the making while one waits. More only holds memory."""
+"""Batches read ahead: one is being prepared while another waits. More would only hold memory."""
 
 _POLL_S = 0.1
-"""How often a producer that waits for room looks whether it was told to stop."""
+"""How often a producer that waits for room checks whether to stop."""
 
 
 class _End:
@@ -25,11 +25,11 @@ class _End:
 
 
 class Prefetch(Generic[T]):
-    """An iterator over `source` whose items are made in a thread of its own, at most `depth` ahead.
+    """An iterator over `source` whose items are produced in a separate thread, at most `depth` ahead.
 
-    What the source raises is raised here, with its traceback. The thread starts with the first item and
-    ends with the source, with `close()` or when this object is collected; `close()` waits for it as long
-    as the source takes for the item in the making, up to `close_timeout_s`.
+    Errors of the source are raised here, with their traceback. The thread starts with the first item and ends with the
+    source, with `close()`, or when this object is collected. `close()` waits for the item that the source is producing,
+    up to `close_timeout_s`.
     """
 
     def __init__(self, source: Iterator[T], depth: int = DEPTH, *, close_timeout_s: float = 5.0):

@@ -96,9 +96,9 @@ def standardize(batch: Any, class_weight: dict[int, float] | None) -> Any:
 class PyDatasetSource:
     """A PyDataset of known or unknown length.
 
-    `workers`, `use_multiprocessing` and `max_queue_size` mean what they mean in Keras. With `shuffle` the batches of each
-    pass come in the chief's order, which it draws as Keras does; without a `shuffling`, the order follows from `seed` and
-    the pass.
+    `workers`, `use_multiprocessing` and `max_queue_size` mean what they mean in Keras. With `shuffle` the batches of
+    each pass come in the chief's order, which it draws as Keras does; without a `shuffling`, the order follows from
+    `seed` and the pass.
     """
 
     cursor = None
@@ -175,7 +175,7 @@ class PyDatasetSource:
         for _ in range(2 if self._is_first and shuffling.peeked() else 1):
             drawn = list(range(count))
             random.shuffle(drawn)
-        order = shuffling.told(np.array(drawn, np.int64))
+        order = shuffling.from_chief(np.array(drawn, np.int64))
         self._is_first = False
         return order
 

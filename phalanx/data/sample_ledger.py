@@ -1,4 +1,4 @@
-"""The ledger: how often each sample was used, in steps that were applied."""
+"""Counts how often each sample was used in steps that were applied."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class _Encoded(msgspec.Struct):
 class SampleLedger:
     """Counts, for each epoch of a `fit` over indexable data, how often each sample took part in an applied step.
 
-    A step is applied on all members or on none, and all hold the same ledger. What is counted is what was merged: of
-    each rank's part of the batch, the rows in the order in which they were cut.
+    A step is applied on all members or on none, and all have the same ledger. It counts what was merged: the rows of
+    each rank's part of the batch, in the order in which the batch was cut.
 
     Attributes:
-        epochs: by epoch, shape (samples,), uint8.
+        epochs: by epoch, how often each sample was used, shape (samples,), uint8.
     """
 
     _newest: SampleLedger | None = None
@@ -41,14 +41,14 @@ class SampleLedger:
 
     @classmethod
     def of(cls, source: ShardedInput) -> SampleLedger | None:
-        """A ledger for a source; None where its samples have no numbers (streams)."""
+        """A ledger for an input; None if its samples have no numbers (streams)."""
         samples = source.samples
         cls._newest = None if samples is None else cls(samples)
         return cls._newest
 
     @classmethod
     def newest(cls) -> SampleLedger | None:
-        """That of the last `fit` of this process."""
+        """The ledger of the last `fit` of this process."""
         return cls._newest
 
     def note(self, source: ShardedInput, step: int, sizes: tuple[int, ...]) -> None:

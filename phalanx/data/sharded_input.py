@@ -49,8 +49,8 @@ def shard_input(
         rank: this rank.
         world_size: the number of ranks.
         seed: equal on all ranks.
-        shuffling: for arrays, PyDatasets and map-style DataLoaders: how the ranks agree on the orders of the passes. None:
-            these depend on `seed` and the epoch alone, and so are the same on all ranks.
+        shuffling: for arrays, PyDatasets and map-style DataLoaders: how the ranks agree on the orders of the passes.
+            None: these depend on `seed` and the epoch alone, and so are the same on all ranks.
         policy: for tf.data.Dataset; None for the one in the dataset's options, AUTO if there is none.
         in_order: whether AUTO keeps the order of one process when it could deal out files.
 
@@ -96,8 +96,8 @@ def shard_input(
 class ShardedInput:
     """The local batches of one rank, epoch by epoch; created by `shard_input`.
 
-    Used from one thread. Epochs are read one after the other: an epoch's iterator is exhausted or closed before the next
-    one starts.
+    Used from one thread. Epochs are read one after the other: an epoch's iterator is exhausted or closed before the
+    next one starts.
 
     Attributes:
         source: the data seen from this rank.
@@ -271,9 +271,9 @@ class ShardedInput:
         elif self._rank == 0 and seen < (steps or 1):
             warnings.warn(
                 f"Your input ran out of data in epoch {index + 1}, after {seen} batches where "
-                f"{'any' if steps is None else steps} were expected ({self.source.traits.kind}); interrupting the epoch. "
-                "Make sure that it can generate at least `steps_per_epoch * epochs` batches, for example by `.repeat()`, "
-                "or by passing a PyDataset instead of a generator, which can be read only once.",
+                f"{'any' if steps is None else steps} were expected ({self.source.traits.kind}); interrupting the "
+                "epoch. Make sure that it can generate at least `steps_per_epoch * epochs` batches, for example by"
+                " `.repeat()`, or by passing a PyDataset instead of a generator, which can be read only once.",
                 stacklevel=2,
             )
 

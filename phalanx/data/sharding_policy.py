@@ -1,4 +1,4 @@
-"""How a dataset is divided between ranks, and what tells an input function which part is its own."""
+"""How a dataset is divided between ranks, and the context that tells an input function its part."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from phalanx.errors import ConfigurationError
 class AutoShardPolicy(enum.IntEnum):
     """What each rank reads of a `tf.data.Dataset`. Names and values are those of `tf.data.experimental`.
 
-    Every other kind of input is divided as DATA says.
+    Every other kind of input is divided by DATA.
 
     OFF: every rank reads the whole dataset, in batches of its share of the global batch. An epoch then
         shows each sample `world_size` times. For datasets that the program has divided itself.
-    AUTO: FILE where the dataset reads files and there is at least one for each rank, else DATA.
+    AUTO: FILE if the dataset reads files and there is at least one for each rank, else DATA.
     FILE: file i goes to rank i modulo world_size. Each rank reads only its own files; the global batches
-        are composed otherwise than on one replica.
+        then differ from those of one replica.
     DATA: every rank reads the dataset and takes its part of each global batch: the samples of each step
         are those of one replica. (`tf.distribute` deals whole elements out instead.)
     HINT: the dataset's own `shard(tf.data.experimental.SHARD_HINT, ...)` becomes
@@ -33,7 +33,7 @@ class AutoShardPolicy(enum.IntEnum):
 
     @classmethod
     def of(cls, value: Any) -> AutoShardPolicy:
-        """A policy given as our member, TensorFlow's, its name or its value.
+        """A policy given as a member of this class or of TensorFlow's, as a name or as a value.
 
         Raises: ConfigurationError for anything else, naming the policies.
         """
@@ -47,12 +47,12 @@ class AutoShardPolicy(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class InputContext:
-    """What an input function may want to know, as `tf.distribute.InputContext` has it.
+    """Tells an input function its part of the data (`tf.distribute.InputContext`).
 
     Attributes:
-        num_input_pipelines: how many input pipelines the job has: one for each replica.
-        input_pipeline_id: which of them this is, 0 to num_input_pipelines - 1.
-        num_replicas_in_sync: the replicas that share one global batch.
+        num_input_pipelines: the number of input pipelines of the job: one for each replica.
+        input_pipeline_id: the number of this pipeline, 0 to num_input_pipelines - 1.
+        num_replicas_in_sync: the number of replicas that share one global batch.
     """
 
     num_input_pipelines: int = 1

@@ -1,4 +1,4 @@
-"""Who decides on the order of shuffled data in a job whose members stay: the chief, which shuffles as Keras does."""
+"""How the ranks agree on the order of shuffled data: the chief shuffles as Keras does."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ class Shuffling:
 
     Attributes:
         is_chief: whether this process decides.
-        peeked: tells, when the first pass begins, whether Keras's own `fit` would have read a batch before it, to build
-            the model.
-        told: the chief's numbers; each process gives its own, int64 of the same shape. Called once as a pass begins.
+        peeked: called when the first pass begins; returns whether Keras's own `fit` would have read a batch before it,
+            to build the model.
+        from_chief: takes this process's numbers, int64, and returns the chief's, of the same shape. Called once when a
+            pass begins.
     """
 
     is_chief: bool
     peeked: Callable[[], bool]
-    told: Callable[[Array], Array]
+    from_chief: Callable[[Array], Array]

@@ -194,7 +194,7 @@ def _auto_sharded(dataset: Any, policy: AutoShardPolicy, rank: int, world_size: 
 
 
 def _same_everywhere(dataset: Any, world_size: int, seed: int) -> Any:
-    """The dataset with its elements in the same order on every rank, as far as we can see to it."""
+    """The dataset with its elements in the same order on every rank, as far as possible."""
     if world_size > 1:
         if _has_unseeded_shuffle(dataset) and _bytes_in_memory(dataset) <= RESEED_LIMIT_BYTES:
             dataset = _reseeded(dataset, seed)
@@ -218,7 +218,7 @@ def _elements(dataset: Any) -> Iterator[Any]:
 
 
 def _tree(dataset: Any) -> Iterator[Any]:
-    """The dataset and all those it is made of."""
+    """The dataset and all its input datasets."""
     yield dataset
     for part in dataset._inputs():
         yield from _tree(part)
@@ -242,8 +242,8 @@ def _why_kept_whole(dataset: Any, in_order: bool) -> str:
 
 
 def _counted_behind(dataset: Any) -> str:
-    """What counts or pairs the elements that come from files: it would do so with each replica's files. Empty if
-    nothing does."""
+    """Which transformation counts or pairs the elements that come from files, and so would do it with each replica's
+    files; empty if there is none."""
     kind = type(dataset).__name__
     if kind in _COUNTING:
         return f"{_COUNTING[kind]} what it reads"
@@ -253,7 +253,7 @@ def _counted_behind(dataset: Any) -> str:
 
 
 def _reads_files(function: Any) -> bool:
-    """Whether the function of an `interleave` or `flat_map` makes readers."""
+    """Whether the function of an `interleave` or `flat_map` creates file readers."""
     graph = function.function.graph.as_graph_def()
     bodies = [graph.node, *(body.node_def for body in graph.library.function)]
     return any(node.op.startswith(_READERS) for node in itertools.chain(*bodies))
@@ -313,12 +313,12 @@ def _bytes_in_memory(dataset: Any) -> int:
 
 
 def _reseeded(dataset: Any, seed: int) -> Any:
-    """The dataset with a seed, made from `seed`, for each shuffle that has none.
+    """The dataset with a seed, derived from `seed`, for each shuffle that has none.
 
     An unseeded shuffle draws another order on each rank, and cutting different global batches would use
-    some samples twice and others never: the known trap of sharding by data. So the dataset's graph is
-    written out, as `tf.distribute` does it to copy a dataset to other devices, the seeds are set
-    there, and the dataset is made from it again. Shuffles with a seed keep it.
+    some samples twice and others never: the known trap of sharding by data. So the dataset is serialized as a graph, as
+    `tf.distribute` does to copy a dataset to other devices, the seeds are set in the graph, and the dataset is created
+    from it again. Shuffles with a seed keep it.
 
     Returns: the dataset unchanged where TensorFlow cannot serialize it; the ranks' fingerprints then tell.
     """
@@ -382,7 +382,7 @@ def _rename_functions(graph: Any, suffix: str) -> None:
 
 
 def _run(graph: Any) -> Any:
-    """The dataset that a graph makes.
+    """The dataset that a graph creates.
 
     Large constants, the data in memory, are handed over as tensors: compiling them into the graph would take
     seconds for a hundred megabytes.

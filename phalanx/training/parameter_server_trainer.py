@@ -103,7 +103,7 @@ class ParameterServerTrainer:
             rank=0,
             world_size=1,
             shuffling=Shuffling(
-                worker.is_chief, peeked=lambda: remote_model.builds_from_a_batch, told=batches.agree_on_order
+                worker.is_chief, peeked=lambda: remote_model.builds_from_a_batch, from_chief=batches.agree_on_order
             ),
             seed=zlib.crc32(f"{worker.seed} {fit}".encode()),
         )

@@ -103,7 +103,7 @@ class ReplicaModel:
         return Shuffling(
             is_chief=self.replica.is_chief,
             peeked=lambda: self._peeked,
-            told=lambda own: self.replica.communicator.broadcast([own])[0],
+            from_chief=lambda own: self.replica.communicator.broadcast([own])[0],
         )
 
     def single_batch(self, method: str, x: Any, y: Any = None, sample_weight: Any = None) -> JointBatch:

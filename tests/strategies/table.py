@@ -369,7 +369,7 @@ def an_iterator_of_a_distributed_dataset(setting: Setting) -> dict[str, Any]:
     assert not bool(iterator.get_next_as_optional().has_value())
     with pytest.raises(StopIteration):
         iterator.get_next()
-    with pytest.raises(phalanx.UnsupportedError, match="made or iterated"):
+    with pytest.raises(phalanx.UnsupportedError, match="created or iterated"):
         tf.function(setting.strategy.distribute_datasets_from_function, autograph=False)(lambda _: data)
     return {}
 

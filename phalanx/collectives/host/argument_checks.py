@@ -1,4 +1,5 @@
-"""Checks a collective's arguments before anything is sent: a rank that raised later would let the others hang."""
+"""Checks of a collective's arguments, before any of them travels: a rank that raised later would let the others
+hang."""
 
 from __future__ import annotations
 

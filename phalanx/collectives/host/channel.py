@@ -1,12 +1,11 @@
 """A channel: packets over one link, sent and received without ever blocking.
 
-A packet is a fixed header and a payload. The payload of a data packet is not stored here: whoever reads the
-packet says where its bytes go, so that they are written once, to where they are needed.
+A packet is a fixed header and a payload. The payload of a data packet is not stored here: the reader of the packet says
+where its bytes go, so that they are written once, to where they are needed.
 
-A link has one channel for its life, whatever the number of communicators that use it one after the other,
-since a packet may be half sent or half read when one of them fails or is closed. Each communicator has an
-*epoch*, which is in every packet: packets of an older epoch are read and dropped, those of a newer one
-wait.
+A link has one channel for its life, even if several communicators use it one after the other, because a packet may be
+half sent or half read when one of them fails or is closed. Each communicator has an *epoch*, which is in every packet:
+packets of an older epoch are read and dropped, those of a newer epoch wait.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from phalanx.transport.link import Link, skip_bytes
 from phalanx.transport.throttle import Throttle, first_bytes
 
 MAX_MESSAGE_BYTES = 16 * 2**20
-"""Limit on packets that are stored whole (descriptions, errors): far above what a large model's list of
-arrays takes (100 bytes each)."""
+"""Limit on packets that are stored whole (descriptions, errors): far above the list of a large model's arrays, 100
+bytes each."""
 
 _HEADER = struct.Struct("<HHIQQQ")
 _MAGIC = 0x9C1A
 _SINK = memoryview(bytearray(256 * 1024))
-"""Where bytes go that nobody wants any more. Never read."""
+"""Receives bytes that are no longer wanted. Never read."""
 
 
 class PacketKind(enum.IntEnum):
@@ -39,13 +38,13 @@ class PacketKind(enum.IntEnum):
     WAKE = 2
     """Look at the shared memory again."""
     PRESENT = 3
-    """I have come to collective `call` and wait for others."""
+    """This rank has come to collective `call` and waits for others."""
     DESCRIBE = 4
-    """What I called, since our calls differ."""
+    """What this rank called, because calls differ."""
     ABORT = 5
-    """I have failed; here is how."""
+    """This rank has failed, for the reason in the payload."""
     LEAVE = 6
-    """I close my communicator. That my link ends after this is no failure."""
+    """This rank closes its communicator. The end of its link is then no failure."""
 
 
 class PacketHeader(NamedTuple):
@@ -53,9 +52,9 @@ class PacketHeader(NamedTuple):
 
     Attributes:
         kind: see `PacketKind`.
-        epoch: of the communicator that sent it.
+        epoch: the epoch of the communicator that sent it.
         call: the number of the collective it belongs to.
-        signature: of that collective's operation.
+        signature: the signature of that collective's operation.
         length: bytes of payload that follow.
     """
 
@@ -70,13 +69,13 @@ class Channel:
     """Packets to and from one peer. The link belongs to the membership and is not closed here.
 
     Attributes:
-        epoch: of the communicator that uses the channel now; set by `open`.
+        epoch: the epoch of the communicator that uses the channel now; set by `open`.
         remaining: bytes of the current packet's payload that have not been read.
-        sent: bytes that the kernel has taken until now.
+        sent: bytes that the kernel has taken so far.
     """
 
     def __init__(self, link: Link):
-        # Weak, since the table of channels is keyed by links that it must not keep alive.
+        # Weak, because the table of channels is keyed by links, which it must not keep alive.
         self._link = weakref.ref(link)
         self.epoch = 0
         self.remaining = 0
@@ -94,19 +93,19 @@ class Channel:
         return link
 
     def open(self, generation: int) -> None:
-        """A new communicator takes the channel over: the next epoch of this generation starts."""
+        """Hand the channel to a new communicator: the next epoch of this generation starts."""
         self.epoch = max(generation << 16, self.epoch) + 1
 
     # ----------------------------------------------------------------- sending
 
     @property
     def sending(self) -> bool:
-        """Whether bytes wait for the kernel to take them."""
+        """Whether bytes are queued for the kernel."""
         return bool(self._outgoing)
 
     @property
     def outgoing(self) -> int:
-        """How many do."""
+        """Bytes that are queued for the kernel."""
         return sum(map(len, self._outgoing))
 
     def post(self, kind: PacketKind, call: int, signature: int, payload: Sequence[memoryview] = ()) -> None:
@@ -116,7 +115,8 @@ class Channel:
         self._outgoing.extend(payload)
 
     def flush(self, throttle: Throttle | None = None) -> bool:
-        """Hand queued bytes to the kernel, as many as may go now; whether it took any. Raises LinkClosedError."""
+        """Hand as many queued bytes to the kernel as it takes now; returns whether it took any. Raises
+        LinkClosedError."""
         if not self._outgoing:
             return False
         pieces = self._outgoing
@@ -125,7 +125,7 @@ class Channel:
         try:
             count = self.link.try_send(pieces)
         except LinkClosedError:
-            # What the peer sent before it went (its reason, perhaps) can still be read.
+            # What the peer sent before it left (its reason, perhaps) can still be read.
             self._outgoing = []
             raise
         if count:
@@ -138,7 +138,7 @@ class Channel:
     # --------------------------------------------------------------- receiving
 
     def header(self) -> PacketHeader | None:
-        """The header of the current packet, None if it is not all there yet. Raises LinkClosedError."""
+        """The header of the current packet, None if it has not arrived completely. Raises LinkClosedError."""
         while self._header is None:
             count = self.link.try_receive_into(self._raw[self._filled :])
             if not count:
@@ -150,13 +150,13 @@ class Channel:
         return self._header
 
     def read_into(self, view: memoryview) -> int:
-        """Read some of the current packet's payload; 0 if nothing is there. Raises LinkClosedError."""
+        """Read some of the current packet's payload; returns the number of bytes. Raises LinkClosedError."""
         count = self.link.try_receive_into(view)
         self.remaining -= count
         return count
 
     def message(self) -> memoryview | None:
-        """The whole payload of the current packet, None if it is not all there yet."""
+        """The whole payload of the current packet, None if it has not arrived completely."""
         if self._message is None:
             self._message = memoryview(bytearray(self.remaining))
         while self.remaining:
@@ -165,7 +165,7 @@ class Channel:
         return self._message
 
     def discard(self) -> bool:
-        """Read on past the current packet; whether anything was read."""
+        """Read past the current packet; returns whether all of it had arrived."""
         while self.remaining:
             if not self.read_into(_SINK[: self.remaining]):
                 return False
@@ -173,21 +173,21 @@ class Channel:
         return True
 
     def next(self) -> None:
-        """Done with the current packet."""
+        """Finish the current packet."""
         self._header = None
         self._filled = 0
         self._message = None
 
     @property
     def parked(self) -> bool:
-        """Whether a packet has begun, so that nothing is read from the link until someone wants it."""
+        """Whether a packet has begun, so that nothing more is read from the link until a receiver takes it."""
         return self._header is not None
 
     def _parse(self) -> PacketHeader:
         magic, kind, epoch, call, signature, length = _HEADER.unpack(self._raw)
         if magic != _MAGIC or kind not in PacketKind._value2member_map_:
             raise FrameError(
-                f"{self.link.peer} sent something that is no collective ({bytes(self._raw[:8]).hex()}...). "
+                f"{self.link.peer} sent something that is not a collective ({bytes(self._raw[:8]).hex()}...). "
                 f"Do both tasks run the same version of Phalanx?"
             )
         if kind != PacketKind.DATA and length > MAX_MESSAGE_BYTES:

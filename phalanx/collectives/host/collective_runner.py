@@ -11,11 +11,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from phalanx.collectives.host.algorithm import CollectiveAlgorithm
+from phalanx.collectives.host.channel import PacketKind
 from phalanx.collectives.host.collective_thread import CollectiveThread, PendingHandle
 from phalanx.collectives.host.mesh import FLUSH_S, POLL_S, Mesh
 from phalanx.collectives.operation import CollectiveCall, Operation, prepare
 from phalanx.errors import PhalanxError
 from phalanx.monitoring import timeline
+from phalanx.transport.link import DELIVERY_TIMEOUT_S
 
 _log = logging.getLogger(__name__)
 
@@ -123,7 +125,7 @@ class CollectiveRunner:
                 _log.warning("rank %d: a collective is still running; its memory is not freed.", rank)
                 return
         if self._failure is None:
-            self.mesh.leave()
+            self.mesh.send_all(PacketKind.LEAVE, b"", DELIVERY_TIMEOUT_S)
         self.algorithm.close()
 
     def _begin(self, operation: Operation) -> CollectiveCall:

@@ -1,9 +1,9 @@
-"""Collectives of several processes on several hosts, composed of two engines.
+"""Collectives of several processes on several hosts, composed of two algorithms.
 
-The ranks of one host form a group, and the first rank of each host, its *leader*, is in a group of leaders. A
-collective runs within the hosts, then among the leaders, then within the hosts again. Hosts may have
-different numbers of ranks. Each value crosses the network once for each host, instead of once for each
-rank, which is what counts; the steps within a host are an order of magnitude cheaper.
+The ranks of one host form a group; the first rank of each host, its *leader*, is also in a group of leaders. A
+collective runs within the hosts, then among the leaders, then within the hosts again. Hosts may have different numbers
+of ranks. Each value crosses the network once for each host instead of once for each rank, and the network is what
+costs: the steps within a host are an order of magnitude cheaper.
 
 Partial sums of narrow floats stay in float32 between the steps. The order of merging is that of ranks within
 a host, then that of hosts, so the bits are the same on every rank and in every run, but not those of one flat
@@ -28,9 +28,10 @@ class HierarchicalAlgorithm:
     """All ranks of a membership, by way of their hosts.
 
     Args:
-        local: the engine of this host's ranks.
-        leaders: the engine of the first ranks of all hosts; None on a rank that is not one of them.
-        whole: an engine of all ranks, for what has nothing to merge on the way.
+        membership: all ranks and their hosts.
+        local: the algorithm of this host's ranks.
+        leaders: the algorithm of the first ranks of all hosts; None on a rank that is not one of them.
+        whole: an algorithm of all ranks, for collectives that merge nothing on the way.
     """
 
     name = "hierarchical"
@@ -49,11 +50,11 @@ class HierarchicalAlgorithm:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """See `TunableAlgorithm.sizes`: of the leaders' ring, whose sizes those of all rings are at the beginning."""
+        """See `TunableAlgorithm.sizes`: those of the leaders' ring. All rings start with the same sizes."""
         return self._whole.sizes
 
     def set_sizes(self, chunk_bytes: int, pack_bytes: int) -> None:
-        """See `TunableAlgorithm.set_sizes`: between hosts; within a host it is as it was."""
+        """See `TunableAlgorithm.set_sizes`: between hosts; within a host nothing changes."""
         if self._leaders is not None:
             self._leaders.set_sizes(chunk_bytes, pack_bytes)
 
@@ -85,7 +86,7 @@ class HierarchicalAlgorithm:
             self._local.all_gather(call, [], [[] for _ in self._local.ranks])
         if self._leaders is not None:
             self._leaders.broadcast(call, buffers, home)
-        # On the home host nothing new comes: there it says that the leaders have met.
+        # The home host receives nothing new; this tells its ranks that the leaders have met.
         self._local.broadcast(call, buffers if self._host != home else [], 0)
 
     def all_gather(self, call: CollectiveCall, payload: Views, incoming: Sequence[Views]) -> None:

@@ -37,7 +37,6 @@ from phalanx.collectives.host.stall_watch import StallWatch
 from phalanx.collectives.operation import CollectiveCall, CollectiveDescription, Operation, explain_mismatch
 from phalanx.errors import CollectiveMismatchError, LinkClosedError, PhalanxError
 from phalanx.monitoring import timeline
-from phalanx.transport.link import DELIVERY_TIMEOUT_S
 from phalanx.transport.throttle import Throttle
 
 DESCRIBE_S = 5.0
@@ -188,11 +187,7 @@ class Mesh:
         """Tell all peers, if they listen, why this rank gives up. Raises nothing."""
         if not isinstance(error, CollectiveMismatchError):  # Then every rank knows: that is how this one does.
             self._expected.clear()
-            self._send_all(PacketKind.ABORT, msgspec.msgpack.encode(AbortNotice.of(error)), FLUSH_S)
-
-    def leave(self) -> None:
-        """Tell all peers that this rank has finished with its communicator. Raises nothing."""
-        self._send_all(PacketKind.LEAVE, b"", DELIVERY_TIMEOUT_S)
+            self.send_all(PacketKind.ABORT, msgspec.msgpack.encode(AbortNotice.of(error)), FLUSH_S)
 
     # ------------------------------------------------------------ moving bytes
 
@@ -344,8 +339,8 @@ class Mesh:
             if event.is_closed:
                 self.failures.record_hang_up(event.rank)
 
-    def _send_all(self, kind: PacketKind, payload: bytes, at_most_s: float) -> None:
-        """Send a packet to every peer, and try for a while to hand it to the kernel. Raises nothing."""
+    def send_all(self, kind: PacketKind, payload: bytes, at_most_s: float) -> None:
+        """Send a packet without values to every peer, and try for a while to hand it to the kernel. Raises nothing."""
         for channel in self._channels.values():
             channel.post(kind, self.call.number, 0, [memoryview(payload)])
         until = time.monotonic() + at_most_s

@@ -13,13 +13,13 @@ into chunks, and a chunk is passed on as soon as it has been merged, so that mer
 Two ranks are a ring too: each merges one half. Source: Patarasuk and Yuan, Bandwidth optimal all-reduce
 algorithms for clusters of workstations, 2009.
 
-The bits are the same on every rank, since each element is merged in one place and order: for direct exchange
+The bits are the same on every rank, because each element is merged in one place and order: for direct exchange
 the order of ranks, for the share of rank r the order r, r + 1, ..., r - 1. Narrow floats travel as float32
 while they are sums of several ranks (see `reduction.py`), and in their own dtype once they are finished.
 
 A large broadcast goes through a *chain* (root, root + 1, ...), chunk by chunk, so that no rank sends it
-twice. Only with n ranks' packets seen does a rank leave any of these, so that no rank can finish a
-collective that another one calls differently.
+twice. A rank leaves any of these only after it has seen a packet of every other rank, so no rank can finish a
+collective that another rank calls differently.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ class RingAlgorithm:
     """Collectives among `ranks` over the links of a mesh.
 
     Args:
-        ranks: the members of the group, this process among them, in the order of their positions.
-        bytes_per_pack: replaces `PACK_BYTES`, and bounds the chunks; 0 for the defaults.
+        mesh: the links to the other ranks.
+        ranks: the members of the group, in the order of their positions.
+        bytes_per_pack: replaces `PACK_BYTES` and limits the chunks; 0 for the defaults.
     """
 
     chunk_choices: Sequence[int] = (64 * 1024, 256 * 1024, 2**20)
@@ -113,8 +114,7 @@ class RingAlgorithm:
             _unpack(pieces, merged, reduction)
 
     def _reduce_array(self, layout: FusionLayout, reduction: Reduction) -> None:
-        """One array: it goes around the ring from and to where it lies, unless it has to be scaled or
-        cast."""
+        """Merge a single array: directly from its memory and into it, unless it must be scaled or cast."""
         index = layout.indices[0]
         source, target = reduction.inputs[index], reduction.outputs[index]
         scale = reduction.scales[index]
@@ -141,8 +141,8 @@ class RingAlgorithm:
 
         Args:
             source: this rank's values, in the wire dtype.
-            work: of the wire dtype; takes partial sums. May be `source`.
-            result: of the final dtype. Is `work` if that has the same one.
+            work: receives partial sums, in the wire dtype. May be `source`.
+            result: receives the result, in the final dtype. It is `work` if that dtype is the wire dtype.
         """
         mesh, size = self.mesh, self._size
         ufunc, divisor = UFUNCS[reduction.op], reduction.divisor
@@ -228,7 +228,7 @@ class RingAlgorithm:
         self.mesh.run()
 
     def fail(self) -> None:
-        pass  # The mesh tells the others.
+        pass  # The mesh informs the others.
 
     def close(self) -> None:
         pass

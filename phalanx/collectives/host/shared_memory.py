@@ -15,10 +15,10 @@ wait for each other.
 
 One post per chunk is enough. A rank writes to slot s mod 4 again for chunk s + 4, after its step 4 of chunk
 s + 2: it has then seen all counters of chunk s + 2, and a rank posts s + 2 only after its step 4 of chunk
-s. So nobody still reads. The same holds for the signatures, of which each rank has four as well.
+s. So no rank still reads it. The same holds for the signatures, of which each rank has four as well.
 
 With three ranks or more, step 4 would read every slot on every rank. Large chunks are therefore merged in two
-rounds: each rank merges its share of the chunk, in place, in its own slot (which nobody else reads or writes
+rounds: each rank merges its share of the chunk, in place, in its own slot (which no other rank reads or writes
 in that range); they synchronise; each copies all shares out.
 
 `SharedCounters` says how ranks post and wait.
@@ -70,12 +70,12 @@ class _Part(NamedTuple):
 
 
 class _Chunk:
-    """A chunk of a layout, and the views of the slots that it uses, which are made when first needed.
+    """A chunk of a layout and its views of the slots, which are created when first needed.
 
     Attributes:
-        pieces: the ranges of arrays that it is made of.
-        size: in elements.
-        parts: the same with views, for each slot.
+        pieces: the ranges of arrays that the chunk consists of.
+        size: the chunk's length in elements.
+        parts: the pieces with their views, for each slot.
     """
 
     __slots__ = ("parts", "pieces", "size")
@@ -90,12 +90,12 @@ class SharedMemoryAlgorithm:
     """Collectives among `ranks`, which are processes of one host.
 
     Args:
-        ranks: the members of the group, this process among them, in the order of their positions.
-        segment: of at least `segment_bytes` bytes, mapped by all of them; owned from here on.
-        slot_bytes: as for `segment_bytes`.
-        chunk_bytes: how much of a slot an all-reduce uses; None: all of it.
-        spin: whether there is a core for every rank, so that a spinning one does not keep another from
-            coming.
+        ranks: the members of the group, in the order of their positions.
+        mesh: the links to the other ranks.
+        segment: shared memory of at least `segment_bytes` bytes, mapped by all ranks; owned from here on.
+        slot_bytes: the size of a slot, as for `segment_bytes`.
+        chunk_bytes: how much of a slot an all-reduce uses; None for all of it.
+        spin: whether there is a core for every rank, so that a spinning rank keeps no other from arriving.
     """
 
     name = "shared memory"
@@ -260,8 +260,8 @@ class SharedMemoryAlgorithm:
         Args:
             outgoing: this rank's stream.
             lengths: bytes in the stream of each position, known to all.
-            wanted: for each position, bytes `start` to `stop` of its stream, and where they go. That of
-                this rank itself is not looked at.
+            wanted: for each position, bytes `start` to `stop` of its stream, and where they go. The entry of
+                this rank itself is ignored.
         """
         size = self._slot_bytes
         own = lengths[self._position]
@@ -298,5 +298,5 @@ class SharedMemoryAlgorithm:
 
 
 def segment_bytes(ranks: int, slot_bytes: int) -> int:
-    """Bytes that the segment of a group needs."""
+    """The size of the segment that a group needs."""
     return ranks * (PAGE_BYTES + SLOTS * slot_bytes)

@@ -1,10 +1,9 @@
 """A segment of memory that the processes of one host share.
 
-The first choice is a memfd: memory without a name, which the peers open through `/proc/<pid>/fd/<fd>` of the
-process that made it. It cannot be left behind, whatever kills the processes, and does not count against a
-`/dev/shm` that a container limits to 64 MiB. Where peers may not look into each other's /proc (other
-users, another PID namespace), a file in `/dev/shm` or the temporary directory is used instead, and unlinked
-as soon as all have mapped it.
+The first choice is a memfd: memory without a name, which the peers open through `/proc/<pid>/fd/<fd>` of the process
+that created it. It cannot be left behind, whatever kills the processes, and does not count against a `/dev/shm` that a
+container limits to 64 MiB. If peers may not look into each other's /proc (other users, another PID namespace), a file
+in `/dev/shm` or the temporary directory is used instead, and unlinked as soon as all peers have mapped it.
 
 A segment starts with a random token, so that a process that opened something else (the same PID in
 another namespace) finds out.
@@ -23,19 +22,19 @@ import msgspec
 
 TOKEN_BYTES = 16
 HEADER_BYTES = 4096
-"""The token's page; what the segment is for starts after it."""
+"""The token's page; the usable memory starts after it."""
 MEMFD = "memfd"
 METHODS = (MEMFD, "/dev/shm", "tmp")
-"""Where segments are made, the best first."""
+"""Where segments are created, the best first."""
 
 
 class SegmentOffer(msgspec.Struct, frozen=True):
-    """How to open a segment that another process has made.
+    """How to open a segment that another process has created.
 
     Attributes:
-        path: to open.
-        size: in bytes.
-        token: what the segment starts with.
+        path: the file to open.
+        size: the size of the file in bytes.
+        token: the random bytes with which the segment starts.
     """
 
     path: str
@@ -44,7 +43,7 @@ class SegmentOffer(msgspec.Struct, frozen=True):
 
 
 class SharedSegment:
-    """A shared mapping. The process that made it calls `settle` once all others have opened it.
+    """A shared mapping. The process that created it calls `settle` once all others have opened it.
 
     Attributes:
         memory: the mapping, after the header page.
@@ -59,7 +58,7 @@ class SharedSegment:
 
     @classmethod
     def create(cls, size: int, method: str) -> SharedSegment:
-        """Make a segment with `size` bytes of zeros after its header. Raises OSError if that cannot be."""
+        """Create a segment with `size` bytes of zeros after its header. Raises OSError if that is impossible."""
         size += HEADER_BYTES
         if method == MEMFD:
             if not hasattr(os, "memfd_create"):
@@ -70,7 +69,7 @@ class SharedSegment:
             directory = tempfile.gettempdir() if method == "tmp" else method
             descriptor, path = tempfile.mkstemp(prefix="phalanx-", dir=directory)
         try:
-            # Reserves the memory: a file system that is full says so now, not by a SIGBUS at the first write.
+            # Reserve the memory: a full file system says so now, not by a SIGBUS at the first write.
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(descriptor, 0, size)
             else:
@@ -86,7 +85,7 @@ class SharedSegment:
 
     @classmethod
     def open(cls, offer: SegmentOffer) -> SharedSegment:
-        """Map a segment that another process offers. Raises OSError if it is not to be had from here."""
+        """Map a segment that another process offers. Raises OSError if this process cannot open it."""
         descriptor = os.open(offer.path, os.O_RDWR | os.O_CLOEXEC)
         try:
             if os.fstat(descriptor).st_size != offer.size or (os.pread(descriptor, TOKEN_BYTES, 0) != offer.token):
@@ -99,7 +98,7 @@ class SharedSegment:
         return segment
 
     def settle(self) -> None:
-        """Give up the descriptor and the name: only the mappings keep the memory from here on. Idempotent."""
+        """Give up the descriptor and the name, so that only mappings keep the memory. Safe to call twice."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

@@ -1,4 +1,4 @@
-"""The engine of a job with one process: copies."""
+"""The algorithm of a job with one process: copies."""
 
 from __future__ import annotations
 
