@@ -19,7 +19,7 @@ class Kind:
     Attributes:
         name: for the test's id.
         hosts: of the ranks.
-        kind: what `GroupCommunicator.kind` must say.
+        kind: what `HostCommunicator.kind` must say.
         options: for `connect`.
         segment_methods: likewise; None for the default.
     """
