@@ -133,7 +133,7 @@ def test_the_program_s_random_state_is_left_alone():
     expected = torch.rand(1)
     torch.manual_seed(1)
     sharded = shard_input(loader(), rank=0, world_size=2, seed=0)
-    sharded._source._pass(0)
+    sharded.source.rows(0, 0)
     assert torch.rand(1) == expected
 
 
