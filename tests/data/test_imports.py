@@ -17,6 +17,7 @@ def test_the_exported_names_change_only_on_purpose():
         "accepts_batch_size",
         "distribute_dataset",
         "distribute_from_function",
+        "ledger",
         "local_range",
         "shard_input",
     ]

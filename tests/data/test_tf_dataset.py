@@ -46,7 +46,7 @@ KINDS = {
 def test_the_local_batches_of_all_ranks_are_the_batches_of_keras(name, world_size):
     expected = keras_batches(KINDS[name]())
     ranks = ranks_of(lambda: (KINDS[name](),), world_size)
-    assert all(rank.policy is AutoShardPolicy.DATA for rank in ranks)
+    assert all(rank.source.traits.policy is AutoShardPolicy.DATA for rank in ranks)
     known = name not in ("unknown length", "generator")
     assert ranks[0].is_uniform is known
     assert ranks[0].num_batches == (len(expected) if known else None)
@@ -258,7 +258,7 @@ def test_files_are_divided_over_ranks(record_files, pipeline, world_size, policy
     ranks = ranks_of(lambda: (PIPELINES[pipeline](record_files).batch(6),), world_size, policy=policy)
     seen = []
     for number, rank in enumerate(ranks):
-        assert rank.policy is AutoShardPolicy.FILE
+        assert rank.source.traits.policy is AutoShardPolicy.FILE
         assert not rank.is_uniform
         assert rank.fingerprint is None
         batches = records(rank)
@@ -288,7 +288,7 @@ def test_local_batch_sizes_take_turns_so_that_each_step_is_a_global_batch(record
 def test_auto_divides_by_rows_where_there_are_fewer_files_than_ranks(record_files):
     make = lambda: tf.data.TFRecordDataset(record_files[:2]).batch(6)  # noqa: E731
     ranks = ranks_of(lambda: (make(),), 3)
-    assert ranks[0].policy is AutoShardPolicy.DATA
+    assert ranks[0].source.traits.policy is AutoShardPolicy.DATA
     assert "it reads 2 files, fewer than the 3 replicas" in ranks[0].policy_line
     assert_same_batches(merged_epoch(ranks, 0), keras_batches(make()))
 
@@ -296,7 +296,7 @@ def test_auto_divides_by_rows_where_there_are_fewer_files_than_ranks(record_file
 def test_auto_divides_by_rows_where_file_names_are_not_read_as_files(record_files):
     make = lambda: tf.data.Dataset.from_tensor_slices(record_files).map(tf.io.read_file).batch(2)  # noqa: E731
     ranks = ranks_of(lambda: (make(),), 2)
-    assert ranks[0].policy is AutoShardPolicy.DATA
+    assert ranks[0].source.traits.policy is AutoShardPolicy.DATA
     assert "no file reader" in ranks[0].policy_line
     assert_same_batches(merged_epoch(ranks, 0), keras_batches(make()))
 
@@ -315,7 +315,7 @@ COUNTED = {
 def test_auto_divides_by_rows_what_counts_or_pairs_the_elements_of_files(record_files, what):
     make = lambda: COUNTED[what](record_files).batch(6)  # noqa: E731
     ranks = ranks_of(lambda: (make(),), 2)
-    assert ranks[0].policy is AutoShardPolicy.DATA
+    assert ranks[0].source.traits.policy is AutoShardPolicy.DATA
     assert what in ranks[0].policy_line
     assert_same_batches(merged_epoch(ranks, 0), keras_batches(make()))
 
@@ -323,13 +323,13 @@ def test_auto_divides_by_rows_what_counts_or_pairs_the_elements_of_files(record_
 def test_files_may_be_counted_before_they_are_read(record_files):
     names = tf.data.Dataset.from_tensor_slices(record_files).take(4)
     ranks = ranks_of(lambda: (names.interleave(tf.data.TFRecordDataset).batch(6),), 2)
-    assert ranks[0].policy is AutoShardPolicy.FILE
+    assert ranks[0].source.traits.policy is AutoShardPolicy.FILE
 
 
 def test_auto_keeps_the_order_where_it_is_asked_to(record_files):
     make = lambda: tf.data.TFRecordDataset(record_files).batch(6)  # noqa: E731
     ranks = ranks_of(lambda: (make(),), 2, in_order=True)
-    assert ranks[0].policy is AutoShardPolicy.DATA
+    assert ranks[0].source.traits.policy is AutoShardPolicy.DATA
     assert "predict() keeps the order" in ranks[0].policy_line
     assert_same_batches(merged_epoch(ranks, 0), keras_batches(make()))
 
@@ -347,16 +347,16 @@ def test_the_file_policy_demands_files(record_files, policy):
 
 def test_the_argument_wins_over_the_options_of_the_dataset(record_files):
     data = with_policy(tf.data.TFRecordDataset(record_files).batch(4), Policy.DATA)
-    assert shard_input(data, rank=0, world_size=2, seed=0).policy is AutoShardPolicy.DATA
+    assert shard_input(data, rank=0, world_size=2, seed=0).source.traits.policy is AutoShardPolicy.DATA
     chosen = shard_input(data, policy=AutoShardPolicy.FILE, rank=0, world_size=2, seed=0)
-    assert chosen.policy is AutoShardPolicy.FILE
+    assert chosen.source.traits.policy is AutoShardPolicy.FILE
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_off_gives_every_rank_all_data_in_its_share_of_the_batch(world_size):
     ranks = ranks_of(lambda: (with_policy(dataset(6), Policy.OFF),), world_size)
     for rank in ranks:
-        assert rank.policy is AutoShardPolicy.OFF
+        assert rank.source.traits.policy is AutoShardPolicy.OFF
         batches = list(rank.epoch(0))
         assert np.concatenate([batch.data[1] for batch in batches]).tolist() == list(range(23))
         assert max(batch.size for batch in batches) == -(-6 // world_size)
@@ -378,7 +378,7 @@ def test_the_hint_becomes_a_shard_of_the_rank():
 
 def test_other_file_lists_have_other_signatures(record_files):
     def signature(names):
-        return shard_input(tf.data.TFRecordDataset(names).batch(4), rank=0, world_size=2, seed=0).signature
+        return shard_input(tf.data.TFRecordDataset(names).batch(4), rank=0, world_size=2, seed=0).description.signature
 
     assert signature(record_files) == signature(list(record_files))
     assert signature(record_files) != signature(record_files[::-1])
