@@ -275,7 +275,7 @@ def test_text_files_are_divided_too(text_files):
     assert sorted(itertools.chain(*(batch for rank in ranks for batch in records(rank)))) == sorted(ALL)
     assert f"rank 1 reads {text_files[1]}, {text_files[3]}" in ranks[0].description.explain()
     assert "FILE (tf.data.Dataset): each of the 2 replicas reads its own files; it reads 5 files" in (
-        ranks[0].policy_line
+        ranks[0].description.policy_line
     )
 
 
@@ -289,7 +289,7 @@ def test_auto_divides_by_rows_where_there_are_fewer_files_than_ranks(record_file
     make = lambda: tf.data.TFRecordDataset(record_files[:2]).batch(6)  # noqa: E731
     ranks = ranks_of(lambda: (make(),), 3)
     assert ranks[0].source.traits.policy is AutoShardPolicy.DATA
-    assert "it reads 2 files, fewer than the 3 replicas" in ranks[0].policy_line
+    assert "it reads 2 files, fewer than the 3 replicas" in ranks[0].description.policy_line
     assert_same_batches(merged_epoch(ranks, 0), keras_batches(make()))
 
 
@@ -297,7 +297,7 @@ def test_auto_divides_by_rows_where_file_names_are_not_read_as_files(record_file
     make = lambda: tf.data.Dataset.from_tensor_slices(record_files).map(tf.io.read_file).batch(2)  # noqa: E731
     ranks = ranks_of(lambda: (make(),), 2)
     assert ranks[0].source.traits.policy is AutoShardPolicy.DATA
-    assert "no file reader" in ranks[0].policy_line
+    assert "no file reader" in ranks[0].description.policy_line
     assert_same_batches(merged_epoch(ranks, 0), keras_batches(make()))
 
 
@@ -316,7 +316,7 @@ def test_auto_divides_by_rows_what_counts_or_pairs_the_elements_of_files(record_
     make = lambda: COUNTED[what](record_files).batch(6)  # noqa: E731
     ranks = ranks_of(lambda: (make(),), 2)
     assert ranks[0].source.traits.policy is AutoShardPolicy.DATA
-    assert what in ranks[0].policy_line
+    assert what in ranks[0].description.policy_line
     assert_same_batches(merged_epoch(ranks, 0), keras_batches(make()))
 
 
@@ -330,7 +330,7 @@ def test_auto_keeps_the_order_where_it_is_asked_to(record_files):
     make = lambda: tf.data.TFRecordDataset(record_files).batch(6)  # noqa: E731
     ranks = ranks_of(lambda: (make(),), 2, in_order=True)
     assert ranks[0].source.traits.policy is AutoShardPolicy.DATA
-    assert "predict() keeps the order" in ranks[0].policy_line
+    assert "predict() keeps the order" in ranks[0].description.policy_line
     assert_same_batches(merged_epoch(ranks, 0), keras_batches(make()))
 
 
