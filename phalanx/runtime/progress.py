@@ -47,11 +47,6 @@ class Progress:
     step: int | None
     time: float
 
-    def describe(self) -> str:
-        where = [f"epoch {self.epoch}"] if self.epoch is not None else []
-        where += [f"step {self.step}"] if self.step is not None else []
-        return ", ".join([self.phase, *where])
-
 
 @dataclass(frozen=True, slots=True)
 class ProgressTotals:
