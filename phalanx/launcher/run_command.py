@@ -125,12 +125,7 @@ def _run_once(request: JobRequest, console: Console, signals: Sequence[signal.Si
     prefix = width(prefixes(request.tasks, colour=False)[0])
     with contextlib.ExitStack() as stack:
         selector = stack.enter_context(selectors.DefaultSelector())
-        streams = OutputStreams(
-            merged=console.is_merged,
-            terminal=None if console.columns is None else _terminal_size(prefix),
-            # The kernel stops a background process group that reads the terminal: only pipes and files are passed on.
-            inherit_input=sys.stdin is not None and not sys.stdin.isatty(),
-        )
+        streams = _worker_streams(console, prefix)
         recipe = WorkerRecipe(request.arguments, request.tasks, config, restartable=config.restarts > 0)
         reporter = JobReporter(console, verbose=config.verbose)
         pool = supervisor = None
@@ -172,6 +167,15 @@ def _run_once(request: JobRequest, console: Console, signals: Sequence[signal.Si
             return job.run()
         finally:
             end_orphans()
+
+
+def _worker_streams(console: Console, prefix_columns: int) -> OutputStreams:
+    return OutputStreams(
+        merged=console.is_merged,
+        terminal=None if console.columns is None else _terminal_size(prefix_columns),
+        # The kernel stops a background process group that reads the terminal: only pipes and files are passed on.
+        inherit_input=sys.stdin is not None and not sys.stdin.isatty(),
+    )
 
 
 def _resize(job: JobSupervisor, console: Console, prefix_columns: int) -> None:
