@@ -48,7 +48,6 @@ from phalanx.keras_compat.object_config import config_json_of
 
 pieces = [UpdaterPiece(name, np.ones(3, "float32"), None, True) for name in "ab"]
 updater = make_updater(config_json_of(keras.optimizers.Adam()), pieces)
-updater.apply([np.ones(3, "float32") for _ in updater.groups] if len(updater.groups) == 2 else [np.ones(6, "float32")])
 print(len(updater.groups))
 """
 
