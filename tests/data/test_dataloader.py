@@ -75,7 +75,7 @@ def pair(batch):
 
 
 def of_a_sampler():
-    """The generator is that of the sampler only, and nobody drew from it yet."""
+    """The generator is that of the sampler only, and no one drew from it yet."""
     own = torch.Generator().manual_seed(3)
     return (loader(sampler=data.RandomSampler(range(23), generator=own)),)
 

@@ -146,7 +146,7 @@ def test_elements_must_be_tuples_as_in_keras(element):
 
 
 def test_what_was_read_in_an_evaluation_can_be_read_again():
-    """A member was lost in the middle: the others begin the evaluation anew, cut for themselves."""
+    """A member was lost in the middle: the others begin the evaluation again, cut for themselves."""
     sharded = shard_input(endless(), steps_per_epoch=3, rank=0, world_size=2, seed=0)
     sharded.peek()
     with sharded.recording() as rewind:

@@ -157,8 +157,8 @@ def test_peek_can_open_the_data_anew_as_keras_does_when_it_builds_a_model():
     plain = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(23, seed=4).batch(23)
     first, *later = (next(iter(plain))[1].numpy().tolist() for _ in range(3))
     # On TensorFlow Keras opens the data once more, as it makes its iterator.
-    anew = later[keras.backend.backend() == "tensorflow"]
-    for restart, expected in [(False, first), (True, anew)]:
+    again = later[keras.backend.backend() == "tensorflow"]
+    for restart, expected in [(False, first), (True, again)]:
         data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(23, seed=4).batch(23)
         sharded = shard_input(data, rank=0, world_size=1, seed=0)
         assert sharded.peek(restart=restart).data[1].tolist() == first
