@@ -297,7 +297,7 @@ def _own_step(keras: Any) -> Any:
     ("model", "problem"),
     [
         (_in_a_class, "not made of layers in a graph"),
-        (_own_step, "has a `train_step` of its own"),
+        (_own_step, "overrides `train_step`"),
         (_nested, "inside another layer or model"),
         (_tied, "an operation of the model uses it as well"),
         (_from_weights, "depends on `choose`, which has weights"),
