@@ -158,8 +158,8 @@ def _start(core: int) -> None:
 
 
 def _identity(spec: dict[str, list[str]], kind: str, number: int, listen_fd: int | None) -> Any:
-    from phalanx.cluster.compatibility import JobFacts
     from phalanx.cluster.spec import ClusterSpec, Task
+    from phalanx.cluster.task_comparison import JobFacts
     from phalanx.cluster.task_identity import TaskIdentity
     from phalanx.config.job_config import JobConfig
 

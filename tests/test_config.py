@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.config.job_config import JobConfig, uses_sharded_optimizer
-from phalanx.config.variables import (
+from phalanx.config.environment_variables import (
     ELASTIC_COORDINATOR,
     HOST_GPUS,
     LISTEN_FD,
@@ -17,6 +16,7 @@ from phalanx.config.variables import (
     VARIABLES,
     WORKER_BOOTSTRAP,
 )
+from phalanx.config.job_config import JobConfig, uses_sharded_optimizer
 from phalanx.errors import ConfigurationError
 
 

@@ -33,7 +33,7 @@ from typing import Any, BinaryIO
 import keras
 
 from phalanx.errors import ConfigurationError
-from phalanx.keras_compat.internals import serialize_weights
+from phalanx.keras_compat.keras_internals import serialize_weights
 from phalanx.version import __version__
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from phalanx.config import variables as names
+from phalanx.config import environment_variables as names
 from phalanx.errors import ConfigurationError
 
 

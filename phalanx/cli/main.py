@@ -13,8 +13,8 @@ from typing import Any
 
 import click
 
-from phalanx.cli.elastic_commands import scale, status
 from phalanx.cli.run import run
+from phalanx.cli.status_and_scale import scale, status
 from phalanx.errors import ConfigurationError, PhalanxError
 from phalanx.monitoring.console import write_whole
 from phalanx.runtime.exit_codes import SIGNAL_BASE

@@ -211,7 +211,7 @@ def run(**options: Any) -> None:
     """
     from phalanx.config.environment import set_variables
     from phalanx.config.launch_config import LaunchConfig
-    from phalanx.launcher.run_command import run_job
+    from phalanx.launcher.job_runner import run_job
     from phalanx.launcher.worker_placement import check_start_timeout
 
     of_launch = ("backend", "log_dir", "start_timeout_s", "restarts", "max_restarts", "preemption_signal", "verbose")
@@ -236,8 +236,8 @@ def make_request(options: RunOptions, config: LaunchConfig) -> JobRequest:
     """
     from phalanx.launcher.host_slots import check_interfaces, choose_hosts
     from phalanx.launcher.job_request import JobRequest
-    from phalanx.launcher.program import check_script
     from phalanx.launcher.worker_placement import task_names
+    from phalanx.launcher.worker_program import check_script
 
     _check_workers_are_given(options)
     workers = _worker_range(options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from phalanx.cluster.compatibility import JobFacts
 from phalanx.cluster.membership import Member, Membership, Rank
 from phalanx.cluster.node import Node, join
 from phalanx.cluster.resolvers import (
@@ -15,6 +14,7 @@ from phalanx.cluster.resolvers import (
     resolve,
 )
 from phalanx.cluster.spec import ClusterSpec, Task
+from phalanx.cluster.task_comparison import JobFacts
 
 __all__ = [
     "ClusterResolver",

@@ -6,9 +6,9 @@ from collections.abc import Callable, Container
 
 import msgspec
 
-from phalanx.cluster.compatibility import TaskDescription, describe_disagreement
 from phalanx.cluster.membership import Rank
 from phalanx.cluster.peer_registry import Peer, PeerRegistry
+from phalanx.cluster.task_comparison import TaskDescription, describe_disagreement
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.errors import DisagreementError
 from phalanx.transport.handshake import Hello, Welcome

@@ -17,16 +17,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from phalanx.cluster.compatibility import JobFacts, TaskDescription, describe_disagreement
 from phalanx.cluster.link_benchmark import EXAMINE, LinkBenchmarkAnswer, LinkBenchmarkService, LinkMeasurement, measure
 from phalanx.cluster.peer_dialing import identify_task
 from phalanx.cluster.resolvers import ClusterResolver
 from phalanx.cluster.resolvers.auto_resolver import resolve
 from phalanx.cluster.software_versions import SoftwareVersions, installed_software
 from phalanx.cluster.spec import EVALUATOR, ClusterSpec, Task
+from phalanx.cluster.task_comparison import JobFacts, TaskDescription, describe_disagreement
 from phalanx.cluster.task_identity import TaskIdentity
+from phalanx.config.environment_variables import SECRET
 from phalanx.config.job_config import JobConfig
-from phalanx.config.variables import SECRET
 from phalanx.errors import ConfigurationError, HandshakeError, PhalanxError, RendezvousError
 from phalanx.transport.address import Address
 from phalanx.transport.dial import RefusedError, retry_delay_s

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from phalanx.cluster.compatibility import TaskDescription
 from phalanx.cluster.software_versions import SoftwareVersions
+from phalanx.cluster.task_comparison import TaskDescription
 from phalanx.errors import FrameError, LinkClosedError, LinkTimeoutError
 from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link

@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Iterable
 
 from phalanx.cluster.admission import PROBE
-from phalanx.cluster.compatibility import TaskDescription
 from phalanx.cluster.membership import Rank
 from phalanx.cluster.peer_dialing import CHIEF_RANK, PROBE_TIMEOUT_S, identify_task
 from phalanx.cluster.peer_registry import PeerRegistry
+from phalanx.cluster.task_comparison import TaskDescription
 from phalanx.cluster.task_identity import TaskIdentity
-from phalanx.config.variables import RENDEZVOUS_TIMEOUT
+from phalanx.config.environment_variables import RENDEZVOUS_TIMEOUT
 from phalanx.errors import ConfigurationError, PeerLostError, PhalanxError, RendezvousError
 from phalanx.transport.listener import Listener
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phalanx.cluster.admission import PROBE, ProbeService
-from phalanx.cluster.compatibility import JobFacts
 from phalanx.cluster.membership import Member, Membership
 from phalanx.cluster.rendezvous import FIRST_GENERATION, gather_members
 from phalanx.cluster.resolvers import ClusterResolver
 from phalanx.cluster.spec import EVALUATOR, PS, WORKER, ClusterSpec, Task
+from phalanx.cluster.task_comparison import JobFacts
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.config.job_config import JobConfig
 from phalanx.errors import ConfigurationError, UnsupportedError

@@ -7,10 +7,10 @@ import time
 import msgspec
 
 from phalanx.cluster.admission import DISAGREEMENT, DUPLICATE, MESH, PROBE, RUNNING
-from phalanx.cluster.compatibility import TaskDescription
 from phalanx.cluster.membership import Rank
 from phalanx.cluster.peer_registry import Peer, PeerRegistry
 from phalanx.cluster.spec import Task
+from phalanx.cluster.task_comparison import TaskDescription
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.errors import (
     ConfigurationError,

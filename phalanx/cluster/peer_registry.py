@@ -8,8 +8,8 @@ import socket
 import threading
 from dataclasses import dataclass
 
-from phalanx.cluster.compatibility import TaskDescription
 from phalanx.cluster.membership import Rank
+from phalanx.cluster.task_comparison import TaskDescription
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.errors import PhalanxError
 from phalanx.transport.link import Link

@@ -1,7 +1,7 @@
 """The rendezvous: the tasks of a cluster find each other, check that they agree, and become linked ranks.
 
 Every task listens on its port and dials all tasks of lower rank, so each pair has one link. At their first contact,
-two tasks compare what must agree (`phalanx.cluster.compatibility`). A task with a link to every other task reports
+two tasks compare what must agree (`phalanx.cluster.task_comparison`). A task with a link to every other task reports
 that to the chief; when all have, the chief answers with the list of members, and the job begins. Until then, broken
 links are replaced: processes may restart in any order, minutes apart.
 
@@ -34,7 +34,6 @@ from typing import TypeVar
 import msgspec
 
 from phalanx.cluster.admission import FAILURE, serve_rendezvous
-from phalanx.cluster.compatibility import TaskDescription
 from phalanx.cluster.membership import Member, Membership, Rank
 from phalanx.cluster.missing_tasks import (
     describe_owner,
@@ -45,6 +44,7 @@ from phalanx.cluster.missing_tasks import (
 )
 from phalanx.cluster.peer_dialing import ATTEMPT_TIMEOUT_S, CHIEF_RANK, identify_task, keep_linked
 from phalanx.cluster.peer_registry import PeerRegistry
+from phalanx.cluster.task_comparison import TaskDescription
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.errors import (
     ConfigurationError,

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from phalanx.config.environment import process_environment
-from phalanx.config.variables import KERAS_BACKEND
+from phalanx.config.environment_variables import KERAS_BACKEND
 from phalanx.version import __version__
 
 DEFAULT_KERAS_BACKEND = "tensorflow"

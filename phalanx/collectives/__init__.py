@@ -1,13 +1,13 @@
 """How values merge: communicators between the members of one generation."""
 
 from phalanx.collectives.communicator import Communicator, Handle, ReduceOp
+from phalanx.collectives.communicator_factory import connect
 from phalanx.collectives.cross_device_ops import (
     CrossDeviceOps,
     HierarchicalCopyAllReduce,
     NcclAllReduce,
     ReductionToOneDevice,
 )
-from phalanx.collectives.factory import connect
 from phalanx.collectives.options import (
     CollectiveCommunication,
     CollectiveHints,

@@ -12,7 +12,7 @@ import numpy as np
 from phalanx.collectives.communicator import Array, Communicator
 from phalanx.collectives.reduction import cast
 from phalanx.compression.base_compression import DType, Merged, State
-from phalanx.compression.flat import cut, fill
+from phalanx.compression.flat_arrays import cut, fill
 
 _WIDER_THAN = 2
 """Item size in bytes from which arrays are worth narrowing."""

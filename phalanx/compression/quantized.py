@@ -13,7 +13,7 @@ import numpy as np
 from phalanx.collectives.communicator import Array, Communicator
 from phalanx.compression.base_compression import Merged, State
 from phalanx.compression.codec import Codec
-from phalanx.compression.flat import cut, fill
+from phalanx.compression.flat_arrays import cut, fill
 from phalanx.errors import ConfigurationError
 
 CHUNK = 256

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from phalanx.collectives.communicator import Array, Communicator
-from phalanx.collectives.keyed import broadcast_named, sum_named
+from phalanx.collectives.keyed_collectives import broadcast_named, sum_named
 from phalanx.compression.base_compression import Compression, State
 
 OWN, SHARED = "own", "shared"

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from phalanx.config import variables as names
+from phalanx.config import environment_variables as names
 from phalanx.config.environment import process_environment
 from phalanx.config.parsing import (
     parse_integer,
@@ -73,7 +73,7 @@ class CollectiveConfig:
 
 @dataclass(frozen=True, slots=True)
 class JobConfig:
-    """The configuration of one task. `phalanx.config.variables` describes the variable behind each field.
+    """The configuration of one task. `phalanx.config.environment_variables` describes the variable behind each field.
 
     Attributes:
         has_explicit_job_id: whether `job_id` is PHALANX_JOB_ID, as under `phalanx run`, and not a scheduler's.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.config import variables as names
+from phalanx.config import environment_variables as names
 from phalanx.config.environment import process_environment
 from phalanx.config.parsing import parse_number
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-from phalanx.config.variables import SECRET
+from phalanx.config.environment_variables import SECRET
 from phalanx.coordinator import function_effects
 from phalanx.coordinator.coordinated_variables import ChiefVariables
 from phalanx.coordinator.coordinator_messages import MakeObject

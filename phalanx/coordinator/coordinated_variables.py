@@ -13,7 +13,7 @@ from phalanx.coordinator.coordinator_messages import Begin
 from phalanx.coordinator.function_effects import untrained
 from phalanx.engines.tensors import Tensors
 from phalanx.errors import DisagreementError, PhalanxError, UnsupportedError
-from phalanx.keras_compat.internals import in_stateless_scope
+from phalanx.keras_compat.keras_internals import in_stateless_scope
 from phalanx.keras_compat.optimizer_applies import redirect_apply
 from phalanx.training.parameter_server_worker import ParameterServerWorker
 from phalanx.training.remote_variables import RemoteVariables, checksum, to_host

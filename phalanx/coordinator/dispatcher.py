@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import msgspec
 
 from phalanx.cluster.admission import PROBE, ProbeService, admit_worker, link_name
-from phalanx.cluster.compatibility import TaskDescription
 from phalanx.cluster.peer_dialing import identify_task
+from phalanx.cluster.task_comparison import TaskDescription
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.coordinator.coordinator_messages import (
     Answer,

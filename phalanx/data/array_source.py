@@ -15,7 +15,7 @@ import numpy as np
 from phalanx.arrays import allocation
 from phalanx.arrays.tree import leaves, map_leaves
 from phalanx.data.batch_split import LocalShare, local_range
-from phalanx.data.elements import Array, describe, to_numpy
+from phalanx.data.dataset_elements import Array, describe, to_numpy
 from phalanx.data.input_request import InputRequest
 from phalanx.data.shuffling import Shuffling
 from phalanx.data.source import PassOrder, SourceTraits

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from phalanx.arrays.tree import leaves, map_leaves
-from phalanx.data.elements import Array, unpack
+from phalanx.data.dataset_elements import Array, unpack
 from phalanx.errors import ConfigurationError
 
 FINGERPRINT_BYTES = 4096

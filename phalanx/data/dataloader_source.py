@@ -18,7 +18,7 @@ from phalanx.arrays.tree import map_leaves
 from phalanx.data.array_source import numbers_of, sampled_rows
 from phalanx.data.batch_split import LocalShare, batch_size_of, cut, local_range
 from phalanx.data.dataloader_order import DataLoaderOrder
-from phalanx.data.elements import Array, to_numpy
+from phalanx.data.dataset_elements import Array, to_numpy
 from phalanx.data.input_request import InputRequest
 from phalanx.data.sharding_policy import AutoShardPolicy
 from phalanx.data.source import SourceTraits, StreamSource, same_stream

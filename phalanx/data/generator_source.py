@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from phalanx.arrays.tree import map_leaves
-from phalanx.data.elements import to_numpy
+from phalanx.data.dataset_elements import to_numpy
 from phalanx.data.input_request import InputRequest
 from phalanx.data.source import SourceTraits, StreamSource
 from phalanx.errors import ConfigurationError

@@ -14,7 +14,7 @@ import numpy as np
 
 from phalanx.arrays.tree import map_leaves
 from phalanx.data.batch_split import LocalShare, cut
-from phalanx.data.elements import Array, to_numpy
+from phalanx.data.dataset_elements import Array, to_numpy
 from phalanx.data.input_request import InputRequest
 from phalanx.data.source import PassOrder, SourceTraits, same_stream
 from phalanx.errors import ConfigurationError

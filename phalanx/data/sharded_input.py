@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.data.batch_split import LocalShare, stand_in
-from phalanx.data.elements import Array, ElementStructure, unpack
+from phalanx.data.dataset_elements import Array, ElementStructure, unpack
 from phalanx.data.input_description import InputDescription
 from phalanx.data.input_position import InputPosition
 from phalanx.data.input_request import InputRequest

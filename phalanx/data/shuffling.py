@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from phalanx.data.elements import Array
+from phalanx.data.dataset_elements import Array
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from phalanx.data.batch_split import LocalShare, cut, whole
-from phalanx.data.elements import Array
+from phalanx.data.dataset_elements import Array
 from phalanx.data.sharding_policy import AutoShardPolicy
 
 

@@ -21,7 +21,7 @@ from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.data.ops.options import ExternalStatePolicy
 
 from phalanx.arrays.tree import leaves, map_leaves
-from phalanx.data.elements import to_numpy
+from phalanx.data.dataset_elements import to_numpy
 from phalanx.data.input_request import InputRequest
 from phalanx.data.sharding_policy import AutoShardPolicy
 from phalanx.data.source import SourceTraits, StreamSource

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from phalanx.config.variables import HOST_GPUS, VISIBLE_GPUS
+from phalanx.config.environment_variables import HOST_GPUS, VISIBLE_GPUS
 from phalanx.devices.gpu_count import HIDE_GPUS, ON_DEMAND_ALLOCATION
 from phalanx.errors import ConfigurationError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from phalanx.config.variables import VISIBLE_GPUS
+from phalanx.config.environment_variables import VISIBLE_GPUS
 
 HIDE_GPUS = {VISIBLE_GPUS: ""}
 """Variables of a process that computes on CPUs even if the host has GPUs."""

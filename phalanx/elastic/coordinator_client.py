@@ -13,15 +13,9 @@ from typing import NoReturn
 import msgspec
 
 from phalanx.cluster.task_identity import TaskIdentity
-from phalanx.config.variables import ELASTIC_COORDINATOR
+from phalanx.config.environment_variables import ELASTIC_COORDINATOR
 from phalanx.elastic import membership_messages as messages
-from phalanx.errors import (
-    DisagreementError,
-    EvictedError,
-    LinkClosedError,
-    LinkTimeoutError,
-    RendezvousError,
-)
+from phalanx.errors import DisagreementError, EvictedError, LinkClosedError, LinkTimeoutError, RendezvousError
 from phalanx.monitoring.stragglers import StepTiming
 from phalanx.transport.address import Address
 from phalanx.transport.dial import RefusedError, retry_delay_s

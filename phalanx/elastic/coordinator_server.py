@@ -12,7 +12,7 @@ from functools import partial
 
 import msgspec
 
-from phalanx.cluster.compatibility import TaskDescription
+from phalanx.cluster.task_comparison import TaskDescription
 from phalanx.elastic import membership_messages as messages
 from phalanx.elastic.control_messages import (
     CONTROL,

@@ -23,14 +23,14 @@ import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from phalanx.cluster.compatibility import TaskDescription
 from phalanx.cluster.spec import CHIEF
+from phalanx.cluster.task_comparison import TaskDescription
 from phalanx.elastic import membership_messages as messages
-from phalanx.elastic.entry_log import EntryLog
+from phalanx.elastic.entry_results import EntryLog
 from phalanx.elastic.evictions import EvictionPolicy
 from phalanx.elastic.launcher_interface import ElasticJob
 from phalanx.elastic.member_table import MembershipLimits, MemberTable
-from phalanx.elastic.partitions import ConnectionFailures
+from phalanx.elastic.network_partitions import ConnectionFailures
 from phalanx.monitoring.stragglers import StepTiming
 
 Send = Callable[[str, messages.FromCoordinator], None]

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from phalanx.cluster import timeline_relay
 from phalanx.collectives.communicator import CommunicatorStatistics
-from phalanx.collectives.factory import connect
+from phalanx.collectives.communicator_factory import connect
 from phalanx.collectives.host.host_communicator import HostCommunicator
 from phalanx.collectives.options import CommunicationOptions
 from phalanx.elastic.elastic_node import ElasticNode

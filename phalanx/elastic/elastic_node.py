@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from phalanx.cluster.compatibility import JobFacts
 from phalanx.cluster.membership import Membership
 from phalanx.cluster.node import Node, join
 from phalanx.cluster.resolvers.base_resolver import ClusterResolver
 from phalanx.cluster.spec import RANKED_TYPES, ClusterSpec, Task
+from phalanx.cluster.task_comparison import JobFacts
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.config.job_config import JobConfig
 from phalanx.elastic import membership_messages as messages

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from phalanx.cluster.compatibility import TaskDescription, describe_disagreement
+from phalanx.cluster.task_comparison import TaskDescription, describe_disagreement
 from phalanx.elastic.membership_messages import LossReport, MemberAddress
 from phalanx.monitoring.stragglers import StepTiming
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from phalanx.data.elements import ElementStructure
+from phalanx.data.dataset_elements import ElementStructure
 
 
 class BatchPacking:

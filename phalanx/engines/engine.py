@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from phalanx.data.elements import ElementStructure
+from phalanx.data.dataset_elements import ElementStructure
 from phalanx.engines.step_layout import StepLayout
 from phalanx.keras_compat.log_origins import LogOrigins
 

@@ -16,7 +16,7 @@ import numpy as np
 from phalanx.checkpoint import checkpoint_directory
 from phalanx.errors import ConfigurationError
 from phalanx.evaluator.checkpoint_watcher import KERAS_SUFFIX, FoundCheckpoint
-from phalanx.keras_compat.internals import MonitorCallback
+from phalanx.keras_compat.keras_internals import MonitorCallback
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from phalanx.cluster.admission import PROBE
-from phalanx.cluster.compatibility import JobFacts
 from phalanx.cluster.spec import PS, ClusterSpec, Task
+from phalanx.cluster.task_comparison import JobFacts
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.config.job_config import JobConfig
 from phalanx.errors import HandshakeError, LinkClosedError, LinkTimeoutError

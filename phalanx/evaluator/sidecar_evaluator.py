@@ -16,8 +16,8 @@ from phalanx.checkpoint.temporary_directory import temporary_directory
 from phalanx.cluster.resolvers.auto_resolver import as_resolver
 from phalanx.cluster.resolvers.base_resolver import ClusterResolver
 from phalanx.cluster.spec import EVALUATOR
+from phalanx.config.environment_variables import RENDEZVOUS_TIMEOUT
 from phalanx.config.job_config import JobConfig
-from phalanx.config.variables import RENDEZVOUS_TIMEOUT
 from phalanx.errors import ConfigurationError, RendezvousError
 from phalanx.evaluator import best_checkpoint, completion_marker
 from phalanx.evaluator.best_checkpoint import BestCheckpoint

@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from phalanx.config.environment import process_environment
-from phalanx.config.job_config import CollectiveConfig
-from phalanx.config.parsing import parse_number
-from phalanx.config.variables import (
+from phalanx.config.environment_variables import (
     CACHE_CAPACITY,
     CYCLE_TIME,
     DEFAULT_CACHE_CAPACITY,
@@ -17,11 +15,13 @@ from phalanx.config.variables import (
     DEFAULT_STALL_WARNING_S,
     FUSION_THRESHOLD,
 )
+from phalanx.config.job_config import CollectiveConfig
+from phalanx.config.parsing import parse_number
 
 
 @dataclass(frozen=True, slots=True)
 class HorovodEnvironment:
-    """Units are in the names; `phalanx.config.variables` describes each variable."""
+    """Units are in the names; `phalanx.config.environment_variables` describes each variable."""
 
     fusion_bytes: int = DEFAULT_FUSION_BYTES
     cycle_s: float = DEFAULT_CYCLE_MS / 1e3

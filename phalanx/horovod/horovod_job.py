@@ -15,9 +15,9 @@ from pathlib import Path
 
 from phalanx.arrays import allocation
 from phalanx.cluster import Node, timeline_relay
-from phalanx.cluster.compatibility import JobFacts
 from phalanx.cluster.membership import Membership, Rank
 from phalanx.cluster.resolvers.auto_resolver import resolve
+from phalanx.cluster.task_comparison import JobFacts
 from phalanx.collectives import CommunicationOptions, connect
 from phalanx.collectives.autotune.autotune_log import AutotuneLog
 from phalanx.collectives.autotune.trial_search import TrialSearch

@@ -15,9 +15,15 @@ import numpy as np
 
 from phalanx.errors import UnsupportedError
 from phalanx.horovod import elastic, exported_names, operations, step_reports
-from phalanx.horovod.bindings import ARRAY_FUNCTIONS, ArrayFramework, check_integers_preserved, poll, synchronize
 from phalanx.horovod.compression import Compression
 from phalanx.horovod.exported_names import *  # noqa: F403
+from phalanx.horovod.framework_bindings import (
+    ARRAY_FUNCTIONS,
+    ArrayFramework,
+    check_integers_preserved,
+    poll,
+    synchronize,
+)
 from phalanx.horovod.gradient_reduction import GradientReduction, reduce_present
 from phalanx.horovod.operation_request import Array, HorovodOp, OperationKind
 from phalanx.horovod.operations import Average, barrier, join

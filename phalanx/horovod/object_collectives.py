@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.config.variables import SECRET
+from phalanx.config.environment_variables import SECRET
 from phalanx.errors import ConfigurationError
 from phalanx.horovod.horovod_job import current
 from phalanx.horovod.operation_request import OperationKind

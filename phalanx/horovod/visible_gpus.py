@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from phalanx.config.environment import process_environment, set_variables
-from phalanx.config.variables import HOST_GPUS, VISIBLE_GPUS
+from phalanx.config.environment_variables import HOST_GPUS, VISIBLE_GPUS
 from phalanx.horovod import basics
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import keras
 
-from phalanx.keras_compat.internals import in_stateless_scope
+from phalanx.keras_compat.keras_internals import in_stateless_scope
 from phalanx.keras_compat.patching import override_methods, restore_methods
 
 

@@ -13,7 +13,7 @@ import keras
 
 from phalanx.arrays.tree import leaves
 from phalanx.errors import UnsupportedError
-from phalanx.keras_compat.internals import keras_trainer
+from phalanx.keras_compat.keras_internals import keras_trainer
 
 
 def optimizers(model: Any) -> list[Any]:

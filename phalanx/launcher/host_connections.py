@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from phalanx.errors import PhalanxError
 from phalanx.launcher.host_blacklist import HostBlacklist
-from phalanx.launcher.host_loop import HostLoop
+from phalanx.launcher.host_event_loop import HostLoop
 from phalanx.launcher.host_slots import HostShare
 from phalanx.launcher.hosts.local_host import LocalHost
 from phalanx.launcher.hosts.output_streams import OutputStreams

@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from phalanx.config.variables import DEFAULT_RENDEZVOUS_TIMEOUT_S
+from phalanx.config.environment_variables import DEFAULT_RENDEZVOUS_TIMEOUT_S
 from phalanx.errors import RendezvousError
 from phalanx.launcher.host_blacklist import COOLDOWN_S, HostBlacklist
 from phalanx.launcher.host_connections import HostConnection, HostConnections
 from phalanx.launcher.host_discovery import DiscoveryScript, HostDiscovery
 from phalanx.launcher.host_slots import HostShare, own_name
-from phalanx.launcher.hosts.base import WorkerPlacement
+from phalanx.launcher.hosts.base_host import WorkerPlacement
 from phalanx.launcher.hosts.output_streams import OutputStreams
 from phalanx.launcher.job_supervisor import JobSupervisor
 from phalanx.launcher.slot_assignment import HostSlot, SlotAssignment

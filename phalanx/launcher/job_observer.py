@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from phalanx.launcher.host_messages import StepTimingReported
-from phalanx.launcher.hosts.base import WorkerPlacement
+from phalanx.launcher.hosts.base_host import WorkerPlacement
 from phalanx.launcher.root_cause import WorkerExit
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import msgspec
 
 from phalanx.config.environment import process_environment, user_cache_directory
+from phalanx.config.environment_variables import JOBS_DIRECTORY
 from phalanx.config.job_config import TLSFiles
-from phalanx.config.variables import JOBS_DIRECTORY
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,7 @@ def _files() -> list[Path]:
 
 def _processes() -> str:
     """Two processes with the same answer see each other's process ids."""
-    from phalanx.cluster.host_identity import (
-        host_identity,  # whose package takes longer to import than all of the launcher
-    )
+    from phalanx.cluster.host_identity import host_identity
 
     try:
         return f"{host_identity()} {os.readlink('/proc/self/ns/pid')}"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from phalanx.launcher.host_messages import StepTimingReported
-from phalanx.launcher.hosts.base import WorkerPlacement
+from phalanx.launcher.hosts.base_host import WorkerPlacement
 from phalanx.launcher.job_observer import JobObserver
 from phalanx.launcher.root_cause import WorkerExit
 from phalanx.launcher.task_table import EVALUATORS

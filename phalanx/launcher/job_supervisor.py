@@ -17,16 +17,9 @@ from dataclasses import dataclass, field
 from phalanx.config.launch_config import LaunchConfig
 from phalanx.errors import RendezvousError
 from phalanx.launcher.exit_handler import ExitHandler
-from phalanx.launcher.host_loop import HostLoop
-from phalanx.launcher.host_messages import (
-    CheckpointBeforeExit,
-    Event,
-    Exited,
-    Output,
-    Started,
-    StepTimingReported,
-)
-from phalanx.launcher.hosts.base import WorkerPlacement
+from phalanx.launcher.host_event_loop import HostLoop
+from phalanx.launcher.host_messages import CheckpointBeforeExit, Event, Exited, Output, Started, StepTimingReported
+from phalanx.launcher.hosts.base_host import WorkerPlacement
 from phalanx.launcher.job_observer import JobObserver
 from phalanx.launcher.output_tail import OutputTails
 from phalanx.launcher.restart_policy import RestartPolicy

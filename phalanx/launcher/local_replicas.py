@@ -23,20 +23,20 @@ from typing import NoReturn
 
 from phalanx.cluster.resolvers import TFConfigClusterResolver
 from phalanx.config.environment import process_environment, set_variables
+from phalanx.config.environment_variables import JOB_ID, LISTEN_FD, TF_CONFIG
 from phalanx.config.launch_config import LaunchConfig
-from phalanx.config.variables import JOB_ID, LISTEN_FD, TF_CONFIG
 from phalanx.devices.gpu_assignment import device_variables
 from phalanx.errors import ConfigurationError, PeerLostError, PhalanxError
 from phalanx.launcher import failure_report
 from phalanx.launcher.host_messages import WorkerSpec
-from phalanx.launcher.hosts.base import WorkerPlacement
+from phalanx.launcher.hosts.base_host import WorkerPlacement
 from phalanx.launcher.hosts.local_host import LocalHost, listen
 from phalanx.launcher.job_observer import JobObserver
 from phalanx.launcher.job_supervisor import JobOutcome, JobSupervisor
-from phalanx.launcher.program import Program, parse_command, starting_folder
 from phalanx.launcher.root_cause import WorkerExit
 from phalanx.launcher.worker_environment import job_settings, thread_settings
 from phalanx.launcher.worker_placement import LOOPBACK, new_identity, task_names
+from phalanx.launcher.worker_program import Program, parse_command, starting_folder
 from phalanx.monitoring.console import Console
 from phalanx.runtime import core_affinity, exit_codes, process_exit
 from phalanx.runtime.core_affinity import host_shares

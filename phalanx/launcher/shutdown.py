@@ -21,7 +21,7 @@ import signal
 from collections import deque
 from collections.abc import Mapping
 
-from phalanx.config.variables import DEFAULT_GRACE_S
+from phalanx.config.environment_variables import DEFAULT_GRACE_S
 
 # A signal handler in C writes the stacks quickly, but workers take turns on a host with fewer cores than workers.
 STACKS_S = 0.5

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from phalanx.errors import EvictedError, PeerLostError, PreemptedError, RendezvousError
 from phalanx.launcher.host_messages import WorkerDiagnostics
-from phalanx.launcher.hosts.base import WorkerPlacement
+from phalanx.launcher.hosts.base_host import WorkerPlacement
 from phalanx.launcher.root_cause import WorkerExit
 from phalanx.runtime.exit_codes import CONSEQUENCES
 

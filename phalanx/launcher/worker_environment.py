@@ -6,8 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 
-from phalanx.config.launch_config import LaunchConfig
-from phalanx.config.variables import (
+from phalanx.config.environment_variables import (
     ELASTIC_COORDINATOR,
     HOST_GPUS,
     HOST_ID,
@@ -21,6 +20,7 @@ from phalanx.config.variables import (
     TF_CONFIG,
     TLS_FILES,
 )
+from phalanx.config.launch_config import LaunchConfig
 
 _OF_A_TASK = (HOST_GPUS, ELASTIC_COORDINATOR, SNAPSHOTS)
 """Set by another job for its own task, which starts this job."""

@@ -13,7 +13,7 @@ from phalanx.config.launch_config import LaunchConfig
 from phalanx.errors import ConfigurationError
 from phalanx.launcher.host_messages import WorkerSpec
 from phalanx.launcher.host_slots import HostShare
-from phalanx.launcher.hosts.base import WorkerHost, WorkerPlacement
+from phalanx.launcher.hosts.base_host import WorkerHost, WorkerPlacement
 from phalanx.launcher.hosts.local_host import LocalHost
 from phalanx.launcher.hosts.output_streams import OutputStreams
 from phalanx.launcher.hosts.ssh_host import SSHHost

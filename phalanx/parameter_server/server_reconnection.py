@@ -12,10 +12,10 @@ import numpy as np
 
 from phalanx import errors
 from phalanx.cluster.admission import PROBE
-from phalanx.cluster.compatibility import TaskDescription
 from phalanx.cluster.membership import SEE_TASK_OUTPUT
 from phalanx.cluster.peer_dialing import ATTEMPT_TIMEOUT_S
 from phalanx.cluster.spec import PS, Task
+from phalanx.cluster.task_comparison import TaskDescription
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.errors import LinkClosedError, LinkTimeoutError, PeerLostError, PhalanxError, RendezvousError
 from phalanx.parameter_server.server_connection import RequestArrays, ServerConnection

@@ -38,8 +38,8 @@ from types import ModuleType, TracebackType
 from typing import NoReturn
 
 from phalanx.config.environment import process_environment
+from phalanx.config.environment_variables import WORKER_BOOTSTRAP
 from phalanx.config.launch_config import LaunchConfig
-from phalanx.config.variables import WORKER_BOOTSTRAP
 from phalanx.errors import PreemptedError
 from phalanx.keras_compat import lazy_imports
 from phalanx.runtime import core_affinity, exit_codes, orphan_guard, process_exit, progress

@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 
 from phalanx.config.environment import process_environment
-from phalanx.config.variables import PROGRESS_FILE
+from phalanx.config.environment_variables import PROGRESS_FILE
 
 MAGIC = b"phalanx progress"
 RECORD_BYTES = 4096

@@ -10,13 +10,13 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 
-from phalanx.cluster.compatibility import JobFacts
 from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver
 from phalanx.cluster.spec import PS, RANKED_TYPES, ClusterSpec, Task
+from phalanx.cluster.task_comparison import JobFacts
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.config.environment import process_environment
+from phalanx.config.environment_variables import JOB_ID, LOCAL_REPLICAS
 from phalanx.config.job_config import JobConfig
-from phalanx.config.variables import JOB_ID, LOCAL_REPLICAS
 from phalanx.devices.gpu_assignment import same_device
 from phalanx.errors import ConfigurationError, PhalanxError
 from phalanx.launcher.local_replicas import JOIN_S, start_local_replicas

@@ -8,10 +8,10 @@ from dataclasses import replace
 import keras
 
 from phalanx.cluster import Node, timeline_relay
-from phalanx.cluster.compatibility import JobFacts
 from phalanx.cluster.membership import Membership
 from phalanx.cluster.resolvers.base_resolver import ClusterResolver
 from phalanx.cluster.spec import EVALUATOR
+from phalanx.cluster.task_comparison import JobFacts
 from phalanx.collectives import connect
 from phalanx.collectives.communicator import Communicator
 from phalanx.collectives.cross_device_ops import CrossDeviceOps

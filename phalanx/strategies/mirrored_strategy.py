@@ -9,7 +9,7 @@ from phalanx.collectives.cross_device_ops import CrossDeviceOps, cross_device_op
 from phalanx.compression import Compression
 from phalanx.compression import resolve as resolve_compression
 from phalanx.config.environment import process_environment
-from phalanx.config.variables import JOB_ID, LOCAL_REPLICAS
+from phalanx.config.environment_variables import JOB_ID, LOCAL_REPLICAS
 from phalanx.devices.gpu_assignment import check_devices
 from phalanx.devices.gpu_count import count_gpus
 from phalanx.errors import ConfigurationError

@@ -13,11 +13,11 @@ import keras
 import numpy as np
 
 from phalanx.cluster import timeline_relay
-from phalanx.cluster.compatibility import MIXED_BACKENDS, JobFacts
 from phalanx.cluster.resolvers.auto_resolver import as_resolver
 from phalanx.cluster.resolvers.base_resolver import ClusterResolver
 from phalanx.cluster.resolvers.simple import SimpleClusterResolver
 from phalanx.cluster.spec import EVALUATOR, PS, ClusterSpec
+from phalanx.cluster.task_comparison import MIXED_BACKENDS, JobFacts
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.compression import BFloat16, Compression, Float16
 from phalanx.compression import resolve as resolve_compression

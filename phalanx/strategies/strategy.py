@@ -22,7 +22,7 @@ from phalanx.compression.compression_registry import describe
 from phalanx.engines import make_tensors
 from phalanx.engines.tensors import Gradient, HostFunction, Shape, same_shape
 from phalanx.errors import ConfigurationError, UnsupportedError
-from phalanx.keras_compat import hook
+from phalanx.keras_compat import trainer_hook
 from phalanx.runtime import process_exit, progress
 from phalanx.strategies import replica_context
 from phalanx.training import model_dispatch
@@ -277,7 +277,7 @@ class Strategy:
 
 def install_hook() -> None:
     """Have Keras ask for the current strategy; safe to call again."""
-    hook.install(model_dispatch.ModelDispatcher(_current_member, _merge_gradients, _current_policy))
+    trainer_hook.install(model_dispatch.ModelDispatcher(_current_member, _merge_gradients, _current_policy))
 
 
 def reduce_op_of(value: Any) -> ReduceOp:

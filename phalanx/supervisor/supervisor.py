@@ -18,8 +18,8 @@ from typing import Any
 
 from phalanx.checkpoint.checkpoint_directory import DEFAULT_BASENAME, CheckpointDirectory, StoredCheckpoint
 from phalanx.cluster.resolvers.auto_resolver import resolve
+from phalanx.config.environment_variables import RENDEZVOUS_TIMEOUT
 from phalanx.config.job_config import JobConfig
-from phalanx.config.variables import RENDEZVOUS_TIMEOUT
 from phalanx.errors import ConfigurationError, PeerLostError, RendezvousError
 from phalanx.evaluator.completion_marker import announce_beginning, announce_end
 from phalanx.keras_compat.patching import overridden_methods

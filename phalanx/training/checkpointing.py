@@ -15,7 +15,7 @@ from phalanx.checkpoint.checkpoint_callback import write_ledger
 from phalanx.checkpoint.checkpoint_directory import Snapshot
 from phalanx.data.sample_ledger import SampleLedger
 from phalanx.errors import PreemptedError
-from phalanx.keras_compat.internals import serialize_weights
+from phalanx.keras_compat.keras_internals import serialize_weights
 from phalanx.monitoring import timeline
 from phalanx.training.fit_position import FitRecorder, restart_epoch
 from phalanx.training.fit_resumption import STATE, FitResumption, FitSnapshot, variables_beyond_weights

@@ -15,7 +15,7 @@ import keras
 import msgspec
 import numpy as np
 
-from phalanx.cluster.compatibility import describe_difference
+from phalanx.cluster.task_comparison import describe_difference
 from phalanx.engines import buffers
 from phalanx.engines.random_state import draw_own_numbers, random_state
 from phalanx.errors import CollectiveTimeoutError, DisagreementError

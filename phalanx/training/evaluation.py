@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from phalanx.data import ShardedInput
-from phalanx.keras_compat.internals import pythonify_logs
+from phalanx.keras_compat.keras_internals import pythonify_logs
 from phalanx.monitoring import timeline
 from phalanx.runtime import progress
 from phalanx.training import callback_list

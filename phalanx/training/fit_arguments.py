@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from phalanx.keras_compat.internals import train_validation_split
+from phalanx.keras_compat.keras_internals import train_validation_split
 
 
 @dataclass

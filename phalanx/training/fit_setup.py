@@ -13,11 +13,11 @@ from phalanx.data import ShardedInput, accepts_batch_size
 from phalanx.training import callback_list
 from phalanx.training.checkpointing import FitCheckpointing
 from phalanx.training.consistency import check_same_configuration, compare_inputs, compare_samples
+from phalanx.training.elastic_recovery import ElasticRecovery, build_fit_callbacks
 from phalanx.training.fit_arguments import FitArguments
 from phalanx.training.fit_position import FitRecorder
 from phalanx.training.fit_resumption import FitResumption
 from phalanx.training.fit_state import ReplicaFitState
-from phalanx.training.recovery import ElasticRecovery, build_fit_callbacks
 from phalanx.training.replica import seed_from_program
 from phalanx.training.replica_model import ReplicaModel
 from phalanx.training.steps.synchronous import SynchronousStepper

@@ -1,4 +1,4 @@
-"""Which trainer runs a model: what the strategies register with `phalanx.keras_compat.hook`.
+"""Which trainer runs a model: what the strategies register with `phalanx.keras_compat.trainer_hook`.
 
 A model that is constructed or compiled inside `strategy.scope()` belongs to this process's member of the job: its
 place among replicas, or among parameter servers. Its `fit`, `evaluate`, ... then go to a `ReplicaTrainer` or a
@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 from phalanx.errors import UnsupportedError
-from phalanx.keras_compat import hook
-from phalanx.keras_compat.hook import KerasMethod
-from phalanx.keras_compat.internals import keras_trainer
+from phalanx.keras_compat import trainer_hook
+from phalanx.keras_compat.keras_internals import keras_trainer
 from phalanx.keras_compat.model_state import sync_jax_state
 from phalanx.keras_compat.patching import set_untracked
+from phalanx.keras_compat.trainer_hook import KerasMethod
 from phalanx.training import callback_list, shared_saving
 from phalanx.training.central_storage_trainer import CentralStorageTrainer, CentralStorageWorker
 from phalanx.training.fit_resumption import has_checkpoint
@@ -36,7 +36,7 @@ Member = Replica | ParameterServerWorker
 
 
 class ModelDispatcher:
-    """See `phalanx.keras_compat.hook.KerasDispatcher`.
+    """See `phalanx.keras_compat.trainer_hook.KerasDispatcher`.
 
     Args:
         current_member: returns the member that a model constructed or compiled now belongs to; None for Keras's own.
@@ -162,7 +162,7 @@ def _trainer_of(model: Any, member: Member) -> ReplicaTrainer | ParameterServerT
     if trainer is None:
 
         def keras_method(name: str) -> Callable[..., Any]:
-            return functools.partial(hook.keras_method(name), model)
+            return functools.partial(trainer_hook.keras_method(name), model)
 
         if isinstance(member, Replica):
             trainer = ReplicaTrainer(model, member, vars(model).get(_POLICY, EVERY_STEP))

@@ -18,7 +18,7 @@ import numpy as np
 
 from phalanx.engines import step_logs
 from phalanx.keras_compat.callback_bases import ChiefCallback
-from phalanx.keras_compat.internals import pythonify_logs
+from phalanx.keras_compat.keras_internals import pythonify_logs
 from phalanx.monitoring import timeline
 from phalanx.parameter_server.client import HEAD, ParameterServerClient
 from phalanx.parameter_server.server_messages import (

@@ -16,7 +16,7 @@ from phalanx.data.numbered_batches import NumberedBatches
 from phalanx.data.shuffling import Shuffling
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat.callback_bases import flatten_callbacks
-from phalanx.keras_compat.internals import print_msg
+from phalanx.keras_compat.keras_internals import print_msg
 from phalanx.parameter_server.client import HEAD
 from phalanx.parameter_server.server_messages import RequestStop
 from phalanx.training import callback_list

@@ -19,7 +19,7 @@ from phalanx.collectives.communicator import Array, Communicator, ReduceOp
 from phalanx.collectives.cross_device_ops import CrossDeviceOps
 from phalanx.elastic.elastic_communicator import ElasticCommunicator
 from phalanx.elastic.elastic_group import ElasticGroup
-from phalanx.elastic.entry_log import KEPT_BYTES
+from phalanx.elastic.entry_results import KEPT_BYTES
 from phalanx.elastic.membership_messages import NOT_KEPT, EntryBegan, EntryFinished, PastEntry
 from phalanx.errors import MembershipChangedError, UnsupportedError
 from phalanx.training.preemption import PreemptionNotice

@@ -10,7 +10,7 @@ import keras
 
 from phalanx.checkpoint.backup_and_restore import step_of_backup
 from phalanx.checkpoint.callback_state import append_to_log_files
-from phalanx.keras_compat.internals import pythonify_logs
+from phalanx.keras_compat.keras_internals import pythonify_logs
 from phalanx.monitoring import timeline
 from phalanx.runtime import progress
 from phalanx.training import state_sync

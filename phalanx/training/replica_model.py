@@ -13,7 +13,7 @@ from phalanx.data import ShardedInput, shard_input
 from phalanx.data.shuffling import Shuffling
 from phalanx.engines import make_engine
 from phalanx.engines.engine import Engine
-from phalanx.keras_compat.internals import compute_output_spec, print_msg
+from phalanx.keras_compat.keras_internals import compute_output_spec, print_msg
 from phalanx.training import callback_list, state_sync
 from phalanx.training.consistency import compare_inputs, compare_samples
 from phalanx.training.fit_arguments import capped

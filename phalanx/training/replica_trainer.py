@@ -17,7 +17,7 @@ import keras
 from phalanx.checkpoint.result_encoding import decode_history, decode_outputs, encode_history, encode_outputs
 from phalanx.engines.engine import Engine
 from phalanx.errors import UnsupportedError
-from phalanx.keras_compat.internals import class_weight_to_sample_weights, pythonify_logs
+from phalanx.keras_compat.keras_internals import class_weight_to_sample_weights, pythonify_logs
 from phalanx.monitoring import timeline
 from phalanx.training import callback_list
 from phalanx.training.evaluation import evaluate_on_replicas

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import keras
 
-from phalanx.keras_compat.hook import OBJECT_KINDS
+from phalanx.keras_compat.trainer_hook import OBJECT_KINDS
 
 KINDS = OBJECT_KINDS
 """The objects that are named; models are layers."""

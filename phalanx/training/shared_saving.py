@@ -8,7 +8,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from phalanx.keras_compat.hook import SAVED_SUFFIXES, KerasMethod
+from phalanx.keras_compat.trainer_hook import SAVED_SUFFIXES, KerasMethod
 from phalanx.training.parameter_server_worker import ParameterServerWorker
 from phalanx.training.replica import Replica
 

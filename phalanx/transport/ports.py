@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 
-from phalanx.config.variables import LISTEN_FD, SECRET
+from phalanx.config.environment_variables import LISTEN_FD, SECRET
 from phalanx.errors import ConfigurationError
 from phalanx.transport.address import Address
 

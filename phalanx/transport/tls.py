@@ -10,8 +10,8 @@ from __future__ import annotations
 import ssl
 from dataclasses import dataclass
 
+from phalanx.config.environment_variables import TLS_CA, TLS_CERT, TLS_KEY
 from phalanx.config.job_config import TLSFiles
-from phalanx.config.variables import TLS_CA, TLS_CERT, TLS_KEY
 from phalanx.errors import ConfigurationError
 
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from phalanx.cluster import ClusterSpec, JobFacts
-from phalanx.cluster.compatibility import TaskDescription, cluster_by_task, describe_disagreement
+from phalanx.cluster.task_comparison import TaskDescription, cluster_by_task, describe_disagreement
 
 SPEC = ClusterSpec({"worker": ["a:1", "b:1"]})
 

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from phalanx.cluster.admission import PROBE, ProbeService
-from phalanx.cluster.compatibility import JobFacts
 from phalanx.cluster.spec import ClusterSpec, Task
+from phalanx.cluster.task_comparison import JobFacts
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.config.job_config import JobConfig
 from phalanx.coordinator.coordinator_messages import CallFunction, FunctionRaised, FunctionReturned, Ping

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 import phalanx
-from phalanx.cluster.compatibility import JobFacts
 from phalanx.cluster.spec import ClusterSpec
+from phalanx.cluster.task_comparison import JobFacts
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.config.job_config import JobConfig
 from phalanx.coordinator import ClusterCoordinator

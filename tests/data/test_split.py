@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from phalanx.data import local_range
 from phalanx.data.batch_split import checksum, cut, fingerprint_of
-from phalanx.data.elements import ElementStructure, unpack
+from phalanx.data.dataset_elements import ElementStructure, unpack
 from phalanx.data.input_position import epoch_end
 from phalanx.errors import ConfigurationError
 

@@ -8,7 +8,7 @@ from unittest import mock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.cluster.compatibility import JobFacts, TaskDescription
+from phalanx.cluster.task_comparison import JobFacts, TaskDescription
 from phalanx.elastic.elastic_coordinator import (
     TRANSITIONS,
     CoordinatorState,

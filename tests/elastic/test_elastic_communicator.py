@@ -18,8 +18,8 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from phalanx.cluster.compatibility import JobFacts
 from phalanx.cluster.spec import ClusterSpec, Task
+from phalanx.cluster.task_comparison import JobFacts
 from phalanx.collectives.options import CommunicationImplementation, CommunicationOptions
 from phalanx.config.job_config import CollectiveConfig, JobConfig, TLSFiles
 from phalanx.elastic.control_messages import ScaleRequest, send_request

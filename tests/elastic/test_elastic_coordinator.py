@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from phalanx.cluster.compatibility import JobFacts, TaskDescription
-from phalanx.elastic import entry_log
+from phalanx.cluster.task_comparison import JobFacts, TaskDescription
+from phalanx.elastic import entry_results
 from phalanx.elastic.elastic_coordinator import CoordinatorState, ElasticCoordinator, LossCause, ProcessLost
 from phalanx.elastic.evictions import STUCK_GRACE_S
 from phalanx.elastic.member_table import MembershipLimits
@@ -526,7 +526,7 @@ def test_the_launcher_knows_of_an_end_before_the_network_does():
 
 
 def test_results_are_kept_as_long_as_there_is_room(monkeypatch):
-    monkeypatch.setattr(entry_log, "KEPT_BYTES", 10)
+    monkeypatch.setattr(entry_results, "KEPT_BYTES", 10)
     job = Job().running()
     job.send("a1", EntryFinished(0, b"12345678"))
     job.send("a1", EntryFinished(1, b"12345678"))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.elastic.membership_messages import LossReport
-from phalanx.elastic.partitions import PATIENCE, ConnectionFailures, choose_evictions
+from phalanx.elastic.network_partitions import PATIENCE, ConnectionFailures, choose_evictions
 
 
 def report(*missing: str, late: bool = False, completed: int = 5) -> LossReport:

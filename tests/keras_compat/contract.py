@@ -50,8 +50,8 @@ X, Y = np.arange(12, dtype="float32").reshape(4, 3), np.ones((4, 2), "float32")
 
 @check()
 def trainer_defines_what_is_dispatched() -> None:
-    from phalanx.keras_compat.hook import DISPATCHED
-    from phalanx.keras_compat.internals import keras_trainer
+    from phalanx.keras_compat.keras_internals import keras_trainer
+    from phalanx.keras_compat.trainer_hook import DISPATCHED
 
     trainer = keras_trainer()
     assert issubclass(keras.Model, trainer)
@@ -63,7 +63,7 @@ def trainer_defines_what_is_dispatched() -> None:
 
 @check()
 def logs_become_python_numbers() -> None:
-    from phalanx.keras_compat.internals import pythonify_logs
+    from phalanx.keras_compat.keras_internals import pythonify_logs
 
     logs = pythonify_logs({"loss": keras.ops.convert_to_tensor(1.5), "text": "a", "inner": {"mae": np.float32(2.0)}})
     assert logs == {"loss": 1.5, "text": "a", "mae": 2.0}
@@ -72,7 +72,7 @@ def logs_become_python_numbers() -> None:
 
 @check()
 def class_weights_are_looked_up() -> None:
-    from phalanx.keras_compat.internals import class_weight_to_sample_weights
+    from phalanx.keras_compat.keras_internals import class_weight_to_sample_weights
 
     weights = class_weight_to_sample_weights(np.array([0, 1, 1]), {0: 2.0, 1: 0.5})
     assert np.array_equal(np.asarray(weights), [2.0, 0.5, 0.5])
@@ -80,7 +80,7 @@ def class_weights_are_looked_up() -> None:
 
 @check()
 def validation_split_takes_the_last_samples() -> None:
-    from phalanx.keras_compat.internals import train_validation_split
+    from phalanx.keras_compat.keras_internals import train_validation_split
 
     (train,), (validation,) = train_validation_split((np.arange(8),), 0.25)
     assert train.tolist() == [0, 1, 2, 3, 4, 5]
@@ -89,7 +89,7 @@ def validation_split_takes_the_last_samples() -> None:
 
 @check()
 def stateless_scopes_are_known() -> None:
-    from phalanx.keras_compat.internals import in_stateless_scope
+    from phalanx.keras_compat.keras_internals import in_stateless_scope
 
     assert not in_stateless_scope()
     with keras.StatelessScope():
@@ -98,7 +98,7 @@ def stateless_scopes_are_known() -> None:
 
 @check()
 def monitors_know_whether_more_is_better() -> None:
-    from phalanx.keras_compat.internals import MonitorCallback
+    from phalanx.keras_compat.keras_internals import MonitorCallback
 
     model, rule = small_model(), MonitorCallback(monitor="mae", mode="auto")
     model.evaluate(X, Y, verbose=0)  # metrics are known by name once they are built
@@ -110,21 +110,21 @@ def monitors_know_whether_more_is_better() -> None:
 
 @check()
 def sequential_models_are_graphs() -> None:
-    from phalanx.keras_compat.internals import Functional
+    from phalanx.keras_compat.keras_internals import Functional
 
     assert isinstance(small_model()._functional, Functional)
 
 
 @check()
 def output_specs_are_computed_without_data() -> None:
-    from phalanx.keras_compat.internals import compute_output_spec
+    from phalanx.keras_compat.keras_internals import compute_output_spec
 
     assert compute_output_spec(small_model(), keras.KerasTensor((4, 3)), training=False).shape == (4, 2)
 
 
 @check()
 def weights_are_serialized_as_save_weights_does() -> None:
-    from phalanx.keras_compat.internals import serialize_weights
+    from phalanx.keras_compat.keras_internals import serialize_weights
 
     model, other = small_model(), small_model()
     with tempfile.TemporaryDirectory() as folder:
@@ -136,7 +136,7 @@ def weights_are_serialized_as_save_weights_does() -> None:
 
 @check()
 def messages_are_printed() -> None:
-    from phalanx.keras_compat.internals import print_msg
+    from phalanx.keras_compat.keras_internals import print_msg
 
     assert parameters(print_msg)[0] == "message"
 
@@ -204,7 +204,7 @@ class Recorder:
 
 
 def _methods() -> dict[tuple[type, str], Any]:
-    from phalanx.keras_compat.internals import keras_trainer
+    from phalanx.keras_compat.keras_internals import keras_trainer
 
     kinds = (*keras_trainer().__mro__, *keras.Model.__mro__, *keras.optimizers.LossScaleOptimizer.__mro__)
     kinds += (*keras.metrics.Mean.__mro__, keras.layers.BatchNormalization)
@@ -213,11 +213,11 @@ def _methods() -> dict[tuple[type, str], Any]:
 
 @check()
 def hook_sees_every_call_and_leaves_no_trace() -> None:
-    from phalanx.keras_compat import hook
+    from phalanx.keras_compat import trainer_hook
 
     small_model().fit(X, Y, verbose=0)  # some classes set attributes when they are first used
     before, recorder = _methods(), Recorder()
-    hook.install(recorder)
+    trainer_hook.install(recorder)
     try:
         model = small_model()
         model.fit(X, Y, verbose=0)
@@ -237,7 +237,7 @@ def hook_sees_every_call_and_leaves_no_trace() -> None:
             optimizer.apply_gradients([(keras.ops.convert_to_tensor([1.0]), variable)])
             assert "merge_gradients" in recorder.seen
     finally:
-        hook.uninstall()
+        trainer_hook.uninstall()
     expected = ["register_model", "register_object Dense", "register_object SGD", "run fit ['verbose', 'x', 'y']"]
     expected += ["run train_on_batch ['x', 'y']", "run predict ['verbose', 'x']", "save save", "save save_weights"]
     assert not set(expected) - set(recorder.seen), recorder.seen
@@ -246,17 +246,17 @@ def hook_sees_every_call_and_leaves_no_trace() -> None:
 
 @check()
 def train_function_is_chosen_where_fit_makes_it() -> None:
-    from phalanx.keras_compat import hook
+    from phalanx.keras_compat import trainer_hook
 
     models: list[Any] = []
-    hook.choose_train_function(lambda model, make: models.append(model))
+    trainer_hook.choose_train_function(lambda model, make: models.append(model))
     try:
         model = small_model()
         model.fit(X, Y, verbose=0)
         assert models[0] is model
         assert model.train_function is not None
     finally:
-        hook.uninstall()
+        trainer_hook.uninstall()
 
 
 # losses, means and normalization
@@ -312,20 +312,20 @@ def means_weigh_single_numbers_in_one_function() -> None:
 
 @check("tensorflow", "torch")
 def synchronized_normalization_takes_moments_from_one_function() -> None:
-    from phalanx.keras_compat import hook
+    from phalanx.keras_compat import trainer_hook
     from phalanx.keras_compat.global_batch_norm import SynchronizedMoments
 
     layer, inputs = keras.layers.BatchNormalization(), keras.ops.convert_to_tensor(X)
     assert parameters(keras.layers.BatchNormalization._moments) == ["self", "inputs", "mask"]
     layer.build((None, 3))
     layer.synchronized = True  # Keras accepts the argument on TensorFlow only
-    hook.install(Recorder())
+    trainer_hook.install(Recorder())
     try:
         calls: list[int] = []
         with SynchronizedMoments(lambda tensors: calls.append(len(tensors)) or tensors):
             normalized = layer(inputs, training=True)
     finally:
-        hook.uninstall()
+        trainer_hook.uninstall()
     assert calls == [2, 2]
     assert abs(float(keras.ops.mean(normalized))) < 1e-5
 

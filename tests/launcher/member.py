@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.cluster.compatibility import JobFacts
 from phalanx.cluster.spec import ClusterSpec, Task
+from phalanx.cluster.task_comparison import JobFacts
 from phalanx.collectives.options import CommunicationOptions
 from phalanx.config.job_config import JobConfig
 from phalanx.elastic.elastic_communicator import ElasticCommunicator

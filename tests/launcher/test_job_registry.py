@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.config.variables import JOBS_DIRECTORY
+from phalanx.config.environment_variables import JOBS_DIRECTORY
 from phalanx.errors import ConfigurationError
 from phalanx.launcher import job_registry
 from phalanx.launcher.job_registry import registered, running
-from phalanx.launcher.job_status import scale, status
+from phalanx.launcher.status_report import scale, status
 
 
 @pytest.fixture(autouse=True)

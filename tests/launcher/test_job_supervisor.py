@@ -20,7 +20,7 @@ from phalanx.launcher.host_messages import (
     WorkerDiagnostics,
     WorkerSpec,
 )
-from phalanx.launcher.hosts.base import WorkerPlacement
+from phalanx.launcher.hosts.base_host import WorkerPlacement
 from phalanx.launcher.job_observer import JobObserver
 from phalanx.launcher.job_supervisor import JobSupervisor
 from phalanx.launcher.restart_policy import RestartPolicy

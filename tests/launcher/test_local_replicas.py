@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.config.variables import HOST_GPUS
+from phalanx.config.environment_variables import HOST_GPUS
 from phalanx.devices.gpu_assignment import check_devices, device_variables, worker_gpu_variables
 from phalanx.errors import ConfigurationError, PhalanxError
 from tests.launcher.conftest import Launcher, wait_until

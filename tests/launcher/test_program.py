@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import ConfigurationError
-from phalanx.launcher.program import Program, check_script, parse_command
+from phalanx.launcher.worker_program import Program, check_script, parse_command
 
 
 @pytest.mark.parametrize(

@@ -886,7 +886,7 @@ def test_the_version_is_told(launcher: Launcher) -> None:
 
 def test_the_launcher_imports_no_framework(launcher: Launcher) -> None:
     # The comparison of the workers' paces is imported later, while they take their first steps.
-    modules = "phalanx.cli.main, phalanx.launcher.run_command, phalanx.launcher.straggler_watch"
+    modules = "phalanx.cli.main, phalanx.launcher.job_runner, phalanx.launcher.straggler_watch"
     code = f"import sys, {modules}; print({{'keras', 'numpy'}} & {{*sys.modules}})"
     assert launcher.python("-c", code).out.strip() == "set()"
 

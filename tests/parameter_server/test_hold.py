@@ -1,4 +1,4 @@
-"""While the chief saves, no worker makes a step, and managed sessions begin when the chief is ready. Without processes."""
+"""While the chief saves, no worker makes a step; managed sessions begin when the chief is ready. Without processes."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import pytest
 
 import phalanx
 from phalanx import ReduceOp
-from phalanx.keras_compat import hook
+from phalanx.keras_compat import trainer_hook
 from phalanx.strategies.strategy import Strategy
 from phalanx.training import model_dispatch
 from tests.support.seeds import set_random_seed
@@ -277,7 +277,7 @@ def models_outside_scopes_are_kerass_own(setting: Setting) -> dict[str, Any]:
     history, weights = _train_own_data(setting.rank)
     model = classifier()
     assert model_dispatch.member_of(model) is None
-    hook.uninstall()
+    trainer_hook.uninstall()
     other_history, other_weights = _train_own_data(setting.rank)
     assert history == other_history
     for left, right in zip(weights, other_weights, strict=True):
@@ -293,14 +293,14 @@ def _methods() -> dict[str, Any]:
 
 @scenario(plain=False)
 def the_hook_comes_out(setting: Setting) -> dict[str, Any]:
-    hook.uninstall()
+    trainer_hook.uninstall()
     before = _methods()
     with setting.strategy.scope():
         inside = _methods()
     assert all(inside[name] is not before[name] for name in before)
-    hook.uninstall()
+    trainer_hook.uninstall()
     assert _methods() == before
-    hook.uninstall()
+    trainer_hook.uninstall()
     assert _methods() == before
     return {}
 
@@ -308,7 +308,7 @@ def the_hook_comes_out(setting: Setting) -> dict[str, Any]:
 @scenario(plain=False)
 def a_single_replica_is_plain_keras(setting: Setting) -> dict[str, Any]:
     """To the last bit, in the default strategy and in `OneDeviceStrategy`, whatever the job around."""
-    hook.uninstall()
+    trainer_hook.uninstall()
     expected = _train_own_data(0)
     one = phalanx.OneDeviceStrategy("/cpu:0")
     assert one.num_replicas_in_sync == 1

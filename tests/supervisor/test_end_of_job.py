@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import pytest
 
 from phalanx.cluster.admission import PROBE, ProbeService
-from phalanx.cluster.compatibility import JobFacts
 from phalanx.cluster.resolvers.tf_config import read_cluster
 from phalanx.cluster.spec import ClusterSpec, Task
+from phalanx.cluster.task_comparison import JobFacts
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.config.job_config import JobConfig
 from phalanx.evaluator.end_of_job import EndOfJobPatience, JobEndDetector, JobSign, JobSignPoller, patience

@@ -11,7 +11,7 @@ from tests.training.jobs import ROOT, environment
 PROGRAM = """
 import threading
 
-from phalanx.training.recovery import compile_in_background
+from phalanx.training.elastic_recovery import compile_in_background
 
 begun = threading.Event()
 

@@ -14,7 +14,7 @@ from phalanx.cluster.resolvers.slurm import SlurmClusterResolver
 from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver
 from phalanx.cluster.spec import ClusterSpec
 from phalanx.config.environment import process_environment
-from phalanx.config.variables import TF_CONFIG
+from phalanx.config.environment_variables import TF_CONFIG
 from phalanx.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from phalanx.cluster.spec import ClusterSpec, Task, is_index
 from phalanx.config.environment import process_environment
-from phalanx.config.variables import DEFAULT_PORT_BASE, PORT_BASE
+from phalanx.config.environment_variables import DEFAULT_PORT_BASE, PORT_BASE
 from phalanx.devices.gpu_count import count_gpus
 from phalanx.errors import ConfigurationError
 

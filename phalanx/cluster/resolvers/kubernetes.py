@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from phalanx.cluster.resolvers.base_resolver import ClusterResolver, port_base, whole_number
 from phalanx.cluster.spec import WORKER, ClusterSpec, Task
-from phalanx.config.variables import NUM_WORKERS, SERVICE
+from phalanx.config.environment_variables import NUM_WORKERS, SERVICE
 from phalanx.errors import ConfigurationError
 
 _READER = "KubernetesClusterResolver"

@@ -10,7 +10,7 @@ from pathlib import Path
 from phalanx.cluster.resolvers.base_resolver import ClusterResolver, port_base, whole_number
 from phalanx.cluster.resolvers.host_list import HostTasks, expand_counts, expand_host_list, parse_hosts, worker_cluster
 from phalanx.cluster.spec import WORKER, ClusterSpec, Task
-from phalanx.config.variables import HOSTS, PORT_BASE
+from phalanx.config.environment_variables import HOSTS, PORT_BASE
 from phalanx.errors import ConfigurationError
 
 _READER = "MPIClusterResolver"

@@ -8,7 +8,7 @@ from typing import Any
 
 from phalanx.cluster.resolvers.base_resolver import ClusterResolver
 from phalanx.cluster.spec import ClusterSpec, Task, check_task_type, is_index
-from phalanx.config.variables import TF_CONFIG
+from phalanx.config.environment_variables import TF_CONFIG
 from phalanx.errors import ConfigurationError
 
 EXAMPLE = '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type": "worker", "index": 0}}'

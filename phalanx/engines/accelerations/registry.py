@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from phalanx.config.environment import process_environment
-from phalanx.config.variables import ACCELERATIONS
+from phalanx.config.environment_variables import ACCELERATIONS
 from phalanx.errors import ConfigurationError
 
 KNOWN: Mapping[str, str] = {

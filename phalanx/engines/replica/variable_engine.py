@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from phalanx.data.elements import ElementStructure
+from phalanx.data.dataset_elements import ElementStructure
 from phalanx.engines import step_logs
 from phalanx.engines.batch_packing import BatchPacking
 from phalanx.engines.engine import Batch, MergeProtocol

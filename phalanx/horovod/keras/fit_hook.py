@@ -20,7 +20,7 @@ from phalanx.engines.step_layout import MergeWeight, StepLayout
 from phalanx.horovod import operations, step_reports
 from phalanx.horovod.compression import compressed
 from phalanx.horovod.operation_request import OperationKind
-from phalanx.keras_compat import hook
+from phalanx.keras_compat import trainer_hook
 from phalanx.keras_compat.patching import set_untracked
 from phalanx.monitoring import timeline
 from phalanx.training import model_dispatch
@@ -31,7 +31,7 @@ Array = np.ndarray[Any, Any]
 
 def install() -> None:
     """Make `fit` use these train functions for models with a DistributedOptimizer; safe to call again."""
-    hook.choose_train_function(_train_function)
+    trainer_hook.choose_train_function(_train_function)
 
 
 def _train_function(model: Any, make: Callable[[], None]) -> Callable[..., Any] | None:

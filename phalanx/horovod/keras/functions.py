@@ -9,8 +9,8 @@ import keras
 import numpy as np
 
 from phalanx.horovod import operations
-from phalanx.horovod.bindings import ArrayFramework, check_integers_preserved
 from phalanx.horovod.compression import Compression
+from phalanx.horovod.framework_bindings import ArrayFramework, check_integers_preserved
 from phalanx.horovod.operation_request import Array, OperationKind
 from phalanx.horovod.process_sets import ProcessSet, global_process_set
 

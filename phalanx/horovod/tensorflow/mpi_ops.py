@@ -17,8 +17,8 @@ import tensorflow as tf
 from phalanx.engines.replica.tensorflow.host_calls import linear
 from phalanx.errors import ConfigurationError
 from phalanx.horovod import basics, operations
-from phalanx.horovod.bindings import make_function
 from phalanx.horovod.compression import compressed
+from phalanx.horovod.framework_bindings import make_function
 from phalanx.horovod.operation_request import Array, OperationKind
 from phalanx.horovod.operations import Arguments, Average, Sum, barrier, join
 from phalanx.horovod.process_sets import ProcessSet, get_process_set_ids_and_ranks, global_process_set

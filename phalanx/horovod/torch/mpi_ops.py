@@ -12,7 +12,7 @@ import torch
 
 from phalanx.errors import ConfigurationError
 from phalanx.horovod import operations
-from phalanx.horovod.bindings import ARRAY_FUNCTIONS, make_function, poll, synchronize
+from phalanx.horovod.framework_bindings import ARRAY_FUNCTIONS, make_function, poll, synchronize
 from phalanx.horovod.operation_request import HorovodOp, OperationKind
 from phalanx.horovod.operations import Arguments, Average, PendingResult, Sum, barrier, check_op
 from phalanx.horovod.process_sets import ProcessSet, global_process_set

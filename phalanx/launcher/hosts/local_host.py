@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from msgspec.structs import replace
 
 from phalanx.config.environment import process_environment
-from phalanx.config.variables import SNAPSHOTS
+from phalanx.config.environment_variables import SNAPSHOTS
 from phalanx.devices.gpu_assignment import worker_gpu_variables
 from phalanx.devices.gpu_count import HIDE_GPUS, count_gpus
 from phalanx.launcher.host_messages import CheckpointBeforeExit, Event, Started, WorkerSpec

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
-from phalanx.config.variables import DEFAULT_SSH, REMOTE_PYTHON, SSH
+from phalanx.config.environment_variables import DEFAULT_SSH, REMOTE_PYTHON, SSH
 from phalanx.errors import ConfigurationError
 from phalanx.launcher.host_messages import Answer, Command, LineReader, Start
 from phalanx.launcher.orphan_reaper import await_end

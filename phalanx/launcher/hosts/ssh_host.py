@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from phalanx.config.environment import process_environment
-from phalanx.config.variables import REMOTE_PYTHON
+from phalanx.config.environment_variables import REMOTE_PYTHON
 from phalanx.errors import ConfigurationError, RendezvousError
 from phalanx.launcher.host_messages import (
     Command,

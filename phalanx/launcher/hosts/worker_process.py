@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from phalanx.config.variables import LISTEN_FD, PROGRESS_FILE, WORKER_BOOTSTRAP
+from phalanx.config.environment_variables import LISTEN_FD, PROGRESS_FILE, WORKER_BOOTSTRAP
 from phalanx.launcher.host_messages import Event, Exited, Output, WorkerSpec
 from phalanx.launcher.hosts.output_streams import OutputStreams, TerminalSize, WorkerStreams, set_terminal_size
 from phalanx.launcher.hosts.worker_files import WorkerFiles

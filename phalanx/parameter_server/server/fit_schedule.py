@@ -22,7 +22,7 @@ import numpy as np
 from phalanx.parameter_server.server.bounded_staleness import BoundedStaleness
 from phalanx.parameter_server.server.epoch_batches import EpochBatches, LostBatches
 from phalanx.parameter_server.server.epoch_reports import EpochReports
-from phalanx.parameter_server.server.tickets import OutstandingTickets
+from phalanx.parameter_server.server.outstanding_tickets import OutstandingTickets
 from phalanx.parameter_server.server_messages import EpochOver, FitOver, Ticket, UpdateRules
 from phalanx.parameter_server.server_protocol import Worker
 

@@ -17,8 +17,8 @@ from enum import Enum, auto
 import msgspec
 
 from phalanx.cluster.admission import DISAGREEMENT
-from phalanx.cluster.compatibility import TaskDescription, describe_disagreement
 from phalanx.cluster.spec import Task
+from phalanx.cluster.task_comparison import TaskDescription, describe_disagreement
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.errors import FrameError, PhalanxError
 from phalanx.parameter_server.server import replication

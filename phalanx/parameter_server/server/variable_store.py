@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from phalanx.arrays.allocation import copy_arrays
-from phalanx.cluster.compatibility import describe_difference
+from phalanx.cluster.task_comparison import describe_difference
 from phalanx.errors import CollectiveTimeoutError, DisagreementError
 from phalanx.parameter_server import server_messages as messages
 from phalanx.parameter_server.server.declared_shards import CopyArrays, DeclaredShards, Gradient, gather_rows

@@ -13,7 +13,7 @@ import numpy as np
 from keras import tree
 
 from phalanx.engines.updater import why_not_by_rows
-from phalanx.keras_compat.internals import Functional
+from phalanx.keras_compat.keras_internals import Functional
 from phalanx.keras_compat.optimizer_slots import OptimizerSlot
 from phalanx.parameter_server.table_rows import NUMBER
 

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from phalanx.keras_compat import model_state
-from phalanx.keras_compat.internals import keras_trainer
+from phalanx.keras_compat.keras_internals import keras_trainer
 
 
 def accumulation_steps(model: Any) -> int:

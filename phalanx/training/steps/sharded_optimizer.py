@@ -45,7 +45,7 @@ import keras
 import numpy as np
 
 from phalanx.arrays.flat_buffer import UNIT, FlatBuffer
-from phalanx.collectives.factory import shared_block
+from phalanx.collectives.communicator_factory import shared_block
 from phalanx.collectives.host.shared_segment import SharedSegment
 from phalanx.config.job_config import uses_sharded_optimizer
 from phalanx.engines import make_updater

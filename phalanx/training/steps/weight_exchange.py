@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from phalanx.collectives.communicator import Array, Communicator, Handle
-from phalanx.collectives.keyed import broadcast_named
+from phalanx.collectives.keyed_collectives import broadcast_named
 from phalanx.compression import CompressedReducer, Compression
 from phalanx.compression.base_compression import State, below
 from phalanx.training.replica import Replica

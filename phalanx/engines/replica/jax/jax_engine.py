@@ -27,7 +27,7 @@ import numpy as np
 from keras import tree
 
 from phalanx.arrays.tree import map_leaves
-from phalanx.data.elements import ElementStructure
+from phalanx.data.dataset_elements import ElementStructure
 from phalanx.engines import step_logs
 from phalanx.engines.batch_packing import BatchPacking
 from phalanx.engines.engine import Batch, Exchange, MergeProtocol

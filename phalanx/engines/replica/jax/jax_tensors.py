@@ -11,7 +11,7 @@ import numpy as np
 
 from phalanx.engines.tensors import Gradient, HostFunction, Shape, same_shape
 from phalanx.errors import UnsupportedError
-from phalanx.keras_compat.internals import in_stateless_scope
+from phalanx.keras_compat.keras_internals import in_stateless_scope
 
 
 class JaxTensors:

@@ -19,7 +19,7 @@ import tensorflow as tf
 from keras import tree
 
 from phalanx.arrays.tree import leaves, map_leaves
-from phalanx.data.elements import ElementStructure
+from phalanx.data.dataset_elements import ElementStructure
 from phalanx.engines import step_logs
 from phalanx.engines.accelerations import registry
 from phalanx.engines.accelerations.tensorflow_fused_adam import fused_adam

@@ -45,7 +45,7 @@ def all_from_host(arrays: Sequence[Array], device: Any) -> list[Any]:
 
 
 def cut_merged(layout: StepLayout, flats: Sequence[Array], device: Any) -> tuple[list[Array], list[Any]]:
-    """The arrays inside the flat buffers of a layout, and the same as tensors: over their memory, or copied to a GPU."""
+    """The arrays inside a layout's flat buffers, and as tensors: over their memory, or copied to a GPU."""
     arrays: list[Array] = layout.cut(flats)
     if device.type == "cpu":
         return arrays, [from_host(array) for array in arrays]

@@ -18,7 +18,7 @@ import torch
 from keras import tree
 
 from phalanx.arrays.tree import map_leaves
-from phalanx.data.elements import ElementStructure
+from phalanx.data.dataset_elements import ElementStructure
 from phalanx.engines import step_logs
 from phalanx.engines.accelerations import registry
 from phalanx.engines.accelerations.torch_fused_adam import fused_adam

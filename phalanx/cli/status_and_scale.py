@@ -11,9 +11,9 @@ import click
 @click.option("--job", help="Only this job.")
 def status(job: str | None) -> None:
     """Show the elastic jobs (--workers MIN:MAX) that run here: members, generation, step, speed."""
-    from phalanx.launcher import job_status
+    from phalanx.launcher import status_report
 
-    sys.exit(job_status.status(job))
+    sys.exit(status_report.status(job))
 
 
 @click.command()
@@ -21,6 +21,6 @@ def status(job: str | None) -> None:
 @click.option("-n", "--workers", type=click.IntRange(min=1), required=True, help="The new number of workers.")
 def scale(job: str | None, workers: int) -> None:
     """Change the number of workers of an elastic job, between its MIN and MAX."""
-    from phalanx.launcher import job_status
+    from phalanx.launcher import status_report
 
-    sys.exit(job_status.scale(job, workers))
+    sys.exit(status_report.scale(job, workers))

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from phalanx.launcher.host_messages import Event
-from phalanx.launcher.hosts.base import WorkerHost
+from phalanx.launcher.hosts.base_host import WorkerHost
 
 POLL_S = 0.05
 """Between two looks at hosts that cannot wake the selector."""

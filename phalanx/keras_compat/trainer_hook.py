@@ -29,7 +29,7 @@ from typing import Any, Protocol
 import keras
 
 from phalanx.keras_compat.global_batch_norm import synchronizing
-from phalanx.keras_compat.internals import keras_trainer
+from phalanx.keras_compat.keras_internals import keras_trainer
 from phalanx.keras_compat.optimizer_applies import stray_merge
 from phalanx.keras_compat.patching import ClassPatches, defining_class
 

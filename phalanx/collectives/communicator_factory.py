@@ -15,11 +15,11 @@ from phalanx.collectives.autotune.autotune_log import AutotuneLog
 from phalanx.collectives.autotune.autotuned_algorithm import AutotunedAlgorithm, TunableAlgorithm
 from phalanx.collectives.communicator import Communicator
 from phalanx.collectives.host import shared_segment as segments
-from phalanx.collectives.host.hierarchical import HierarchicalAlgorithm
+from phalanx.collectives.host.hierarchical_algorithm import HierarchicalAlgorithm
 from phalanx.collectives.host.host_communicator import HostCommunicator
 from phalanx.collectives.host.mesh import Mesh
-from phalanx.collectives.host.ring import RingAlgorithm
-from phalanx.collectives.host.shared_memory import (
+from phalanx.collectives.host.ring_algorithm import RingAlgorithm
+from phalanx.collectives.host.shared_memory_algorithm import (
     MIN_SLOT_BYTES,
     SLOT_BYTES,
     TUNED_SLOT_BYTES,

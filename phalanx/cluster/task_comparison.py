@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from phalanx.cluster.spec import CHIEF, PS, TASK_TYPES, WORKER, ClusterSpec
-from phalanx.config.variables import KERAS_BACKEND, SEED
+from phalanx.config.environment_variables import KERAS_BACKEND, SEED
 
 COMPARED_TYPES = (CHIEF, WORKER, PS)
 """Some tasks may list the evaluator in their cluster and others not, since no task waits for it."""

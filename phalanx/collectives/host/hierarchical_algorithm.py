@@ -19,7 +19,7 @@ import numpy as np
 from phalanx.cluster.membership import Membership
 from phalanx.collectives.fusion_layout import byte_view
 from phalanx.collectives.host.algorithm import CollectiveAlgorithm, Reduction, Views
-from phalanx.collectives.host.ring import RingAlgorithm
+from phalanx.collectives.host.ring_algorithm import RingAlgorithm
 from phalanx.collectives.operation import CollectiveCall
 from phalanx.collectives.reduction import finish
 
