@@ -54,7 +54,11 @@ class ElasticRecovery:
         self._was_chief = self._replica.is_chief
         self._generation = self._replica.generation
         self._compiled: dict[int, set[int]] = {}  # world sizes, and global batches whose parts were compiled for them
-        chiefs = callback_list.chief_only_callbacks(state.arguments.callbacks)
+        self._chief_callback_states: CallbackStateTracker | None = None
+
+    def track_callbacks(self) -> None:
+        """See `FitRecorder.track_callbacks`."""
+        chiefs = callback_list.chief_only_callbacks(self._state.arguments.callbacks)
         self._chief_callback_states = CallbackStateTracker(chiefs)
 
     # While the members change.
@@ -101,6 +105,7 @@ class ElasticRecovery:
         """After each epoch all ranks learn the state of the chief's own callbacks, in case they become chief."""
         # A collective in any case: ranks may have been passed different callbacks (`if rank == 0: ...`).
         waiting = callback_list.chief_only_callbacks(self._state.arguments.callbacks)
+        assert self._chief_callback_states is not None, "the callbacks are tracked before the first step"
         own = self._chief_callback_states.changes(waiting)
         self._recorder.callback_states()  # what differs now may not differ when a position is recorded
         chiefs: Any = self.retry(lambda: self._replica.broadcast_from_chief(own))

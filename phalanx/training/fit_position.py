@@ -67,7 +67,11 @@ class FitRecorder:
         self.applied = 0
         self._model = replica_model
         self._state = state
-        self._callback_states = CallbackStateTracker(state.arguments.callbacks)
+        self._callback_states: CallbackStateTracker | None = None
+
+    def track_callbacks(self) -> None:
+        """The callbacks have their model and parameters: what they know from here on they have learnt."""
+        self._callback_states = CallbackStateTracker(self._state.arguments.callbacks)
 
     def record_step(self, batch: JointBatch) -> None:
         """A step was taken; where the stepper does not merge every step, only by each rank for itself."""
@@ -93,6 +97,7 @@ class FitRecorder:
 
     def callback_states(self) -> list[tuple[str, bytes]]:
         """What the callbacks have learnt since this `fit` began."""
+        assert self._callback_states is not None, "the callbacks are tracked before the first step"
         return self._callback_states.changes(self._state.arguments.callbacks)
 
     def position(self) -> FitPosition:

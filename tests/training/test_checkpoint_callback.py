@@ -141,6 +141,25 @@ def test_other_callbacks_remember_what_they_knew(tmp_path: Path) -> None:
     same(undisturbed, fit(tmp_path / "b", stopping()))  # is over, with the best weights
 
 
+def test_what_callbacks_are_given_before_the_training_is_not_learnt(tmp_path: Path) -> None:
+    class Placed(keras.callbacks.Callback):
+        """Derives where it writes when it gets its model, as `TensorBoard` does."""
+
+        def __init__(self, place: str):
+            super().__init__()
+            self._place = place
+
+        def set_model(self, model: Any) -> None:
+            super().set_model(model)
+            self.writes_to = f"{self._place}/train"
+
+    with pytest.raises(Broken):
+        fit(tmp_path, Placed("first"), BreakOff(17))
+    second = Placed("second")
+    fit(tmp_path, second)
+    assert second.writes_to == "second/train"
+
+
 def test_the_newest_are_kept_and_a_finished_fit_is_not_repeated(tmp_path: Path) -> None:
     first = fit(tmp_path, keep=2)
     assert len(checkpoints(tmp_path)) == 2
