@@ -117,6 +117,8 @@ class ReplicaCoordination:
         try:
             yield
             # Not after an exception: the ranks may be at different steps then, and must not wait for each other.
+            if batches.done % self.steps_per_group:  # else `end_group` was called after the last step
+                self._stops_within_epoch()
             merged = stepper.finish(self._retry)
             if self._recorder is not None:
                 self._recorder.record_merge(merged)
@@ -177,14 +179,12 @@ class ReplicaCoordination:
 
     def end_group(self, step: int) -> bool:
         """See `Coordination.end_group`."""
-        state, model = self._state, self._model
-        if state.stepper.is_merged and (state.stop_requested or (state.watched and self._any_stops())):
-            model.stop_training = True
+        if self._stops_within_epoch():
             return True
         # Between two groups all ranks have the same state: here checkpoints are taken, and members join.
         if self._checkpointing is not None:
             self._checkpointing.save_if_due()
-        if not state.is_last(step):
+        if not self._state.is_last(step):
             self._meet_between_steps()
         return False
 
@@ -248,6 +248,14 @@ class ReplicaCoordination:
     def _any_stops(self) -> bool:
         """Whether a callback of any rank has set `stop_training`."""
         return self._retry(lambda: self._replica.any(self._model.stop_training))
+
+    def _stops_within_epoch(self) -> bool:
+        """After a group of steps: whether the epoch stops, which callbacks of all ranks see then."""
+        state = self._state
+        stops = state.stepper.is_merged and (state.stop_requested or (state.watched and self._any_stops()))
+        if stops:
+            self._model.stop_training = True
+        return stops
 
     def _meet_between_steps(self) -> None:
         """Where steps are not merged, do what their merge does besides: admit members, and tell all ranks whether to

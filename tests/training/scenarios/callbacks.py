@@ -173,6 +173,23 @@ def stopped_before_the_first_step(setting: Setting) -> dict[str, Any]:
     return {"between": between, "at once": at_once, "steps": steps}
 
 
+@scenario(backends=("jax", "tensorflow"), quick=ONE_BACKEND)
+def stopped_in_an_incomplete_group(setting: Setting) -> dict[str, Any]:
+    """By the last rank alone, after the last of five steps in groups of three: all know it when the epoch ends."""
+    seen: list[bool] = []
+
+    class Stop(callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 5 and setting.rank == setting.world_size - 1:
+                self.model.stop_training = True
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            seen.append(bool(self.model.stop_training))
+
+    found = fitted(compiled(setting, steps_per_execution=3), batch_size=7, callbacks=[Stop()], epochs=3)
+    return found | {"seen": seen}
+
+
 @scenario()
 def outputs_seen_by_callbacks(setting: Setting) -> dict[str, Any]:
     """They are those of all replicas, and of all batches of an execution."""
