@@ -11,6 +11,8 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
+from keras.callbacks import CallbackList
+
 from phalanx.data import ShardedInput, shard_input
 from phalanx.data.numbered_batches import NumberedBatches
 from phalanx.data.shuffling import Shuffling
@@ -109,11 +111,12 @@ class ParameterServerTrainer:
         )
 
     def _build_callbacks(self, arguments: FitArguments, source: ShardedInput) -> Any:
-        worker = self._worker
+        worker, callbacks = self._worker, arguments.callbacks
         validates = worker.workers > 1 and arguments.validation_data is not None
-        heartbeat = [ValidationHeartbeat(worker.client)] if validates else []
+        if validates and not isinstance(callbacks, CallbackList):
+            callbacks = [*flatten_callbacks(callbacks), ValidationHeartbeat(worker.client)]
         return callback_list.build_callback_list(
-            [*flatten_callbacks(arguments.callbacks), *heartbeat],
+            callbacks,
             self._model,
             is_chief=worker.is_chief,
             replicas=worker.workers,
