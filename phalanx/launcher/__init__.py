@@ -1,6 +1,6 @@
 """Starts, supervises and ends the processes of a job. Runs in the launcher; what runs inside workers is `runtime`.
 
-    run_command, launch_function, local_replicas    a job from the command line, from Python, of MirroredStrategy
+    job_runner, launch_function, local_replicas    a job from the command line, from Python, of MirroredStrategy
     job_request, worker_placement                   what runs where; worker_environment: with which variables
     job_supervisor                                  the loop over a job's life, and its decisions:
         shutdown, task_table, exit_handler            states of the job and its tasks, and what an exit changes

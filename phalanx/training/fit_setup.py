@@ -86,13 +86,17 @@ def prepare_fit(replica_model: ReplicaModel, arguments: FitArguments, resumption
     state.watched_validation = any_rank(callback_list.has_batch_hooks(arguments.callbacks, "test"))
     state.chief_adds_logs = any_rank(callback_list.chief_may_add_logs(arguments.callbacks))
     build_fit_callbacks(replica_model, state, arguments.callbacks)
-    if fit.recorder is not None:
-        fit.recorder.track_callbacks()
-    if recovery is not None:
-        recovery.track_callbacks()
-        state.source.disable_prefetch()  # batches that were read ahead could not be cut again
-    elif isinstance(state.stepper, SynchronousStepper) and not repeats:
-        state.stepper = replica_model.sharded_stepper(state.callbacks) or state.stepper
+    try:
+        if fit.recorder is not None:
+            fit.recorder.track_callbacks()
+        if recovery is not None:
+            recovery.track_callbacks()
+            state.source.disable_prefetch()  # batches that were read ahead could not be cut again
+        elif isinstance(state.stepper, SynchronousStepper) and not repeats:
+            state.stepper = replica_model.sharded_stepper(state.callbacks) or state.stepper
+    except BaseException:  # a lost peer, Ctrl-C: the callbacks are the program's own again
+        callback_list.restore_hooks(state.callbacks)
+        raise
     # A custom `train_step` may update weights without the engine's knowledge.
     overridden = type(model).train_step is not keras.Model.train_step
     checks_step = overridden and state.stepper.merges_every_step and not replica.is_alone
