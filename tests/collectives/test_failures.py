@@ -39,6 +39,15 @@ all_kinds = pytest.mark.parametrize(
     ],
 )
 
+one_kind = pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, id=kind.name, marks=[] if kind.name == "ring3" else pytest.mark.slow)
+        for kind in SEVERAL + MORE
+    ],
+)
+"""For tests that wait until a time is up."""
+
 NOTICED_S = 5.0
 """What the project promises; a death is noticed in milliseconds."""
 
@@ -247,7 +256,7 @@ def test_an_interrupt_inside_a_collective_ends_the_others(kind: Kind) -> None:
 # ------------------------------------------------------------------- slow members
 
 
-@all_kinds
+@one_kind
 def test_a_member_that_does_not_come_is_named_when_the_time_is_up(kind: Kind) -> None:
     absent = kind.world_size - 1
     read, write = os.pipe()  # from each of the others, when it has given up
@@ -275,7 +284,7 @@ def test_a_member_that_does_not_come_is_named_when_the_time_is_up(kind: Kind) ->
         assert "py-spy" in str(outcome.error)
 
 
-@all_kinds
+@one_kind
 def test_a_stopped_member_is_named_when_the_time_is_up(kind: Kind) -> None:
     stopped = 1
 

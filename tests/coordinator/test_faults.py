@@ -78,6 +78,7 @@ def test_a_killed_workers_function_runs_elsewhere_and_the_worker_comes_back(star
     assert (tasks.folder / "came back").exists()
 
 
+@pytest.mark.slow
 def test_a_late_worker_runs_too_and_what_is_saved_on_the_way_is_of_one_moment(tmp_path: Path) -> None:
     program = ["-m", "tests.coordinator.counting", str(tmp_path)]
     with Tasks(tmp_path, program, servers=2, workers=2, backend=FIRST, chief=True) as tasks:
@@ -172,6 +173,7 @@ coordinator.join()
 """
 
 
+@pytest.mark.slow
 def test_a_worker_that_alone_does_not_reach_a_server_ends_and_its_function_runs_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(CUT_OFF)
     program = [str(tmp_path / "program.py"), str(tmp_path)]

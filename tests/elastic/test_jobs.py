@@ -100,6 +100,7 @@ def test_two_are_killed_the_chief_among_them_and_return(tmp_path, undisturbed):
     assert "worker/1 was killed by SIGKILL; starting it again (1 of 10)" in run.output
 
 
+@pytest.mark.slow
 def test_one_that_returns_reads_what_all_compare(tmp_path):
     """The first batches of each epoch of a PyDataset are compared between the ranks: the loss comes in between two
     steps, and the other takes none alone where two are needed."""
@@ -137,6 +138,7 @@ def test_one_that_returns_takes_part(tmp_path, undisturbed):
     assert {event["rank"] for event in steps} == {2}
 
 
+@pytest.mark.slow
 def test_replicas_that_meet_rarely(tmp_path):
     """What a lost one did since they met is lost with it, the chief's too; they go on, and it comes back."""
     run = Run(tmp_path / "run", FIRST, "1:3", "--period", "7", "--kill", "worker/0:1:10th", "--hold", "0.6", epochs=6)
@@ -193,6 +195,7 @@ def test_a_loop_of_ones_own(tmp_path):
     assert all(resets >= 1 for _, _, resets in results[:1])
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_that_fits(tmp_path):
     """A loss within a `fit` is survived there, and who was lost comes back at a commit, to what the others have."""
     done = subprocess.run(
@@ -214,6 +217,7 @@ def test_a_loop_of_ones_own_that_fits(tmp_path):
     np.testing.assert_allclose(weights[0], np.ones((4, 1)), atol=0.05)
 
 
+@pytest.mark.slow
 def test_fewer_and_more_are_wanted(tmp_path, undisturbed):
     """`phalanx scale`, while the job runs: the model is the same all the same."""
     environment = {**os.environ, "KERAS_BACKEND": FIRST, "PHALANX_JOBS": str(tmp_path / "jobs")}

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.support.backends import BACKENDS
+from tests.support.backends import BACKENDS, slow_after_the_first
 
 PROGRAM = """
 import os, phalanx
@@ -32,7 +32,7 @@ def run(backend: str, before: str) -> list[str]:
     return found.stdout.split("\n")[:-1]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", slow_after_the_first())
 def test_memory_grows(backend: str) -> None:
     assert run(backend, "") == ["true false", "3.0"]
 

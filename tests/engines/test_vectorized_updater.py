@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.support.backends import BACKENDS
+from tests.support.backends import slow_after_the_first
 from tests.support.commands import ROOT, finish
 
 PROGRAM = """
@@ -97,7 +97,7 @@ for optimizer in Adam(clipnorm=1.0), SGD(global_clipnorm=1.0), Lamb():
 """
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", slow_after_the_first())
 def test_a_vector_of_variables_is_updated_as_they_are(backend: str) -> None:
     environment = {**os.environ, "KERAS_BACKEND": backend, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
     code, output = finish([sys.executable, "-c", PROGRAM], environment, bound_s=300)

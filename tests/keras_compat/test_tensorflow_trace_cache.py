@@ -173,6 +173,7 @@ def test_an_error_in_the_middle_of_a_graph_counts_as_what_it_was() -> None:
     assert "direct cause" in done.stderr
 
 
+@pytest.mark.slow
 def test_batches_of_several_kinds() -> None:
     done = _run(PROGRAM)
     assert done.returncode == 0, done.stderr

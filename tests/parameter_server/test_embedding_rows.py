@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(600)
 Found = dict[str, Any]
 TOLERANCE = 1e-4
 
-CI_CASES = "alone alone_in_pieces synchronous_in_pieces"
+CI_CASES = "alone alone_in_pieces"
 
 
 def cases(*, exact: bool) -> list[Any]:
@@ -125,6 +125,7 @@ def _lazy_adam(table: np.ndarray, case: Case, rate: float) -> tuple[np.ndarray, 
 # A job of its own for what is measured, and for what is disturbed.
 
 
+@pytest.mark.slow
 def test_bytes_of_a_step_do_not_grow_with_the_table(tmp_path: Path) -> None:
     heights = (10_000, 100_000, 1_000_000)
     program = ["-m", "tests.parameter_server.embedding_traffic", str(tmp_path), *map(str, heights)]

@@ -81,6 +81,7 @@ def test_a_killed_worker_costs_no_step(start: Start, kind: str) -> None:
     assert steps(tasks) == (8 * BATCHES, True)
 
 
+@pytest.mark.slow
 def test_a_worker_that_comes_back_takes_part(start: Start) -> None:
     tasks = start("asynchronous", epochs=10_000, workers=2)
     trains(tasks)
@@ -127,6 +128,7 @@ def test_a_stopped_server_ends_the_job(start: Start) -> None:
     assert "ps/0 sent nothing before the deadline" in tasks.said("worker/0")
 
 
+@pytest.mark.slow
 def test_another_model_on_one_worker_is_named(start: Start) -> None:
     tasks = start("other model")
     assert tasks.ends("worker/1") == {"worker/1": DisagreementError.exit_code}
@@ -135,6 +137,7 @@ def test_another_model_on_one_worker_is_named(start: Start) -> None:
     assert "[8, 9] on this task" in tasks.said("worker/1")
 
 
+@pytest.mark.slow
 def test_other_metrics_on_one_worker_are_named(start: Start) -> None:
     tasks = start("other metrics")
     assert set(tasks.ends("worker/0", "worker/1").values()) == {DisagreementError.exit_code}
@@ -149,6 +152,7 @@ def test_other_data_on_one_worker_are_named(start: Start) -> None:
     assert "the values of this worker are not those of the chief" in tasks.said("worker/1")
 
 
+@pytest.mark.slow
 def test_updates_that_are_not_finite_are_left_out_and_counted(start: Start) -> None:
     tasks = start("not finite", epochs=3)
     assert set(tasks.ends().values()) == {0}
@@ -325,12 +329,14 @@ def test_updates_that_were_lost_count_for_schedules() -> None:
     np.testing.assert_allclose(updater.values()[0], [-0.5])
 
 
+@pytest.mark.slow
 def test_layers_that_set_their_own_weights_are_refused(start: Start) -> None:
     tasks = start("spectral")
     assert set(tasks.ends("worker/0", "worker/1").values()) == {UnsupportedError.exit_code}
     assert "sets its own weights when it is called" in tasks.said("worker/0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["synchronized", "first"])
 def test_normalization_over_all_batches_is_refused_where_workers_do_not_wait_for_all(start: Start, kind: str) -> None:
     tasks = start(kind)
@@ -338,11 +344,13 @@ def test_normalization_over_all_batches_is_refused_where_workers_do_not_wait_for
     assert "is a BatchNormalization(synchronized=True)" in tasks.said("worker/0")
 
 
+@pytest.mark.slow
 def test_normalization_that_is_frozen_meets_nobody(start: Start) -> None:
     tasks = start("synchronized and frozen", epochs=1)
     assert set(tasks.ends("worker/0", "worker/1").values()) == {0}, tasks.everything()
 
 
+@pytest.mark.slow
 def test_a_chief_without_a_part_in_the_last_steps_knows_how_many_there_are(start: Start) -> None:
     tasks = start("late chief", epochs=2)
     assert set(tasks.ends("worker/0", "worker/1").values()) == {0}, tasks.everything()

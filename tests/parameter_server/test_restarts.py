@@ -46,6 +46,7 @@ def test_a_killed_server_goes_on_from_its_snapshot(start: Start, tmp_path: Path,
     assert not list((tmp_path / "snapshots").iterdir())
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_come_back_ends_all_with_its_name(start: Start, tmp_path: Path) -> None:
     settings = {"SNAPSHOT_DIR": str(tmp_path / "snapshots"), "PHALANX_RETURN_TIMEOUT": "3"}
     tasks = start("asynchronous", epochs=10_000, servers=2, settings=settings)
@@ -72,6 +73,7 @@ def test_a_server_that_comes_back_without_a_snapshot_says_so(start: Start, tmp_p
     assert "ps/0 was killed and started again, and has no snapshot of this training" in tasks.said("worker/0")
 
 
+@pytest.mark.slow
 def test_a_worker_that_comes_after_the_chief_has_ended_with_an_error_ends_as_well(start: Start, tmp_path: Path) -> None:
     snapshots = tmp_path / "snapshots"
     tasks = start("late worker", epochs=10_000, settings={"SNAPSHOT_DIR": str(snapshots)})
@@ -133,6 +135,7 @@ def undisturbed(folder: Path, epochs: int) -> list[np.ndarray[Any, Any]]:
         return weights(tasks)
 
 
+@pytest.mark.slow
 def test_a_server_that_was_stopped_does_not_take_the_workers_for_late(start: Start) -> None:
     tasks = start("synchronous", epochs=10_000, timeout_s=5)
     trains(tasks)
@@ -187,6 +190,7 @@ def test_with_copies_killed_servers_cost_no_update(start: Start, tmp_path: Path,
         np.testing.assert_allclose(found, expected, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_worker_that_has_asked_for_the_end_asks_a_new_head_as_well(start: Start) -> None:
     tasks = start("asks to stop", epochs=10_000, servers=2, settings={"REPLICATION": "2"})
     tasks.wait_for(lambda: (tasks.folder / "asked").exists(), "worker/1 asked")

@@ -13,16 +13,14 @@ import pytest
 
 from tests.parameter_server.cases import CASES
 from tests.parameter_server.tasks import Tasks
-from tests.support.backends import BACKENDS, FIRST
+from tests.support.backends import BACKENDS
 from tests.training.compare import assert_close
 
 pytestmark = pytest.mark.timeout(600)
 
 SERVERS = 2
 QUICK = ("alone_in_pieces_clipped", "alone_with_own_train_step", "synchronous_in_pieces_clipped", "asynchronous")
-"""On every backend. All other cases are quick on the first alone."""
-SLOW = ("asynchronous_in_bfloat16", "asynchronous_with_a_schedule", "asynchronous_looked_at", "alone_in_float64")
-"""On every backend: a case that is quick runs the same code."""
+"""On every backend. All other cases are slow: a case that is quick runs nearly the same code."""
 Found = dict[str, Any]
 TOLERANCE = 1e-4
 BATCHES = 6  # of an epoch: 101 samples in batches of 20
@@ -31,14 +29,11 @@ BATCHES = 6  # of an epoch: 101 samples in batches of 20
 def on_each_backend(*, exact: bool) -> pytest.MarkDecorator:
     """All cases with exact numbers, or all others, on all backends."""
 
-    def is_slow(backend: str, name: str) -> bool:
-        return name in SLOW if backend == FIRST else name not in QUICK
-
     names = [name for name, case in CASES.items() if case.exact is exact]
     return pytest.mark.parametrize(
         ("backend", "name"),
         [
-            pytest.param(backend, name, marks=pytest.mark.slow if is_slow(backend, name) else [])
+            pytest.param(backend, name, marks=[] if name in QUICK else pytest.mark.slow)
             for backend in BACKENDS
             for name in names
         ],

@@ -307,7 +307,7 @@ def test_what_a_killed_evaluator_left_is_removed_by_the_next_one(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     program = (
-        "import time; from phalanx.checkpoint.temporary_directory import scratch\n"
+        "import time; from phalanx.checkpoint.temporary_directory import temporary_directory\n"
         "with temporary_directory() as it: print(it, flush=True); time.sleep(99)"
     )
     processes = [

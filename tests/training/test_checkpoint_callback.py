@@ -91,8 +91,8 @@ def same(first: Any, second: Any) -> None:
         np.testing.assert_allclose(values, second.history.history[name], rtol=1e-5)
 
 
-@pytest.mark.parametrize("broken_at", [17, STEPS, 2 * STEPS + 12])
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("broken_at", [17, STEPS, pytest.param(2 * STEPS + 12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dropout", [0.0, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_a_fit_that_was_broken_off_ends_with_the_same_model_and_history(
     tmp_path: Path, broken_at: int, dropout: float
 ) -> None:

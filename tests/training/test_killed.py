@@ -139,7 +139,7 @@ def _kill_one(folder: Path, backend: str, victim: int, delay_s: float, text: str
 
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("in_shared_memory")
-@pytest.mark.parametrize("victim", [0, WORLD_SIZE - 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(WORLD_SIZE - 1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("backend", _backends())
 def test_survivors_of_a_killed_worker_end_and_name_it(tmp_path: Path, backend: str, victim: int) -> None:
     _kill_one(tmp_path, backend, victim, random.random())

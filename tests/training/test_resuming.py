@@ -104,7 +104,8 @@ def test_a_job_that_lost_a_worker_is_started_again_as_a_whole(launcher: Launcher
     program.equals(reference)
 
 
-@pytest.mark.parametrize("arguments", [("diloco",), pytest.param(("topk",), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [("diloco",), ("topk",)])
 @pytest.mark.parametrize("workers", ["2", pytest.param("2:2", marks=pytest.mark.slow)])
 def test_what_replicas_keep_to_themselves_is_saved(
     launcher: Launcher, arguments: tuple[str, ...], workers: str
