@@ -79,7 +79,7 @@ class FunctionQueue:
         return sum(len(worker.sent) for worker in self._workers.values())
 
     def clear_failure(self) -> None:
-        """The error has been told: go on with new functions."""
+        """The error has been raised: accept new functions."""
         assert not self._unfinished, "nothing runs any more when an error is told"
         self.failing = False
 

@@ -66,7 +66,7 @@ class SidecarEvaluator:
         batch_size: as in `model.evaluate`.
         verbose: as in `model.evaluate`.
         cluster_resolver: where the cluster and this task come from; None: as for strategies.
-        patience_s: where no port tells whether the job goes on (one worker by hand, no cluster): seconds without a new
+        patience_s: if no port tells whether the job continues (one worker by hand, no cluster): seconds without a new
             checkpoint after which it counts as over.
 
     Attributes:

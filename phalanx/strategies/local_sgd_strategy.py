@@ -30,7 +30,7 @@ class LocalSGDStrategy(MultiWorkerMirroredStrategy):
     Args:
         sync_every: steps between two exchanges.
         compression: of what is exchanged, as for gradients.
-        overlap: go on with the next steps while an exchange is under way; it then takes effect at the next one.
+        overlap: continue with the next steps during an exchange, which then takes effect at the next one.
         cluster_resolver, communication_options: as for `MultiWorkerMirroredStrategy`.
 
     Raises: ConfigurationError, RendezvousError, DisagreementError, as `MultiWorkerMirroredStrategy`.

@@ -78,8 +78,8 @@ class Strategy:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Number of replicas over which gradients are merged. In a job whose members come and go it is the number with
-        which the job began, at all times: what a program computes from it is then the same on all members."""
+        """Number of replicas over which gradients are merged. In an elastic job it is always the number with which the
+        job began, so that what a program computes from it is the same on all members."""
         return self._replica.replicas
 
     @property
