@@ -32,7 +32,7 @@ from phalanx.training.scope_registry import ScopedName
 class ClusterCoordinator:
     """Runs functions on the workers of a cluster with parameter servers.
 
-    Every task runs the same program. On the chief (task `chief`, else worker 0) this returns, and the program continues;
+    Every task runs the same program. On the chief (task `chief`, else worker 0) this returns;
     on the other workers the constructor runs functions until the chief's program is over, and then ends the process
     with exit code 0. So layers, models, optimizers and metrics that functions use are made before, in
     `strategy.scope()`, on all tasks alike: functions refer to them, and use the worker's own. Everything else that a

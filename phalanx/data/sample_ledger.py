@@ -115,7 +115,7 @@ def ledger() -> dict[int, np.ndarray[Any, Any]]:
     newest = SampleLedger.newest()
     if newest is None:
         raise ConfigurationError(
-            "There is no ledger: it is kept by `fit` over arrays and map-style DataLoaders, in elastic jobs (phalanx run "
-            "--workers MIN:MAX) or with a phalanx.callbacks.Checkpoint."
+            "There is no ledger: it is kept by `fit` over arrays and map-style DataLoaders, in elastic jobs "
+            "(phalanx run --workers MIN:MAX) or with a phalanx.callbacks.Checkpoint."
         )
     return {epoch: counts.copy() for epoch, counts in newest.epochs.items()}
