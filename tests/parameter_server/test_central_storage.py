@@ -27,7 +27,7 @@ __all__ = ["launcher"]
 pytestmark = pytest.mark.timeout(400)
 
 SLOW = pytest.mark.slow
-CI_CASES = ("adam", "own_train_step", "early_stopping", "single_batches")
+QUICK = ("adam", "own_train_step", "early_stopping", "single_batches")
 Found = dict[str, Any]
 TOLERANCE = 1e-4
 BOUND_S = 300
@@ -81,7 +81,7 @@ def _run(backend: str, folder: Path, names: Sequence[str], *before: str) -> None
 
 
 @pytest.mark.parametrize("backend", [name if name == "jax" else pytest.param(name, marks=SLOW) for name in BACKENDS])
-@pytest.mark.parametrize("name", [name if name in CI_CASES else pytest.param(name, marks=SLOW) for name in NAMES])
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=SLOW) for name in NAMES])
 def test_the_numbers_are_those_of_one_process(found: Callable[..., list[Found]], backend: str, name: str) -> None:
     first, second = found(backend, name)
     for key, expected in first["plain"].items():

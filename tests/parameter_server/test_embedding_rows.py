@@ -22,12 +22,12 @@ pytestmark = pytest.mark.timeout(600)
 Found = dict[str, Any]
 TOLERANCE = 1e-4
 
-CI_CASES = "alone alone_in_pieces"
+QUICK = "alone alone_in_pieces"
 
 
 def cases(*, exact: bool) -> list[Any]:
     names = [name for name, case in CASES.items() if case.exact is exact and name != "lazy_adam"]
-    return [pytest.param(n, marks=[] if n in CI_CASES.split() or not exact else pytest.mark.slow) for n in names]
+    return [pytest.param(n, marks=[] if n in QUICK.split() or not exact else pytest.mark.slow) for n in names]
 
 
 each_backend = pytest.mark.parametrize(
