@@ -10,8 +10,7 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -57,19 +56,15 @@ class SSHConnection:
         # `-P`: the remote shell starts in the home directory, whose files must not shadow modules.
         remote = f"exec {python} -P -m phalanx.launcher.hosts.remote_agent"
         try:
-            # Otherwise a signal between the start and this assignment would leave a process that no one knows.
-            with _signals_deferred():
-                # Not our stderr: ssh makes it non-blocking, and with it our stdout if both are one pipe. A session of
-                # its own: Ctrl-C is for the launcher, which ends the job in order.
-                process = subprocess.Popen(
-                    [*shlex.split(ssh), login, remote],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    start_new_session=True,
-                )
-                await_end(process)
-                return process
+            # Not our stderr: ssh makes it non-blocking, and with it our stdout if both are one pipe. A session of its
+            # own: Ctrl-C is for the launcher, which ends the job in order.
+            process = subprocess.Popen(
+                [*shlex.split(ssh), login, remote],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
         except (OSError, ValueError) as error:  # ValueError: a quote is left open
             if isinstance(error, OSError) and error.errno == errno.EMFILE:
                 raise
@@ -78,6 +73,8 @@ class SSHConnection:
                 f"{self.name} cannot be reached by {ssh!r}: {reason}. Install OpenSSH's client, or set {SSH} to a "
                 "command that takes a host and a command line."
             ) from error
+        await_end(process)
+        return process
 
     @property
     def is_registered(self) -> bool:
@@ -177,26 +174,6 @@ class SSHConnection:
         except subprocess.TimeoutExpired:
             self.kill()
             self._process.wait()
-
-
-@contextlib.contextmanager
-def _signals_deferred() -> Iterator[None]:
-    """Handlers of signals that end this process run after what is inside, and not in its middle."""
-    if threading.current_thread() is not threading.main_thread():  # where no handlers run
-        yield
-        return
-    received: list[int] = []
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    deferred = {number: handler for number, handler in handlers.items() if callable(handler)}
-    for number in deferred:
-        signal.signal(number, lambda number, frame: received.append(number))
-    try:
-        yield
-    finally:
-        for number, handler in deferred.items():
-            signal.signal(number, handler)
-        for caught in received:
-            signal.raise_signal(caught)
 
 
 def _variable_with(text: str, command: Command) -> str:

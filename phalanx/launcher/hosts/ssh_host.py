@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
+import signal
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -73,7 +76,8 @@ class SSHHost:
         Raises: ConfigurationError if it cannot be started.
         """
         self._directory = os.getcwd()
-        self._connection = SSHConnection(self.name, self.share.login, self._environ, self._say)
+        with _signals_deferred():  # otherwise one could end this process while ssh runs and no one knows of it
+            self._connection = SSHConnection(self.name, self.share.login, self._environ, self._say)
         self._send(Prepare(self.share.workers, self._directory))
 
     def ports(self, deadline: float) -> list[int]:
@@ -183,3 +187,23 @@ class SSHHost:
     def _send(self, command: Command) -> None:
         if self._connection is not None:
             self._connection.send(command)
+
+
+@contextlib.contextmanager
+def _signals_deferred() -> Iterator[None]:
+    """Handlers of signals that end this process run after what is inside, and not in its middle."""
+    if threading.current_thread() is not threading.main_thread():  # where no handlers run
+        yield
+        return
+    received: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    deferred = {number: handler for number, handler in handlers.items() if callable(handler)}
+    for number in deferred:
+        signal.signal(number, lambda number, frame: received.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in deferred.items():
+            signal.signal(number, handler)
+        for caught in received:
+            signal.raise_signal(caught)
