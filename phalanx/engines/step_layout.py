@@ -1,13 +1,14 @@
 """What one step merges over the ranks, and how it lies in memory.
 
-A step merges arrays of three kinds in one all-reduce. They differ in how a rank's value counts in the sum:
+A step merges arrays of several kinds in one all-reduce. They differ in how a rank's value counts in the sum:
 
 * gradients, floating state (batch-norm statistics) and logged scalars count with the rank's *share* of the global
 batch,
   so that the sum is their mean over the samples, whatever the shares are (gradients still have a weight of their own,
   because parameter servers handle them differently);
 * metric counters count once (*one*): they are sums over samples already;
-* what only the first replica knows counts there alone (*first*).
+* what only the first replica knows counts there alone (*first*);
+* of values that gradients overwrite (the scales of float8) the largest counts (*max*); they are merged apart.
 
 The result lies in one flat buffer for each dtype. Compiled code takes the flat buffers as arguments and slices them
 itself, which costs less than passing many small arrays.
@@ -25,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.arrays import allocation
+from phalanx.keras_compat.global_gradients import is_overwritten
 
 Array = np.ndarray[Any, Any]
 
@@ -36,6 +38,7 @@ class MergeWeight(enum.Enum):
     SHARE = "share"
     ONE = "one"
     FIRST = "first"
+    MAX = "max"
 
 
 # The weight of a variable of each Keras `aggregation`.
@@ -45,6 +48,11 @@ WEIGHT_OF_AGGREGATION = {
     "none": MergeWeight.SHARE,
     "only_first_replica": MergeWeight.FIRST,
 }
+
+
+def gradient_weights(variables: Sequence[Any]) -> list[MergeWeight]:
+    """How the gradients of variables count."""
+    return [MergeWeight.MAX if is_overwritten(variable) else MergeWeight.GRADIENT for variable in variables]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from phalanx.errors import UnsupportedError
+from phalanx.keras_compat.global_gradients import GlobalGradients
 from phalanx.keras_compat.patching import overridden_methods
 
 Values = list[Any]
@@ -47,13 +48,15 @@ class OptimizerCall(NamedTuple):
 def probe(optimizer: Any) -> Iterator[list[OptimizerCall]]:
     """A context in which `optimizer.stateless_apply` notes its arguments and returns placeholders."""
     calls: list[OptimizerCall] = []
+    own = GlobalGradients(optimizer)
 
     def note(optimizer_variables: Any, grads: Any, trainable_variables: Any) -> tuple[Any, Any]:
         later = [_Later() for _ in trainable_variables], [_Later() for _ in optimizer_variables]
-        calls.append(OptimizerCall(optimizer_variables, list(grads), trainable_variables, *later))
+        gradients = own.to_merge(grads, optimizer._trainable_variables)
+        calls.append(OptimizerCall(optimizer_variables, gradients, trainable_variables, *later))
         return later
 
-    with overridden_methods(optimizer, stateless_apply=note):
+    with overridden_methods(optimizer, stateless_apply=note, **own.methods):
         yield calls
 
 

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from phalanx.errors import UnsupportedError
+from phalanx.keras_compat.global_gradients import GlobalGradients
 from phalanx.keras_compat.model_state import optimizers
 from phalanx.keras_compat.patching import overridden_methods, override_methods
 
@@ -83,12 +84,14 @@ def _refuse_stray(gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]
 
 
 def _merging_apply(optimizer: Any, merge: GradientMerge, apply: Callable[..., Any]) -> AbstractContextManager[None]:
+    own = GlobalGradients(optimizer)
+
     def merged_apply(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         if trainable_variables is None:
             trainable_variables = optimizer._trainable_variables
         weights = list(trainable_variables)
-        merged = merge(list(grads), weights)
+        merged = merge(own.to_merge(list(grads), weights), weights)
         with _strays_merging(None):
             return apply(merged, weights)
 
-    return overridden_methods(optimizer, apply=merged_apply)
+    return overridden_methods(optimizer, apply=merged_apply, **own.methods)

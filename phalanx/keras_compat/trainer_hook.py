@@ -87,7 +87,7 @@ class KerasDispatcher(Protocol):
         """Called instead of `save` and `save_weights`; may call Keras's own `method`."""
         ...
 
-    def merge_gradients(self, gradients: list[Any]) -> list[Any]:
+    def merge_gradients(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         """The gradients that an optimizer applies now, merged over the replicas where there is anything to merge."""
         ...
 
@@ -211,11 +211,11 @@ def _merging(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, grads, trainable_variables)
         _applying.now = True
         try:
-            merge = stray_merge()
-            if merge is not None:
-                weights = list(self._trainable_variables if trainable_variables is None else trainable_variables)
-                return original(self, merge(list(grads), weights), weights)
-            return original(self, _dispatcher.merge_gradients(list(grads)), trainable_variables)
+            if trainable_variables is not None:
+                trainable_variables = list(trainable_variables)
+            known = self._trainable_variables if trainable_variables is None else trainable_variables
+            merge = stray_merge() or _dispatcher.merge_gradients
+            return original(self, merge(list(grads), known), trainable_variables)
         finally:
             _applying.now = False
 

@@ -23,6 +23,7 @@ from phalanx.engines import make_tensors
 from phalanx.engines.tensors import Gradient, HostFunction, Shape, same_shape
 from phalanx.errors import ConfigurationError, UnsupportedError
 from phalanx.keras_compat import trainer_hook
+from phalanx.keras_compat.global_gradients import refuse_overwritten
 from phalanx.runtime import process_exit, progress
 from phalanx.strategies import replica_context
 from phalanx.training import model_dispatch
@@ -394,7 +395,7 @@ def _current_member() -> model_dispatch.Member | None:
     return None if strategy is None else strategy._member
 
 
-def _merge_gradients(gradients: list[Any]) -> list[Any]:
+def _merge_gradients(gradients: list[Any], variables: list[Any]) -> list[Any]:
     """What an optimizer does first inside `strategy.run`."""
     context = replica_context.current_replica_context()
     if context is None or context.strategy._replica.is_alone:
@@ -407,6 +408,7 @@ def _merge_gradients(gradients: list[Any]) -> list[Any]:
             f"{type(strategy).__name__} exchanges weights in `fit` only, not where an optimizer is applied in "
             f"`strategy.run`. Train with `fit`, or use MultiWorkerMirroredStrategy(compression=...)."
         )
+    refuse_overwritten(variables, "an optimizer in `strategy.run`")
     present = [i for i, gradient in enumerate(gradients) if gradient is not None]
     merged = list(gradients)
     values = strategy._tensors.call(

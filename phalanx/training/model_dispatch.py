@@ -47,7 +47,7 @@ class ModelDispatcher:
     def __init__(
         self,
         current_member: Callable[[], Member | None],
-        merge_gradients: Callable[[list[Any]], list[Any]],
+        merge_gradients: Callable[[list[Any], list[Any]], list[Any]],
         current_policy: Callable[[], TrainingPolicy] = lambda: EVERY_STEP,
     ) -> None:
         self._current_member = current_member

@@ -13,6 +13,7 @@ import numpy as np
 
 from phalanx.engines.updater import check_optimizer, clipped, clips_by_norm
 from phalanx.errors import UnsupportedError
+from phalanx.keras_compat.global_gradients import refuse_overwritten
 from phalanx.keras_compat.object_config import config_json_of, configuration_of
 from phalanx.keras_compat.optimizer_slots import OptimizerSlot, slots_of_model
 from phalanx.parameter_server.client import HEAD
@@ -76,11 +77,7 @@ class RemoteVariables:
         in_pieces = len(shards) > len(described)
         whole = self._client.num_servers == 1 and not in_pieces
         check_optimizer(optimizer, cut=in_pieces, whole=whole, late=bool(worker.rules.replicas_to_aggregate))
-        if any(getattr(v, "overwrite_with_gradient", False) for v in self.variables):
-            raise UnsupportedError(
-                "The model has variables whose gradients take their place (quantize('float8')), which parameter "
-                "servers do not know. Use MultiWorkerMirroredStrategy, or another dtype policy."
-            )
+        refuse_overwritten(self.variables, "a parameter server")
         if in_pieces and any(v.constraint is not None for v in self.variables):
             raise UnsupportedError(
                 "A variable with a constraint cannot be cut: it may look at all of its rows. Leave out "

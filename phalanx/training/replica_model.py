@@ -13,6 +13,7 @@ from phalanx.data import ShardedInput, shard_input
 from phalanx.data.shuffling import Shuffling
 from phalanx.engines import make_engine
 from phalanx.engines.engine import Engine
+from phalanx.keras_compat.global_gradients import refuse_overwritten
 from phalanx.keras_compat.keras_internals import compute_output_spec, print_msg
 from phalanx.training import callback_list, state_sync
 from phalanx.training.consistency import compare_inputs, compare_samples
@@ -157,6 +158,7 @@ class ReplicaModel:
         self.engine.build(first.data)
         if method in ("fit", "train_on_batch") and self._policy.period is not None:
             check_normalization(self.model)
+            refuse_overwritten(self.model.trainable_variables, "a replica that trains alone between two merges")
         return self.engine
 
     def prepare_to_predict(self, source: ShardedInput, method: str) -> Engine:

@@ -18,7 +18,7 @@ from phalanx.data.dataset_elements import ElementStructure
 from phalanx.engines import step_logs
 from phalanx.engines.batch_packing import BatchPacking
 from phalanx.engines.engine import Batch, MergeProtocol
-from phalanx.engines.step_layout import MergeWeight, StepLayout
+from phalanx.engines.step_layout import MergeWeight, StepLayout, gradient_weights
 from phalanx.keras_compat import model_state
 from phalanx.keras_compat.log_origins import LogOrigins
 
@@ -125,6 +125,11 @@ class VariableEngine(ABC):
                 results = {name: self._number(value) for name, value in results.items()}
                 access.assign(self._metrics, own)
         return results
+
+    def _gradient_weights(self, present: Sequence[int]) -> list[MergeWeight]:
+        """How the gradients of these trainable weights count in a merge."""
+        weights = self._model.trainable_weights
+        return gradient_weights([weights[index] for index in present])
 
     def _variables_of_optimizers(self) -> list[Any]:
         """What a custom `train_step` has changed if it fails after its gradients were merged and applied."""

@@ -21,6 +21,7 @@ from phalanx.horovod import operations, step_reports
 from phalanx.horovod.compression import compressed
 from phalanx.horovod.operation_request import OperationKind
 from phalanx.keras_compat import trainer_hook
+from phalanx.keras_compat.global_gradients import refuse_overwritten
 from phalanx.keras_compat.patching import set_untracked
 from phalanx.monitoring import timeline
 from phalanx.training import model_dispatch
@@ -65,6 +66,7 @@ class _JaxFunction:
     def __init__(self, model: Any, reduction: Any) -> None:
         self._model = model
         self._accumulation = _Accumulation(model)
+        refuse_overwritten(model.trainable_variables, "a DistributedOptimizer")
         local = reduction.local_indices(model.trainable_variables)
         self._merge = _GradientMerge(
             reduction,

@@ -19,6 +19,7 @@ from phalanx.horovod.keras import fit_hook
 from phalanx.horovod.operation_request import HorovodOp
 from phalanx.horovod.operations import Average
 from phalanx.horovod.process_sets import ProcessSet, global_process_set
+from phalanx.keras_compat.global_gradients import refuse_overwritten
 from phalanx.keras_compat.patching import insert_mixin, remove_mixin, set_untracked
 
 _MODULES = {"jax": "jax", "tensorflow": "tensorflow.tape", "torch": "torch.gradients"}
@@ -193,6 +194,7 @@ def distribute_optimizer(optimizer: Any, reduction: GradientReduction, aggregati
         )
     if isinstance(optimizer, _ReducingOptimizer):
         raise ConfigurationError("this optimizer is a DistributedOptimizer already.")
+    refuse_overwritten(getattr(optimizer, "_trainable_variables", ()), "a DistributedOptimizer")
     factor = 1.0
     if aggregation.passes > 1:
         accumulating = innermost_optimizer(optimizer)
@@ -273,6 +275,11 @@ def _reducing_at_update(optimizer: Any) -> Iterator[None]:
 
 class _ReducingOptimizer:
     """Precedes a Keras optimizer's class among the bases."""
+
+    def build(self, variables: Any) -> None:
+        """See `keras.optimizers.Optimizer.build`."""
+        refuse_overwritten(variables, "a DistributedOptimizer")
+        super().build(variables)  # type: ignore[misc]
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
         """See `keras.optimizers.Optimizer.apply`."""

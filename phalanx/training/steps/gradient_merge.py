@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from phalanx.collectives.communicator import ReduceOp
 from phalanx.compression import CompressedReducer, Compression
 from phalanx.compression.base_compression import State, below
 from phalanx.engines.engine import Exchange, Gather, GradientRows
@@ -64,6 +65,7 @@ class _Groups(NamedTuple):
     gradients: list[int]
     compressed: list[int]  # a subset of the gradients
     counts: list[int]  # what metrics count
+    maxima: list[int]
     rest: list[int]
 
 
@@ -145,7 +147,8 @@ class StepMerge:
         progress.enter("all_reduce")
         timeline.current.enter("merge")
         accumulates = self._mode in (MergeMode.ACCUMULATE, MergeMode.ACCUMULATE_GRADIENTS)
-        if accumulates or self._reducer or (self._mode is MergeMode.UPDATE and (self._gradients or self._counts)):
+        has_accumulated = self._mode is MergeMode.UPDATE and (self._gradients or self._counts)
+        if accumulates or has_accumulated or self._reducer or MergeWeight.MAX in layout.weights:
             self._merge_partly(self._groups_of(layout), list(arrays), list(scales), views)
         else:
             self._all_reduce(arrays, scales, views)
@@ -226,6 +229,12 @@ class StepMerge:
         gradients, counts = (_chosen(group, arrays) for group in (groups.gradients, groups.counts))
         factors, weights = (_chosen(group, scales) for group in (groups.gradients, groups.counts))
         merged: list[int] = []
+        if groups.maxima:  # in every mode: they are new values, and the gradients of the next step follow from them
+            own, views_of_maxima = (_chosen(groups.maxima, of) for of in (arrays, views))
+            counting = all(_chosen(groups.maxima, scales))
+            self._replica.communicator.all_reduce(
+                own if counting else [np.zeros_like(array) for array in own], ReduceOp.MAX, out=views_of_maxima
+            )
         if mode is not MergeMode.ACCUMULATE:
             merged = [*groups.counts, *groups.rest]
             if mode is not MergeMode.MERGE and self._counts:
@@ -262,7 +271,12 @@ class StepMerge:
         if groups is None:
             of = [
                 [i for i, weight in enumerate(layout.weights) if weight in kind]
-                for kind in ({MergeWeight.GRADIENT}, {MergeWeight.ONE}, {MergeWeight.SHARE, MergeWeight.FIRST})
+                for kind in (
+                    {MergeWeight.GRADIENT},
+                    {MergeWeight.ONE},
+                    {MergeWeight.MAX},
+                    {MergeWeight.SHARE, MergeWeight.FIRST},
+                )
             ]
             reducer = self._reducer
             compressed = [
@@ -270,7 +284,7 @@ class StepMerge:
                 for i in of[0]
                 if reducer is not None and reducer.compression.takes(layout.shapes[i], np.dtype(layout.dtypes[i]))
             ]
-            groups = self._groups[layout] = _Groups(of[0], compressed, of[1], of[2])
+            groups = self._groups[layout] = _Groups(of[0], compressed, *of[1:])
         return groups
 
     def _scale(self, layout: StepLayout, share: float) -> tuple[float, ...]:
@@ -284,6 +298,7 @@ class StepMerge:
                 MergeWeight.SHARE: share,
                 MergeWeight.ONE: 1.0 if share else 0.0,
                 MergeWeight.FIRST: first,
+                MergeWeight.MAX: share,
             }
             scale = self._scales[key] = tuple(of[weight] for weight in layout.weights)
         return scale

@@ -7,9 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import keras
+import numpy as np
+from keras import layers
 
-from tests.training.scenarios.common import compiled, fitted
-from tests.training.scenarios.registry import Setting, scenario
+from tests.training.scenarios.common import CLASSES, FEATURES, compiled, features, fitted, labels
+from tests.training.scenarios.registry import BACKENDS, Setting, scenario
 
 
 @contextmanager
@@ -49,3 +51,43 @@ def bfloat16_weights(setting: Setting) -> dict[str, Any]:
 def float64(setting: Setting) -> dict[str, Any]:
     with _policy("float64"):
         return fitted(compiled(setting))
+
+
+def _float8_classifier() -> Any:
+    # No biases: Keras casts them to bfloat16, and so rounds their gradients, which are sums over a part of the batch.
+    parts = [
+        layers.Dense(8, "tanh", use_bias=False),
+        layers.Reshape((2, 4)),
+        layers.EinsumDense("abc,cd->abd", (2, 3)),
+        layers.Flatten(),
+        layers.Dense(CLASSES, use_bias=False),
+    ]
+    model = keras.Sequential([keras.Input((FEATURES,)), *parts])
+    model.quantize("float8")
+    return model
+
+
+def _trained_in_float8(setting: Setting, batch_size: int = 11, **arguments: Any) -> dict[str, Any]:
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model = compiled(setting, arguments.pop("build", _float8_classifier), loss=loss, **arguments)
+    model.fit(features(), labels(), batch_size=batch_size, epochs=2, shuffle=False, verbose=0)
+    scales = [v for v in model.trainable_variables if v.overwrite_with_gradient]
+    assert len(scales) == 18
+    assert all(np.any(keras.ops.convert_to_numpy(v) != 1) for v in scales)
+    return {"weights": model.get_weights(), "evaluate": model.evaluate(features(), labels(), verbose=0)}
+
+
+@scenario(quick=BACKENDS, quick_of_three=True)
+def float8(setting: Setting) -> dict[str, Any]:
+    """The largest value of the global batch decides on the scales, and gradients are rounded as they are there."""
+    return _trained_in_float8(setting)
+
+
+@scenario()
+def float8_with_ranks_without_samples(setting: Setting) -> dict[str, Any]:
+    return _trained_in_float8(setting, batch_size=16)
+
+
+@scenario()
+def float8_with_accumulated_gradients(setting: Setting) -> dict[str, Any]:
+    return _trained_in_float8(setting, optimizer=keras.optimizers.SGD(0.2, gradient_accumulation_steps=2))

@@ -18,7 +18,7 @@ from phalanx.engines.batch_packing import BatchPacking
 from phalanx.engines.engine import Batch, MergeProtocol
 from phalanx.engines.replica.jax.model_compiler import ModelCompiler
 from phalanx.engines.replica.jax.output_packing import OutputPacking
-from phalanx.engines.step_layout import SMALL, SMALL_ON_THE_BUS, MergeWeight, StepLayout, bundles
+from phalanx.engines.step_layout import SMALL, SMALL_ON_THE_BUS, MergeWeight, StepLayout, bundles, gradient_weights
 from phalanx.keras_compat import model_state
 from phalanx.keras_compat.jax_gradient_probe import only_call, probe
 from phalanx.keras_compat.log_origins import LogOrigins
@@ -86,7 +86,7 @@ class StepFunctions:
         private = {i: v for i, v in changed.items() if i not in floating}
         own_logs = self._own_logs("train_step", logs)
         values = [*gradients, *floating.values(), *new_metrics, *own_logs.values()]
-        counted = [*[MergeWeight.GRADIENT] * len(gradients), *[MergeWeight.SHARE] * len(floating)]
+        counted = [*gradient_weights(self._model.trainable_variables), *[MergeWeight.SHARE] * len(floating)]
         layout = StepLayout.of(values, [*counted, *weights, *[MergeWeight.SHARE] * len(own_logs)])
         small = SMALL if self._compiler.pinned is None else SMALL_ON_THE_BUS
         groups = [[i] for i in range(len(values))] if self._merge.separate else bundles(layout, small)

@@ -12,7 +12,7 @@ import tensorflow as tf
 from phalanx.engines.engine import GradientRows, MergeProtocol
 from phalanx.engines.loss_scales import loss_scales
 from phalanx.engines.replica.tensorflow.host_calls import call_in_graph, linear
-from phalanx.engines.step_layout import MergeWeight, StepLayout
+from phalanx.engines.step_layout import MergeWeight, StepLayout, gradient_weights
 
 Array = np.ndarray[Any, Any]
 
@@ -96,7 +96,7 @@ class GraphMerge:
         sparse = self.gather_slices(merged)
         present = [i for i, gradient in enumerate(gradients) if gradient is not None and i not in sparse]
         tensors = [merged[i] for i in present]
-        values = self.merge(tensors, [MergeWeight.GRADIENT] * len(present))
+        values = self.merge(tensors, gradient_weights([weights[i] for i in present]))
         for i, value in [*zip(present, values, strict=True), *sparse.items()]:
             merged[i] = value
         return merged

@@ -30,6 +30,7 @@ from phalanx.engines.replica.variable_engine import VariableEngine
 from phalanx.engines.step_layout import MergeWeight, StepLayout
 from phalanx.keras_compat import model_state
 from phalanx.keras_compat.global_batch_norm import SynchronizedMoments, trace_key
+from phalanx.keras_compat.global_gradients import GlobalGradients
 from phalanx.keras_compat.global_losses import GloballyScaledLosses
 from phalanx.keras_compat.optimizer_applies import merging_applies
 from phalanx.keras_compat.step_means import WeightedStepMeans
@@ -156,7 +157,7 @@ class TensorFlowEngine(VariableEngine):
             gradients = complete(gradients, weights)
         sparse = graph.gather_slices(gradients)
         present = [i for i, gradient in enumerate(gradients) if gradient is not None and i not in sparse]
-        merged, averages = self._merge_all([gradients[i] for i in present], logs, before)
+        merged, averages = self._merge_all(present, [gradients[i] for i in present], logs, before)
         for i, gradient in [*zip(present, merged, strict=True), *sparse.items()]:
             gradients[i] = gradient
         if self._merge.updates:
@@ -172,12 +173,13 @@ class TensorFlowEngine(VariableEngine):
         # As TensorFlowTrainer.train_step, up to the optimizer; the metrics come first, to be merged with the gradients.
         model = self._model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(self._batches.for_keras(data))
+        own = GlobalGradients(model.optimizer)
         with tf.GradientTape() as tape:
             y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
             loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
             model._loss_tracker.update_state(loss, sample_weight=tf.shape(leaves(x)[0])[0])
-            scaled = model.optimizer.scale_loss(loss)
-        gradients = tape.gradient(scaled, model.trainable_weights)
+            scaled = own.methods.get("scale_loss", model.optimizer.scale_loss)(loss)
+        gradients = own.to_merge(tape.gradient(scaled, model.trainable_weights), model.trainable_weights)
         differ = model_state.logs_differ_from_metrics(model, "train_step")
         with self.origins.watched(of_interest=differ) as find:
             logs = model_state.flat_logs(model.compute_metrics(x, y, y_pred, sample_weight=sample_weight))
@@ -191,7 +193,7 @@ class TensorFlowEngine(VariableEngine):
         with merging, self.origins.watched() as find:
             logs = model_state.flat_logs(self._model.train_step(self._batches.pack(data)))
             find(logs)
-        _, averages = self._merge_all([], logs, before)
+        _, averages = self._merge_all([], [], logs, before)
         return averages, dict(self._model.get_metrics_result()), self.origins.results()
 
     def _test_step(self, data: Batch) -> dict[str, Any]:
@@ -211,9 +213,16 @@ class TensorFlowEngine(VariableEngine):
         return before
 
     def _merge_all(
-        self, gradients: list[Any], logs: dict[str, Any], before: list[Any]
+        self, present: Sequence[int], gradients: list[Any], logs: dict[str, Any], before: list[Any]
     ) -> tuple[list[Any], dict[str, Any]]:
-        """Merge gradients, state, metrics and logs at once; returns gradients and logs, and assigns the others."""
+        """Merge gradients, state, metrics and logs at once; returns gradients and logs, and assigns the others.
+
+        Args:
+            present: indices of the weights that have a gradient here.
+            gradients: of those.
+            logs: what the step logged itself.
+            before: what the metrics held before the step.
+        """
         tensors = [
             *gradients,
             *[variable.value for variable in self._state],
@@ -221,7 +230,7 @@ class TensorFlowEngine(VariableEngine):
             *[tf.cast(value, tf.float32) for value in logs.values()],
         ]
         ends = np.cumsum([len(gradients), len(self._state), len(self._metrics)])
-        weights = [*[MergeWeight.GRADIENT] * len(gradients), *[MergeWeight.SHARE] * len(self._state)]
+        weights = [*self._gradient_weights(present), *[MergeWeight.SHARE] * len(self._state)]
 
         def look(layout: StepLayout, flats: Sequence[Array]) -> None:
             if self._silent is None or self._silent:

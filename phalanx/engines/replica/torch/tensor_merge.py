@@ -11,7 +11,7 @@ import torch
 from phalanx.engines.engine import Exchange, MergeProtocol
 from phalanx.engines.loss_scales import loss_scales
 from phalanx.engines.replica.torch.host_copies import all_from_host, all_to_host, cut_merged, to_host
-from phalanx.engines.step_layout import MergeWeight, StepLayout
+from phalanx.engines.step_layout import StepLayout, gradient_weights
 
 Array = np.ndarray[Any, Any]
 
@@ -42,7 +42,7 @@ class TensorMerge:
         arrays = all_to_host([gradients[i] for i in present])
         merged = list(gradients)
         if present:
-            layout = StepLayout.of(arrays, [MergeWeight.GRADIENT] * len(arrays))
+            layout = StepLayout.of(arrays, gradient_weights([weights[i] for i in present]))
             for i, tensor in zip(present, self.merge(layout, arrays)[1], strict=True):
                 merged[i] = tensor
         return merged

@@ -30,6 +30,7 @@ from phalanx.engines.replica.torch.tensor_merge import TensorMerge, complete
 from phalanx.engines.replica.variable_engine import VariableEngine
 from phalanx.engines.step_layout import MergeWeight, StepLayout
 from phalanx.keras_compat import model_state
+from phalanx.keras_compat.global_gradients import GlobalGradients
 from phalanx.keras_compat.global_losses import GloballyScaledLosses
 from phalanx.keras_compat.optimizer_applies import merging_applies
 from phalanx.keras_compat.step_means import WeightedStepMeans
@@ -104,8 +105,7 @@ class TorchEngine(VariableEngine):
         self._losses.batch_size = model_state.samples(data)
 
     def _train_own(self, data: Batch, metrics_before: list[Any]) -> None:
-        weights, logs = self._backward(data)
-        gradients = [w.value.grad for w in weights]
+        weights, gradients, logs = self._backward(data)
         if self._merge.updates:
             gradients = complete(gradients, weights)
         if self._merge.exchange:
@@ -124,7 +124,7 @@ class TorchEngine(VariableEngine):
         with torch.no_grad(), self._fused(self._model.optimizer):
             self._model.optimizer.apply(gradients, weights)
 
-    def _run_backward(self, data: Batch) -> tuple[list[Any], dict[str, Any]]:
+    def _run_backward(self, data: Batch) -> tuple[list[Any], list[Any], dict[str, Any]]:
         # As TorchTrainer.train_step, up to the optimizer; with the metrics before it, to be merged with the gradients.
         model = self._model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(self._batches.for_keras(data))
@@ -132,14 +132,15 @@ class TorchEngine(VariableEngine):
         weights = list(model.trainable_weights)
         for weight in weights:
             weight.value.grad = None
+        own = GlobalGradients(model.optimizer)
         loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
         with torch.no_grad():
             _count_loss(model._loss_tracker, loss.detach(), model_state.samples(x))
         if weights:
-            model.optimizer.scale_loss(loss).backward()
+            own.methods.get("scale_loss", model.optimizer.scale_loss)(loss).backward()
         with torch.no_grad():
             logs = self._update_metrics(x, y, y_pred, sample_weight)
-        return weights, logs
+            return weights, own.to_merge([weight.value.grad for weight in weights], weights), logs
 
     def _update_metrics(self, *batch: Any) -> dict[str, Any]:
         """Add a batch to the metrics; returns what the model itself logs about it."""
@@ -184,7 +185,7 @@ class TorchEngine(VariableEngine):
         key = (present, tuple(logs))
         layout = self._layouts.get(key)
         if layout is None:
-            counted = [*[MergeWeight.GRADIENT] * len(gradients), *[MergeWeight.SHARE] * len(self._state)]
+            counted = [*self._gradient_weights(present), *[MergeWeight.SHARE] * len(self._state)]
             weights = [*counted, *self._weights, *[MergeWeight.SHARE] * len(logs)]
             layout = self._layouts[key] = StepLayout.of(arrays, weights)
         arrays, tensors = self._tensors.merge(layout, arrays)
