@@ -47,7 +47,8 @@ def keep_linked(me: TaskIdentity, registry: PeerRegistry, rank: Rank) -> None:
         while True:
             started_at = time.monotonic()
             try:
-                link, welcome = me.dial(me.tasks[rank], MESH, details, deadline=started_at + ATTEMPT_TIMEOUT_S)
+                deadline = started_at + ATTEMPT_TIMEOUT_S
+                link, welcome = me.dial(me.tasks[rank], MESH, details, deadline=deadline, bulk=True)
                 registry.add(rank, Peer(_decode_description(link, welcome), link))
                 break
             except (LinkClosedError, LinkTimeoutError) as error:

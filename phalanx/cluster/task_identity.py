@@ -12,6 +12,7 @@ from phalanx.cluster.spec import ClusterSpec, Task
 from phalanx.cluster.task_comparison import JobFacts, TaskDescription, cluster_by_task
 from phalanx.config.job_config import JobConfig
 from phalanx.transport.address import Address
+from phalanx.transport.credentials import Credentials
 from phalanx.transport.dial import dial
 from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
@@ -45,7 +46,7 @@ class TaskIdentity:
         self.tasks = spec.ranked_tasks
         self.rank: Rank = self.tasks.index(task) if task in self.tasks else -1
         self.other_ranks = tuple(rank for rank in range(len(self.tasks)) if rank != self.rank)
-        self.tls = load_tls(config.tls)
+        self.credentials = Credentials(config.secret, load_tls(config.tls), config.encryption)
         self.description = TaskDescription(
             task=str(task),
             incarnation=secrets.token_hex(8),
@@ -71,35 +72,46 @@ class TaskIdentity:
         """
         config = self.config
         sockets = sockets or open_listening_sockets(self.address, secret=config.secret, listen_fd=config.listen_fd)
-        return Listener(sockets, task=str(self.task), secret=config.secret, job=config.job_id, tls=self.tls)
+        return Listener(sockets, task=str(self.task), credentials=self.credentials, job=config.job_id)
 
     def rank_of(self, task: str) -> Rank | None:
         """The rank of a task by its name; None if it has none."""
         return next((rank for rank, known in enumerate(self.tasks) if str(known) == task), None)
 
-    def dial(self, task: Task, purpose: str, details: bytes = b"", *, deadline: float) -> tuple[Link, Welcome]:
+    def dial(
+        self, task: Task, purpose: str, details: bytes = b"", *, deadline: float, bulk: bool = False
+    ) -> tuple[Link, Welcome]:
         """Connect to another task of the cluster; see `dial_address`."""
-        return self.dial_address(self.spec.address(task), str(task), purpose, details, deadline=deadline)
+        return self.dial_address(self.spec.address(task), str(task), purpose, details, deadline=deadline, bulk=bulk)
 
     def dial_address(
-        self, address: Address, peer: str, purpose: str, details: bytes = b"", *, deadline: float
+        self,
+        address: Address,
+        peer: str,
+        purpose: str,
+        details: bytes = b"",
+        *,
+        deadline: float,
+        bulk: bool = False,
     ) -> tuple[Link, Welcome]:
         """Connect to another process of the job for a purpose.
 
         Args:
             address: where it listens.
-            peer: its name, for messages.
+            peer: its name; a process of another name refuses.
             purpose: the service that gets the link there.
             details: data for that service.
             deadline: when to give up, a value of `time.monotonic()`.
+            bulk: whether the link carries the data of training; see `Encryption`.
 
         Returns, raises: as `phalanx.transport.dial.dial`.
         """
         hello = Hello(
             purpose=purpose,
             task=self.description.task,
+            peer=peer,
             job=self.config.job_id,
             incarnation=self.description.incarnation,
             details=details,
         )
-        return dial(address, hello, peer=peer, secret=self.config.secret, tls=self.tls, deadline=deadline)
+        return dial(address, hello, credentials=self.credentials, bulk=bulk, deadline=deadline)

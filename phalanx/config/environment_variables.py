@@ -79,6 +79,12 @@ TLS_CERT = _variable(
 )
 TLS_KEY = _variable("PHALANX_TLS_KEY", "PEM file: the key of this task's certificate")
 TLS_CA = _variable("PHALANX_TLS_CA", "PEM file: the authority that signed the certificates of all tasks")
+ENCRYPTION = _variable(
+    "PHALANX_ENCRYPTION",
+    "which connections of collectives and parameter servers are encrypted, in a job with a secret and without TLS: "
+    "`always`, `remote` (those between hosts) or `never`; all other connections always are",
+    "always",
+)
 TLS_FILES = (TLS_CERT, TLS_KEY, TLS_CA)
 SEED = _variable(
     "PHALANX_SEED", "a number that all tasks must have in common; to seed Keras, call `keras.utils.set_random_seed`"

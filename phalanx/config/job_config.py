@@ -6,6 +6,7 @@ secret: an empty secret is an error, since the job would silently run unprotecte
 
 from __future__ import annotations
 
+import enum
 import math
 import os
 import signal
@@ -36,6 +37,18 @@ class TLSFiles:
     certificate: Path
     key: Path
     authority: Path
+
+
+class Encryption(enum.Enum):
+    """Which connections are encrypted, of those that carry the data of training: collectives, parameter servers.
+
+    All others, such as those to the launcher or a `ClusterCoordinator`, are always encrypted in a job with a secret.
+    """
+
+    ALWAYS = "always"
+    REMOTE = "remote"
+    """Those between hosts."""
+    NEVER = "never"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +103,7 @@ class JobConfig:
     host_id: str | None = None
     listen_fd: int | None = None
     tls: TLSFiles | None = None
+    encryption: Encryption = Encryption.ALWAYS
     seed: int | None = None
     collectives: CollectiveConfig = CollectiveConfig()
     timeline: Path | None = None
@@ -127,6 +141,7 @@ class JobConfig:
             host_id=values.get(names.HOST_ID) or None,
             listen_fd=parse_integer(values, names.LISTEN_FD),
             tls=_tls_files(values),
+            encryption=_encryption(values),
             seed=parse_integer(values, names.SEED),
             collectives=CollectiveConfig.from_environment(values),
             timeline=_timeline(values),
@@ -193,6 +208,15 @@ def _two_paths(values: Mapping[str, str], name: str) -> tuple[Path, Path] | None
     if not (first and second):
         raise ConfigurationError(f"{name}={text!r} is not two paths separated by a colon.")
     return Path(first), Path(second)
+
+
+def _encryption(values: Mapping[str, str]) -> Encryption:
+    text = values.get(names.ENCRYPTION) or Encryption.ALWAYS.value
+    try:
+        return Encryption(text.lower())
+    except ValueError as error:
+        choices = ", ".join(each.value for each in Encryption)
+        raise ConfigurationError(f"{names.ENCRYPTION}={text!r} is not one of {choices}.") from error
 
 
 def _tls_files(values: Mapping[str, str]) -> TLSFiles | None:

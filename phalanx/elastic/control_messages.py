@@ -10,10 +10,13 @@ from phalanx.config.job_config import TLSFiles
 from phalanx.errors import ConfigurationError
 from phalanx.monitoring.stragglers import StepSeconds, StepTiming
 from phalanx.transport.address import Address
+from phalanx.transport.credentials import Credentials
 from phalanx.transport.dial import RefusedError, dial
 from phalanx.transport.handshake import Hello
 from phalanx.transport.tls import load_tls
 
+LAUNCHER = "the launcher"
+"""The name of the elastic coordinator as a task, in messages too."""
 CONTROL = "control"
 """Purpose of a connection that requests the state of the job or another number of workers."""
 IMPOSSIBLE = "impossible"
@@ -99,14 +102,12 @@ def send_request(
     Raises: ConfigurationError if the request cannot be fulfilled; LinkClosedError or LinkTimeoutError if there is no
         answer.
     """
-    hello = Hello(purpose=CONTROL, task="phalanx", job=job, details=msgspec.msgpack.encode(request))
+    hello = Hello(purpose=CONTROL, task="phalanx", peer=LAUNCHER, job=job, details=msgspec.msgpack.encode(request))
     try:
         link, welcome = dial(
             Address.parse(coordinator, where="the job's file"),
             hello,
-            peer="the launcher",
-            secret=secret.encode(),
-            tls=load_tls(tls),
+            credentials=Credentials(secret.encode(), load_tls(tls)),
             deadline=time.monotonic() + ANSWER_S,
         )
     except RefusedError as error:

@@ -15,6 +15,7 @@ import msgspec
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.config.environment_variables import ELASTIC_COORDINATOR
 from phalanx.elastic import membership_messages as messages
+from phalanx.elastic.control_messages import LAUNCHER
 from phalanx.errors import DisagreementError, EvictedError, LinkClosedError, LinkTimeoutError, RendezvousError
 from phalanx.monitoring.stragglers import StepTiming
 from phalanx.transport.address import Address
@@ -113,7 +114,7 @@ class CoordinatorClient:
         while True:
             try:
                 link, welcome = self._identity.dial_address(
-                    address, "the launcher", messages.COORDINATOR, details, deadline=time.monotonic() + LINK_UP_S
+                    address, LAUNCHER, messages.COORDINATOR, details, deadline=time.monotonic() + LINK_UP_S
                 )
                 return link, msgspec.msgpack.decode(welcome.details, type=messages.JoinResponse)
             except RefusedError as error:

@@ -17,6 +17,7 @@ from phalanx.elastic import membership_messages as messages
 from phalanx.elastic.control_messages import (
     CONTROL,
     IMPOSSIBLE,
+    LAUNCHER,
     ElasticJobStatus,
     HostStatus,
     MemberStatus,
@@ -27,10 +28,10 @@ from phalanx.elastic.launcher_interface import ElasticJob
 from phalanx.elastic.member_table import MembershipLimits
 from phalanx.errors import ConfigurationError, LinkClosedError, LinkTimeoutError
 from phalanx.monitoring.stragglers import StepTiming, StragglerDetector
+from phalanx.transport.credentials import Credentials
 from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
 from phalanx.transport.listener import Listener
-from phalanx.transport.tls import TLS
 
 TICK_S = 0.1
 SEND_S = 2.0
@@ -47,9 +48,9 @@ class CoordinatorServer:
     Args:
         sockets: listening sockets; the server closes them.
         limits: how many members there may be.
-        secret, job: the secret and the id of the job, which processes must present.
+        credentials: the secret of the job, which processes must prove to know.
+        job: its id.
         job_actions: carries out what concerns the launcher. Called from threads of the server.
-        tls: the certificates of the job, if it is encrypted.
     """
 
     def __init__(
@@ -57,10 +58,9 @@ class CoordinatorServer:
         sockets: list[socket.socket],
         limits: MembershipLimits,
         *,
-        secret: bytes,
+        credentials: Credentials,
         job: str,
         job_actions: ElasticJob,
-        tls: TLS | None = None,
     ):
         # Protects everything below. Reentrant: the coordinator sends while it decides. Nothing waits while holding it.
         self._lock = threading.RLock()
@@ -71,7 +71,7 @@ class CoordinatorServer:
         self._hosts: list[HostStatus] = []
         self.coordinator = ElasticCoordinator(limits, time.monotonic(), job=job_actions, send=self._send)
         self._closed = threading.Event()
-        self._listener = Listener(sockets, task="the launcher", secret=secret, job=job, tls=tls)
+        self._listener = Listener(sockets, task=LAUNCHER, credentials=credentials, job=job)
         self._listener.register(messages.COORDINATOR, self)
         self._listener.register(CONTROL, _ControlService(self))
         self._listener.start()

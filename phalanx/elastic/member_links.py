@@ -124,7 +124,7 @@ class MemberLinks:
     def _open_link(self, member: MemberAddress, deadline: float) -> Link:
         address = Address.parse(member.address, where=member.task)
         try:
-            link, _ = self._identity.dial_address(address, member.task, GENERATION, deadline=deadline)
+            link, _ = self._identity.dial_address(address, member.task, GENERATION, deadline=deadline, bulk=True)
         except (LinkClosedError, LinkTimeoutError, HandshakeError) as error:
             self._unreachable.add(member.incarnation)
             raise NotFormedError(f"{member.task} cannot be reached: {error}") from error

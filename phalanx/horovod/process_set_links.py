@@ -71,7 +71,9 @@ class LinkOffer:
         deadline = time.monotonic() + timeout_s
         for position, member in enumerate(self._members[: self._own]):
             address = Address.parse(member.address, where=member.task)
-            link, _ = self._node.identity.dial_address(address, member.task, self._purpose, deadline=deadline)
+            link, _ = self._node.identity.dial_address(
+                address, member.task, self._purpose, deadline=deadline, bulk=True
+            )
             with self._arrived:
                 self._links[position] = link
 

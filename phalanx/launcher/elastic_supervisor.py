@@ -61,6 +61,7 @@ class ElasticSupervisor:
         from phalanx.config.job_config import JobConfig
         from phalanx.elastic.coordinator_server import CoordinatorServer
         from phalanx.elastic.member_table import MembershipLimits
+        from phalanx.transport.credentials import Credentials
         from phalanx.transport.tls import load_tls
 
         config = JobConfig.from_environment()
@@ -74,10 +75,9 @@ class ElasticSupervisor:
                 start_s=self._start_timeout_s or config.rendezvous_timeout_s,
                 timeout_s=config.timeout_s,
             ),
-            secret=secret.encode(),
+            credentials=Credentials(secret.encode(), load_tls(config.tls)),
             job=job_id,
             job_actions=_JobActions(job, say),
-            tls=load_tls(config.tls),
         )
         return self._server
 

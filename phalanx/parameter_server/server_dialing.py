@@ -41,6 +41,7 @@ def connect_first(
     deadline: float,
     *,
     attempt_s: float = ATTEMPT_TIMEOUT_S,
+    bulk: bool = False,
     check: Callable[[], None] = lambda: None,
 ) -> tuple[Link, Welcome, Task]:
     """Connect to the first of some tasks that accepts; tries until one does.
@@ -50,6 +51,7 @@ def connect_first(
         candidates: the tasks and the purpose for each, given the number of seconds waited so far.
         deadline: a value of `time.monotonic()`.
         attempt_s: seconds for one attempt.
+        bulk: see `TaskIdentity.dial_address`.
         check: called between two rounds; an error that it raises ends them.
 
     Returns: the link, the task's answer, and the task.
@@ -68,7 +70,7 @@ def connect_first(
         for task, purpose in candidates(time.monotonic() - started_at):
             now = time.monotonic()
             try:
-                return *me.dial(task, purpose, details, deadline=now + attempt_s), task
+                return *me.dial(task, purpose, details, deadline=now + attempt_s, bulk=bulk), task
             except (LinkClosedError, LinkTimeoutError) as error:
                 failing_since, failure = None, error
             except RefusedError as error:

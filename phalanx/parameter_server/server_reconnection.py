@@ -87,7 +87,7 @@ class ServerReconnection:
         def candidates(waited_s: float) -> list[tuple[Task, str]]:
             return [(self.tasks[s], f"{purpose}/{group}") for s, purpose in self._candidates(group, waited_s)]
 
-        link, welcome, task = connect_first(self._me, candidates, deadline, attempt_s=attempt_s)
+        link, welcome, task = connect_first(self._me, candidates, deadline, attempt_s=attempt_s, bulk=True)
         return link, self.tasks.index(task), msgspec.msgpack.decode(welcome.details, type=TaskDescription).host
 
     def _is_known(self, group: int) -> bool:

@@ -19,7 +19,7 @@ from phalanx.checkpoint import checkpoint_directory
 from phalanx.checkpoint.checkpoint_callback import Checkpoint, CheckpointWriter
 from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory, StoredCheckpoint
 from phalanx.engines.random_state import set_random_state
-from phalanx.errors import ConfigurationError
+from phalanx.errors import ConfigurationError, FrameError
 from phalanx.keras_compat.callback_bases import flatten_callbacks
 from phalanx.training import state_sync
 from phalanx.training.fit_position import FitPosition
@@ -153,7 +153,7 @@ class FitResumption:
                 self._found = found, FitSnapshot(**decode(base64.b64decode(found.state[STATE])))
         except (ConfigurationError, OSError) as error:
             self._problem = str(error)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, FrameError) as error:
             self._problem = (
                 f"The checkpoints in {self.directory.directory} were not written by this version of "
                 f"phalanx.callbacks.Checkpoint ({error}). Give another directory."

@@ -19,10 +19,10 @@ from collections.abc import Callable
 import msgspec
 
 from phalanx.errors import FrameError, HandshakeError, LinkClosedError
+from phalanx.transport.credentials import Credentials
 from phalanx.transport.frames import FrameReader
 from phalanx.transport.handshake import Handshake, Hello, Role, WrongSecretError
 from phalanx.transport.link import Link
-from phalanx.transport.tls import TLS
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +43,11 @@ class Arrival:
         is_silent: whether it has sent nothing yet.
     """
 
-    def __init__(self, link: Link, secret: bytes | None, deadline: float):
+    def __init__(self, link: Link, handshake: Handshake, deadline: float):
         self.link = link
         self.deadline = deadline
         self.is_silent = True
-        self._handshake = Handshake(Role.LISTENER, secret)
+        self._handshake = handshake
         # A Hello carries no buffers, so none are allocated for it.
         self._reader = FrameReader(max_payload_bytes=0)
 
@@ -64,11 +64,13 @@ class Arrival:
             LinkClosedError: it is gone.
         """
         while True:
-            # 40 bytes into an empty buffer: there is room unless the peer never reads.
+            # 41 bytes into an empty buffer: there is room unless the peer never reads.
             data = self._handshake.data_to_send()
             if data and self.link.try_send([memoryview(data)]) != len(data):
                 raise HandshakeError("it does not read")
             if self._handshake.done:
+                if self._handshake.keys and not self.link.encrypted:
+                    self.link.encrypt(self._handshake.keys)
                 target = self._reader.get_buffer()
             else:
                 target = memoryview(bytearray(self._handshake.bytes_needed()))
@@ -87,8 +89,7 @@ class ArrivalQueue:
 
     Args:
         selector: gets every pending link, with its `Arrival` as data.
-        secret: what peers must prove to know.
-        tls: the contexts of this task, or None for plain connections.
+        credentials: the secret that peers must prove to know, and how connections are encrypted.
         refusals: records each refused connection.
         on_hello: called with a link that has completed the handshake; owns the link from then on.
     """
@@ -96,14 +97,12 @@ class ArrivalQueue:
     def __init__(
         self,
         selector: selectors.BaseSelector,
-        secret: bytes | None,
-        tls: TLS | None,
+        credentials: Credentials,
         refusals: RefusalLog,
         on_hello: Callable[[Link, Hello], None],
     ):
         self._selector = selector
-        self._secret = secret
-        self._tls = tls
+        self._credentials = credentials
         self._refusals = refusals
         self._on_hello = on_hello
         self._arrivals: dict[Arrival, None] = {}
@@ -120,15 +119,18 @@ class ArrivalQueue:
         """Begin the handshake with a connection that was just accepted."""
         # A port for both kinds of IP shows IPv4 addresses as ::ffff:10.0.0.1.
         name = f"{str(endpoint[0]).removeprefix('::ffff:')}:{endpoint[1]}"
+        tls = self._credentials.tls
         try:
-            if self._tls is not None:
+            encrypt = self._credentials.wants_encryption(connection)
+            if tls is not None:
                 connection.setblocking(False)
-                connection = self._tls.listener.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+                connection = tls.listener.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
             link = Link(connection, name)
         except OSError:
             connection.close()  # gone already
             return
-        arrival = Arrival(link, self._secret, time.monotonic() + HANDSHAKE_TIMEOUT_S)
+        handshake = Handshake(Role.LISTENER, self._credentials.secret, encrypt=encrypt)
+        arrival = Arrival(link, handshake, time.monotonic() + HANDSHAKE_TIMEOUT_S)
         self._arrivals[arrival] = None
         self._selector.register(link, selectors.EVENT_READ, arrival)
         if len(self._arrivals) > MAX_ARRIVALS:
@@ -149,7 +151,9 @@ class ArrivalQueue:
             # Health checks send nothing, and members may stop waiting while this process is still starting: neither
             # deserves a line in the log, unless TLS failed.
             is_harmless = (arrival.is_silent or arrival.waits_for_us) and not _is_tls_failure(error)
-            self._refuse(arrival, _describe_disconnect(error, tls=self._tls is not None), is_harmless=is_harmless)
+            self._refuse(
+                arrival, _describe_disconnect(error, tls=self._credentials.tls is not None), is_harmless=is_harmless
+            )
         else:
             if hello is not None:
                 self._remove(arrival)

@@ -10,6 +10,7 @@ import msgspec
 
 from phalanx.errors import FrameError, HandshakeError, LinkClosedError, LinkTimeoutError
 from phalanx.transport.address import Address
+from phalanx.transport.credentials import Credentials
 from phalanx.transport.handshake import Handshake, Hello, Role, Welcome, WrongSecretError
 from phalanx.transport.link import Link
 from phalanx.transport.tls import TLS
@@ -50,19 +51,17 @@ def dial(
     address: Address,
     hello: Hello,
     *,
-    peer: str,
-    secret: bytes | None,
-    tls: TLS | None = None,
+    credentials: Credentials,
+    bulk: bool = False,
     deadline: float,
 ) -> tuple[Link, Welcome]:
     """Connect once, prove the secret, and state the purpose.
 
     Args:
         address: where the other task listens.
-        hello: this task's introduction, with the purpose of the link.
-        peer: the other task's name, for messages.
-        secret: the job's secret, or None.
-        tls: the TLS contexts of this task, or None for a plain connection.
+        hello: this task's introduction, with the name of the other task and the purpose of the link.
+        credentials: the secret of the job, and how the connection is encrypted.
+        bulk: whether the link carries the data of training, so that `credentials.encryption` applies to it.
         deadline: when to give up, a value of `time.monotonic()`.
 
     Returns: the link, and the other end's answer.
@@ -74,9 +73,12 @@ def dial(
         RefusedError: the other end did not accept the Hello.
         HandshakeError: what listens there is not of this job, or has another secret or version.
     """
-    link = Link(_connect(address, peer, tls, deadline), peer)
+    peer = hello.peer
+    sock = _connect(address, peer, credentials.tls, deadline)
+    encrypt = credentials.wants_encryption(sock) or (credentials.tls is None and not bulk)
+    link = Link(sock, peer)
     try:
-        _shake_hands(link, secret, deadline)
+        _shake_hands(link, Handshake(Role.DIALER, credentials.secret, encrypt=encrypt), deadline)
         link.send(msgspec.msgpack.encode(hello), deadline=deadline)
         header, _ = link.receive(deadline=deadline)
         welcome = msgspec.msgpack.decode(header, type=Welcome)
@@ -145,13 +147,14 @@ def _tls_failure(peer: str, error: ssl.SSLError) -> str:
     return f"TLS with {peer} failed: {error}"
 
 
-def _shake_hands(link: Link, secret: bytes | None, deadline: float) -> None:
-    handshake = Handshake(Role.DIALER, secret)
+def _shake_hands(link: Link, handshake: Handshake, deadline: float) -> None:
     try:
         while True:
             if data := handshake.data_to_send():
                 link.send_bytes([memoryview(data)], deadline=deadline)
             if handshake.done:
+                if handshake.keys:
+                    link.encrypt(handshake.keys)
                 return
             buffer = memoryview(bytearray(handshake.bytes_needed()))
             count = link.try_receive_into(buffer)

@@ -1,19 +1,23 @@
 """The handshake: both ends of a connection prove that they know the job's secret. Bytes in, bytes out.
 
-    dialer    -> listener   8 bytes magic with the protocol's version, 32 bytes nonce
-    listener  -> dialer     8 bytes magic with the protocol's version, 32 bytes nonce
-    dialer    -> listener   32 bytes HMAC-SHA256(secret, "dialer" | magic | both nonces)
-    listener  -> dialer     32 bytes HMAC-SHA256(secret, "listener" | magic | both nonces)
+    dialer    -> listener   8 bytes magic with the protocol's version, 1 byte of wishes, 32 bytes ephemeral public key
+    listener  -> dialer     the same
+    dialer    -> listener   32 bytes proof
+    listener  -> dialer     32 bytes proof
 
-All messages have a fixed length, so nothing that a stranger sends is interpreted or allocated for. The nonces of both
-ends make a proof useless in any other connection; the role in it prevents a proof from being reflected to its sender.
-The dialer proves first: a connection without the secret gets nothing but a random number.
+All messages have a fixed length, so nothing that a stranger sends is interpreted or allocated for. The dialer proves
+first: a connection without the secret gets nothing but random numbers.
 
-Then each end sends one frame, `Hello` and `Welcome`, and the link goes to the service of its purpose. The handshake
-authenticates but does not encrypt; TLS (`phalanx.transport.tls`), which runs below it, does.
+The proofs and the keys of the connection (`phalanx.transport.encryption`) are derived from the secret, from the
+Diffie-Hellman agreement of the two ephemeral keys, and from both openings. So they are of no use in another connection,
+in the other direction or after a change to either opening, and who learns the secret later cannot read what was
+recorded before. Each end wishes for encryption or does not; the connection is encrypted if either does.
 
-Source: the challenge-response of RFC 2104 and RFC 4949, mutual as in SCRAM (RFC 5802), without the salting
-that protects passwords chosen by people: secrets here are random.
+Then each end sends one frame, `Hello` and `Welcome`, under these keys, and the link goes to the service of its purpose.
+The Hello names both tasks: a proof that is relayed to another task than the dialer meant opens no service there.
+
+Source: the PSK mode with ephemeral keys of TLS 1.3 (RFC 8446, 2.2 and 4.2.9), with X25519 (RFC 7748) and HKDF-SHA256
+(RFC 5869), without the salting that protects passwords chosen by people: secrets here are random.
 """
 
 from __future__ import annotations
@@ -21,27 +25,31 @@ from __future__ import annotations
 import enum
 import hashlib
 import hmac
-import secrets
 
 import msgspec
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from phalanx.errors import HandshakeError
+from phalanx.transport.encryption import KEY_BYTES, SessionKeys
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Incremented whenever old and new tasks would misunderstand each other."""
 
 MAGIC = b"PHALANX" + bytes([PROTOCOL_VERSION])
-NONCE_BYTES = 32
+PUBLIC_KEY_BYTES = 32
 PROOF_BYTES = hashlib.sha256().digest_size
 
-_OPENING_BYTES = len(MAGIC) + NONCE_BYTES
+OPENING_BYTES = len(MAGIC) + 1 + PUBLIC_KEY_BYTES
+_NO_WISHES, _ENCRYPT = 0, 1
 
 
 class Role(enum.Enum):
-    """One end of the handshake, with the prefix of its proof."""
+    """One end of the handshake."""
 
-    DIALER = b"phalanx dialer"
-    LISTENER = b"phalanx listener"
+    DIALER = "dialer"
+    LISTENER = "listener"
 
 
 class WrongSecretError(HandshakeError):
@@ -54,6 +62,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         purpose: names the service that gets the link, for example `mesh`.
         task: the dialling task, for example `worker/1`.
+        peer: the task that it means to reach; others refuse.
         job: the dialer's job; tasks of another job are refused.
         incarnation: random, one for each process, to distinguish two processes of one task.
         details: data of the purpose, in its own encoding.
@@ -61,6 +70,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 
     purpose: str
     task: str
+    peer: str
     job: str = ""
     incarnation: str = ""
     details: bytes = b""
@@ -88,18 +98,26 @@ class Handshake:
 
     Args:
         role: which end this is.
-        secret: the job's secret; None is proved like any other secret.
-        nonce: this end's random number; drawn if not given.
+        secret: the job's secret; None is proved like any other secret, and encrypts nothing.
+        encrypt: whether this end wishes for encryption.
+
+    Attributes:
+        done: whether the other end has proved the secret.
+        keys: of the connection, once `done`; None if it is not encrypted.
     """
 
-    def __init__(self, role: Role, secret: bytes | None, *, nonce: bytes | None = None):
+    def __init__(self, role: Role, secret: bytes | None, *, encrypt: bool = True):
         self._role = role
         self._secret = secret or b""
-        self._nonce = nonce or secrets.token_bytes(NONCE_BYTES)
-        self._peer_nonce = b""
+        self._key = X25519PrivateKey.generate()
+        wishes = _ENCRYPT if encrypt and secret else _NO_WISHES
+        self._opening = MAGIC + bytes([wishes]) + self._key.public_key().public_bytes_raw()
         self._incoming = b""
-        self._outgoing = self._opening() if role is Role.DIALER else b""
+        self._outgoing = self._opening if role is Role.DIALER else b""
+        self._proofs: tuple[bytes, bytes] | None = None  # this end's and the other's, once its opening has arrived
+        self._agreed: SessionKeys | None = None
         self.done = False
+        self.keys: SessionKeys | None = None
 
     def data_to_send(self) -> bytes:
         """Bytes to send now; each byte is returned once."""
@@ -110,12 +128,12 @@ class Handshake:
         """How many bytes the current message still needs; 0 when the handshake is done."""
         if self.done:
             return 0
-        return (PROOF_BYTES if self._peer_nonce else _OPENING_BYTES) - len(self._incoming)
+        return (PROOF_BYTES if self._proofs else OPENING_BYTES) - len(self._incoming)
 
     @property
     def waits_for_proof(self) -> bool:
         """Whether the other end speaks this protocol, but has not proved the secret yet."""
-        return bool(self._peer_nonce) and not self.done
+        return self._proofs is not None and not self.done
 
     def receive_data(self, data: bytes) -> None:
         """Process bytes from the other end, at most `bytes_needed()`.
@@ -126,31 +144,41 @@ class Handshake:
         """
         assert len(data) <= self.bytes_needed()
         self._incoming += data
-        if not self._peer_nonce:
+        if self._proofs is None:
             check_opening(self._incoming)
         if self.bytes_needed():
             return
         message, self._incoming = self._incoming, b""
-        if not self._peer_nonce:
-            self._peer_nonce = message[len(MAGIC) :]
-            self._outgoing += self._opening() if self._role is Role.LISTENER else self._proof(self._role)
+        if self._proofs is None:
+            own, _ = self._proofs = self._agree(message)
+            self._outgoing += self._opening if self._role is Role.LISTENER else own
             return
-        other = Role.DIALER if self._role is Role.LISTENER else Role.LISTENER
-        if not hmac.compare_digest(message, self._proof(other)):
+        own, others = self._proofs
+        if not hmac.compare_digest(message, others):
             raise WrongSecretError(
                 "it has another secret: PHALANX_SECRET differs, or is set at only one of the two ends"
             )
         if self._role is Role.LISTENER:
-            self._outgoing += self._proof(self._role)
-        self.done = True
+            self._outgoing += own
+        self.done, self.keys = True, self._agreed
 
-    def _opening(self) -> bytes:
-        return MAGIC + self._nonce
+    def _agree(self, other: bytes) -> tuple[bytes, bytes]:
+        """Derive proofs and keys, now that both openings are known; returns this end's proof and the other's.
 
-    def _proof(self, role: Role) -> bytes:
-        nonces = (self._nonce, self._peer_nonce)
-        dialer, listener = nonces if self._role is Role.DIALER else reversed(nonces)
-        return hmac.digest(self._secret, role.value + MAGIC + dialer + listener, "sha256")
+        Raises: HandshakeError for a public key with which no secret can be agreed on.
+        """
+        try:
+            agreed = self._key.exchange(X25519PublicKey.from_public_bytes(other[-PUBLIC_KEY_BYTES:]))
+        except ValueError as error:
+            raise HandshakeError("its public key is not one") from error
+        is_dialer = self._role is Role.DIALER
+        openings = (self._opening, other) if is_dialer else (other, self._opening)
+        length = 2 * (PROOF_BYTES + KEY_BYTES)
+        derived = HKDF(SHA256(), length, salt=self._secret or None, info=b"".join(openings)).derive(agreed)
+        dialers_proof, listeners_proof, to_listener, to_dialer = (derived[at : at + 32] for at in range(0, length, 32))
+        if (self._opening[len(MAGIC)] | other[len(MAGIC)]) & _ENCRYPT and self._secret:
+            self._agreed = SessionKeys(to_listener, to_dialer) if is_dialer else SessionKeys(to_dialer, to_listener)
+        return (dialers_proof, listeners_proof) if is_dialer else (listeners_proof, dialers_proof)
 
 
 def check_opening(data: bytes) -> None:

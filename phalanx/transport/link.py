@@ -27,13 +27,14 @@ import socket
 import ssl
 import struct
 import termios
-import threading
 import time
 import weakref
 from collections.abc import Collection, Sequence
 
 from phalanx.errors import FrameError, LinkClosedError, LinkTimeoutError
+from phalanx.transport.encryption import SessionKeys
 from phalanx.transport.frames import Buffer, FrameReader, encode_frame
+from phalanx.transport.wires import EncryptedWire, PlainWire, TLSWire, Wire, skip_bytes
 
 KEEPALIVE_IDLE_S = 10
 """Seconds of silence on an idle connection before the first keep-alive probe."""
@@ -53,12 +54,8 @@ ALIVE_CHECK_INTERVAL_S = 5.0
 DELIVERY_TIMEOUT_S = 30.0
 """How long a leaving process waits until the other hosts have received its bytes: packets may be lost repeatedly."""
 
-_MAX_PIECES = os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 1024
-"""Buffers that one sendmsg accepts."""
 _TCP_CLOSE = 7
 """The state of a closed connection, in include/net/tcp_states.h."""
-_TLS_JOIN_BYTES = 16 * 1024
-"""TLS has no sendmsg: small buffers are joined up to the size of one TLS record, larger ones are sent alone."""
 
 
 class Link:
@@ -72,16 +69,10 @@ class Link:
     def __init__(self, sock: socket.socket, peer: str):
         self.peer = peer
         self._sock = sock
-        self._tls = isinstance(sock, ssl.SSLSocket)
+        self._wire: Wire = TLSWire(sock) if isinstance(sock, ssl.SSLSocket) else PlainWire(sock)
         self._tcp = sock.family in (socket.AF_INET, socket.AF_INET6)
-        self._tls_calls = (
-            threading.Lock()
-        )  # OpenSSL allows one call at a time, but one thread sends while another receives
         self._closed = False
         self._reader = FrameReader()
-        # The event that a call which would have blocked waits for: TLS may have to read in order to write.
-        self._send_waits_for = select.POLLOUT
-        self._receive_waits_for = select.POLLIN
         sock.setblocking(False)
         if self._tcp:
             _configure_tcp(sock)
@@ -94,10 +85,18 @@ class Link:
     def closed(self) -> bool:
         return self._closed
 
+    @property
+    def encrypted(self) -> bool:
+        return self._wire.is_encrypted
+
+    def encrypt(self, keys: SessionKeys) -> None:
+        """Encrypt all that is sent from now on, and expect it of all that arrives. Nothing may be on its way."""
+        self._wire = EncryptedWire(self._sock, keys)
+
     def fileno(self) -> int:
         """The descriptor to wait on with select or poll; -1 after `close`.
 
-        With TLS, bytes may be waiting inside the link while the descriptor is not readable: call
+        With encryption, bytes may be waiting inside the link while the descriptor is not readable: call
         `try_receive_into` until it returns 0, and only then wait.
         """
         return self._sock.fileno()
@@ -142,7 +141,7 @@ class Link:
                     raise FrameError(f"from {self.peer}: {error}") from error
                 if frame is not None:
                     return frame.header, frame.buffers
-            elif not self._wait(self._receive_waits_for, deadline):
+            elif not self._wait(self._wire.receive_waits_for, deadline):
                 progress = "nothing" if reader.idle else "only part of a message"
                 raise self._late(f"sent {progress} before the deadline")
 
@@ -156,38 +155,24 @@ class Link:
             if count:
                 remaining -= count
                 pieces = skip_bytes(pieces, count)
-            elif not self._wait(self._send_waits_for, deadline):
+            elif not self._wait(self._wire.send_waits_for, deadline):
                 if remaining < total:
                     self.close()
                 raise self._late(f"did not read: {total - remaining} of {total} bytes were sent before the deadline")
 
     def wait_readable(self, *, deadline: float) -> bool:
         """Wait until `try_receive_into`, which returned 0, may have more bytes; False at the deadline."""
-        return self._wait(self._receive_waits_for, deadline)
+        return self._wait(self._wire.receive_waits_for, deadline)
 
     def try_send(self, buffers: Sequence[memoryview]) -> int:
         """Send what the kernel accepts without blocking.
 
         Returns: the number of bytes sent, counted over the buffers in order; 0 if it would block. Then offer the
-            same bytes again later, as TLS requires.
+            same bytes again later, as encryption requires: some may have been sealed already.
         Raises: LinkClosedError if the peer is gone.
         """
         try:
-            if not self._tls:
-                return self._sock.sendmsg(buffers[:_MAX_PIECES]) if buffers else 0
-            piece = _first_piece(buffers)
-            if not piece:
-                return 0
-            with self._tls_calls:
-                count = self._sock.send(piece)
-            self._send_waits_for = select.POLLOUT
-            return count
-        except (BlockingIOError, ssl.SSLWantWriteError):
-            self._send_waits_for = select.POLLOUT
-            return 0
-        except ssl.SSLWantReadError:
-            self._send_waits_for = select.POLLIN
-            return 0
+            return self._wire.send(buffers)
         except (OSError, ValueError) as error:
             raise self._gone(error) from error
 
@@ -200,19 +185,14 @@ class Link:
         if not buffer.nbytes:
             return 0
         try:
-            if self._tls:
-                with self._tls_calls:
-                    count = self._sock.recv_into(buffer)
-            else:
-                count = self._sock.recv_into(buffer)
-        except (BlockingIOError, ssl.SSLWantReadError):
-            self._receive_waits_for = select.POLLIN
-            return 0
-        except ssl.SSLWantWriteError:
-            self._receive_waits_for = select.POLLOUT
-            return 0
+            count = self._wire.receive_into(buffer)
+        except FrameError as error:
+            self.close()
+            raise LinkClosedError(f"the link to {self.peer} was closed: {error}.") from error
         except (OSError, ValueError) as error:
             raise self._gone(error) from error
+        if count is None:
+            return 0
         if not count:
             raise LinkClosedError(f"{self.peer} closed the connection: its process ended or left the job.")
         return count
@@ -336,15 +316,6 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_inherited_links)
 
 
-def skip_bytes(pieces: Sequence[memoryview], count: int) -> list[memoryview]:
-    """The rest of `pieces` after their first `count` bytes, without empty pieces at the start."""
-    for index, piece in enumerate(pieces):
-        if count < piece.nbytes:
-            return [piece[count:], *pieces[index + 1 :]]
-        count -= piece.nbytes
-    return []
-
-
 def host_silence_s(sock: socket.socket) -> float:
     """Seconds since the peer's host last acknowledged anything; 0.0 if it owes no answer. Linux only.
 
@@ -358,20 +329,6 @@ def host_silence_s(sock: socket.socket) -> float:
         return 0.0
     (last_ack_ms,) = struct.unpack_from("=I", info, 56)
     return float(last_ack_ms) / 1000
-
-
-def _first_piece(buffers: Sequence[memoryview]) -> memoryview | bytes:
-    """The bytes of one TLS write: the first large piece, or as many small ones as fit into a record."""
-    joined: list[memoryview] = []
-    size = 0
-    for piece in buffers:
-        if size + piece.nbytes > _TLS_JOIN_BYTES:
-            break
-        joined.append(piece)
-        size += piece.nbytes
-    if size:
-        return joined[0] if len(joined) == 1 else b"".join(joined)
-    return next((piece for piece in buffers if piece.nbytes), b"")
 
 
 def _configure_tcp(sock: socket.socket) -> None:

@@ -20,9 +20,9 @@ import msgspec
 
 from phalanx.errors import LinkClosedError, LinkTimeoutError
 from phalanx.transport.arrivals import Arrival, ArrivalQueue, RefusalLog
+from phalanx.transport.credentials import Credentials
 from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
-from phalanx.transport.tls import TLS
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,8 @@ UNAVAILABLE = "unavailable"
 """Refusal: this purpose is not served here, or not yet."""
 OTHER_JOB = "other job"
 """Refusal: the port belongs to another job."""
+OTHER_TASK = "other task"
+"""Refusal: the port belongs to another task than the one that was meant."""
 
 
 class Service(Protocol):
@@ -56,10 +58,9 @@ class Listener:
 
     Args:
         sockets: listening sockets, see `open_listening_sockets`; the listener closes them.
-        task: the task that listens, for messages.
-        secret: the secret that peers must know.
+        task: the task that listens. Peers that mean another one are refused.
+        credentials: the secret that peers must know, and how connections are encrypted.
         job: the job that peers must belong to.
-        tls: the TLS contexts of this task, or None for plain connections.
     """
 
     def __init__(
@@ -67,9 +68,8 @@ class Listener:
         sockets: list[socket.socket],
         *,
         task: str,
-        secret: bytes | None,
+        credentials: Credentials,
         job: str = "",
-        tls: TLS | None = None,
     ):
         self.task = task
         self.port: int = sockets[0].getsockname()[1]
@@ -81,7 +81,7 @@ class Listener:
         # The rest belongs to the thread.
         self._refusals = RefusalLog(task, self.port)
         self._selector = selectors.DefaultSelector()
-        self._arrivals = ArrivalQueue(self._selector, secret, tls, self._refusals, self._answer)
+        self._arrivals = ArrivalQueue(self._selector, credentials, self._refusals, self._answer)
         self._resume_accepting_at: float | None = None
         self._wakeup_receiver, self._wakeup_sender = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name=f"phalanx-listener-{task}", daemon=True)
@@ -196,6 +196,9 @@ class Listener:
             if hello.job != self._job:
                 reason = f"this port is that of {self.task} of job {self._job!r}, not of job {hello.job!r}"
                 welcome = Welcome(refusal=OTHER_JOB, reason=reason)
+            elif hello.peer != self.task:
+                reason = f"this port is that of {self.task}, not of {hello.peer}"
+                welcome = Welcome(refusal=OTHER_TASK, reason=reason)
             elif service is None:
                 reason = f"{self.task} does not serve {hello.purpose!r}, or not yet"
                 welcome = Welcome(refusal=UNAVAILABLE, reason=reason)

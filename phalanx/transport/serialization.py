@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from phalanx.errors import FrameError
+
 _ARRAY, _TUPLE = "\0array", "\0tuple"
 INTEGERS = (-(2**63), 2**64 - 1)
 """The range of MessagePack's integers."""
+MAX_DTYPE_CHARACTERS = 40
 
 
 def is_serializable(value: Any) -> bool:
@@ -33,8 +37,14 @@ def encode(value: Any) -> bytes:
 
 
 def decode(content: bytes) -> Any:
-    """The encoded value, with Python numbers instead of NumPy scalars."""
-    return _unpack(msgspec.msgpack.decode(content))
+    """The encoded value, with Python numbers instead of NumPy scalars.
+
+    Raises: FrameError for bytes that `encode` does not return. What they claim never takes more memory than they do.
+    """
+    try:
+        return _unpack(msgspec.msgpack.decode(content))
+    except (msgspec.MsgspecError, UnicodeError, RecursionError, TypeError, ValueError) as error:
+        raise FrameError(f"These bytes are not an encoded value: {error}") from error
 
 
 def _pack(value: Any) -> Any:
@@ -64,10 +74,29 @@ def _unpack(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     if _ARRAY in value:
-        dtype, shape, content = value[_ARRAY]
-        if isinstance(content, list):
-            return np.array(content, object).reshape(shape)
-        return np.ndarray(shape, np.dtype(dtype), bytearray(content))
+        return _array(*value[_ARRAY])
     if _TUPLE in value:
-        return tuple(_unpack(item) for item in value[_TUPLE])
+        return tuple([_unpack(item) for item in value[_TUPLE]])
     return {key: _unpack(item) for key, item in value.items()}
+
+
+def _array(name: str, shape: list[int], content: bytes | list[Any]) -> np.ndarray[Any, Any]:
+    """Raises: TypeError, ValueError."""
+    if isinstance(content, list):  # of Python objects
+        objects = np.empty(len(content), object)
+        objects[:] = content
+        return objects.reshape(shape)
+    dtype = _number_type(name)
+    if not isinstance(content, bytes) or math.prod(shape) * dtype.itemsize != len(content):
+        raise ValueError(f"{len(content)} bytes are no array of shape {shape} and dtype {dtype}")
+    return np.ndarray(shape, dtype, bytearray(content))
+
+
+def _number_type(name: str) -> np.dtype[Any]:
+    """The dtype of this name. Not one with Python objects, whose bytes would be used as addresses of memory."""
+    if len(name) > MAX_DTYPE_CHARACTERS:
+        raise ValueError("the name of a dtype is too long")
+    dtype = np.dtype(name)
+    if dtype.hasobject or dtype.names is not None or dtype.subdtype is not None or not dtype.itemsize:
+        raise ValueError(f"arrays of dtype {dtype} are not encoded")
+    return dtype

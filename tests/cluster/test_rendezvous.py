@@ -258,10 +258,10 @@ def test_two_tasks_that_cannot_reach_each_other_are_named_by_the_chief(
 def block(monkeypatch: pytest.MonkeyPatch, source: str, target: str, purpose: str) -> None:
     original = TaskIdentity.dial
 
-    def dial(me: TaskIdentity, task: Task, what: str, *args: bytes, deadline: float) -> tuple[Link, Welcome]:
+    def dial(me: TaskIdentity, task: Task, what: str, *args: bytes, **options: object) -> tuple[Link, Welcome]:
         if (str(me.task), str(task), what) == (source, target, purpose):
             raise LinkClosedError("a firewall")
-        return original(me, task, what, *args, deadline=deadline)
+        return original(me, task, what, *args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(TaskIdentity, "dial", dial)
 
@@ -357,7 +357,7 @@ def test_a_second_process_elsewhere_is_refused_by_the_chief_and_the_job_goes_on(
     def open_listening_sockets(*args: object, **options: object) -> list[socket.socket]:
         if threading.current_thread().name == "test-second":
             return [listen(socket.AF_INET, ("127.0.0.1", 0))]
-        return original(*args, **options)  # type: ignore[arg-type]
+        return original(*args, **options)  # type: ignore[arg-type]  # type: ignore[arg-type]
 
     monkeypatch.setattr(task_identity, "open_listening_sockets", open_listening_sockets)
     added = record_added_links(monkeypatch)
@@ -384,7 +384,7 @@ def test_a_second_chief_elsewhere_finds_the_first_at_its_address(
     def open_listening_sockets(*args: object, **options: object) -> list[socket.socket]:
         if threading.current_thread().name == "test-second":
             return [listen(socket.AF_INET, ("127.0.0.1", 0))]
-        return original(*args, **options)  # type: ignore[arg-type]
+        return original(*args, **options)  # type: ignore[arg-type]  # type: ignore[arg-type]
 
     monkeypatch.setattr(task_identity, "open_listening_sockets", open_listening_sockets)
     spec = ports.workers(2)

@@ -13,6 +13,7 @@ from phalanx.cluster.timeline_relay import TIMELINE, RemoteTimelineSink, Timelin
 from phalanx.errors import LinkClosedError
 from phalanx.monitoring import timeline
 from phalanx.transport.address import Address
+from phalanx.transport.credentials import Credentials
 from phalanx.transport.dial import dial
 from phalanx.transport.handshake import Hello
 from phalanx.transport.listener import Listener
@@ -25,9 +26,8 @@ SECRET = b"a secret for this test"
 def remote(listener: Listener) -> RemoteTimelineSink:
     link, _ = dial(
         Address("127.0.0.1", listener.port),
-        Hello(purpose=TIMELINE, task="worker/1"),
-        peer="worker/0",
-        secret=SECRET,
+        Hello(purpose=TIMELINE, task="worker/1", peer="worker/0"),
+        credentials=Credentials(SECRET),
         deadline=time.monotonic() + BOUND_S,
     )
     return RemoteTimelineSink(link)
@@ -37,7 +37,9 @@ def test_another_host_measures_its_clock_and_sends_its_events(tmp_path: Path) ->
     path = tmp_path / "t.json"
     timeline.create(path, "job")
     relay = TimelineRelay(timeline.TimelineFileSink(path, "job"))
-    with Listener([socket.create_server(("127.0.0.1", 0))], task="worker/0", secret=SECRET) as listener:
+    with Listener(
+        [socket.create_server(("127.0.0.1", 0))], task="worker/0", credentials=Credentials(SECRET)
+    ) as listener:
         listener.register(TIMELINE, relay)
         sink = remote(listener)
         offset, uncertain = sink.clock_offset()
@@ -55,7 +57,9 @@ def test_another_host_measures_its_clock_and_sends_its_events(tmp_path: Path) ->
 def test_a_writer_that_is_gone_ends_the_recording_and_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Listener([socket.create_server(("127.0.0.1", 0))], task="worker/0", secret=SECRET) as listener:
+    with Listener(
+        [socket.create_server(("127.0.0.1", 0))], task="worker/0", credentials=Credentials(SECRET)
+    ) as listener:
         arrived = threading.Event()
 
         class Refusing(TimelineRelay):

@@ -94,7 +94,7 @@ def test_a_server_that_a_worker_has_lost_is_asked_whether_it_is_there(
 ) -> None:
     chief, worker = identities
     server = chief.spec.address(Task("ps", 0))
-    listener = Listener([socket.create_server((server.host, server.port))], task="ps/0", secret=chief.config.secret)
+    listener = Listener([socket.create_server((server.host, server.port))], task="ps/0", credentials=chief.credentials)
     listener.register(PROBE, ProbeService(TaskIdentity(chief.spec, Task("ps", 0), JobFacts(), chief.config)))
     with contextlib.closing(listener):
         if answers:

@@ -30,6 +30,7 @@ from phalanx.elastic.elastic_node import ElasticNode
 from phalanx.elastic.member_table import MembershipLimits
 from phalanx.elastic.membership_messages import EntryBegan, EntryFinished, PastEntry
 from phalanx.errors import LinkClosedError, MembershipChangedError
+from phalanx.transport.credentials import Credentials
 from phalanx.transport.link import Link
 from phalanx.transport.serialization import decode, encode
 from phalanx.transport.tls import load_tls
@@ -82,10 +83,9 @@ class Members:
         self.server = CoordinatorServer(
             [self._port],
             limits,
-            secret=SECRET,
+            credentials=Credentials(SECRET, load_tls(self._tls)),
             job="job",
             job_actions=self,
-            tls=load_tls(self._tls),
         )
 
     def results(self) -> list[Any]:
@@ -385,7 +385,7 @@ def test_a_large_result_is_kept_for_one_that_comes_later():
         spec = ClusterSpec({"worker": [f"127.0.0.1:{sock.getsockname()[1]}" for sock in (first, second)]})
         limits = MembershipLimits(1, 2, 1, start_s=BOUND_S, timeout_s=BOUND_S)
         actions: Any = mock.Mock()
-        server = CoordinatorServer([port], limits, secret=SECRET, job="job", job_actions=actions)
+        server = CoordinatorServer([port], limits, credentials=Credentials(SECRET), job="job", job_actions=actions)
         result = os.urandom(3 * 2**20)
 
         def node(number: int, sock: socket.socket) -> ElasticNode:

@@ -133,7 +133,9 @@ def test_of_two_servers_that_lead_the_one_that_was_called_upon_later_is_right() 
 
         def asks(group: ShardGroup, term: int) -> str:
             newcomer = LeaderOffer(me.description, is_fresh=False, term=term)
-            return group.leadership.admit(Hello(purpose="", task="", details=msgspec.msgpack.encode(newcomer))).refusal
+            return group.leadership.admit(
+                Hello(purpose="", task="", peer="", details=msgspec.msgpack.encode(newcomer))
+            ).refusal
 
         called.leadership.lead()
         assert asks(called, term=0) == LEADING

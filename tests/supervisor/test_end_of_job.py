@@ -17,6 +17,7 @@ from phalanx.cluster.task_comparison import JobFacts
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.config.job_config import JobConfig
 from phalanx.evaluator.end_of_job import EndOfJobPatience, JobEndDetector, JobSign, JobSignPoller, patience
+from phalanx.transport.credentials import Credentials
 from phalanx.transport.listener import Listener
 
 PATIENCE = EndOfJobPatience(start_s=100, gone_s=10, silent_s=50, idle_s=1000)
@@ -92,7 +93,7 @@ def chief() -> Iterator[tuple[ClusterSpec, Listener]]:
     address = f"127.0.0.1:{sock.getsockname()[1]}"
     spec = ClusterSpec({"worker": [address, "127.0.0.1:1"]})
     me = TaskIdentity(spec, Task("worker", 0), JobFacts(), JobConfig(secret=SECRET))
-    listener = Listener([sock], task="worker/0", secret=SECRET, job="", tls=None)
+    listener = Listener([sock], task="worker/0", credentials=Credentials(SECRET))
     listener.register(PROBE, ProbeService(me))
     with listener:
         yield spec, listener

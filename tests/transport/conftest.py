@@ -16,6 +16,8 @@ import pytest
 
 from phalanx.config.job_config import TLSFiles
 from phalanx.transport.address import Address
+from phalanx.transport.credentials import Credentials
+from phalanx.transport.encryption import KEY_BYTES, SessionKeys
 from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
 from phalanx.transport.listener import Listener
@@ -73,7 +75,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TLSFiles
     return make_certificates(tmp_path_factory.mktemp("certificates"))
 
 
-@pytest.fixture(params=["socketpair", "tcp", "tls"])
+@pytest.fixture(params=["socketpair", "tcp", "tls", "encrypted"])
 def links(request: pytest.FixtureRequest) -> Iterator[tuple[Link, Link]]:
     """Two ends of one connection, of each kind."""
     if request.param == "socketpair":
@@ -90,6 +92,10 @@ def links(request: pytest.FixtureRequest) -> Iterator[tuple[Link, Link]]:
         one.do_handshake()
         accepting.join()
     pair = Link(one, "other"), Link(other, "one")
+    if request.param == "encrypted":
+        keys = SessionKeys(b"1" * KEY_BYTES, b"2" * KEY_BYTES)
+        pair[0].encrypt(keys)
+        pair[1].encrypt(SessionKeys(keys.receiving, keys.sending))
     yield pair
     for link in pair:
         link.close()
@@ -130,7 +136,7 @@ class Port:
 def open_port(*, secret: bytes | None = SECRET, tls: TLS | None = None) -> Iterator[Port]:
     sockets = [listen(socket.AF_INET, ("127.0.0.1", 0))]
     service = Echo()
-    with Listener(sockets, task="worker/0", secret=secret, job="job", tls=tls) as listener:
+    with Listener(sockets, task="worker/0", credentials=Credentials(secret, tls), job="job") as listener:
         listener.register("mesh", service)
         yield Port(listener, service)
     for link in service.links:

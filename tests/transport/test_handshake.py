@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import HandshakeError
-from phalanx.transport.handshake import MAGIC, NONCE_BYTES, Handshake, Role, WrongSecretError, describe_stranger
+from phalanx.transport.handshake import MAGIC, OPENING_BYTES, Handshake, Role, WrongSecretError, describe_stranger
 
 
 def converse(dialer: Handshake, listener: Handshake, step: int = 1000) -> None:
@@ -48,7 +48,7 @@ def test_another_secret_is_found_by_the_listener_which_has_proved_nothing_yet(
 
 def test_a_dialer_does_not_believe_a_listener_without_the_secret() -> None:
     dialer = Handshake(Role.DIALER, b"secret")
-    dialer.receive_data(MAGIC + bytes(NONCE_BYTES))
+    dialer.receive_data(Handshake(Role.DIALER, b"").data_to_send())  # any public key
     with pytest.raises(WrongSecretError):
         dialer.receive_data(bytes(32))
 
@@ -73,9 +73,43 @@ def test_a_recorded_conversation_cannot_be_played_again() -> None:
         again.receive_data(proof)
 
 
+def test_a_public_key_that_agrees_on_nothing_is_refused() -> None:
+    """With an all-zero key both ends would derive what anyone can (RFC 7748, 6.1)."""
+    listener = Handshake(Role.LISTENER, b"secret")
+    with pytest.raises(HandshakeError, match="public key"):
+        listener.receive_data(MAGIC + bytes(OPENING_BYTES - len(MAGIC)))
+
+
+@pytest.mark.parametrize("secret", [b"secret", None])
+@pytest.mark.parametrize("dialers", [True, False])
+@pytest.mark.parametrize("listeners", [True, False])
+def test_a_connection_is_encrypted_if_either_end_wishes_it(
+    *, dialers: bool, listeners: bool, secret: bytes | None
+) -> None:
+    dialer = Handshake(Role.DIALER, secret, encrypt=dialers)
+    listener = Handshake(Role.LISTENER, secret, encrypt=listeners)
+    converse(dialer, listener)
+    if secret is None or not (dialers or listeners):
+        assert dialer.keys is listener.keys is None
+    else:
+        assert dialer.keys is not None
+        assert listener.keys == dialer.keys[::-1]
+        assert dialer.keys.sending != dialer.keys.receiving
+
+
+def test_wishes_cannot_be_changed_on_their_way() -> None:
+    dialer, listener = Handshake(Role.DIALER, b"secret"), Handshake(Role.LISTENER, b"secret", encrypt=False)
+    opening = bytearray(dialer.data_to_send())
+    opening[len(MAGIC)] = 0
+    listener.receive_data(bytes(opening))
+    dialer.receive_data(listener.data_to_send())
+    with pytest.raises(WrongSecretError):
+        listener.receive_data(dialer.data_to_send())
+
+
 def test_another_version_of_the_protocol_is_named() -> None:
     listener = Handshake(Role.LISTENER, b"secret")
-    with pytest.raises(HandshakeError, match="version 9 of Phalanx's protocol and this task version 1"):
+    with pytest.raises(HandshakeError, match="version 9 of Phalanx's protocol and this task version 2"):
         listener.receive_data(MAGIC[:-1] + b"\x09")
 
 

@@ -17,7 +17,8 @@ import pytest
 
 from phalanx.errors import FrameError, LinkClosedError, LinkTimeoutError
 from phalanx.transport import link as link_module
-from phalanx.transport.link import Link, host_silence_s, skip_bytes, wait_until_delivered
+from phalanx.transport.link import Link, host_silence_s, wait_until_delivered
+from phalanx.transport.wires import skip_bytes
 from tests.transport.conftest import soon, tcp_pair, wait_until
 
 Pair = tuple[Link, Link]

@@ -21,8 +21,9 @@ from phalanx.transport import dial as dial_module
 from phalanx.transport import listener as listener_module
 from phalanx.transport.address import Address
 from phalanx.transport.arrivals import RefusalLog
+from phalanx.transport.credentials import Credentials
 from phalanx.transport.dial import RefusedError, dial, retry_delay_s
-from phalanx.transport.handshake import Hello, Welcome, WrongSecretError
+from phalanx.transport.handshake import MAGIC, OPENING_BYTES, Handshake, Hello, Role, Welcome, WrongSecretError
 from phalanx.transport.link import Link
 from phalanx.transport.ports import PortTakenError, open_listening_sockets
 from phalanx.transport.tls import TLS, load_tls
@@ -38,8 +39,8 @@ def dial_port(
     job: str = "job",
     seconds: float = 10,
 ) -> tuple[Link, Welcome]:
-    hello = Hello(purpose=purpose, task="worker/1", job=job)
-    return dial(port.address, hello, peer="worker/0", secret=secret, tls=tls, deadline=soon(seconds))
+    hello = Hello(purpose=purpose, task="worker/1", peer="worker/0", job=job)
+    return dial(port.address, hello, credentials=Credentials(secret, tls), deadline=soon(seconds))
 
 
 def assert_members_get_in(port: Port, **options: TLS | None) -> None:
@@ -118,8 +119,8 @@ STRANGERS = {
     "random": (bytes(range(200, 256)), "does not speak Phalanx"),
     "length prefix of 4 GB": (b"\xff\xff\xff\xff" + b"x" * 100, "does not speak Phalanx"),
     "tls": (b"\x16\x03\x01\x02\x00\x01\x00", "speaks TLS"),
-    "right start, then nothing of ours": (b"PHALANX\x01" + b"n" * 32 + b"p" * 32, "wrong secret"),
-    "hangs up in the middle": (b"PHALANX\x01" + b"n" * 10, "hung up"),
+    "right start, then nothing of ours": (MAGIC + b"\x01" + b"k" * 32 + b"p" * 32, "wrong secret"),
+    "hangs up in the middle": (MAGIC + b"\x01" + b"k" * 9, "hung up"),
 }
 
 
@@ -136,7 +137,7 @@ def test_a_stranger_gets_one_line_and_the_port_lives_on(
             stranger.shutdown(socket.SHUT_WR)
             while piece := stranger.recv(1000):
                 answer += piece
-    assert len(answer) <= 40  # A random number at most.
+    assert len(answer) <= OPENING_BYTES  # Random numbers at most.
     wait_until(lambda: refusals(caplog))
     assert_members_get_in(port)
     (line,) = refusals(caplog)
@@ -162,13 +163,13 @@ def test_a_dialer_without_a_secret_gets_into_a_port_without_one() -> None:
 def test_a_member_that_sends_no_hello_is_refused(port: Port, caplog: pytest.LogCaptureFixture) -> None:
     with port.connect() as sock:
         link = Link(sock, "worker/0")
-        dial_module._shake_hands(link, SECRET, soon())
+        dial_module._shake_hands(link, Handshake(Role.DIALER, SECRET), soon())
         link.send(msgspec.msgpack.encode({"purpose": 3}), deadline=soon())
         with pytest.raises(LinkClosedError):
             link.receive(deadline=soon())
     with port.connect() as sock:
         link = Link(sock, "worker/0")
-        dial_module._shake_hands(link, SECRET, soon())
+        dial_module._shake_hands(link, Handshake(Role.DIALER, SECRET), soon())
         link.send(b"", [b"a Hello has no payload"], deadline=soon())
         with pytest.raises(LinkClosedError):
             link.receive(deadline=soon())
@@ -331,19 +332,19 @@ def test_files_that_are_no_certificates_are_a_configuration_error(
 def test_nobody_at_the_address_is_told_apart_from_an_unknown_name() -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         free = Address("127.0.0.1", sock.getsockname()[1])
-    hello = Hello(purpose="mesh", task="worker/1")
+    hello = Hello(purpose="mesh", task="worker/1", peer="worker/0")
     with pytest.raises(LinkClosedError, match=r"nothing listens at 127.0.0.1"):
-        dial(free, hello, peer="worker/0", secret=None, deadline=soon())
+        dial(free, hello, credentials=Credentials(), deadline=soon())
     with pytest.raises(LinkClosedError, match=r"'no-such-host.invalid' of worker/0 cannot be resolved"):
-        dial(Address("no-such-host.invalid", 1), hello, peer="worker/0", secret=None, deadline=soon(30))
+        dial(Address("no-such-host.invalid", 1), hello, credentials=Credentials(), deadline=soon(30))
 
 
 def test_a_server_that_never_answers_is_a_timeout() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = Address("127.0.0.1", silent.getsockname()[1])
-        hello = Hello(purpose="mesh", task="worker/1")
+        hello = Hello(purpose="mesh", task="worker/1", peer="worker/0")
         with pytest.raises(LinkTimeoutError, match="has not answered yet"):
-            dial(address, hello, peer="worker/0", secret=None, deadline=soon(0.3))
+            dial(address, hello, credentials=Credentials(), deadline=soon(0.3))
 
 
 def test_a_server_of_another_kind_is_named() -> None:
@@ -360,7 +361,12 @@ def test_a_server_of_another_kind_is_named() -> None:
         thread.start()
         address = Address("127.0.0.1", server.getsockname()[1])
         with pytest.raises(HandshakeError, match="what listens at the address of worker/0 is not it: it speaks SSH"):
-            dial(address, Hello(purpose="mesh", task="worker/1"), peer="worker/0", secret=None, deadline=soon())
+            dial(
+                address,
+                Hello(purpose="mesh", task="worker/1", peer="worker/0"),
+                credentials=Credentials(),
+                deadline=soon(),
+            )
         thread.join(10)
 
 
@@ -483,16 +489,16 @@ def test_an_address_family_that_the_kernel_lacks_is_passed_over(port: Port, monk
 
 
 def test_a_name_with_an_empty_label_cannot_be_resolved(port: Port) -> None:
-    hello = Hello(purpose="mesh", task="worker/1", job="job")
+    hello = Hello(purpose="mesh", task="worker/1", peer="worker/0", job="job")
     with pytest.raises(LinkClosedError, match="cannot be resolved"):
-        dial(Address("host..x", 2222), hello, peer="worker/0", secret=None, deadline=soon())
+        dial(Address("host..x", 2222), hello, credentials=Credentials(), deadline=soon())
 
 
 @pytest.mark.parametrize("hello", [b"\x81\xa4task\xa2\xff\xfe", b"\x81\xa1x" + b"\x91" * 5000 + b"\xc0"], ids=repr)
 def test_a_malformed_hello_is_refused_and_the_port_lives_on(port: Port, hello: bytes) -> None:
     """From one who knows the secret: a broken member, or anybody on a network without one."""
     link = Link(dial_module._connect(port.address, "worker/0", None, soon()), "worker/0")
-    dial_module._shake_hands(link, SECRET, soon())
+    dial_module._shake_hands(link, Handshake(Role.DIALER, SECRET), soon())
     link.send(hello, deadline=soon())
     with pytest.raises(LinkClosedError):
         link.receive(deadline=soon())

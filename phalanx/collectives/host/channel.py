@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from phalanx.errors import FrameError, LinkClosedError
-from phalanx.transport.link import Link, skip_bytes
+from phalanx.transport.link import Link
 from phalanx.transport.throttle import Throttle, first_bytes
+from phalanx.transport.wires import skip_bytes
 
 MAX_MESSAGE_BYTES = 16 * 2**20
 """Limit on packets that are stored whole (descriptions, errors): far above the list of a large model's arrays, 100

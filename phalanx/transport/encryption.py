@@ -1,0 +1,151 @@
+"""Encryption of a connection after its handshake, as records. Bytes in, bytes out: this file knows no socket.
+
+    record     u32 length of the ciphertext, ciphertext with a tag of 16 bytes
+
+Each direction has its own key. A record's nonce is its number in that direction, which is never sent: a record that was
+changed, left out, repeated, moved to another place or taken from another connection does not open. Its length is
+authenticated with it. An attacker can only end the connection, which is a lost peer like any other.
+
+The cipher is AES-256-GCM (RFC 5116): with the instructions that processors have for it, sealing or opening a record
+takes 7 us for 64 KiB and less than 1 us for a small message. A key serves `RECORDS_OF_A_KEY` records and is then
+replaced by one derived from it, as GCM's bounds ask for (RFC 8446, 5.5 and 7.2).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
+
+from phalanx.errors import FrameError
+
+KEY_BYTES = 32
+TAG_BYTES = 16
+MAX_PLAIN_BYTES = 1 << 16
+"""Bytes of one record. Twice as many would be a few per cent faster, and fall out of the processor's cache sooner."""
+RECORDS_OF_A_KEY = 1 << 20
+"""64 GiB at most: GCM's confidentiality bound for one key is about 2**38 bytes in such records."""
+
+_LENGTH = struct.Struct("!I")
+_MAX_RECORD_BYTES = MAX_PLAIN_BYTES + TAG_BYTES
+
+
+class SessionKeys(NamedTuple):
+    """The two keys of one end of a connection, of `KEY_BYTES` each."""
+
+    sending: bytes
+    receiving: bytes
+
+
+class _Cipher:
+    """One direction: a key, and the number of records that it has served."""
+
+    def __init__(self, key: bytes):
+        self._key = key
+        self._aead = AESGCM(key)
+        self._count = 0
+
+    def next(self) -> tuple[AESGCM, bytes]:
+        """The cipher and the nonce of the next record."""
+        if self._count == RECORDS_OF_A_KEY:
+            self._key = HKDFExpand(SHA256(), KEY_BYTES, b"phalanx next key").derive(self._key)
+            self._aead, self._count = AESGCM(self._key), 0
+        nonce = self._count.to_bytes(12, "big")
+        self._count += 1
+        return self._aead, nonce
+
+
+class RecordWriter:
+    """Seals bytes into records."""
+
+    def __init__(self, key: bytes):
+        self._cipher = _Cipher(key)
+
+    def seal(self, pieces: Sequence[memoryview]) -> tuple[memoryview, int]:
+        """The next record, with the first bytes of `pieces`, and how many these are: at most `MAX_PLAIN_BYTES`."""
+        plain = _first_bytes(pieces)
+        size = len(plain)
+        record = bytearray(_LENGTH.size + size + TAG_BYTES)
+        _LENGTH.pack_into(record, 0, size + TAG_BYTES)
+        view = memoryview(record)
+        aead, nonce = self._cipher.next()
+        aead.encrypt_into(nonce, plain, view[: _LENGTH.size], view[_LENGTH.size :])
+        return view, size
+
+
+class RecordReader:
+    """Opens records. The caller writes into `get_buffer()`, reports the bytes with `buffer_updated`, and takes what
+    `open` has opened.
+
+    The buffer never extends beyond a record, so what follows stays in the socket: who waits for the socket after a
+    message does not wait for bytes that are here already.
+    """
+
+    def __init__(self, key: bytes):
+        self._cipher = _Cipher(key)
+        self._sealed = memoryview(bytearray(_LENGTH.size + _MAX_RECORD_BYTES))
+        self._filled = 0
+        self._end = _LENGTH.size  # of the record, or of its length while that has not arrived
+        self._opened = memoryview(bytearray(MAX_PLAIN_BYTES))
+        self._plain = self._opened[:0]
+
+    def get_buffer(self) -> memoryview:
+        """Where to write the next bytes; never empty once `open` has returned False."""
+        return self._sealed[self._filled : self._end]
+
+    def buffer_updated(self, count: int) -> None:
+        """Account for `count` bytes that were written to `get_buffer()`.
+
+        Raises: FrameError for a length that no record has.
+        """
+        self._filled += count
+        if self._filled == self._end == _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._sealed)
+            if not TAG_BYTES < length <= _MAX_RECORD_BYTES:
+                raise FrameError(f"a record of {length} bytes was announced; at most {_MAX_RECORD_BYTES} are allowed")
+            self._end += length
+
+    def open(self) -> bool:
+        """Whether bytes can be taken; opens the record if all of the one before were taken.
+
+        Raises: FrameError if what arrived is not what the other end sent.
+        """
+        if self._plain:
+            return True
+        if self._filled < self._end or self._end == _LENGTH.size:
+            return False
+        opened = self._opened[: self._end - _LENGTH.size - TAG_BYTES]
+        aead, nonce = self._cipher.next()
+        head, sealed = self._sealed[: _LENGTH.size], self._sealed[_LENGTH.size : self._end]
+        try:
+            aead.decrypt_into(nonce, sealed, head, opened)
+        except InvalidTag as error:
+            raise FrameError("what arrived was changed on its way, or comes from someone else") from error
+        self._filled, self._end, self._plain = 0, _LENGTH.size, opened
+        return True
+
+    def take(self, target: memoryview) -> int:
+        """Move opened bytes to `target`; returns their number."""
+        count = min(len(self._plain), len(target))
+        target[:count] = self._plain[:count]
+        self._plain = self._plain[count:]
+        return count
+
+
+def _first_bytes(pieces: Sequence[memoryview]) -> memoryview | bytes:
+    """The first bytes of the pieces, as many as fit into a record. A first piece that fills it is not copied."""
+    if len(pieces) == 1 or len(pieces[0]) >= MAX_PLAIN_BYTES:
+        return pieces[0][:MAX_PLAIN_BYTES]
+    joined: list[memoryview] = []
+    room = MAX_PLAIN_BYTES
+    for piece in pieces:
+        joined.append(piece[:room])
+        room -= len(joined[-1])
+        if not room:
+            break
+    return b"".join(joined)

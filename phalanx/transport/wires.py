@@ -1,0 +1,170 @@
+"""How bytes cross a connected socket without blocking: as they are, through TLS, or in encrypted records."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import ssl
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+from phalanx.transport.encryption import RecordReader, RecordWriter, SessionKeys
+
+_MAX_PIECES = os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 1024
+"""Buffers that one sendmsg accepts."""
+_TLS_JOIN_BYTES = 16 * 1024
+"""TLS has no sendmsg: small buffers are joined up to the size of one TLS record, larger ones are sent alone."""
+
+
+class Wire(Protocol):
+    """See the top of the file.
+
+    Attributes:
+        is_encrypted: whether others can read or change what it carries.
+        send_waits_for, receive_waits_for: the poll event after which a call that would have blocked may succeed. TLS
+            may have to read in order to write.
+    """
+
+    is_encrypted: bool
+    send_waits_for: int
+    receive_waits_for: int
+
+    def send(self, buffers: Sequence[memoryview]) -> int:
+        """See `Link.try_send`. Raises: OSError, ValueError."""
+        ...
+
+    def receive_into(self, buffer: memoryview) -> int | None:
+        """The number of bytes read, 0 at the end of the stream; None if it would block.
+
+        Raises: OSError, ValueError; FrameError if what arrived is not what the other end sent.
+        """
+        ...
+
+
+class PlainWire:
+    """Bytes as they are."""
+
+    is_encrypted = False
+    send_waits_for = select.POLLOUT
+    receive_waits_for = select.POLLIN
+
+    def __init__(self, sock: socket.socket):
+        self._sock = sock
+
+    def send(self, buffers: Sequence[memoryview]) -> int:
+        try:
+            return self._sock.sendmsg(buffers[:_MAX_PIECES]) if buffers else 0
+        except BlockingIOError:
+            return 0
+
+    def receive_into(self, buffer: memoryview) -> int | None:
+        try:
+            return self._sock.recv_into(buffer)
+        except BlockingIOError:
+            return None
+
+
+class TLSWire:
+    """Through OpenSSL, which allows one call at a time, but one thread sends while another receives."""
+
+    is_encrypted = True
+
+    def __init__(self, sock: ssl.SSLSocket):
+        self._sock = sock
+        self._call = threading.Lock()
+        self.send_waits_for = select.POLLOUT
+        self.receive_waits_for = select.POLLIN
+
+    def send(self, buffers: Sequence[memoryview]) -> int:
+        piece = _first_piece(buffers)
+        if not piece:
+            return 0
+        try:
+            with self._call:
+                count = self._sock.send(piece)
+            self.send_waits_for = select.POLLOUT
+            return count
+        except (BlockingIOError, ssl.SSLWantWriteError):
+            self.send_waits_for = select.POLLOUT
+        except ssl.SSLWantReadError:
+            self.send_waits_for = select.POLLIN
+        return 0
+
+    def receive_into(self, buffer: memoryview) -> int | None:
+        try:
+            with self._call:
+                return self._sock.recv_into(buffer)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            self.receive_waits_for = select.POLLIN
+        except ssl.SSLWantWriteError:
+            self.receive_waits_for = select.POLLOUT
+        return None
+
+
+class EncryptedWire:
+    """In records; see `phalanx.transport.encryption`."""
+
+    is_encrypted = True
+    send_waits_for = select.POLLOUT
+    receive_waits_for = select.POLLIN
+
+    def __init__(self, sock: socket.socket, keys: SessionKeys):
+        self._sock = sock
+        self._writer = RecordWriter(keys.sending)
+        self._reader = RecordReader(keys.receiving)
+        # The part of the last record that the kernel has not taken, and the number of bytes sealed in the whole of it.
+        self._unsent: tuple[memoryview, int] | None = None
+
+    def send(self, buffers: Sequence[memoryview]) -> int:
+        """Bytes count as sent when the kernel has taken the whole record that they are in."""
+        total = 0
+        buffers = skip_bytes(buffers, 0)
+        while self._unsent or buffers:
+            self._unsent = record, size = self._unsent or self._writer.seal(buffers)
+            try:
+                count = self._sock.send(record)
+            except BlockingIOError:
+                break
+            if count < len(record):
+                self._unsent = record[count:], size
+                continue
+            self._unsent = None
+            total += size
+            buffers = skip_bytes(buffers, size)
+        return total
+
+    def receive_into(self, buffer: memoryview) -> int | None:
+        while not self._reader.open():
+            try:
+                count = self._sock.recv_into(self._reader.get_buffer())
+            except BlockingIOError:
+                return None
+            if not count:
+                return 0
+            self._reader.buffer_updated(count)
+        return self._reader.take(buffer)
+
+
+def skip_bytes(pieces: Sequence[memoryview], count: int) -> list[memoryview]:
+    """The rest of `pieces` after their first `count` bytes, without empty pieces at the start."""
+    for index, piece in enumerate(pieces):
+        if count < piece.nbytes:
+            return [piece[count:], *pieces[index + 1 :]]
+        count -= piece.nbytes
+    return []
+
+
+def _first_piece(buffers: Sequence[memoryview]) -> memoryview | bytes:
+    """The bytes of one TLS write: the first large piece, or as many small ones as fit into a record."""
+    joined: list[memoryview] = []
+    size = 0
+    for piece in buffers:
+        if size + piece.nbytes > _TLS_JOIN_BYTES:
+            break
+        joined.append(piece)
+        size += piece.nbytes
+    if size:
+        return joined[0] if len(joined) == 1 else b"".join(joined)
+    return next((piece for piece in buffers if piece.nbytes), b"")

@@ -1,0 +1,85 @@
+"""No bytes lead a decoder astray: it returns values, or raises its error, and takes little memory for either."""
+
+from __future__ import annotations
+
+import tracemalloc
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.errors import FrameError
+from phalanx.transport.serialization import decode, encode
+
+ARRAY, TUPLE = "\0array", "\0tuple"
+
+
+def forged(*array: Any) -> bytes:
+    return msgspec.msgpack.encode({ARRAY: list(array)})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(forged("O", [1], b"\x41" * 8), id="addresses of objects"),
+        pytest.param(forged("O", [2], b"\x41" * 8), id="too few of them"),
+        pytest.param(forged("O,f4", [1], b"\x41" * 12), id="an object among numbers"),
+        pytest.param(forged("(1000000000,)f4", [1], b"1234"), id="an array in an array"),
+        pytest.param(forged("f4", [1 << 40], b"1234"), id="too short"),
+        pytest.param(forged("f4", [-1, -1], b"1234"), id="negative lengths"),
+        pytest.param(forged("f4", [0, 1 << 62, 1 << 62], b""), id="overflow"),
+        pytest.param(forged("S0", [1 << 40], b""), id="elements without bytes"),
+        pytest.param(forged("f4", [1] * 65, b"1234"), id="too many axes"),
+        pytest.param(forged("f4", "1", b"1234"), id="a text as shape"),
+        pytest.param(forged("f4", [1], "1234"), id="text as content"),
+        pytest.param(forged("f4"), id="nothing but a type"),
+        pytest.param(forged("i4," * 100_000, [1], b"1234"), id="a long type"),
+        pytest.param(forged(5, [1], b"1234"), id="a number as type"),
+        pytest.param(forged("O", [3], [1, 2]), id="too few objects"),
+        pytest.param(msgspec.msgpack.encode({ARRAY: 1}), id="no array"),
+        pytest.param(msgspec.msgpack.encode({TUPLE: 1}), id="no tuple"),
+        pytest.param(b"\x91" * 100_000 + b"\xc0", id="deeply nested"),
+        pytest.param(b"\xa2\xff\xfe", id="text that is not UTF-8"),
+        pytest.param(b"\xdf\xff\xff\xff\xff", id="four billion items"),
+        pytest.param(b"", id="nothing"),
+    ],
+)
+def test_forged_values_are_refused(content: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(FrameError):
+            decode(content)
+        assert tracemalloc.get_traced_memory()[1] < 64e6
+    finally:
+        tracemalloc.stop()
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary(),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from([ARRAY, TUPLE, "a"]), inner, max_size=3)
+        | st.tuples(st.text(max_size=5), st.lists(st.integers(-2, 5), max_size=3), st.binary(max_size=40)).map(
+            lambda array: {ARRAY: list(array)}
+        )
+    ),
+    max_leaves=20,
+)
+
+
+@given(VALUES.map(msgspec.msgpack.encode) | st.binary())
+def test_any_bytes_are_a_value_or_an_error(content: bytes) -> None:
+    try:
+        value = decode(content)
+    except FrameError:
+        return
+    repr(value)
+
+
+@given(st.sampled_from(["f4", "<i8", "U3", "bool"]), st.lists(st.integers(0, 3), max_size=3))
+def test_what_is_encoded_is_decoded(dtype: str, shape: list[int]) -> None:
+    array = np.zeros(shape, dtype)
+    np.testing.assert_array_equal(decode(encode(array)), array, strict=True)
