@@ -52,6 +52,14 @@ class Encryption(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class TimelineConfig:
+    """Where a job records its timeline, and whether with the cycles of Horovod's controller."""
+
+    path: Path
+    marks_cycles: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class CollectiveConfig:
     """How collectives behave, beyond `CommunicationOptions`.
 
@@ -106,8 +114,7 @@ class JobConfig:
     encryption: Encryption = Encryption.ALWAYS
     seed: int | None = None
     collectives: CollectiveConfig = CollectiveConfig()
-    timeline: Path | None = None
-    timeline_marks_cycles: bool = False
+    timeline: TimelineConfig | None = None
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> JobConfig:
@@ -145,7 +152,6 @@ class JobConfig:
             seed=parse_integer(values, names.SEED),
             collectives=CollectiveConfig.from_environment(values),
             timeline=_timeline(values),
-            timeline_marks_cycles=parse_switch(values, names.MARK_CYCLES),
         )
 
 
@@ -164,9 +170,10 @@ def uses_sharded_optimizer(environ: Mapping[str, str] | None = None) -> bool:
     return not values.get(names.SHARDED_OPTIMIZER) or parse_switch(values, names.SHARDED_OPTIMIZER)
 
 
-def _timeline(values: Mapping[str, str]) -> Path | None:
+def _timeline(values: Mapping[str, str]) -> TimelineConfig | None:
     name = values.get(names.TIMELINE) or values.get(names.HOROVOD_TIMELINE)
-    return Path(name).absolute() if name and name != "DYNAMIC" else None
+    marks_cycles = parse_switch(values, names.MARK_CYCLES)
+    return TimelineConfig(Path(name).absolute(), marks_cycles) if name and name != "DYNAMIC" else None
 
 
 def _scheduler_job_id(values: Mapping[str, str]) -> str:

@@ -181,7 +181,7 @@ class ElasticGroup:
         if self.generation == 0:
             self._completed = max(0, *(address.completed for address in self.node.addresses))
             if config.timeline is not None and not timeline.current.on:
-                timeline_relay.start_recording(self.node, config.timeline)
+                timeline_relay.start_recording(self.node, config.timeline.path)
         new = self._connect()
         self._former, self.inner = self.statistics, new
         self._hand_over()

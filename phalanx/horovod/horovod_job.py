@@ -112,7 +112,7 @@ class HorovodJob:
         node, config = self._node, self._node.config
         membership = node.membership
         if config.timeline is not None and not self._has_started and not timeline.current.on:
-            timeline_relay.start_recording(node, config.timeline, marks_cycles=config.timeline_marks_cycles)
+            timeline_relay.start_recording(node, config.timeline.path, marks_cycles=config.timeline.marks_cycles)
         self.controllers = {0: self._controller(membership)}
         self.membership, self._has_started = membership, True
         if isinstance(node, ElasticNode):

@@ -139,7 +139,7 @@ def _join(resolver: ClusterResolver, options: CommunicationOptions) -> CurrentJo
             node.coordinator.measure_timing = Heartbeat(lambda: communicator.statistics.waited_s)
         else:
             if config.timeline is not None and node.task.type != EVALUATOR:
-                timeline_relay.start_recording(node, config.timeline)
+                timeline_relay.start_recording(node, config.timeline.path)
             communicator = connect(node.membership, with_timeout, config=config.collectives)
         job = CurrentJob(node, communicator, resolver, options)
         set_random_state(job.replica.run_recorded(lambda: communicator.broadcast_bytes(random_state())))

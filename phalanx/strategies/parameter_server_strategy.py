@@ -316,7 +316,7 @@ def _join(
         )
         _member = (me.spec, worker)
         if me.config.timeline is not None and me.rank >= 0:
-            timeline_relay.start_worker_recording(me, me.config.timeline)
+            timeline_relay.start_worker_recording(me, me.config.timeline.path)
         process_exit.at_exit(lambda: worker.client.close(process_exit.failure()))
         _share_random_state(worker)
         return worker

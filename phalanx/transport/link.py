@@ -10,7 +10,7 @@ How a dead peer is detected:
 - The peer's *process* dies: its kernel closes the connection, and the next call here raises
   `LinkClosedError`.
 - The peer's *host* dies (power, cable): nothing is closed. TCP keep-alive detects it on an idle connection
-  after `KEEPALIVE_IDLE_S + KEEPALIVE_PROBES * KEEPALIVE_INTERVAL_S` = 25 s. A connection
+  after 25 s (`tcp_state`). A connection
   with bytes in flight sends no keep-alive, and the kernel gives up only after about 15 minutes; `check_alive`
   detects it after `SILENT_HOST_S`. TCP_USER_TIMEOUT was rejected: Linux applies it also to a peer whose host
   answers, but whose process does not read for a while (it compiles, it is stopped, it holds the interpreter
@@ -20,42 +20,28 @@ How a dead peer is detected:
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import select
 import socket
 import ssl
-import struct
-import termios
 import time
 import weakref
 from collections.abc import Collection, Sequence
 
 from phalanx.errors import FrameError, LinkClosedError, LinkTimeoutError
+from phalanx.transport import tcp_state
 from phalanx.transport.encryption import SessionKeys
 from phalanx.transport.frames import Buffer, FrameReader, encode_frame
 from phalanx.transport.wires import EncryptedWire, PlainWire, TLSWire, Wire, skip_bytes
 
-KEEPALIVE_IDLE_S = 10
-"""Seconds of silence on an idle connection before the first keep-alive probe."""
-KEEPALIVE_INTERVAL_S = 5
-"""Seconds between probes."""
-KEEPALIVE_PROBES = 3
-"""Unanswered probes until the connection counts as dead. A bad network may lose one or two."""
 SILENT_HOST_S = 25.0
 """Seconds without any acknowledgement, with bytes in flight, after which the peer's host counts as dead.
 As long as keep-alive takes on an idle connection, and far longer than packet loss and jitter last."""
-UNANSWERED_TRANSMISSIONS = 3
-"""Transmissions that must be unanswered too. Silence alone proves nothing: the probes of a full window are up to
-120 s apart."""
 ALIVE_CHECK_INTERVAL_S = 5.0
 """How often a waiting call checks its connection."""
 
 DELIVERY_TIMEOUT_S = 30.0
 """How long a leaving process waits until the other hosts have received its bytes: packets may be lost repeatedly."""
-
-_TCP_CLOSE = 7
-"""The state of a closed connection, in include/net/tcp_states.h."""
 
 
 class Link:
@@ -70,12 +56,10 @@ class Link:
         self.peer = peer
         self._sock = sock
         self._wire: Wire = TLSWire(sock) if isinstance(sock, ssl.SSLSocket) else PlainWire(sock)
-        self._tcp = sock.family in (socket.AF_INET, socket.AF_INET6)
         self._closed = False
         self._reader = FrameReader()
         sock.setblocking(False)
-        if self._tcp:
-            _configure_tcp(sock)
+        tcp_state.configure(sock)
         _links.add(self)
 
     def __repr__(self) -> str:
@@ -205,7 +189,7 @@ class Link:
         Raises: LinkClosedError if bytes are in flight and the peer's host has not acknowledged any for
             `SILENT_HOST_S` (see the top of this file). Only Linux TCP reports that; elsewhere this does nothing.
         """
-        silence_s = self._host_silence_s()
+        silence_s = 0.0 if self._closed else tcp_state.host_silence_s(self._sock)
         if silence_s >= SILENT_HOST_S:
             raise LinkClosedError(
                 f"the host of {self.peer} has not answered for {silence_s:.0f} s, with data on the way "
@@ -226,14 +210,7 @@ class Link:
     def unacknowledged_bytes(self) -> int:
         """How many sent bytes the peer's host has not received yet; 0 if the connection is broken. Only Linux TCP
         reports that; elsewhere this is 0."""
-        if not self._is_known_to_kernel:
-            return 0
-        with contextlib.suppress(OSError):
-            (state,) = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
-            if state != _TCP_CLOSE:
-                (count,) = struct.unpack("=i", fcntl.ioctl(self._sock, termios.TIOCOUTQ, bytes(4)))
-                return int(count)
-        return 0
+        return 0 if self._closed else tcp_state.unacknowledged_bytes(self._sock)
 
     def finish(self) -> None:
         """Signal the end of the stream to the peer; receiving continues."""
@@ -264,21 +241,12 @@ class Link:
             self.check_alive()
 
     def _late(self, what: str) -> LinkTimeoutError:
-        silence_s = self._host_silence_s()
+        silence_s = 0.0 if self._closed else tcp_state.host_silence_s(self._sock)
         if silence_s:
             why = f"Its host has not answered for {silence_s:.0f} s: the host or the network is down."
         else:
             why = "It is connected, so it is busy, stopped or waiting for something else."
         return LinkTimeoutError(f"{self.peer} {what}. {why}", self.peer)
-
-    def _host_silence_s(self) -> float:
-        """As `host_silence_s`; 0.0 if unknown."""
-        return host_silence_s(self._sock) if self._is_known_to_kernel else 0.0
-
-    @property
-    def _is_known_to_kernel(self) -> bool:
-        """Whether the kernel reports the state of the connection."""
-        return self._tcp and not self._closed and hasattr(socket, "TCP_INFO")
 
     def _gone(self, error: Exception) -> LinkClosedError:
         if self._closed:
@@ -314,33 +282,3 @@ def _close_inherited_links() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_inherited_links)
-
-
-def host_silence_s(sock: socket.socket) -> float:
-    """Seconds since the peer's host last acknowledged anything; 0.0 if it owes no answer. Linux only.
-
-    Source: struct tcp_info in include/uapi/linux/tcp.h: eight bytes (the third is the number of unanswered
-    retransmissions, the fourth that of unanswered probes), then u32 fields of which the 13th is
-    tcpi_last_ack_recv, in ms.
-    """
-    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 60)
-    retransmits, probes = info[2], info[3]
-    if max(retransmits, probes) < UNANSWERED_TRANSMISSIONS:
-        return 0.0
-    (last_ack_ms,) = struct.unpack_from("=I", info, 56)
-    return float(last_ack_ms) / 1000
-
-
-def _configure_tcp(sock: socket.socket) -> None:
-    # Disable Nagle's algorithm: the end of a message must not wait for the acknowledgement of its start.
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # Some systems lack these options and keep their slower defaults. macOS calls the first one TCP_KEEPALIVE.
-    idle = getattr(socket, "TCP_KEEPIDLE", None) or getattr(socket, "TCP_KEEPALIVE", None)
-    for option, value in (
-        (idle, KEEPALIVE_IDLE_S),
-        (getattr(socket, "TCP_KEEPINTVL", None), KEEPALIVE_INTERVAL_S),
-        (getattr(socket, "TCP_KEEPCNT", None), KEEPALIVE_PROBES),
-    ):
-        if option is not None:
-            sock.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli.horovodrun_options import variables
-from phalanx.config.job_config import JobConfig
+from phalanx.config.job_config import JobConfig, TimelineConfig
 from phalanx.errors import ConfigurationError
 from phalanx.horovod.horovod_environment import HorovodEnvironment
 
@@ -31,8 +31,7 @@ def test_the_workers_read_what_the_options_say(tmp_path: Path) -> None:
         stall_check_shutdown_time_seconds=20.0,
     )
     config, knobs = JobConfig.from_environment(found), HorovodEnvironment.from_environment(found)
-    assert config.timeline == tmp_path / "t.json"
-    assert config.timeline_marks_cycles
+    assert config.timeline == TimelineConfig(tmp_path / "t.json", marks_cycles=True)
     assert config.collectives.autotune
     assert config.collectives.autotune_log == Path("log").absolute()
     assert (

@@ -17,7 +17,9 @@ import pytest
 
 from phalanx.errors import FrameError, LinkClosedError, LinkTimeoutError
 from phalanx.transport import link as link_module
-from phalanx.transport.link import Link, host_silence_s, wait_until_delivered
+from phalanx.transport import tcp_state
+from phalanx.transport.link import Link, wait_until_delivered
+from phalanx.transport.tcp_state import host_silence_s
 from phalanx.transport.wires import skip_bytes
 from tests.transport.conftest import soon, tcp_pair, wait_until
 
@@ -165,9 +167,9 @@ def test_tcp_links_notice_dead_hosts_and_do_not_delay_small_messages() -> None:
     option = socket.IPPROTO_TCP
     assert one.getsockopt(option, socket.TCP_NODELAY)
     assert one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-    assert one.getsockopt(option, socket.TCP_KEEPIDLE) == link_module.KEEPALIVE_IDLE_S
-    assert one.getsockopt(option, socket.TCP_KEEPINTVL) == link_module.KEEPALIVE_INTERVAL_S
-    assert one.getsockopt(option, socket.TCP_KEEPCNT) == link_module.KEEPALIVE_PROBES
+    assert one.getsockopt(option, socket.TCP_KEEPIDLE) == tcp_state.KEEPALIVE_IDLE_S
+    assert one.getsockopt(option, socket.TCP_KEEPINTVL) == tcp_state.KEEPALIVE_INTERVAL_S
+    assert one.getsockopt(option, socket.TCP_KEEPCNT) == tcp_state.KEEPALIVE_PROBES
     link.check_alive()
     assert host_silence_s(one) == 0.0
     link.close()
@@ -176,6 +178,8 @@ def test_tcp_links_notice_dead_hosts_and_do_not_delay_small_messages() -> None:
 
 def test_the_fields_of_tcp_info_are_where_we_read_them() -> None:
     class FakeSocket:
+        family = socket.AF_INET
+
         def getsockopt(self, level: int, option: int, size: int) -> bytes:
             info = bytearray(size)
             info[2] = 3  # tcpi_retransmits
