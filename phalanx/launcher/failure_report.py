@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -99,8 +100,19 @@ def render(
 
 def write(folder: Path, verdict: RootCause, ends: Sequence[WorkerExit]) -> None:
     """Write the report and its JSON form into the log directory."""
-    (folder / PAGE_FILE).write_text(render(verdict, ends, log_dir=str(folder)), encoding="utf-8", errors="replace")
-    (folder / JSON_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(as_json(verdict, ends)), indent=2))
+    page = render(verdict, ends, log_dir=str(folder)).encode(errors="replace")
+    fields = msgspec.json.format(msgspec.json.encode(as_json(verdict, ends)), indent=2)
+    for name, content in ((PAGE_FILE, page), (JSON_FILE, fields)):
+        with open(folder / name, "wb", opener=_open_no_link) as file:
+            file.write(content)
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    """In a directory that others may write to, a link of theirs would lead to another file of this user.
+
+    Raises: OSError if the file is a symbolic link.
+    """
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 @contextlib.contextmanager
@@ -119,7 +131,7 @@ def open_logs(folder: Path | None, tasks: Sequence[str]) -> Iterator[list[Binary
                 # Files of an earlier job would be taken for this one's.
                 for old in (PAGE_FILE, JSON_FILE, *(logs_before - set(names))):
                     (folder / old).unlink(missing_ok=True)
-                logs = [stack.enter_context((folder / name).open("wb", buffering=0)) for name in names]
+                logs = [stack.enter_context(open(folder / name, "wb", 0, opener=_open_no_link)) for name in names]
         except OSError as error:
             raise ConfigurationError(
                 f"The log directory {folder} cannot be written to: {error.strerror}. "

@@ -15,7 +15,7 @@ from phalanx.errors import ConfigurationError
 SLOT_DIGITS = 5
 MAX_WORKERS = 10**SLOT_DIGITS - 1
 # [user@]name[:workers]; an IPv6 address stands in brackets. A leading dash would be an option to ssh.
-_ENTRY = re.compile(r"(?:(?P<user>[\w.-]+)@)?(?P<name>\[[0-9a-fA-F:.]+\]|[\w][\w.-]*)(?::(?P<workers>\d+))?")
+_ENTRY = re.compile(r"(?:(?P<user>[\w][\w.-]*)@)?(?P<name>\[[0-9a-fA-F:.]+\]|[\w][\w.-]*)(?::(?P<workers>\d+))?")
 _HERE = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 

@@ -29,6 +29,7 @@ class RegisteredJob:
         coordinator: the address of its elastic coordinator.
         secret: of the job.
         pid: of its launcher.
+        started: when that process started, as the kernel counts; empty if unknown. Its number may be used again.
         host: of its launcher, by name.
         processes: where this process id means something.
         program: its command line.
@@ -39,6 +40,7 @@ class RegisteredJob:
     coordinator: str
     secret: str
     pid: int
+    started: str
     host: str
     processes: str
     program: str
@@ -70,7 +72,9 @@ def registered(
     if tls is not None:
         files = (str(tls.certificate.absolute()), str(tls.key.absolute()), str(tls.authority.absolute()))
     shown = " ".join(program).encode(errors="replace").decode()
-    entry = RegisteredJob(job, coordinator, secret, os.getpid(), socket.gethostname(), _processes(), shown, files)
+    entry = RegisteredJob(
+        job, coordinator, secret, os.getpid(), _start(os.getpid()), socket.gethostname(), _processes(), shown, files
+    )
     with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: a user without a home
         path = folder() / f"{job}.json"
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -93,7 +97,7 @@ def running() -> list[RegisteredJob]:
             entry = msgspec.json.decode(path.read_bytes(), type=RegisteredJob)
         except (OSError, msgspec.DecodeError):
             continue  # gone, being written, or of another version
-        if not entry.is_here or _lives(entry.pid):
+        if not entry.is_here or _lives(entry):
             found.append(entry)
         else:
             with contextlib.suppress(OSError):
@@ -118,11 +122,22 @@ def _processes() -> str:
         return host_identity()
 
 
-def _lives(pid: int) -> bool:
+def _lives(entry: RegisteredJob) -> bool:
     try:
-        os.kill(pid, 0)
+        os.kill(entry.pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:
-        return True
-    return True
+    except PermissionError:  # the process of another user
+        pass
+    return _start(entry.pid) == entry.started
+
+
+def _start(pid: int) -> str:
+    """When a process started, in the kernel's clock ticks; empty if that cannot be known here.
+
+    Source: proc(5), the field `starttime` of /proc/PID/stat.
+    """
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""

@@ -30,6 +30,7 @@ def test_ssh_gets_the_name_without_brackets_and_with_the_user() -> None:
         ("a:2,", "'' is not a host"),
         ("a:two", "'a:two' is not a host"),
         ("-oProxyCommand=x:1", "is not a host"),
+        ("-Fconfig@a:1", "is not a host"),
         ("a b:1", "is not a host"),
         ("fe80::1", "is not a host"),
         ("a:0", "has no worker"),

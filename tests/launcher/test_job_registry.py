@@ -53,6 +53,13 @@ def test_only_what_was_killed_here_is_removed(folder: Path, capsys: pytest.Captu
         assert not path.exists()
 
 
+def test_an_entry_of_a_killed_launcher_goes_even_if_its_number_is_used_again(folder: Path) -> None:
+    with registered("job", "127.0.0.1:1", "secret", ["train.py"]):
+        change(folder / "job.json", started="1")  # this process has the number, and started later
+        assert running() == []
+        assert not (folder / "job.json").exists()
+
+
 def test_what_is_no_entry_is_left_alone(folder: Path) -> None:
     with registered("job", "127.0.0.1:1", "secret", ["train.py"]):
         change(folder / "job.json", pid="1")

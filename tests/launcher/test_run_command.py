@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -571,11 +572,28 @@ def test_a_later_success_leaves_nothing_of_an_earlier_failure(launcher: Launcher
 def test_a_full_disk_ends_the_logs_and_not_the_job(launcher: Launcher) -> None:
     logs = launcher.folder / "logs"
     logs.mkdir()
-    (logs / "worker-0.log").symlink_to("/dev/full")
+    try:
+        os.mknod(logs / "worker-0.log", stat.S_IFCHR | 0o600, os.stat("/dev/full").st_rdev)
+    except PermissionError:
+        pytest.skip("only root may make the device that is always full")
     job = launcher.run("-n", "2", "--log-dir", "logs", launcher.script("print('fine')"))
     assert job.code == 0
     assert sorted(job.lines) == ["[worker/0] fine", "[worker/1] fine"]
     assert "the log files end here" in job.err
+
+
+@pytest.mark.parametrize("name", ["worker-0.log", "failure.txt", "failure.json"])
+def test_logs_and_reports_are_not_written_through_links(launcher: Launcher, name: str) -> None:
+    """Where others may write, a link could lead to any file of this user."""
+    logs, precious = launcher.folder / "logs", launcher.folder / "precious"
+    logs.mkdir()
+    precious.write_text("precious")
+    plant = f"os.symlink({str(precious)!r}, 'logs/{name}')" if name != "worker-0.log" else ""
+    if not plant:
+        (logs / name).symlink_to(precious)
+    job = launcher.run("-n", "1", "--log-dir", "logs", launcher.script(f"{plant}\nsys.exit(5)"))
+    assert precious.read_text() == "precious"
+    assert f"logs{' cannot be written to' if not plant else ''}" in job.err
 
 
 def test_the_log_directory_keeps_each_tasks_output_as_it_was(launcher: Launcher) -> None:
