@@ -1,14 +1,16 @@
 """Connections between accept and `Hello`: each proves the secret within a deadline, or is refused.
 
 A connection that has not proved itself costs one descriptor and a few hundred bytes. It must complete the handshake
-within `HANDSHAKE_TIMEOUT_S`, and when more than `MAX_ARRIVALS` are pending, the oldest is dropped: a member of the job
-needs milliseconds, so the oldest is a stranger. Thousands of idle connections, port scanners and browsers therefore
-keep no member out.
+within `HANDSHAKE_TIMEOUT_S`. When more than `MAX_ARRIVALS` are pending, one of the address with the most of them is
+dropped, so no address can take the places of others. Which one is left to chance: under a flood from its own address a
+member, which needs milliseconds, is hit rarely, and dials again; the oldest would be a member that is about to finish,
+as often as not. Silent connections, port scanners and crowds of members that start at once keep no member out.
 """
 
 from __future__ import annotations
 
 import logging
+import random
 import selectors
 import socket
 import ssl
@@ -134,7 +136,7 @@ class ArrivalQueue:
         self._arrivals[arrival] = None
         self._selector.register(link, selectors.EVENT_READ, arrival)
         if len(self._arrivals) > MAX_ARRIVALS:
-            self.drop_oldest("it was idle while too many others connected")
+            self.drop_one("too many connected at once")
         self.advance(arrival)
 
     def advance(self, arrival: Arrival) -> None:
@@ -160,15 +162,19 @@ class ArrivalQueue:
                 arrival.link.peer = hello.task
                 self._on_hello(arrival.link, hello)
 
-    def drop_oldest(self, reason: str) -> None:
-        """Refuse the connection that has waited longest, if there is one."""
+    def drop_one(self, reason: str) -> None:
+        """Refuse a connection of the address that has the most, if there is any."""
         if self._arrivals:
-            self._refuse(next(iter(self._arrivals)), reason)
+            of_address: dict[str, list[Arrival]] = {}
+            for arrival in self._arrivals:
+                of_address.setdefault(arrival.link.peer.rpartition(":")[0], []).append(arrival)
+            self._refuse(random.choice(max(of_address.values(), key=len)), reason)
 
     def drop_expired(self) -> None:
         """Refuse all connections whose deadline has passed."""
         while self.next_deadline is not None and self.next_deadline <= time.monotonic():
-            self.drop_oldest(f"it did not complete the handshake in {HANDSHAKE_TIMEOUT_S:g} s")
+            reason = f"it did not complete the handshake in {HANDSHAKE_TIMEOUT_S:g} s"
+            self._refuse(next(iter(self._arrivals)), reason)
 
     def close(self) -> None:
         """Close all pending connections, without a word."""

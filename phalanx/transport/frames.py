@@ -169,8 +169,13 @@ class FrameReader:
 
     def _open_next_buffer(self) -> None:
         if len(self._buffers) < len(self._lengths):
-            # numpy.empty, because a bytearray would first be filled with zeros: a pass over all of the memory.
-            self._open(np.empty(self._lengths[len(self._buffers)], np.uint8).data)
+            # numpy.empty, because a bytearray would first be filled with zeros: a pass over all of the memory. So pages
+            # are taken as their bytes arrive, and not for what is only announced.
+            length = self._lengths[len(self._buffers)]
+            try:
+                self._open(np.empty(length, np.uint8).data)
+            except MemoryError as error:
+                raise FrameError(f"a buffer of {length} bytes was announced, for which there is no memory") from error
 
     def _open(self, target: memoryview) -> None:
         self._target = target

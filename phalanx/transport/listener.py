@@ -184,7 +184,7 @@ class Listener:
             return
         if self._refusals.may_log():
             logger.warning("%s cannot accept connections for the moment: %s", self.task, error)
-        self._arrivals.drop_oldest("it made no progress while descriptors were short")
+        self._arrivals.drop_one("descriptors were short")
         self._resume_accepting_at = time.monotonic() + OUT_OF_DESCRIPTORS_PAUSE_S
         self._set_accepting(False)
 
