@@ -45,6 +45,8 @@ class CoordinatorClient:
         response: the coordinator's answer to this process's arrival.
         link: the link to the coordinator.
         regroup_requested: the generation that the chief, this process, is asked to leave; None if there is none.
+        is_lost: whether the coordinator is lost, and with it the right to train: it may have started other processes,
+            which write the same checkpoints.
         measure_timing: called twice a second for the timing that is sent.
 
     Raises:
@@ -57,6 +59,8 @@ class CoordinatorClient:
         self._on_generation_ended = on_generation_ended
         self.measure_timing: Callable[[], StepTiming] = StepTiming
         self.regroup_requested: int | None = None
+        self.is_lost = False
+        self._generation = 0
         self._orders: queue.SimpleQueue[Order | messages.Dismissed | None] = queue.SimpleQueue()
         self._sending = threading.Lock()  # serializes the frames of several threads
         self._closed = threading.Event()
@@ -92,6 +96,7 @@ class CoordinatorClient:
         """Wait for the next order; see `request`."""
         order = self._orders.get()
         if order is None:
+            self._orders.put(None)  # for the next call
             raise self._launcher_lost()
         if isinstance(order, messages.Dismissed):
             _raise_dismissed(order)
@@ -135,8 +140,13 @@ class CoordinatorClient:
             elif isinstance(order, messages.GenerationEnded):
                 self._on_generation_ended(order.generation)
             else:
+                if isinstance(order, messages.FormGeneration):
+                    self._generation = order.generation
                 self._orders.put(order)
         self._orders.put(None)
+        if not self._closed.is_set():
+            self.is_lost = True
+            self._on_generation_ended(self._generation)
 
     def _send_timings(self) -> None:
         while not self._closed.wait(TIMING_S):

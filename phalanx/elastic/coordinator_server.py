@@ -136,7 +136,7 @@ class CoordinatorServer:
         sender.start()
         with self._lock:
             self._senders[hello.incarnation] = sender
-        receive = partial(self._receive, hello.incarnation, link)
+        receive = partial(self._receive, hello.incarnation, link, sender)
         threading.Thread(target=receive, name=f"phalanx-elastic-from-{hello.task}", daemon=True).start()
 
     def control(self, request: ScaleRequest) -> ElasticJobStatus:
@@ -187,7 +187,7 @@ class CoordinatorServer:
 
     # Threads.
 
-    def _receive(self, incarnation: str, link: Link) -> None:
+    def _receive(self, incarnation: str, link: Link, sender: _Sender) -> None:
         for message in messages.receive(link, _decoder):
             with self._lock:
                 now = time.monotonic()
@@ -195,9 +195,11 @@ class CoordinatorServer:
                     self._stragglers.add(incarnation, message, now)
                 self.coordinator.receive(incarnation, message, now)
         with self._lock:
-            if (sender := self._senders.pop(incarnation, None)) is not None:
-                sender.finish()
-            self.coordinator.lose(ProcessLost(incarnation, LossCause.LINK_CLOSED), time.monotonic())
+            sender.finish()
+            # A process whose link broke may have dialled again by now; then only its former link has ended.
+            if self._senders.get(incarnation) is sender:
+                del self._senders[incarnation]
+                self.coordinator.lose(ProcessLost(incarnation, LossCause.LINK_CLOSED), time.monotonic())
         link.close()
 
     def _tick(self) -> None:

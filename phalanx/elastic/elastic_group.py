@@ -138,6 +138,8 @@ class ElasticGroup:
         try:
             if boundary and self.inner.rank == 0 and self.node.is_regroup_requested:
                 raise RegroupingError("others join or leave the job")
+            if self.node.coordinator.is_lost:
+                raise RegroupingError("the launcher is lost")  # so is the job: the next generation is not formed
             result = call(self.inner)
         except (*LOSSES, RegroupingError) as error:
             self._boundary, self._handed_over = boundary, []

@@ -31,6 +31,7 @@ from phalanx.elastic.member_table import MembershipLimits
 from phalanx.elastic.membership_messages import EntryBegan, EntryFinished, PastEntry
 from phalanx.errors import LinkClosedError, MembershipChangedError
 from phalanx.transport.credentials import Credentials
+from phalanx.transport.handshake import Hello
 from phalanx.transport.link import Link
 from phalanx.transport.serialization import decode, encode
 from phalanx.transport.tls import load_tls
@@ -310,6 +311,47 @@ def test_the_launcher_is_lost(members):
     assert second is None
     assert first[0] == "RendezvousError"
     assert "lost the launcher" in first[1]
+
+
+def test_members_that_lose_the_launcher_stop_training(members):
+    """It may have started others instead of them, which write the same checkpoints."""
+    trains = multiprocessing.get_context("fork").Event()
+
+    def body(communicator: ElasticCommunicator, number: int) -> Any:
+        try:
+            while True:
+                repeatedly(communicator, 1.0)
+                trains.set()
+        except Exception as error:
+            return type(error).__name__, str(error)
+
+    job = members(2)
+    job.run(body)
+    assert trains.wait(BOUND_S)
+    job.server.close()
+    for name, text in job.results():
+        assert name == "RendezvousError"
+        assert "lost the launcher" in text
+
+
+def test_the_late_end_of_a_former_link_does_not_lose_the_process():
+    limits = MembershipLimits(minimum=1, maximum=1, expected=1, start_s=BOUND_S, timeout_s=BOUND_S)
+    port, credentials = socket.create_server(("127.0.0.1", 0)), Credentials(SECRET)
+    server = CoordinatorServer([port], limits, credentials=credentials, job="job", job_actions=mock.Mock())
+    coordinator = server.coordinator = mock.MagicMock()
+    try:
+        ends = []
+        for _ in range(2):
+            ours, others = socket.socketpair()
+            server.adopt(Hello(purpose="", task="worker/0", peer="", incarnation="one"), Link(ours, "worker/0"))
+            ends.append(others)
+        ends[0].close()
+        wait_until(lambda: sum(thread.name == "phalanx-elastic-from-worker/0" for thread in threading.enumerate()) == 1)
+        coordinator.lose.assert_not_called()
+        ends[1].close()
+        wait_until(lambda: coordinator.lose.called)
+    finally:
+        server.close()
 
 
 def test_bytes_and_shapes_of_a_result_that_is_handed_on():

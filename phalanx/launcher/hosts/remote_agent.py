@@ -2,7 +2,9 @@
 
 Commands come on stdin and answers go to stdout, one JSON object (`host_messages`) per line. The secret travels in the
 specs, so through the encrypted connection and on no command line. The end of stdin is the end of the launcher or of the
-connection: every worker here is then killed. If the agent itself is killed, the workers' orphan guards do the same.
+connection: every worker here is then killed. So are they after `SILENCE_S` without a command: behind a network that was
+cut, the launcher may have started others in their place. If the agent itself is killed, the workers' orphan guards do
+the same.
 """
 
 from __future__ import annotations
@@ -10,13 +12,17 @@ from __future__ import annotations
 import os
 import selectors
 import signal
+import sys
+import time
 
 import msgspec
 
 from phalanx.launcher.host_messages import (
+    SILENCE_S,
     Answer,
     Command,
     DumpStacks,
+    Heartbeat,
     LineReader,
     Prepare,
     Prepared,
@@ -37,6 +43,7 @@ class RemoteAgent:
         self._selector = selectors.DefaultSelector()
         self._host = LocalHost(self._selector)
         self._decoder: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
+        self._lease_ends_at = float("inf")  # by `time.monotonic`, once a worker has been started
 
     def run(self) -> None:
         """Serve the launcher until it is gone."""
@@ -50,12 +57,17 @@ class RemoteAgent:
                 ready = [key.fd for key, _ in self._selector.select(timeout)]
                 for event in self._host.events():
                     self._send(event)
+                if time.monotonic() > self._lease_ends_at:
+                    print(f"phalanx: no sign of the launcher for {SILENCE_S:g} s: ending its workers", file=sys.stderr)
+                    return
                 if 0 in ready:
                     data = os.read(0, READ_BYTES)
                     if not data:
                         return
                     for line in reader.feed(data):
                         self._execute(self._decoder.decode(line))
+                    if self._lease_ends_at < float("inf"):
+                        self._lease_ends_at = time.monotonic() + SILENCE_S
         except BrokenPipeError:
             return
         finally:
@@ -71,7 +83,10 @@ class RemoteAgent:
                     self._send(Refused(f"cannot work in {directory}: {error.strerror}. It must exist there too"))
                     return
                 self._send(Prepared(self._host.prepare(workers, address=None)))
+            case Heartbeat():
+                pass
             case Start(specs):
+                self._lease_ends_at = time.monotonic() + SILENCE_S
                 for event in self._host.start(specs):
                     self._send(event)
             case Restart(rank):

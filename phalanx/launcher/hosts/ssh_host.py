@@ -16,10 +16,12 @@ from phalanx.config.environment import process_environment
 from phalanx.config.environment_variables import REMOTE_PYTHON
 from phalanx.errors import ConfigurationError, RendezvousError
 from phalanx.launcher.host_messages import (
+    HEARTBEAT_S,
     Command,
     DumpStacks,
     Event,
     Exited,
+    Heartbeat,
     Prepare,
     Prepared,
     Refused,
@@ -68,6 +70,7 @@ class SSHHost:
         self._say = say
         self._connection: SSHConnection | None = None
         self._running: set[int] = set()
+        self._next_heartbeat_at = 0.0
         self._directory = ""
 
     def connect(self) -> None:
@@ -141,6 +144,9 @@ class SSHHost:
         connection = self._connection
         if connection is None or not connection.is_registered:
             return []
+        if (now := time.monotonic()) >= self._next_heartbeat_at:
+            self._next_heartbeat_at = now + HEARTBEAT_S
+            self._send(Heartbeat())
         connection.relay()
         answers = connection.answers()
         if answers is None:

@@ -1,0 +1,62 @@
+"""The agent on another host: its workers live as long as it hears of the launcher."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+
+import msgspec
+import psutil
+import pytest
+
+from phalanx.launcher.host_messages import Answer, Command, Heartbeat, Output, Prepare, Start, Started, WorkerSpec
+from tests.launcher.conftest import Launcher, wait_until
+
+SILENCE_S = 2.0
+AGENT = f"from phalanx.launcher.hosts import remote_agent as a; a.SILENCE_S = {SILENCE_S}; a.main()"
+BOUND_S = 60.0
+
+
+@pytest.fixture
+def agent(launcher: Launcher) -> Iterator[subprocess.Popen[str]]:
+    with launcher.start("-c", AGENT, stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+def send(agent: subprocess.Popen[str], command: Command) -> None:
+    assert agent.stdin is not None
+    agent.stdin.write(msgspec.json.encode(command).decode() + "\n")
+    agent.stdin.flush()
+
+
+def start_worker(agent: subprocess.Popen[str], launcher: Launcher) -> psutil.Process:
+    send(agent, Prepare(1, str(launcher.folder)))
+    send(agent, Start([WorkerSpec(0, (launcher.script("hang()"),), {"TF_CONFIG": "{}"})]))
+    assert agent.stdout is not None
+    for line in agent.stdout:
+        answer = msgspec.json.decode(line, type=Answer) if line.strip() else None
+        assert not isinstance(answer, Output), answer
+        if isinstance(answer, Started):
+            return psutil.Process(answer.pid)
+    raise AssertionError("the worker was not started")
+
+
+def test_workers_end_when_nothing_comes_from_the_launcher(agent: subprocess.Popen[str], launcher: Launcher) -> None:
+    """Behind a network that was cut, stdin does not end."""
+    worker = start_worker(agent, launcher)
+    assert agent.wait(BOUND_S) == 0
+    assert agent.stderr is not None
+    assert "no sign of the launcher" in agent.stderr.read()
+    wait_until(lambda: not worker.is_running())
+
+
+def test_workers_live_while_the_launcher_shows_itself(agent: subprocess.Popen[str], launcher: Launcher) -> None:
+    worker = start_worker(agent, launcher)
+    until = time.monotonic() + 3 * SILENCE_S
+    while time.monotonic() < until:
+        send(agent, Heartbeat())
+        time.sleep(SILENCE_S / 10)
+        assert worker.is_running()
+    assert agent.poll() is None
