@@ -105,13 +105,13 @@ Event = Output | Started | Exited | CheckpointBeforeExit | StepTimingReported
 
 # From the launcher to an agent.
 
-HEARTBEAT_S = 5.0
+KEEP_ALIVE_S = 5.0
 """How often the launcher shows an agent that it is there."""
 SILENCE_S = 25.0
 """Without a command for so long, the launcher or the network is down. As long as a link takes to find a silent host."""
 
 
-class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+class KeepAlive(msgspec.Struct, frozen=True, tag="keep_alive"):
     """The launcher is there, and the job still its own."""
 
 
@@ -172,7 +172,7 @@ class DumpStacks(msgspec.Struct, frozen=True, tag="dump-stacks"):
     rank: int
 
 
-Command = Prepare | Start | Restart | Signal | DumpStacks | Heartbeat
+Command = Prepare | Start | Restart | Signal | DumpStacks | KeepAlive
 Answer = Output | Started | Exited | CheckpointBeforeExit | StepTimingReported | Prepared | Refused
 
 

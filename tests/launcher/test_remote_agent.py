@@ -10,7 +10,7 @@ import msgspec
 import psutil
 import pytest
 
-from phalanx.launcher.host_messages import Answer, Command, Heartbeat, Output, Prepare, Start, Started, WorkerSpec
+from phalanx.launcher.host_messages import Answer, Command, KeepAlive, Output, Prepare, Start, Started, WorkerSpec
 from tests.launcher.conftest import Launcher, wait_until
 
 SILENCE_S = 2.0
@@ -56,7 +56,7 @@ def test_workers_live_while_the_launcher_shows_itself(agent: subprocess.Popen[st
     worker = start_worker(agent, launcher)
     until = time.monotonic() + 3 * SILENCE_S
     while time.monotonic() < until:
-        send(agent, Heartbeat())
+        send(agent, KeepAlive())
         time.sleep(SILENCE_S / 10)
         assert worker.is_running()
     assert agent.poll() is None

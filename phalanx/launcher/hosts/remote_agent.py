@@ -22,7 +22,7 @@ from phalanx.launcher.host_messages import (
     Answer,
     Command,
     DumpStacks,
-    Heartbeat,
+    KeepAlive,
     LineReader,
     Prepare,
     Prepared,
@@ -83,7 +83,7 @@ class RemoteAgent:
                     self._send(Refused(f"cannot work in {directory}: {error.strerror}. It must exist there too"))
                     return
                 self._send(Prepared(self._host.prepare(workers, address=None)))
-            case Heartbeat():
+            case KeepAlive():
                 pass
             case Start(specs):
                 self._lease_ends_at = time.monotonic() + SILENCE_S

@@ -16,12 +16,12 @@ from phalanx.config.environment import process_environment
 from phalanx.config.environment_variables import REMOTE_PYTHON
 from phalanx.errors import ConfigurationError, RendezvousError
 from phalanx.launcher.host_messages import (
-    HEARTBEAT_S,
+    KEEP_ALIVE_S,
     Command,
     DumpStacks,
     Event,
     Exited,
-    Heartbeat,
+    KeepAlive,
     Prepare,
     Prepared,
     Refused,
@@ -70,7 +70,7 @@ class SSHHost:
         self._say = say
         self._connection: SSHConnection | None = None
         self._running: set[int] = set()
-        self._next_heartbeat_at = 0.0
+        self._next_keep_alive_at = 0.0
         self._directory = ""
 
     def connect(self) -> None:
@@ -144,9 +144,9 @@ class SSHHost:
         connection = self._connection
         if connection is None or not connection.is_registered:
             return []
-        if (now := time.monotonic()) >= self._next_heartbeat_at:
-            self._next_heartbeat_at = now + HEARTBEAT_S
-            self._send(Heartbeat())
+        if (now := time.monotonic()) >= self._next_keep_alive_at:
+            self._next_keep_alive_at = now + KEEP_ALIVE_S
+            self._send(KeepAlive())
         connection.relay()
         answers = connection.answers()
         if answers is None:
