@@ -6,19 +6,29 @@ import ctypes
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
 def finish(
-    command: Sequence[str], environment: Mapping[str, str], *, bound_s: float, folder: Path = ROOT
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    bound_s: float,
+    folder: Path = ROOT,
+    start: Callable[..., subprocess.Popen[Any]] = subprocess.Popen,
 ) -> tuple[int | None, str]:
     """A command's exit code, None if it took longer than `bound_s` and was killed, and what it wrote, which then says
-    so. It does not outlive this process, whatever ends it, and the tasks of a job die with their launcher."""
-    with subprocess.Popen(
+    so. It does not outlive this process, whatever ends it, and the tasks of a job die with their launcher.
+
+    Args:
+        start: `fork_server.popen` to share the imports of Keras.
+    """
+    with start(
         command,
         cwd=folder,
         env=environment,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.support import fork_server
 from tests.support.backends import DEVICE_SETTINGS, ON_GPU
 from tests.support.commands import ROOT, finish
 
@@ -52,7 +53,8 @@ def run_scenarios(folder: Path, table: str, backend: str, world_size: int, names
         run = ["-m", "phalanx", "run", "--workers", str(world_size), "--backend", backend]
         command = [sys.executable, *run, *module, "job", table, str(folder), *names]
     bound_s = START_BOUND_S + SCENARIO_BOUND_S * len(names)
-    code, output = finish(command, environment(backend, folder.parent / "compiled"), bound_s=bound_s)
+    settings = environment(backend, folder.parent / "compiled")
+    code, output = finish(command, settings, bound_s=bound_s, start=fork_server.popen)
     return Findings(folder, world_size, f"{output}\nexit code {code}")
 
 
