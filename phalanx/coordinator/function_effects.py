@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from phalanx.engines.step_layout import WEIGHT_OF_AGGREGATION, MergeWeight
+from phalanx.engines.metric_rules import declared_rule
 from phalanx.training.remote_variables import to_host
 from phalanx.training.scope_registry import ScopedName, ScopeRegistry
 
@@ -122,7 +122,7 @@ class EffectRecorder:
             if np.array_equal(value, initial):
                 continue
             self._touched[id(metric)] = metric
-            if WEIGHT_OF_AGGREGATION[variable.aggregation] is MergeWeight.ONE:
+            if declared_rule(variable).is_additive:
                 changes.counted[place] = value - initial
             else:
                 changes.replaced[place] = np.array(value)

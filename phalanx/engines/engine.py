@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from phalanx.data.dataset_elements import ElementStructure
+from phalanx.engines.metric_rules import MetricRules
 from phalanx.engines.step_layout import StepLayout
 from phalanx.keras_compat.log_origins import LogOrigins
 
@@ -105,6 +106,11 @@ class Engine(Protocol):
     """
 
     @property
+    def metric_rules(self) -> MetricRules:
+        """How the variables of the metrics are merged, and their values; known after `build`."""
+        ...
+
+    @property
     def origins(self) -> LogOrigins:
         """What the logs of training steps are made of."""
         ...
@@ -177,11 +183,14 @@ class Engine(Protocol):
         """Add a local batch to this rank's own metric state; if its share is 0 (a stand-in), only compute it."""
         ...
 
-    def merged_metrics(self, share: float, *, final: bool, training: bool = False) -> Mapping[str, Any]:
-        """The logs of all batches tested so far on all ranks.
+    def merged_metrics(
+        self, share: float, start: Sequence[Array], *, final: bool, training: bool = False
+    ) -> Mapping[str, Any]:
+        """The logs of the batches tested on all ranks since the metrics' variables had the values `start`.
 
         Args:
             share: this rank's fraction of their samples.
+            start: the same on all ranks; it counts once.
             final: the merged values become every rank's metric state; otherwise each rank keeps its own and can add
                 to it.
             training: the logs of batches that each rank has trained on alone, instead of tested.

@@ -8,7 +8,7 @@ batch,
   because parameter servers handle them differently);
 * metric counters count once (*one*): they are sums over samples already;
 * what only the first replica knows counts there alone (*first*);
-* of values that gradients overwrite (the scales of float8) the largest counts (*max*); they are merged apart.
+* extremes (*max*, *min*) are merged apart: those that metrics keep, and what gradients overwrite (scales of float8).
 
 The result lies in one flat buffer for each dtype. Compiled code takes the flat buffers as arguments and slices them
 itself, which costs less than passing many small arrays.
@@ -32,22 +32,18 @@ Array = np.ndarray[Any, Any]
 
 
 class MergeWeight(enum.Enum):
-    """How a rank's value counts in the sum over the ranks."""
+    """How a rank's value counts in what all ranks merge."""
 
     GRADIENT = "gradient"
     SHARE = "share"
     ONE = "one"
     FIRST = "first"
     MAX = "max"
+    MIN = "min"
 
 
-# The weight of a variable of each Keras `aggregation`.
-WEIGHT_OF_AGGREGATION = {
-    "sum": MergeWeight.ONE,
-    "mean": MergeWeight.SHARE,
-    "none": MergeWeight.SHARE,
-    "only_first_replica": MergeWeight.FIRST,
-}
+EXTREMES = {MergeWeight.MAX: np.maximum, MergeWeight.MIN: np.minimum}
+"""What is not summed, and how two ranks' values become one."""
 
 
 def gradient_weights(variables: Sequence[Any]) -> list[MergeWeight]:
@@ -110,6 +106,11 @@ class StepLayout:
             sizes[buffer] = max(sizes[buffer], stop)
         return [_aligned(size, np.dtype(dtype)) for size, dtype in zip(sizes, self.flat_dtypes, strict=True)]
 
+    @cached_property
+    def has_extremes(self) -> bool:
+        """Whether there is anything to merge but sums."""
+        return any(weight in EXTREMES for weight in self.weights)
+
     @property
     def elements(self) -> int:
         """The number of elements of all arrays."""
@@ -140,6 +141,15 @@ def bundles(layout: StepLayout, small: int = SMALL) -> list[list[int]]:
         key = (dtype, weight) if math.prod(shape) < small else index
         groups.setdefault(key, []).append(index)
     return list(groups.values())
+
+
+def absent(array: Array, weight: MergeWeight) -> Array:
+    """What a rank without samples brings to a maximum or minimum, so that it does not count."""
+    if array.dtype.kind == "b":
+        return np.full_like(array, weight is MergeWeight.MIN)
+    limits = np.iinfo(array.dtype) if array.dtype.kind in "iu" else None
+    lowest, highest = (-math.inf, math.inf) if limits is None else (limits.min, limits.max)
+    return np.full_like(array, lowest if weight is MergeWeight.MAX else highest)
 
 
 def _aligned(size: int, dtype: np.dtype[Any]) -> Array:

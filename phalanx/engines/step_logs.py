@@ -7,18 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.engines.step_layout import WEIGHT_OF_AGGREGATION, MergeWeight
-from phalanx.keras_compat.model_state import logs_differ_from_metrics
+from phalanx.engines.metric_rules import MetricRules
+from phalanx.keras_compat.log_origins import LogOrigins
+from phalanx.keras_compat.model_state import flat_logs, logs_differ_from_metrics
 
 
-def metric_weights(model: Any) -> tuple[MergeWeight, ...]:
-    """How each of `model.metrics_variables` counts in the sum over ranks."""
-    return tuple(WEIGHT_OF_AGGREGATION[variable.aggregation] for variable in model.metrics_variables)
-
-
-def logs_only_sums(model: Any) -> bool:
-    """Whether all metric variables are sums, and a training step logs nothing but the metrics' results."""
-    return set(metric_weights(model)) <= {MergeWeight.ONE} and not logs_differ_from_metrics(model, "train_step")
+def logs_only_sums(model: Any, rules: MetricRules) -> bool:
+    """Whether all metric variables are counters, and a training step logs nothing but the metrics' results."""
+    return rules.only_count and not logs_differ_from_metrics(model, "train_step")
 
 
 def silent_metrics(model: Any, merged: Sequence[Any]) -> frozenset[str]:
@@ -58,7 +54,8 @@ def choose_logs(
     averages: Mapping[str, Any],
     results: Callable[[], Mapping[str, Any]],
     silent: frozenset[str],
-    derived: Callable[[], Mapping[str, Any]] = dict,
+    origins: LogOrigins,
+    derived: Callable[[], Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """The logs of a step: metric results where there are any, else the mean of what the ranks logged.
 
@@ -66,10 +63,11 @@ def choose_logs(
         averages: that mean, of everything that the step logged itself; empty if it logs only metric results.
         results: returns the results of the metrics by name.
         silent: names of the metrics that the step did not update.
-        derived: returns logs that follow from the metrics under other names; see `LogOrigins.results`.
+        origins: of the step's logs.
+        derived: returns logs that follow from the metrics under other names; None: `origins` does.
     """
-    merged = dict(results())
     if not averages:
-        return merged
+        return dict(results())
+    merged = flat_logs(results())
     chosen = {name: merged[name] if name in merged and name not in silent else v for name, v in averages.items()}
-    return {**chosen, **derived()}
+    return origins.nested({**chosen, **(derived or origins.results)()})

@@ -17,7 +17,11 @@ from typing import Any, NamedTuple
 import keras
 
 from phalanx.keras_compat.keras_internals import in_stateless_scope
+from phalanx.keras_compat.model_state import flat_logs
 from phalanx.keras_compat.patching import override_methods, restore_methods
+
+FindOrigins = Callable[[Mapping[str, Any]], dict[str, Any]]
+"""Takes the logs that a step returned; returns them flat."""
 
 
 class _Origin(NamedTuple):
@@ -35,16 +39,18 @@ class LogOrigins:
         self._seen: list[tuple[Any, _Origin]] = []
         self._found: dict[str, _Origin] = {}
         self._looks_at_batch = False  # as `compute_metrics` does
+        self._form: Mapping[str, Any] = {}
 
     @contextmanager
-    def watched(self, *, of_interest: bool = True) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-        """A context for a step that runs or is traced; yields a function to call with the logs that it returned, flat.
+    def watched(self, *, of_interest: bool = True) -> Iterator[FindOrigins]:
+        """A context for a step that runs or is traced; yields a function to call with the logs that it returned, which
+        returns them flat.
 
         Args:
             of_interest: whether they may contain more than results under the names of their metrics.
         """
         if not of_interest:
-            yield _nothing
+            yield flat_logs
             return
         model = self._model
         metrics = _metrics(model)
@@ -82,17 +88,23 @@ class LogOrigins:
             logs[name] = known[id(metric)] if key is None else known[id(metric)][key]
         return logs
 
+    def nested(self, logs: Mapping[str, Any]) -> dict[str, Any]:
+        """Flat logs of a step, nested as it returned them: Keras sorts them level by level."""
+        return _nested(self._form, logs) if self._form else dict(logs)
+
     def _note(self, metric: Any, result: Any) -> Any:
         parts = result.items() if isinstance(result, Mapping) else [(None, result)]
         # The values are kept, because the identity of a deleted object may be used again.
         self._seen += [(value, _Origin(metric, key)) for key, value in parts]
         return result
 
-    def _find(self, logs: Mapping[str, Any]) -> None:
+    def _find(self, nested: Mapping[str, Any]) -> dict[str, Any]:
+        self._form, logs = _names_in(nested), flat_logs(nested)
         # What was noted first is nearest to the metric: `compute_metrics` returns results of metrics.
         origins = {id(value): origin for value, origin in reversed(self._seen)}
         found = {name: origins[id(value)] for name, value in logs.items() if id(value) in origins}
         self._found = {name: origin for name, origin in found.items() if not _is_named_so(origin, name)}
+        return logs
 
     def _compute(self) -> Mapping[str, Any]:
         """What the model's `compute_metrics` computes from results alone; nothing if it reads the batch."""
@@ -113,6 +125,15 @@ class LogOrigins:
         finally:
             for metric in metrics:
                 restore_methods(metric, "update_state")
+
+
+def _names_in(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """The names in nested logs; empty where a number is."""
+    return {name: _names_in(value) if isinstance(value, Mapping) else {} for name, value in logs.items()}
+
+
+def _nested(form: Mapping[str, Any], logs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _nested(inner, logs) if inner else logs[name] for name, inner in form.items()}
 
 
 class _Absent:

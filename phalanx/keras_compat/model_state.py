@@ -13,7 +13,7 @@ import keras
 
 from phalanx.arrays.tree import leaves
 from phalanx.errors import UnsupportedError
-from phalanx.keras_compat.keras_internals import keras_trainer
+from phalanx.keras_compat.keras_internals import keras_trainer, pythonify_logs
 
 
 def optimizers(model: Any) -> list[Any]:
@@ -104,10 +104,19 @@ def update_metrics(model: Any, x: Any, y: Any, y_pred: Any, sample_weight: Any) 
     Keras's own `compute_metrics` also computes the results, which are not needed before the state is merged.
     """
     if overrides(model, "compute_metrics"):
-        return flat_logs(model.compute_metrics(x, y, y_pred, sample_weight))
+        logs: dict[str, Any] = model.compute_metrics(x, y, y_pred, sample_weight)
+        return logs
     if model._compile_metrics is not None:
         model._compile_metrics.update_state(y, y_pred, sample_weight)
     return {}
+
+
+def plain_logs(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """Logs with numbers of Python's, nested as they are: callbacks get them sorted level by level."""
+    return {
+        name: plain_logs(value) if isinstance(value, Mapping) else pythonify_logs({name: value})[name]
+        for name, value in logs.items()
+    }
 
 
 def flat_logs(logs: Mapping[str, Any]) -> dict[str, Any]:

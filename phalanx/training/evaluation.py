@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from phalanx.data import ShardedInput
+from phalanx.errors import MembershipChangedError
 from phalanx.keras_compat.keras_internals import pythonify_logs
 from phalanx.monitoring import timeline
 from phalanx.runtime import progress
@@ -44,11 +45,14 @@ def _pass(replica_model: ReplicaModel, source: ShardedInput, callbacks: Any, wat
     if bar is not None:
         bar.replicas = replica.world_size
     model.stop_evaluating = False
+    before = engine.metric_rules.values()
     model.reset_metrics()
     own_samples = all_samples = 0
     logs: Mapping[str, Any] = {}
     source.position.reset()  # every evaluation begins with the first batch, also with `validation_steps`
     engine.begin()
+    start = engine.metric_rules.values()
+    every_batch = engine.metric_rules.merge_every_batch
     try:
         for first, last, batches in batch_groups(source, replica, model.steps_per_execution):
             callbacks.on_test_batch_begin(first)
@@ -59,17 +63,25 @@ def _pass(replica_model: ReplicaModel, source: ShardedInput, callbacks: Any, wat
                 timeline.current.leave()
                 own_samples += batch.size
                 all_samples += batch.global_size
+                if every_batch:
+                    logs = engine.merged_metrics(batch.share, start, final=True)
+                    start = engine.metric_rules.values()
                 if bar is not None:
                     bar.count(batch.global_size)
-            if watched:
-                logs = engine.merged_metrics(own_samples / max(all_samples, 1), final=False)
+            if watched and not every_batch:
+                logs = engine.merged_metrics(own_samples / max(all_samples, 1), start, final=False)
             callbacks.on_test_batch_end(last, logs)
             if watched and replica.any(model.stop_evaluating):
                 break
         # Without data there is no result: zeros would be the best of all losses.
         if not all_samples:
             return {}
-        return dict(pythonify_logs(engine.merged_metrics(own_samples / all_samples, final=True)))
+        if not every_batch:
+            logs = engine.merged_metrics(own_samples / all_samples, start, final=True)
+        return dict(pythonify_logs(logs))
+    except MembershipChangedError:
+        engine.metric_rules.set_values(before)  # a metric that is not reset must not keep what will be counted again
+        raise
     finally:
         engine.end()
         timeline.current.leave()

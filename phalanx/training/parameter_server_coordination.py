@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from phalanx.engines import step_logs
+from phalanx.keras_compat import model_state
 from phalanx.keras_compat.callback_bases import ChiefCallback
-from phalanx.keras_compat.keras_internals import pythonify_logs
 from phalanx.monitoring import timeline
 from phalanx.parameter_server.client import HEAD, ParameterServerClient
 from phalanx.parameter_server.server_messages import (
@@ -40,7 +40,6 @@ from phalanx.training.evaluation import evaluate_on_worker
 from phalanx.training.fit_state import FitState
 from phalanx.training.parameter_server_worker import ParameterServerWorker
 from phalanx.training.remote_model import RemoteModel
-from phalanx.training.remote_variables import to_host
 from phalanx.training.steps.optimizer_properties import set_step_count
 from phalanx.training.steps.parameter_server_stepper import ParameterServerStepper
 from phalanx.training.ticket_batches import OrderUnavailableError, TicketBatch, TicketBatches
@@ -231,6 +230,7 @@ class ParameterServerCoordination:
         source, remote_model = self._source, self._remote_model
         remote_model.send_changes()
         self.rejoin.epoch, self.rejoin.is_opened = self._state.epoch, True
+        self._metrics_start = remote_model.engine.metric_rules.values()
         self._epoch, self._answer = _EpochCount(source.sharded.num_batches or 0), None
         try:
             self.rejoin.steps = source.start_epoch(self._state.epoch)
@@ -329,24 +329,27 @@ class ParameterServerCoordination:
         remote_model, model, samples = self._remote_model, self._remote_model.model, self._epoch.samples
         remote_model.mark_stale()
         # In synchronous training the metrics were merged with every step; else each worker has counted its own batches.
-        metrics = model.metrics_variables
+        engine = remote_model.engine
         if not self._worker.rules.synchronous:
-            self._report_metrics([to_host(variable) for variable in metrics])
+            self._report_metrics(engine.metric_rules.added(engine.metric_rules.values(), self._metrics_start))
         if self._worker.is_chief:
             reads = callback_list.reads_weights_at_epoch_ends(self._state.callbacks)
             remote_model.pull_after_epoch(tables=reads)
-        silent = step_logs.silent_metrics(model, [to_host(variable) for variable in metrics])
-        engine = remote_model.engine
-        own = engine.logs() if samples else {}
-        chosen = step_logs.choose_logs(own, model.get_metrics_result, silent, engine.origins.results)
-        logs = dict(pythonify_logs({**own, **chosen}))
+        counted = engine.metric_rules.added(engine.metric_rules.values(), self._metrics_start)
+        silent = step_logs.silent_metrics(model, counted)
+        # Of Keras's own steps all logs are results.
+        has_own = samples and model_state.logs_differ_from_metrics(model, "train_step")
+        own = model_state.flat_logs(engine.logs()) if has_own else {}
+        chosen = step_logs.choose_logs(own, model.get_metrics_result, silent, engine.origins)
+        logs = model_state.plain_logs(chosen)
         # A worker without a batch has counted nothing, of which Keras makes 0: the best of all losses.
         return logs if samples or self._worker.is_chief else dict.fromkeys(logs, math.nan)
 
     def _report_metrics(self, values: list[Array]) -> None:
         """Report what this worker's metrics have counted; the chief takes over the sums of all reports."""
-        worker, epoch, model = self._worker, self._state.epoch, self._remote_model.model
-        weights = tuple(weight.value for weight in step_logs.metric_weights(model))
+        worker, epoch, engine = self._worker, self._state.epoch, self._remote_model.engine
+        rules = engine.metric_rules
+        weights = tuple(weight.value for weight in rules.weights_over_steps)
         dtypes = tuple(value.dtype.name for value in values)
         report = EpochReport(self._fit, epoch, self._epoch.samples, dtypes, weights)
         worker.client.request(HEAD, report, values)
@@ -358,8 +361,11 @@ class ParameterServerCoordination:
         if answer.note:
             logger.warning("Epoch %d: %s.", epoch + 1, answer.note)
         worker.global_step = answer.step
-        for variable, value in zip(model.metrics_variables, arrays_of(buffers, answer.dtypes), strict=True):
-            variable.assign(value.reshape(variable.shape))
+        merged = [
+            value.reshape(variable.shape)
+            for variable, value in zip(rules.variables, arrays_of(buffers, answer.dtypes), strict=True)
+        ]
+        engine.metric_rules.set_values(rules.with_start(merged, self._metrics_start))
 
     def evaluate(self) -> dict[str, Any]:
         """See `Coordination.evaluate`. Only the chief does."""

@@ -19,6 +19,7 @@ from phalanx.keras_compat import model_state
 from phalanx.parameter_server.client import HEAD
 from phalanx.parameter_server.server_messages import HoldSteps, Values
 from phalanx.training import callback_list
+from phalanx.training.metric_probe import checked, find_rules
 from phalanx.training.model_checks import check_normalization
 from phalanx.training.parameter_server_worker import ParameterServerWorker
 from phalanx.training.remote_variables import RemoteVariables
@@ -99,6 +100,8 @@ class RemoteModel:
         self._sample = source.peek(restart=self.builds_from_a_batch).data
         engine.expect(source.structure)
         engine.build(self._sample)
+        if not engine.metric_rules.is_decided:
+            engine.metric_rules.decide(checked(find_rules(model, engine, self._sample)))
         if worker.workers > 1 and not worker.rules.is_lockstep:
             check_normalization(model)
         return engine

@@ -10,7 +10,7 @@ import keras
 
 from phalanx.checkpoint.backup_and_restore import step_of_backup
 from phalanx.checkpoint.callback_state import append_to_log_files
-from phalanx.keras_compat.keras_internals import pythonify_logs
+from phalanx.keras_compat.model_state import plain_logs
 from phalanx.monitoring import timeline
 from phalanx.runtime import progress
 from phalanx.training import state_sync
@@ -196,7 +196,7 @@ class ReplicaCoordination:
             return {}
         # A process that resumed after the last step of an epoch knows what the metrics have counted.
         logs = self._state.stepper.logs() if self._has_trained else self._model.get_metrics_result()
-        return dict(pythonify_logs(logs))
+        return plain_logs(logs)
 
     def evaluate(self) -> dict[str, Any]:
         """See `Coordination.evaluate`."""

@@ -19,6 +19,7 @@ from phalanx.training import callback_list, state_sync
 from phalanx.training.consistency import compare_inputs, compare_samples
 from phalanx.training.fit_arguments import capped
 from phalanx.training.joint_batches import JointBatch, JointBatches
+from phalanx.training.metric_probe import checked, find_rules, rules_of
 from phalanx.training.model_checks import check_batch_size, check_normalization
 from phalanx.training.replica import Replica, seed_from_program
 from phalanx.training.steps.gradient_merge import StepMerge
@@ -156,10 +157,23 @@ class ReplicaModel:
         self.engine.expect(source.structure)
         check_batch_size(self.model, first, self.replica.world_size)
         self.engine.build(first.data)
+        self._decide_metric_rules(first.data)
         if method in ("fit", "train_on_batch") and self._policy.period is not None:
             check_normalization(self.model)
             refuse_overwritten(self.model.trainable_variables, "a replica that trains alone between two merges")
         return self.engine
+
+    def _decide_metric_rules(self, data: Any) -> None:
+        """How the metrics are merged: the chief's finding, on all ranks. Raises UnsupportedError if one cannot be."""
+        model, replica, rules = self.model, self.replica, self.engine.metric_rules
+        if rules.is_decided:
+            return
+        found = find_rules(model, self.engine, data)
+        if found is not rules.rules:  # else there was nothing to find out, on any rank
+            own = found if isinstance(found, str) else [list(rule) for rule in found]
+            chiefs: Any = replica.retry(lambda: replica.broadcast_from_chief(own))
+            found = chiefs if isinstance(chiefs, str) else rules_of(chiefs)
+        rules.decide(checked(found))
 
     def prepare_to_predict(self, source: ShardedInput, method: str) -> Engine:
         """The engine, with the layers' variables created: a model need not be compiled to predict."""

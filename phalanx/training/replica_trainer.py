@@ -163,8 +163,9 @@ class ReplicaTrainer:
         self._reset_metrics_of_a_single_batch()
         with self._running_engine() as engine:
             timeline.current.enter("forward")
+            start = engine.metric_rules.values()
             engine.test(batch.data, batch.share)
-            logs = engine.merged_metrics(batch.share, final=True)
+            logs = engine.merged_metrics(batch.share, start, final=True)
         return self._single_batch_result(logs, return_dict)
 
     def predict_on_batch(self, x: Any) -> Any:

@@ -12,12 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import keras
 import numpy as np
 
 from phalanx.data.dataset_elements import ElementStructure
 from phalanx.engines import step_logs
 from phalanx.engines.batch_packing import BatchPacking
 from phalanx.engines.engine import Batch, MergeProtocol
+from phalanx.engines.metric_rules import MetricRules
 from phalanx.engines.step_layout import MergeWeight, StepLayout, gradient_weights
 from phalanx.keras_compat import model_state
 from phalanx.keras_compat.log_origins import LogOrigins
@@ -50,7 +52,7 @@ class VariableEngine(ABC):
 
     Attributes:
         state: the floating variables that layers change while they compute; known after `build`.
-        metrics, weights: the variables of the metrics, and how each counts in the sum over ranks; likewise.
+        metric_rules: how the variables of the metrics are merged; likewise.
     """
 
     in_variables = True
@@ -64,6 +66,7 @@ class VariableEngine(ABC):
         self._averages: dict[str, Any] = {}
         self._silent: frozenset[str] | None = None
         self._test_logs: dict[str, Any] = {}
+        self.metric_rules = MetricRules(self.read, access.assign)
         self.origins = LogOrigins(model)
         self._test_origins = LogOrigins(model)
 
@@ -72,8 +75,11 @@ class VariableEngine(ABC):
         model_state.check_losses(self._model)
         model_state.check_layers(self._model)
         self._state = state
-        self._metrics = list(self._model.metrics_variables)
-        self._weights = step_logs.metric_weights(self._model)
+        self.metric_rules.note(self._model.metrics_variables)
+
+    @property
+    def _metrics(self) -> list[Any]:
+        return self.metric_rules.variables
 
     def expect(self, form: ElementStructure) -> None:
         if form is not self._batches.form:
@@ -106,23 +112,25 @@ class VariableEngine(ABC):
     def results_of(self, metrics: Sequence[Array]) -> Mapping[str, Any]:
         return model_state.results_of(self._model, metrics)
 
-    def merged_metrics(self, share: float, *, final: bool, training: bool = False) -> Mapping[str, Any]:
-        access = self._access
+    def merged_metrics(
+        self, share: float, start: Sequence[Array], *, final: bool, training: bool = False
+    ) -> Mapping[str, Any]:
+        access, rules = self._access, self.metric_rules
         logs = self._averages if training else self._test_logs
         own = access.copies(self._metrics)
-        arrays = [access.to_host(value) for value in own]
+        arrays = rules.added([access.to_host(value) for value in own], start)
         last = share if training else self._share
         arrays += step_logs.weigh_last([access.to_host(value) for value in logs.values()], last, share)
-        layout = StepLayout.of(arrays, [*self._weights, *[MergeWeight.SHARE] * len(logs)])
+        layout = StepLayout.of(arrays, [*rules.weights, *[MergeWeight.SHARE] * len(logs)])
         values = layout.cut(self._merge(layout, arrays, share)) if arrays else []
         averages = dict(zip(logs, values[len(own) :], strict=True))
         with access.without_gradients():
-            access.assign(self._metrics, values[: len(own)])
+            access.assign(self._metrics, rules.with_start(values[: len(own)], start))
             silent = step_logs.silent_metrics(self._model, values[: len(own)])
             origins = self.origins if training else self._test_origins
-            results = step_logs.choose_logs(averages, self._model.get_metrics_result, silent, origins.results)
+            results = step_logs.choose_logs(averages, self._model.get_metrics_result, silent, origins)
             if not final:
-                results = {name: self._number(value) for name, value in results.items()}
+                results = keras.tree.map_structure(self._number, results)
                 access.assign(self._metrics, own)
         return results
 

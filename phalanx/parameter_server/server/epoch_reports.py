@@ -7,11 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.engines.step_layout import MergeWeight
+from phalanx.engines.step_layout import EXTREMES, MergeWeight
 from phalanx.parameter_server.server_messages import EpochReport
 from phalanx.parameter_server.server_protocol import Worker
 
 Array = np.ndarray[Any, Any]
+
+EXTREME_VALUES = frozenset(weight.value for weight in EXTREMES)
+"""Of what is merged, all that is not summed."""
 
 
 class EpochReports:
@@ -48,11 +51,19 @@ class EpochReports:
         ], total
 
 
+def merged_extremes(weight: str, shares: Sequence[float], arrays: Sequence[Array]) -> Array:
+    """The maximum or minimum of those that have samples."""
+    counted = [array for share, array in zip(shares, arrays, strict=True) if share] or [arrays[0]]
+    return np.asarray(EXTREMES[MergeWeight(weight)].reduce(np.stack(counted)))
+
+
 def _merged(weight: str, parts: Sequence[tuple[float, Array]]) -> Array:
     """One array of all reports, from each report's fraction of the samples and its array."""
     _, first = parts[0]
     if weight == MergeWeight.FIRST.value:
         return first
+    if weight in EXTREME_VALUES:
+        return merged_extremes(weight, *zip(*parts, strict=True))
     shares = [share if weight == MergeWeight.SHARE.value else 1 for share, _ in parts]
     result = np.sum([array * share for share, (_, array) in zip(shares, parts, strict=True)], axis=0)
     return np.asarray(result).astype(first.dtype)

@@ -11,6 +11,7 @@ import numpy as np
 from phalanx.engines.step_layout import MergeWeight
 from phalanx.errors import DisagreementError
 from phalanx.parameter_server.server.declared_shards import Gradient
+from phalanx.parameter_server.server.epoch_reports import EXTREME_VALUES, merged_extremes
 from phalanx.parameter_server.server.merge_history import MergeHistory, MergeKey
 from phalanx.parameter_server.server.worker_membership import POLL_S, WorkerMembership
 from phalanx.parameter_server.server_messages import PushGradients, Ticket, UpdateRules
@@ -156,7 +157,10 @@ def _merge(pending: _PendingMerge, message: PushGradients) -> MergedStep:
     }
     gradients = [_mean(column, shares) for column in zip(*[part.gradients for part in parts], strict=True)]
     columns = zip(*[part.extras for part in parts], strict=True)
-    extras = [_weighted_sum(column, weights[kind]) for column, kind in zip(columns, message.extras, strict=True)]
+    extras = [
+        merged_extremes(kind, shares, column) if kind in EXTREME_VALUES else _weighted_sum(column, weights[kind])
+        for column, kind in zip(columns, message.extras, strict=True)
+    ]
     return MergedStep(tuple(pending.contributions), gradients, extras, pending.is_finite)
 
 

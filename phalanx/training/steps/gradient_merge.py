@@ -17,7 +17,7 @@ from phalanx.collectives.communicator import ReduceOp
 from phalanx.compression import CompressedReducer, Compression
 from phalanx.compression.base_compression import State, below
 from phalanx.engines.engine import Exchange, Gather, GradientRows
-from phalanx.engines.step_layout import MergeWeight, StepLayout
+from phalanx.engines.step_layout import EXTREMES, MergeWeight, StepLayout, absent
 from phalanx.monitoring import timeline
 from phalanx.runtime import progress
 from phalanx.training.replica import Replica
@@ -65,8 +65,8 @@ class _Groups(NamedTuple):
     gradients: list[int]
     compressed: list[int]  # a subset of the gradients
     counts: list[int]  # what metrics count
-    maxima: list[int]
     rest: list[int]
+    extremes: list[int]
 
 
 class StepMerge:
@@ -148,7 +148,8 @@ class StepMerge:
         timeline.current.enter("merge")
         accumulates = self._mode in (MergeMode.ACCUMULATE, MergeMode.ACCUMULATE_GRADIENTS)
         has_accumulated = self._mode is MergeMode.UPDATE and (self._gradients or self._counts)
-        if accumulates or has_accumulated or self._reducer or MergeWeight.MAX in layout.weights:
+        if accumulates or has_accumulated or self._reducer or layout.has_extremes:
+            self._merge_extremes(layout, arrays, share, views)
             self._merge_partly(self._groups_of(layout), list(arrays), list(scales), views)
         else:
             self._all_reduce(arrays, scales, views)
@@ -165,6 +166,18 @@ class StepMerge:
             arrays, scales, views = notice.add_to_merge(arrays, scales, views)
             self._replica.all_reduce(arrays, scale=scales, out=views)
             notice.read_merge()
+
+    def _merge_extremes(
+        self, layout: StepLayout, arrays: Sequence[Array], share: float, views: Sequence[Array]
+    ) -> None:
+        """Maxima and minima, of which a rank without samples has none. In every mode but LOCAL: what follows in the next
+        step follows from them."""
+        extremes = self._groups_of(layout).extremes
+        for op, weight in ((ReduceOp.MAX, MergeWeight.MAX), (ReduceOp.MIN, MergeWeight.MIN)):
+            chosen = [i for i in extremes if layout.weights[i] is weight]
+            if chosen:
+                own = [arrays[i] if share else absent(arrays[i], weight) for i in chosen]
+                self._replica.communicator.all_reduce(own, op, out=_chosen(chosen, views))
 
     def merge_notice(self) -> None:
         """Merge nothing but the notice of a preemption."""
@@ -229,12 +242,6 @@ class StepMerge:
         gradients, counts = (_chosen(group, arrays) for group in (groups.gradients, groups.counts))
         factors, weights = (_chosen(group, scales) for group in (groups.gradients, groups.counts))
         merged: list[int] = []
-        if groups.maxima:  # in every mode: they are new values, and the gradients of the next step follow from them
-            own, views_of_maxima = (_chosen(groups.maxima, of) for of in (arrays, views))
-            counting = all(_chosen(groups.maxima, scales))
-            self._replica.communicator.all_reduce(
-                own if counting else [np.zeros_like(array) for array in own], ReduceOp.MAX, out=views_of_maxima
-            )
         if mode is not MergeMode.ACCUMULATE:
             merged = [*groups.counts, *groups.rest]
             if mode is not MergeMode.MERGE and self._counts:
@@ -274,8 +281,8 @@ class StepMerge:
                 for kind in (
                     {MergeWeight.GRADIENT},
                     {MergeWeight.ONE},
-                    {MergeWeight.MAX},
                     {MergeWeight.SHARE, MergeWeight.FIRST},
+                    {*EXTREMES},
                 )
             ]
             reducer = self._reducer
@@ -298,7 +305,7 @@ class StepMerge:
                 MergeWeight.SHARE: share,
                 MergeWeight.ONE: 1.0 if share else 0.0,
                 MergeWeight.FIRST: first,
-                MergeWeight.MAX: share,
+                **dict.fromkeys(EXTREMES, 1.0),
             }
             scale = self._scales[key] = tuple(of[weight] for weight in layout.weights)
         return scale

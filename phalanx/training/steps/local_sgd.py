@@ -79,6 +79,7 @@ class LocalSGDStepper(ReplicaStepper):
         # Samples that this rank has trained on: in this epoch, as far as its metrics still count them; in this epoch;
         # in this `fit`.
         self._trained = self._averaged = self._all_trained = 0
+        self._metrics_start: list[Any] = []  # when they were reset
         self._variables: list[Any] = []
         self._optimizer = inner_optimizer(model.optimizer)
         # Steps without samples count for schedules only: an optimizer that accumulates gradients decides by this number
@@ -99,6 +100,7 @@ class LocalSGDStepper(ReplicaStepper):
         self._variables = [*weights, *layer_state]
         if not entering:
             self._trained = 0
+            self._metrics_start = self._engine.metric_rules.values()
         self._logs = None
         self.exchange.begin(self._engine.read(self._variables), len(weights))
 
@@ -149,20 +151,25 @@ class LocalSGDStepper(ReplicaStepper):
         fresh = elastic is not None and elastic.needs_state
         state_sync.synchronise(self._model, self._replica, take=fresh)
         self.exchange.synchronise(self._replica.communicator, take=fresh)
+        start = self._replica.communicator.broadcast(self._metrics_start or self._engine.metric_rules.values())
         if fresh:
-            self._model.reset_metrics()
+            self._metrics_start = start
+            self._forget_metrics()
             self._trained = self._all_trained = 0
 
     def pooled(self) -> State:
         """See `ReplicaStepper.pooled`. The chief, which saves it, takes over what all metrics have counted."""
         counts = self._replica.gather(self._trained)
         if any(counts):
-            self._engine.merged_metrics(self._trained / sum(counts), final=True, training=True)
+            self._engine.merged_metrics(self._trained / sum(counts), self._metrics_start, final=True, training=True)
             self._trained = sum(counts) if self._replica.is_chief else 0
             if not self._replica.is_chief:
                 self._forget_metrics()
         pooled = self.exchange.pooled(self._replica.communicator)
-        return {f"exchange/{name}": array for name, array in pooled.items()} | {"trained": np.array(sum(counts))}
+        start = {f"start/{number}": array for number, array in enumerate(self._metrics_start)}
+        return (
+            {f"exchange/{name}": array for name, array in pooled.items()} | start | {"trained": np.array(sum(counts))}
+        )
 
     def load_pooled(self, state: State) -> None:
         """See `ReplicaStepper.load_pooled`."""
@@ -170,8 +177,10 @@ class LocalSGDStepper(ReplicaStepper):
             return  # written by a job that merged every step
         self.exchange.load_pooled(below("exchange/", state), self._replica.world_size)
         self._trained = int(state["trained"]) if self._replica.is_chief else 0
+        start = below("start/", state)
+        self._metrics_start = [np.asarray(start[name]) for name in sorted(start, key=int)]
         if not self._replica.is_chief:
-            self._model.reset_metrics()
+            self._forget_metrics()
 
     def _exchange(self, retry: RetryOnMembershipChange, *, overlap: bool) -> Sequence[str]:
         progress.enter("exchange")
@@ -200,7 +209,9 @@ class LocalSGDStepper(ReplicaStepper):
 
     def _merge_metrics(self) -> Mapping[str, Any] | None:
         share = self._share(self._trained)
-        return None if share is None else self._engine.merged_metrics(share, final=True, training=True)
+        if share is None:
+            return None
+        return self._engine.merged_metrics(share, self._metrics_start, final=True, training=True)
 
     def _share(self, samples: int) -> float | None:
         """This rank's part of the samples of all ranks; None if there are none."""
@@ -208,6 +219,5 @@ class LocalSGDStepper(ReplicaStepper):
         return samples / total if total else None
 
     def _forget_metrics(self) -> None:
-        self._engine.end()
-        self._model.reset_metrics()
-        self._engine.begin()
+        """Another rank has what they have counted since they were reset."""
+        self._engine.metric_rules.set_values(self._metrics_start)

@@ -253,6 +253,7 @@ class ShardedOptimizerStepper(ReplicaStepper):
             self._fallback.begin(watched=watched, entering=entering)
             return
         self._has_stepped, self._logs, self._counted = False, None, None
+        self._metrics_start = self._engine.metric_rules.values()
         engine, rank, pack_part = self._engine, self._replica.rank, self._rows.weights.pack_part
         values = {0: pack_part(engine.read(self._variables), rank)}
         state = {
@@ -349,7 +350,9 @@ class ShardedOptimizerStepper(ReplicaStepper):
                 arrays = self._rows.weights.unpack(np.concatenate(pieces))
                 values += zip(self._state.per_variable[name], arrays, strict=True)
         self._engine.write(values)
-        self._logs = self._engine.merged_metrics(1 / self._replica.world_size, final=True, training=True)
+        self._logs = self._engine.merged_metrics(
+            1 / self._replica.world_size, self._metrics_start, final=True, training=True
+        )
 
     def logs(self) -> Mapping[str, Any]:
         """See `Stepper.logs`."""

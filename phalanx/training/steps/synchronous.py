@@ -85,5 +85,6 @@ class SynchronousStepper(ReplicaStepper):
         steps = int(self._engine.read([self._iterations])[0])
         if (steps + 1) % self._steps == 0:
             return MergeMode.UPDATE
-        # Metrics may wait too, unless a callback sees them, or the epoch ends and must report them.
-        return MergeMode.ACCUMULATE if last is False and not self._watched else MergeMode.ACCUMULATE_GRADIENTS
+        # Counters may wait too, unless a callback sees them, or the epoch ends and must report them.
+        waits = last is False and not self._watched and self._engine.metric_rules.only_count
+        return MergeMode.ACCUMULATE if waits else MergeMode.ACCUMULATE_GRADIENTS

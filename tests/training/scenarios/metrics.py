@@ -13,13 +13,14 @@ from tests.training.scenarios.common import (
     FEATURES,
     classifier,
     compiled,
+    features,
     fitted,
     numbers,
     observed,
     regressor,
     weights,
 )
-from tests.training.scenarios.registry import BACKENDS, Setting, scenario
+from tests.training.scenarios.registry import BACKENDS, ONE_BACKEND, Setting, scenario
 
 
 @scenario(quick=BACKENDS)
@@ -84,6 +85,86 @@ def metrics_of_regression(setting: Setting) -> dict[str, Any]:
     return fitted(model, y=numbers()) | observed(model, y=numbers())
 
 
+class Counted(keras.metrics.Metric):
+    """Counts and remembers in variables of every kind.
+
+    Args:
+        keeps: whether an epoch begins with what the last one has counted.
+    """
+
+    def __init__(self, *, keeps: bool = False, name: str = "counted") -> None:
+        super().__init__(name=name)
+        self.keeps = keeps
+        self.from_seven = self.add_variable((), keras.initializers.Constant(7), name="from_seven")
+        self.samples = self.add_variable((), "zeros", dtype="int32", name="samples")
+        self.steps = self.add_variable((), "zeros", dtype="int32", name="steps")
+        self.largest = self.add_variable((), keras.initializers.Constant(-1e9), name="largest")
+        self.least = self.add_variable((2,), "ones", name="least", aggregation="none")
+        self.seen = self.add_variable((), "zeros", dtype="bool", name="seen")
+        self.half = self.add_variable((), "ones", dtype="float16", name="half")
+        self.total = keras.Variable(0.0, name="total")
+        self.count = keras.Variable(0.0, name="count")
+        self.moving = self.add_variable((), "ones", name="moving", aggregation="mean")
+        self.newest = keras.Variable(0.0, name="newest")
+        self.plain = keras.Variable(0.0, name="plain")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        size = ops.shape(y_pred)[0]
+        mean = ops.mean(y_true)
+        self.from_seven.assign_add(ops.sum(y_true))
+        self.samples.assign_add(ops.cast(size, "int32"))
+        self.steps.assign_add(1)
+        self.largest.assign(ops.maximum(self.largest, ops.max(y_true)))
+        self.least.assign(ops.minimum(self.least, ops.min(y_true)))
+        self.seen.assign(ops.logical_or(self.seen, ops.any(y_true > 1.0)))
+        self.half.assign_add(ops.cast(size, "float16"))
+        self.total.assign_add(mean)
+        self.count.assign_add(1.0)
+        self.moving.assign(0.9 * self.moving + 0.1 * mean)
+        self.newest.assign(mean)
+        self.plain.assign_add(ops.cast(size, "float32"))
+
+    def reset_state(self) -> None:
+        if self.keeps:
+            return
+        for variable, value in zip(self.variables, [7, 0, 0, -1e9, 1, False, 1, 0, 0, 1, 0, 0], strict=True):
+            variable.assign(ops.cast(ops.broadcast_to(value, variable.shape), variable.dtype))
+
+    def result(self) -> Any:
+        return {variable.name: ops.sum(ops.cast(variable, "float32")) for variable in self.variables}
+
+
+@scenario(quick=BACKENDS, quick_of_three=True)
+def metric_state_of_every_kind(setting: Setting) -> dict[str, Any]:
+    """Whatever its aggregation and dtype, wherever it starts: sums, steps, extremes, means and what is newest."""
+    model = compiled(setting, regressor, loss="mse", metrics=[Counted()])
+    y = numbers()
+    seen: list[Any] = []
+
+    class Notes(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            seen.append(dict(logs))
+
+        on_test_batch_end = on_train_batch_end
+
+    found = fitted(model, y=y, validation_data=(features(), y), callbacks=[Notes()]) | observed(model, y=y)
+    x = features()
+    return found | {
+        "batches": seen,
+        "trained": model.train_on_batch(x[:7], y[:7], return_dict=True),
+        "tested": model.test_on_batch(x[:7], y[:7], return_dict=True),
+    }
+
+
+@scenario(quick=BACKENDS)
+def metric_that_is_not_reset(setting: Setting) -> dict[str, Any]:
+    """Every epoch and evaluation begins with what the last one has counted, which counts once."""
+    y = numbers()
+    model = compiled(setting, regressor, loss="mse", metrics=[Counted(keeps=True)])
+    found = fitted(model, y=y, epochs=3, validation_data=(features(), y))
+    return found | observed(model, y=y) | {"again": fitted(model, y=y, epochs=1)}
+
+
 @scenario()
 def metric_of_ones_own(setting: Setting) -> dict[str, Any]:
     class Positives(keras.metrics.Metric):
@@ -101,3 +182,54 @@ def metric_of_ones_own(setting: Setting) -> dict[str, Any]:
 
     model = compiled(setting, regressor, loss="mse", metrics=[Positives()])
     return fitted(model, y=numbers()) | observed(model, y=numbers())
+
+
+def mean_error(y_true: Any, y_pred: Any) -> Any:
+    return ops.mean(ops.abs(y_true - y_pred))
+
+
+def errors(y_true: Any, y_pred: Any) -> Any:
+    return ops.squeeze(ops.abs(y_true - y_pred), -1)
+
+
+def root_error(y_true: Any, y_pred: Any) -> Any:
+    return ops.sqrt(ops.mean(ops.square(y_true - y_pred)))
+
+
+@scenario(quick=ONE_BACKEND)
+def metric_functions(setting: Setting) -> dict[str, Any]:
+    """Functions of one value for each sample, with weights and without, and of their mean."""
+    model = compiled(setting, regressor, loss="mse", metrics=[mean_error, errors], weighted_metrics=[errors])
+    y = numbers()
+    return fitted(model, y=y, sample_weight=weights()) | observed(model, y=y, sample_weight=weights())
+
+
+def _refused(*words: str) -> dict[str, tuple[str, str]]:
+    return {backend: ("UnsupportedError", " ".join(words)) for backend in BACKENDS}
+
+
+@scenario(quick=ONE_BACKEND, error=_refused("The metric 'root_error' (MeanMetricWrapper) cannot be merged"))
+def metric_function_of_the_whole_batch(setting: Setting) -> dict[str, Any]:
+    return fitted(compiled(setting, regressor, loss="mse", metrics=["mae", root_error]), y=numbers())
+
+
+@scenario(quick=BACKENDS, error=_refused("The metric 'correlation' (PearsonCorrelation) cannot be merged"))
+def metric_over_the_samples_of_a_batch(setting: Setting) -> dict[str, Any]:
+    correlation = metrics.PearsonCorrelation(axis=0, name="correlation")
+    return observed(compiled(setting, regressor, loss="mse", metrics=[correlation]), y=numbers())
+
+
+@scenario(error=_refused("The metric 'product' (Product) cannot be merged"))
+def metric_of_the_products(setting: Setting) -> dict[str, Any]:
+    class Product(keras.metrics.Metric):
+        def __init__(self) -> None:
+            super().__init__(name="product")
+            self.product = self.add_variable((), "ones", name="product")
+
+        def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+            self.product.assign(self.product.value * ops.prod(1.0 + 0.1 * y_true))
+
+        def result(self) -> Any:
+            return ops.convert_to_tensor(self.product)
+
+    return fitted(compiled(setting, regressor, loss="mse", metrics=[Product()]), y=numbers())

@@ -31,6 +31,7 @@ from phalanx.data.dataset_elements import ElementStructure
 from phalanx.engines import step_logs
 from phalanx.engines.batch_packing import BatchPacking
 from phalanx.engines.engine import Batch, Exchange, MergeProtocol
+from phalanx.engines.metric_rules import MetricRules
 from phalanx.engines.replica.jax.compiled_step import CompiledStep
 from phalanx.engines.replica.jax.model_arguments import ModelArguments
 from phalanx.engines.replica.jax.model_compiler import ModelCompiler
@@ -54,11 +55,11 @@ class JaxEngine:
         self._arguments = ModelArguments(model)
         self._predict = self._compiler.jit(model.predict_step)
         self._results = self._compiler.jit(partial(model_state.results_of, model))
-        self._functions = StepFunctions(model, merge, self._compiler, self._batches)
+        self.metric_rules = MetricRules(self._arguments.read_metrics, self._arguments.write_metrics)
+        self._functions = StepFunctions(model, merge, self._compiler, self._batches, self.metric_rules)
         self.retrace()
         self._logs: dict[str, Any] = {}
-        self._test_logs: dict[str, Any] = {}
-        self._test_share = 1.0
+        self._tested: tuple[dict[str, Any], float] = {}, 1.0  # the logs of the newest test step, and its share
 
     def retrace(self) -> None:
         functions, compiler = self._functions, self._compiler
@@ -86,7 +87,11 @@ class JaxEngine:
 
     @property
     def merges_only_gradients(self) -> bool:
-        return self._compiler.computes_on_host and step_logs.logs_only_sums(self._model) and not self.layer_state()
+        return (
+            self._compiler.computes_on_host
+            and step_logs.logs_only_sums(self._model, self.metric_rules)
+            and not self.layer_state()
+        )
 
     @property
     def in_variables(self) -> bool:
@@ -96,6 +101,7 @@ class JaxEngine:
         self._model._symbolic_build(data_batch=self._batches.for_keras(map_leaves(_in_jax_dtype, data)))
         model_state.check_losses(self._model)
         model_state.check_layers(self._model)
+        self.metric_rules.note(self._model.metrics_variables)
 
     def begin(self) -> None:
         self._arguments.begin()
@@ -151,29 +157,34 @@ class JaxEngine:
 
     def test(self, data: Batch, share: float) -> None:
         trainable, non_trainable, _, metrics = self._arguments.get(with_optimizer=False)
-        self._test_share = share
         start = metrics if share else [jnp.copy(value) for value in metrics]  # the function consumes its own
-        new_metrics, changed, self._test_logs = self._test(share, trainable, non_trainable, start, data)
+        new_metrics, changed, logs = self._test(share, trainable, non_trainable, start, data)
+        self._tested = logs, share
         if share:
             metrics = new_metrics
             for index, value in changed.items():
                 non_trainable[index] = value
         self._arguments.keep(trainable, non_trainable, None, metrics)
 
-    def merged_metrics(self, share: float, *, final: bool, training: bool = False) -> Mapping[str, Any]:
+    def merged_metrics(
+        self, share: float, start: Sequence[Array], *, final: bool, training: bool = False
+    ) -> Mapping[str, Any]:
+        rules = self.metric_rules
         trainable, non_trainable, optimizer, metrics = self._arguments.get(with_optimizer=training)
         packing = self._functions.packing
-        own = packing.logs if training and packing is not None else ()
-        logs = {name: self._logs[name] for name in own} if training else self._test_logs
-        arrays = [np.asarray(value) for value in metrics]
-        arrays += step_logs.weigh_last(list(logs.values()), share if training else self._test_share, share)
-        weights = [*step_logs.metric_weights(self._model), *[MergeWeight.SHARE] * len(logs)]
+        logs, last = self._tested
+        if training:
+            flat = model_state.flat_logs(self._logs)
+            logs, last = {name: flat[name] for name in (() if packing is None else packing.logs)}, share
+        arrays = rules.added([np.asarray(value) for value in metrics], start)
+        arrays += step_logs.weigh_last(list(logs.values()), last, share)
+        weights = [*rules.weights, *[MergeWeight.SHARE] * len(logs)]
         layout = StepLayout.of(arrays, weights)
         values = layout.cut(self._merge(layout, arrays, share))
-        merged = [jnp.array(value) for value in values[: len(metrics)]]
+        merged = [jnp.array(value) for value in rules.with_start(values[: len(metrics)], start)]
         averages = dict(zip(logs, values[len(metrics) :], strict=True))
         self._arguments.keep(trainable, non_trainable, optimizer, merged if final else metrics)
-        silent = step_logs.silent_metrics(self._model, merged)
+        silent = step_logs.silent_metrics(self._model, values[: len(metrics)])
         origins = self._functions.origins if training else self._functions.test_origins
         return self._functions.choose_logs(averages, merged, silent, origins)
 

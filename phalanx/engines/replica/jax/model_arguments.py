@@ -86,6 +86,21 @@ class ModelArguments:
             state["optimizer_variables"] = optimizer
         set_untracked(self._model, _jax_state=state, _jax_state_synced=False)
 
+    def read_metrics(self, variables: Sequence[Any]) -> list[Array]:
+        """Copies of the newest values of the metrics' variables, which are these."""
+        if self.in_variables:
+            return [np.array(variable.value) for variable in variables]
+        return [np.array(value) for value in self._model._jax_state["metrics_variables"]]
+
+    def write_metrics(self, variables: Sequence[Any], values: Sequence[Array]) -> None:
+        """Give the metrics' variables, which are these, the values."""
+        if self.in_variables:
+            for variable, value in zip(variables, values, strict=True):
+                variable.assign(value)
+            return
+        kept = {**self._model._jax_state, "metrics_variables": [jnp.array(value) for value in values]}
+        set_untracked(self._model, _jax_state=kept)
+
     def read(self, variables: Sequence[Any]) -> list[Array]:
         """See `Engine.read`."""
         lists = self.get(with_optimizer=True)

@@ -11,7 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx.engines.step_layout import MergeWeight, StepLayout
+from phalanx.engines.metric_rules import MetricRule
+from phalanx.engines.step_layout import StepLayout
 
 Values = list[Any]
 
@@ -25,7 +26,7 @@ class OutputPacking:
         bundles: their indices, in the order in which they travel (`step_layout.bundles`).
         gradients: the number of gradients.
         state: indices of the floating non-trainable variables that the step changed.
-        metrics: how each metric variable counts.
+        metrics: the rule of each metric variable.
         logs: names of the logs that are not metric results.
     """
 
@@ -33,7 +34,7 @@ class OutputPacking:
     bundles: tuple[tuple[int, ...], ...]
     gradients: int
     state: tuple[int, ...]
-    metrics: tuple[MergeWeight, ...]
+    metrics: tuple[MetricRule, ...]
     logs: tuple[str, ...]
 
     @cached_property

@@ -16,12 +16,13 @@ import keras
 from phalanx.engines import step_logs
 from phalanx.engines.batch_packing import BatchPacking
 from phalanx.engines.engine import Batch, MergeProtocol
+from phalanx.engines.metric_rules import MetricRules
 from phalanx.engines.replica.jax.model_compiler import ModelCompiler
 from phalanx.engines.replica.jax.output_packing import OutputPacking
 from phalanx.engines.step_layout import SMALL, SMALL_ON_THE_BUS, MergeWeight, StepLayout, bundles, gradient_weights
 from phalanx.keras_compat import model_state
 from phalanx.keras_compat.jax_gradient_probe import only_call, probe
-from phalanx.keras_compat.log_origins import LogOrigins
+from phalanx.keras_compat.log_origins import FindOrigins, LogOrigins
 
 Values = list[Any]
 
@@ -62,8 +63,11 @@ class StepFunctions:
         origins, test_origins: what the logs of training and test steps are made of.
     """
 
-    def __init__(self, model: Any, merge: MergeProtocol, compiler: ModelCompiler, batches: BatchPacking) -> None:
+    def __init__(
+        self, model: Any, merge: MergeProtocol, compiler: ModelCompiler, batches: BatchPacking, rules: MetricRules
+    ) -> None:
         self._model = model
+        self._rules = rules
         self._merge = merge
         self._compiler = compiler
         self._batches = batches
@@ -75,11 +79,10 @@ class StepFunctions:
         self, trainable: Values, non_trainable: Values, optimizer: Values, metrics: Values, data: Batch
     ) -> LocalResults:
         """The first half of a step: everything up to the merge."""
-        weights = step_logs.metric_weights(self._model)
+        rules = self._rules.rules
         # Counters start at zero, so that what is merged is what this step adds to them.
         start = [
-            jnp.zeros_like(value) if weight is MergeWeight.ONE else value
-            for value, weight in zip(metrics, weights, strict=True)
+            jnp.zeros_like(value) if rule.is_additive else value for value, rule in zip(metrics, rules, strict=True)
         ]
         gradients, changed, new_metrics, logs = self._train_step(trainable, non_trainable, optimizer, start, data)
         floating = {i: v for i, v in changed.items() if jnp.issubdtype(v.dtype, jnp.floating)}
@@ -87,11 +90,11 @@ class StepFunctions:
         own_logs = self._own_logs("train_step", logs)
         values = [*gradients, *floating.values(), *new_metrics, *own_logs.values()]
         counted = [*gradient_weights(self._model.trainable_variables), *[MergeWeight.SHARE] * len(floating)]
-        layout = StepLayout.of(values, [*counted, *weights, *[MergeWeight.SHARE] * len(own_logs)])
+        layout = StepLayout.of(values, [*counted, *self._rules.weights, *[MergeWeight.SHARE] * len(own_logs)])
         small = SMALL if self._compiler.pinned is None else SMALL_ON_THE_BUS
         groups = [[i] for i in range(len(values))] if self._merge.separate else bundles(layout, small)
         packing = OutputPacking(
-            layout, tuple(map(tuple, groups)), len(gradients), tuple(floating), weights, tuple(own_logs)
+            layout, tuple(map(tuple, groups)), len(gradients), tuple(floating), rules, tuple(own_logs)
         )
         if packing != self.packing:  # the engine compiles another update for another object
             self.packing = packing
@@ -101,8 +104,7 @@ class StepFunctions:
         self, trainable: Values, non_trainable: Values, optimizer: Values, metrics: Values, data: Batch
     ) -> UnmergedResults:
         """A step of which only the gradients are merged."""
-        own = self._train_step(trainable, non_trainable, optimizer, metrics, data)
-        return own._replace(logs=model_state.flat_logs(own.logs))
+        return self._train_step(trainable, non_trainable, optimizer, metrics, data)
 
     def compile_update(self, packing: OutputPacking, silent: frozenset[str]) -> Callable[..., Any]:
         """Compile the second half of a step: everything after the merge.
@@ -120,8 +122,8 @@ class StepFunctions:
             else:
                 trainable, optimizer = self._model.optimizer.stateless_apply(optimizer, gradients, trainable)
             metrics = [
-                old + new if weight is MergeWeight.ONE else new
-                for old, new, weight in zip(metrics, merged, packing.metrics, strict=True)
+                old + new if rule.is_additive else new
+                for old, new, rule in zip(metrics, merged, packing.metrics, strict=True)
             ]
             logs = self.choose_logs(averages, metrics, silent, self.origins)
             return trainable, optimizer, metrics, state, logs
@@ -132,7 +134,7 @@ class StepFunctions:
         """A test step: the metrics' new values, the non-trainable variables that it changed, and its own logs."""
         with self._watched("test_step", self.test_origins) as find:
             logs, state = self._model.test_step((trainable, non_trainable, metrics), self._batches.pack(data))
-            find(model_state.flat_logs(logs))
+            logs = find(logs)
         _, new_non_trainable, new_metrics = state
         return new_metrics, _changed(non_trainable, new_non_trainable), self._own_logs("test_step", logs)
 
@@ -146,27 +148,27 @@ class StepFunctions:
         """The logs of a step, if the metrics' variables have these values; see `step_logs.choose_logs`."""
         mapping = list(zip(self._model.metrics_variables, metrics, strict=True))
         with keras.StatelessScope(state_mapping=mapping):
-            return step_logs.choose_logs(averages, self._model.get_metrics_result, silent, origins.results)
+            return step_logs.choose_logs(averages, self._model.get_metrics_result, silent, origins)
 
     def _train_step(
         self, trainable: Values, non_trainable: Values, optimizer: Values, metrics: Values, data: Batch
     ) -> UnmergedResults:
-        """The model's own `train_step`, without the update; the logs as it returned them."""
+        """The model's own `train_step`, without the update."""
         with probe(self._model.optimizer) as calls, self._watched("train_step", self.origins) as find:
             state = (trainable, non_trainable, optimizer, metrics)
             logs, new_state = self._model.train_step(state, self._batches.pack(data))
-            find(model_state.flat_logs(logs))
+            logs = find(logs)
         gradients = only_call(calls, new_state, trainable, optimizer)
         return UnmergedResults(gradients, _changed(non_trainable, new_state[1]), list(new_state[3]), logs)
 
-    def _watched(self, step: str, origins: LogOrigins) -> AbstractContextManager[Callable[[Mapping[str, Any]], None]]:
+    def _watched(self, step: str, origins: LogOrigins) -> AbstractContextManager[FindOrigins]:
         return origins.watched(of_interest=model_state.logs_differ_from_metrics(self._model, step))
 
-    def _own_logs(self, step: str, logs: Any) -> dict[str, Any]:
+    def _own_logs(self, step: str, logs: Mapping[str, Any]) -> dict[str, Any]:
         """What an overridden step logged; Keras's own steps log metric results, which follow from the merged state."""
         if not model_state.logs_differ_from_metrics(self._model, step):
             return {}
-        return {name: jnp.asarray(value, "float32") for name, value in model_state.flat_logs(logs).items()}
+        return {name: jnp.asarray(value, "float32") for name, value in logs.items()}
 
 
 class CompiledUpdate:

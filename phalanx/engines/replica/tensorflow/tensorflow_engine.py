@@ -120,7 +120,7 @@ class TensorFlowEngine(VariableEngine):
 
     def logs(self) -> Mapping[str, Any]:
         silent = self._silent or frozenset()
-        return step_logs.choose_logs(self._averages, lambda: self._results, silent, lambda: self._derived)
+        return step_logs.choose_logs(self._averages, lambda: self._results, silent, self.origins, lambda: self._derived)
 
     def _run(self, name: str, data: Batch, share: float) -> Any:
         """Call one of the functions, found by name because it may be made again without XLA meanwhile."""
@@ -182,8 +182,7 @@ class TensorFlowEngine(VariableEngine):
         gradients = own.to_merge(tape.gradient(scaled, model.trainable_weights), model.trainable_weights)
         differ = model_state.logs_differ_from_metrics(model, "train_step")
         with self.origins.watched(of_interest=differ) as find:
-            logs = model_state.flat_logs(model.compute_metrics(x, y, y_pred, sample_weight=sample_weight))
-            find(logs)
+            logs = find(model.compute_metrics(x, y, y_pred, sample_weight=sample_weight))
         return self._graph.dense(gradients, model.trainable_weights), logs if differ else {}
 
     def _train_overridden(self, data: Batch) -> _Logs:
@@ -191,8 +190,7 @@ class TensorFlowEngine(VariableEngine):
         assign = _assign_weights if self._merge.updates else None
         merging = merging_applies(self._model, self._graph.merge_gradients, self._fused, assign)
         with merging, self.origins.watched() as find:
-            logs = model_state.flat_logs(self._model.train_step(self._batches.pack(data)))
-            find(logs)
+            logs = find(self._model.train_step(self._batches.pack(data)))
         _, averages = self._merge_all([], [], logs, before)
         return averages, dict(self._model.get_metrics_result()), self.origins.results()
 
@@ -200,15 +198,14 @@ class TensorFlowEngine(VariableEngine):
         """What it logs itself."""
         differ = model_state.logs_differ_from_metrics(self._model, "test_step")
         with self._test_origins.watched(of_interest=differ) as find:
-            logs = model_state.flat_logs(self._model.test_step(self._batches.pack(data)))
-            find(logs)
+            logs = find(self._model.test_step(self._batches.pack(data)))
         return logs if differ else {}
 
     def _start_metrics(self) -> list[Any]:
         """Reset the metrics' counters, so that they hold what this step adds; returns what they held before."""
         before = self._access.copies(self._metrics)
-        for variable, value, weight in zip(self._metrics, before, self._weights, strict=True):
-            if weight is MergeWeight.ONE:
+        for variable, value, rule in zip(self._metrics, before, self.metric_rules.rules, strict=True):
+            if rule.is_additive:
                 variable.assign(tf.zeros_like(value))
         return before
 
@@ -237,12 +234,14 @@ class TensorFlowEngine(VariableEngine):
                 counted = layout.cut(flats)[ends[1] : ends[2]]
                 self._silent = step_logs.still_silent(self._silent, self._model, counted)
 
-        values = self._graph.merge(tensors, [*weights, *self._weights, *[MergeWeight.SHARE] * len(logs)], look)
+        values = self._graph.merge(
+            tensors, [*weights, *self.metric_rules.weights, *[MergeWeight.SHARE] * len(logs)], look
+        )
         merged, state, metrics, averages = (values[a:b] for a, b in zip([0, *ends], [*ends, None], strict=True))
         for variable, value in zip(self._state, state, strict=True):
             variable.assign(value)
-        for variable, value, weight, old in zip(self._metrics, metrics, self._weights, before, strict=True):
-            variable.assign(old + value if weight is MergeWeight.ONE else value)
+        for variable, value, rule, old in zip(self._metrics, metrics, self.metric_rules.rules, before, strict=True):
+            variable.assign(old + value if rule.is_additive else value)
         return merged, dict(zip(logs, averages, strict=True))
 
 

@@ -69,7 +69,7 @@ class TorchEngine(VariableEngine):
             not self._is_overridden
             and self._device.type == "cpu"
             and not self._state
-            and step_logs.logs_only_sums(self._model)
+            and step_logs.logs_only_sums(self._model, self.metric_rules)
         )
 
     def build(self, data: Batch) -> None:
@@ -88,8 +88,8 @@ class TorchEngine(VariableEngine):
         metrics_before = self._access.copies(self._metrics)
         if not self._merge.exchange:
             with torch.no_grad():
-                for variable, weight in zip(self._metrics, self._weights, strict=True):
-                    if weight is MergeWeight.ONE:
+                for variable, rule in zip(self._metrics, self.metric_rules.rules, strict=True):
+                    if rule.is_additive:
                         variable.value.zero_()
         try:
             run = self._train_overridden if self._is_overridden else self._train_own
@@ -147,17 +147,14 @@ class TorchEngine(VariableEngine):
         if not model_state.overrides(self._model, "compute_metrics"):
             return model_state.update_metrics(self._model, *batch)
         with self.origins.watched() as find:
-            logs = model_state.update_metrics(self._model, *batch)
-            find(logs)
-        return logs
+            return find(model_state.update_metrics(self._model, *batch))
 
     def _train_overridden(self, data: Batch, metrics_before: list[Any]) -> None:
         assign = _assign_known if self._merge.updates else None
         merge = partial(self._tensors.merge_gradients, metrics=self._metrics)
         merging = merging_applies(self._model, merge, self._fused, assign)
         with merging, self.origins.watched() as find:
-            logs = model_state.flat_logs(self._model.train_step(self._batches.pack(data)))
-            find(logs)
+            logs = find(self._model.train_step(self._batches.pack(data)))
         if self._merge.exchange:
             self._keep_own_logs(logs)
             return
@@ -186,7 +183,7 @@ class TorchEngine(VariableEngine):
         layout = self._layouts.get(key)
         if layout is None:
             counted = [*self._gradient_weights(present), *[MergeWeight.SHARE] * len(self._state)]
-            weights = [*counted, *self._weights, *[MergeWeight.SHARE] * len(logs)]
+            weights = [*counted, *self.metric_rules.weights, *[MergeWeight.SHARE] * len(logs)]
             layout = self._layouts[key] = StepLayout.of(arrays, weights)
         arrays, tensors = self._tensors.merge(layout, arrays)
         of_state, of_metrics, of_logs = accumulate((len(gradients), len(self._state), len(self._metrics)))
@@ -194,18 +191,18 @@ class TorchEngine(VariableEngine):
         with torch.no_grad():
             for variable, value in zip(self._state, tensors[of_state:of_metrics], strict=True):
                 variable.value.copy_(value)
-            for variable, value, weight, before in zip(
-                self._metrics, tensors[of_metrics:of_logs], self._weights, metrics_before, strict=True
+            for variable, value, rule, before in zip(
+                self._metrics, tensors[of_metrics:of_logs], self.metric_rules.rules, metrics_before, strict=True
             ):
                 variable.value.copy_(value)
-                if weight is MergeWeight.ONE:
+                if rule.is_additive:
                     variable.value.add_(before)
         self._averages = dict(zip(logs, arrays[of_logs:], strict=True))
         return tensors[:of_state]
 
     def logs(self) -> Mapping[str, Any]:
         silent = self._silent or frozenset()
-        return step_logs.choose_logs(self._averages, self._model.get_metrics_result, silent, self.origins.results)
+        return step_logs.choose_logs(self._averages, self._model.get_metrics_result, silent, self.origins)
 
     def test(self, data: Batch, share: float) -> None:
         before = None if share else self._access.copies(self._metrics)
@@ -213,8 +210,7 @@ class TorchEngine(VariableEngine):
         differ = model_state.logs_differ_from_metrics(self._model, "test_step")
         watched = self._test_origins.watched(of_interest=differ)
         with torch.no_grad(), self._losses, self._means, self._products, watched as find:
-            logs = model_state.flat_logs(self._model.test_step(self._batches.pack(_to_device(data))))
-            find(logs)
+            logs = find(self._model.test_step(self._batches.pack(_to_device(data))))
             if before is not None:
                 self._access.assign(self._metrics, before)
         self._test_logs = logs if differ else {}

@@ -1,0 +1,29 @@
+"""What is known of Keras's own metrics: that their variables add up something for each sample of a batch.
+
+Uses `CompileMetrics.metrics`, `MeanMetricWrapper._fn_kwargs`. Tested with Keras 3.12 and 3.15.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+_HOME = "keras.src.metrics."
+
+
+def compiled_metrics(model: Any) -> list[Any]:
+    """The metrics that the model was compiled with, once they are built."""
+    compiled = getattr(model, "_compile_metrics", None)
+    return [] if compiled is None else list(compiled.metrics)
+
+
+def counts_samples(metric: Any) -> bool:
+    """Whether a metric is one of Keras's own, whose variables are sums over the samples."""
+    kind = type(metric)
+    if not kind.__module__.startswith(_HOME) or kind is keras.metrics.MeanMetricWrapper:
+        return False
+    # One value for each sample, unless it is computed along the axis of the samples.
+    return getattr(metric, "_fn_kwargs", {}).get("axis", -1) == -1 and all(
+        variable.aggregation == "sum" for variable in metric.variables
+    )

@@ -1,0 +1,219 @@
+"""How a metric's state is merged is found out before the first step: on one batch and on parts of it.
+
+What two parts do to a variable is compared with what the whole batch does, from two different starts:
+
+    counter     whole - start = (first - start) + (second - start)
+    mean        whole = share of first * first + share of second * second
+    extreme     whole = max(first, second), or min
+
+The first that holds is the variable's rule. A metric of which none holds is refused: no merge of what the replicas
+know gives what one process would have. Metrics of Keras's own are known to be counters, and need no probe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+from keras import tree
+
+from phalanx.arrays.tree import map_leaves
+from phalanx.engines.engine import Engine
+from phalanx.engines.metric_rules import MetricRule, MetricRules
+from phalanx.engines.step_layout import EXTREMES, MergeWeight
+from phalanx.errors import UnsupportedError
+from phalanx.keras_compat import model_state
+from phalanx.keras_compat.metric_kinds import compiled_metrics, counts_samples
+from phalanx.keras_compat.step_means import WeightedStepMeans
+
+Array = np.ndarray[Any, Any]
+States = list[Array]
+Update = Callable[[slice, float], None]
+"""Adds some samples of the batch to the metrics, as this share of a global batch."""
+
+ROWS = 8
+"""So many samples show it; and at least two."""
+TOLERANCE = {"float16": 5e-3, "bfloat16": 3e-2, "float64": 1e-6}
+FLOAT32_TOLERANCE = 1e-5
+
+
+class Trial(NamedTuple):
+    """What some samples do to a variable: before, after the first part of them, after the second instead, after all."""
+
+    share: float  # of the first part
+    start: Array
+    first: Array
+    second: Array
+    whole: Array
+
+
+def find_rules(model: Any, engine: Engine, data: Any) -> tuple[MetricRule, ...] | str:
+    """The rules of the metrics' variables; or why one of the metrics cannot be merged.
+
+    Args:
+        engine: of the model, built, not begun.
+        data: a local batch, `(x, y, sample_weight)`.
+    """
+    rules = engine.metric_rules
+    probed = [metric for metric in compiled_metrics(model) if not counts_samples(metric)]
+    if not probed:
+        return rules.rules
+    before = rules.values()
+    try:
+        found = observe(rules, *_update_of_compiled_metrics(model, engine, data))
+    finally:
+        rules.set_values(before)
+    own = {id(variable): metric for metric in probed for variable in metric.variables}
+    decided = []
+    for variable, declared, rule in zip(rules.variables, rules.rules, found, strict=True):
+        metric = own.get(id(variable))
+        if metric is not None and rule is None:
+            return _refusal(metric, variable)
+        decided.append(declared if metric is None or rule is None else rule)
+    return tuple(decided)
+
+
+def rules_of(values: Sequence[tuple[str, bool]]) -> tuple[MetricRule, ...]:
+    """Rules that came in a message."""
+    return tuple(MetricRule(MergeWeight(weight), is_additive) for weight, is_additive in values)
+
+
+def checked(found: tuple[MetricRule, ...] | str) -> tuple[MetricRule, ...]:
+    """The rules, or UnsupportedError with the reason why there are none."""
+    if isinstance(found, str):
+        raise UnsupportedError(found)
+    return found
+
+
+def observe(rules: MetricRules, update: Update, rows: int) -> list[MetricRule | None]:
+    """What each variable does, None if it is nothing that can be merged.
+
+    Args:
+        update: changes the variables.
+        rows: number of samples in the batch.
+    """
+
+    def after(start: States, first: int, stop: int) -> States:
+        rules.set_values(start)
+        update(slice(first, stop), (stop - first) / rows)
+        return rules.values()
+
+    start = rules.values()
+    later = after(start, 0, 1)
+    # One sample differs from all others more than two halves from each other.
+    trials = [
+        (cut / rows, (begun, after(begun, 0, cut), after(begun, cut, rows), after(begun, 0, rows)))
+        for begun, cut in ((start, 1), (start, rows // 2), (later, rows // 2))
+    ]
+    return [
+        _rule_of(declared, [Trial(share, *(each[number] for each in states)) for share, states in trials])
+        for number, declared in enumerate(rules.rules)
+    ]
+
+
+def _rule_of(declared: MetricRule, trials: Sequence[Trial]) -> MetricRule | None:
+    """The rule that holds in all trials."""
+    if all(np.array_equal(one.start, state) for one in trials for state in (one.first, one.second, one.whole)):
+        return declared  # the batch has nothing to count
+    if declared.weight is MergeWeight.FIRST and all(_same(one.first, one.second, one.whole) for one in trials):
+        return declared
+    weights = [weight for weight in (MergeWeight.ONE, MergeWeight.SHARE, *EXTREMES) if _fits(weight, trials)]
+    if not weights:
+        return None
+    weight = declared.weight if declared.weight in weights else weights[0]
+    return MetricRule(weight, weight is MergeWeight.ONE or _is_additive(trials))
+
+
+def _fits(weight: MergeWeight, trials: Sequence[Trial]) -> bool:
+    kind = trials[0].start.dtype.kind
+    if weight in EXTREMES:
+        return all(_close(EXTREMES[weight](one.first, one.second), one.whole, one.start) for one in trials)
+    if kind == "b" or not _are_finite(trials):
+        return False
+    if weight is MergeWeight.SHARE:  # what is no float is not weighted
+        return kind not in "iu" and all(
+            _close(one.share * _wide(one.first) + (1 - one.share) * _wide(one.second), one.whole, one.start)
+            for one in trials
+        )
+    return _is_additive(trials) and all(
+        _close(_wide(one.first) + _wide(one.second) - _wide(one.start), one.whole, one.start) for one in trials
+    )
+
+
+def _is_additive(trials: Sequence[Trial]) -> bool:
+    """Whether what the whole batch adds does not depend on the state before."""
+    if trials[0].start.dtype.kind == "b" or not _are_finite(trials):
+        return False
+    one, later = trials[0], trials[-1]
+    return _close(_wide(one.whole) - _wide(one.start) + _wide(later.start), later.whole, later.start)
+
+
+def _are_finite(trials: Sequence[Trial]) -> bool:
+    return all(np.isfinite(_wide(state)).all() for one in trials for state in one[1:])
+
+
+def _same(*states: Array) -> bool:
+    return all(np.array_equal(states[0], state) for state in states[1:])
+
+
+def _wide(state: Array) -> Array:
+    return state.astype(np.int64 if state.dtype.kind in "iu" else np.float64)
+
+
+def _close(computed: Array, state: Array, begun: Array) -> bool:
+    """Whether a state is what was computed, up to the rounding of numbers of its size."""
+    if state.dtype.kind in "biu":
+        return bool(np.array_equal(computed, state))
+    tolerance = TOLERANCE.get(state.dtype.name, FLOAT32_TOLERANCE)
+    finite = [abs(_wide(each)[np.isfinite(_wide(each))]).max(initial=0) for each in (state, begun)]
+    return bool(np.allclose(_wide(computed), _wide(state), rtol=0, atol=tolerance * max(*finite, 1e-30)))
+
+
+def _update_of_compiled_metrics(model: Any, engine: Engine, data: Any) -> tuple[Update, int]:
+    """Adds samples of a batch to the compiled metrics, and the number of samples."""
+    engine.begin()
+    try:
+        outputs = engine.predict(data)
+    finally:
+        engine.end()
+    rows = min(model_state.samples(data), ROWS)
+    if rows == 1:  # a second sample like it, with other predictions
+        data = map_leaves(lambda array: np.concatenate([array, array]), data)
+        outputs = tree.map_structure(_with_another, outputs)
+        rows = 2
+    _, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+
+    def update(part: slice, share: float) -> None:
+        batch = map_leaves(lambda array: _tensor(array[part]), (y, outputs, sample_weight))
+        with WeightedStepMeans(lambda: share):
+            model_state.update_metrics(model, None, *batch)
+
+    return update, rows
+
+
+def _with_another(array: Array) -> Array:
+    other = array * array.dtype.type(0.5) if array.dtype.kind == "f" else array
+    return np.concatenate([array, other])
+
+
+def _tensor(array: Array) -> Any:
+    return keras.ops.convert_to_tensor(array) if array.dtype.kind not in "OSU" else array
+
+
+def _refusal(metric: Any, variable: Any) -> str:
+    described = f"The metric {metric.name!r} ({type(metric).__name__})"
+    if isinstance(metric, keras.metrics.MeanMetricWrapper):
+        return (
+            f"{described} cannot be merged over the replicas: for a batch its function returns a number that does not "
+            f"follow from the numbers of the batch's parts (a ratio, a root, a correlation over the samples, a "
+            f"weighted mean). Return one value for each sample, write a keras.metrics.Metric that adds up what the "
+            f"number is computed from and computes it in result(), or compute it in a callback with model.predict()."
+        )
+    return (
+        f"{described} cannot be merged over the replicas: what a batch does to its variable {variable.name!r} is no "
+        f"sum, mean, maximum or minimum of what the parts of the batch do to it. Add up sums over samples in "
+        f"update_state(), and compute everything else in result(); or compute the metric in a callback with "
+        f"model.predict()."
+    )
