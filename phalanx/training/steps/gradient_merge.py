@@ -170,8 +170,8 @@ class StepMerge:
     def _merge_extremes(
         self, layout: StepLayout, arrays: Sequence[Array], share: float, views: Sequence[Array]
     ) -> None:
-        """Maxima and minima, of which a rank without samples has none. In every mode but LOCAL: what follows in the next
-        step follows from them."""
+        """Maxima and minima, in every mode but LOCAL: the next step follows from them. A rank without samples has
+        none."""
         extremes = self._groups_of(layout).extremes
         for op, weight in ((ReduceOp.MAX, MergeWeight.MAX), (ReduceOp.MIN, MergeWeight.MIN)):
             chosen = [i for i in extremes if layout.weights[i] is weight]

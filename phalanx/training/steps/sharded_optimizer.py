@@ -155,6 +155,7 @@ class _SharedRows:
     Attributes:
         weights: layout of the weights in a row.
         metrics: layout of the metrics' variables in a row.
+        metrics_start: their values when the epoch began.
         gradients: views of this rank's row of gradients.
         own_parts: this rank's part of every rank's gradients.
         new_weights: of the two rows of weights, each with this rank's part and views; the first is in use.
@@ -172,6 +173,7 @@ class _SharedRows:
         part = slice(rank * weights.part_size, (rank + 1) * weights.part_size)
         self.weights = weights
         self.metrics = metrics
+        self.metrics_start: list[Any] = []
         self.own_row = rows[rank]
         self.gradients = weights.unpack(self.own_row)
         self.own_parts = [[row[part]] for row in rows]
@@ -253,7 +255,7 @@ class ShardedOptimizerStepper(ReplicaStepper):
             self._fallback.begin(watched=watched, entering=entering)
             return
         self._has_stepped, self._logs, self._counted = False, None, None
-        self._metrics_start = self._engine.metric_rules.values()
+        self._rows.metrics_start = self._engine.metric_rules.values()
         engine, rank, pack_part = self._engine, self._replica.rank, self._rows.weights.pack_part
         values = {0: pack_part(engine.read(self._variables), rank)}
         state = {
@@ -351,7 +353,7 @@ class ShardedOptimizerStepper(ReplicaStepper):
                 values += zip(self._state.per_variable[name], arrays, strict=True)
         self._engine.write(values)
         self._logs = self._engine.merged_metrics(
-            1 / self._replica.world_size, self._metrics_start, final=True, training=True
+            1 / self._replica.world_size, self._rows.metrics_start, final=True, training=True
         )
 
     def logs(self) -> Mapping[str, Any]:
