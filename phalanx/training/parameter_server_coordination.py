@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import keras
 import numpy as np
 
 from phalanx.engines import step_logs
@@ -343,7 +344,7 @@ class ParameterServerCoordination:
         chosen = step_logs.choose_logs(own, model.get_metrics_result, silent, engine.origins)
         logs = model_state.plain_logs(chosen)
         # A worker without a batch has counted nothing, of which Keras makes 0: the best of all losses.
-        return logs if samples or self._worker.is_chief else dict.fromkeys(logs, math.nan)
+        return logs if samples or self._worker.is_chief else keras.tree.map_structure(lambda _: math.nan, logs)
 
     def _report_metrics(self, values: list[Array]) -> None:
         """Report what this worker's metrics have counted; the chief takes over the sums of all reports."""
