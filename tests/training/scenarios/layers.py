@@ -514,3 +514,23 @@ def batch_normalization_over_all_replicas_in_a_step_of_its_own(setting: Setting)
     model = compiled(setting, Model)
     found = fitted(model, batch_size=11)
     return {"entropy": found["history"]["entropy"], "weights": found["weights"]}
+
+
+@scenario(backends=("jax", "tensorflow"), quick=("jax", "tensorflow"), worlds=(2,))
+def stateful_layers(setting: Setting) -> dict[str, Any]:
+    """A sample of a batch continues the sample at its place in the batch before, on the same replica. (On
+    PyTorch Keras itself cannot train them.)"""
+
+    def build() -> Any:
+        inputs = keras.Input(batch_shape=(8 // setting.world_size, 4, 2))
+        hidden = layers.GRU(5, stateful=True, return_sequences=True)(inputs)
+        return keras.Model(inputs, layers.Dense(CLASSES, activation="softmax")(layers.LSTM(3, stateful=True)(hidden)))
+
+    x = np.random.default_rng(30).normal(size=(32, 4, 2)).astype("float32")
+    model = compiled(setting, build)
+    found = model.fit(x, labels(32), batch_size=8, epochs=2, shuffle=False, verbose=0, validation_data=(x, labels(32)))
+    outputs = [model.predict(x, batch_size=8, verbose=0) for _ in range(2)]
+    for layer in model.layers[1:3]:
+        layer.reset_state()
+    again = model.evaluate(x, labels(32), batch_size=8, verbose=0, return_dict=True)
+    return {"history": found.history, "predict": outputs, "again": again}
