@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         elastic,
         errors,
         experimental,
+        losses,
     )
     from phalanx.cluster import (
         ClusterSpec,
@@ -129,6 +130,7 @@ __all__ = [
     "elastic",
     "errors",
     "experimental",
+    "losses",
     "AutoShardPolicy",
     "CentralStorageStrategy",
     "ClusterSpec",

@@ -36,7 +36,7 @@ LAYERS = (
     ("checkpoint",),
     ("training",),
     ("launcher",),
-    ("strategies", "callbacks"),
+    ("strategies", "callbacks", "losses"),
     ("supervisor", "evaluator", "coordinator"),
     ("horovod",),
     ("cli",),

@@ -86,7 +86,12 @@ class MergeProtocol(Protocol):
         ...
 
     def total(self, own: Array, share: float) -> Array:
-        """The sum of a few numbers over all ranks, in the middle of a step; a rank with share 0 does not count."""
+        """The sum of an array over all ranks, in the middle of a step; a rank with share 0 does not count."""
+        ...
+
+    def all_gather(self, own: Array, share: float) -> tuple[Array, int]:
+        """The rows of all ranks in rank order, and where this rank's begin; in the middle of a step. A rank with share
+        0 has none."""
         ...
 
     def __call__(self, layout: StepLayout, arrays: Sequence[Array], share: float) -> list[Array]:

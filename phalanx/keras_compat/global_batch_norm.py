@@ -12,59 +12,26 @@ Szegedy 2015, section 3).
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from typing import Any
 
 from keras import ops
+
+from phalanx.keras_compat import step_collectives
 
 Sum = Callable[[list[Any]], list[Any]]
 """Sums tensors over the ranks, all in one call, differentiably; all ranks must call."""
 
 
-class _Stack(threading.local):
-    """The contexts that this thread is inside of, innermost last."""
-
-    def __init__(self) -> None:
-        self.contexts: list[SynchronizedMoments] = []
-
-
-_stack = _Stack()
-
-
-class SynchronizedMoments(AbstractContextManager[None]):
-    """A context in which synchronized layers normalize with the sums of all ranks.
-
-    Args:
-        sum_over_ranks: sums tensors over the ranks.
-        key: keeps traces of compiled code apart, which contain this very function.
-    """
-
-    def __init__(self, sum_over_ranks: Sum, key: Hashable | None = None) -> None:
-        self.sum = sum_over_ranks
-        self.key = key
-
-    def __enter__(self) -> None:
-        _stack.contexts.append(self)
-
-    def __exit__(self, *error: object) -> None:
-        _stack.contexts.pop()
-
-
-def trace_key() -> Hashable | None:
-    """See `SynchronizedMoments`; None outside of all."""
-    return _stack.contexts[-1].key if _stack.contexts else None
-
-
 def synchronizing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Keras's `BatchNormalization._moments`, wrapped so that it respects such a context."""
+    """Keras's `BatchNormalization._moments`, wrapped so that it reaches the other ranks in a step."""
 
     @functools.wraps(original)
     def method(self: Any, inputs: Any, mask: Any) -> Any:
-        if not self.synchronized or not _stack.contexts:
+        collectives = step_collectives.current()
+        if not self.synchronized or collectives is None:
             return original(self, inputs, mask)
-        return moments(self, inputs, mask, _stack.contexts[-1].sum)
+        return moments(self, inputs, mask, collectives.all_reduce)
 
     return method
 

@@ -2,14 +2,14 @@
 
 Most losses are a sum over samples divided by their number: the mean over the ranks, weighted by their shares of the
 global batch, is then the loss of the global batch. Three kinds are different: a plain sum, a mean that divides by the
-sum of the sample weights, and a mean over what a mask leaves. On each rank such a loss is multiplied by
+sum of the sample weights, and a mean over what a mask leaves. Each rank's part of such a loss is
 
-    a sum:   1 / share
-    a mean:  D_r / (D * share)       D_r: this rank's denominator, D: the sum of all ranks'
+    a sum:   N_r / share_r
+    a mean:  N_r / (D * share_r)       N_r: this rank's sum, D: the sum of all ranks' denominators
 
-so that the weighted mean over the ranks is the global loss again: the sum over r of
-share_r * (N_r / D_r) * (D_r / (D * share_r)) = N / D. Each loss is scaled by itself, so it works with several outputs
-and regularizers, and gradients and logged values follow.
+so that the weighted mean over the ranks is the global loss again, N / D, also where the weights of a rank sum to zero
+or less. It holds for each loss by itself, so it works with several outputs and regularizers, and gradients and logged
+values follow.
 
 A loss function that returns one number, the mean over the samples, is multiplied by the mean of the batch's sample
 weights, which has to be that of the global batch.
@@ -25,34 +25,45 @@ Tested with Keras 3.12 and 3.15.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from keras import ops
 from keras.src.losses import loss as keras_loss
 from keras.src.trainers.trainer import Trainer
 
+from phalanx.keras_compat import step_collectives
 from phalanx.keras_compat.patching import PatchedFunction
-
-Denominator = Any
-"""A scalar tensor; None for a loss that is a plain sum."""
+from phalanx.keras_compat.step_means import share_of_step
 
 _DIVIDED = ("sum_over_batch_size", "mean")
 
 
-class GloballyScaledLosses:
-    """A context that multiplies each loss of those kinds by a scale.
+_whole: ContextVar[bool] = ContextVar("of_whole_batch", default=False)
 
-    Args:
-        scale_of: called with each loss's denominator on this rank, in the order of the losses; returns the scale.
+
+@contextmanager
+def of_whole_batch() -> Iterator[None]:
+    """A context in which losses are computed of the global batch already, on each rank."""
+    token = _whole.set(True)
+    try:
+        yield
+    finally:
+        _whole.reset(token)
+
+
+class GloballyScaledLosses:
+    """A context, inside of a step (`step_collectives`, `step_means`), in which losses of those kinds are this rank's
+    part of the global one.
 
     Attributes:
         batch_size: the number of samples in this rank's batch; -1 if it is unknown.
     """
 
-    def __init__(self, scale_of: Callable[[Denominator | None], Any], batch_size: int = 0) -> None:
+    def __init__(self, batch_size: int = 0) -> None:
         self.batch_size = batch_size
-        self._scale_of = scale_of
         self._losses = PatchedFunction(keras_loss, "reduce_weighted_values", self._reduce)
         self._added = PatchedFunction(Trainer, "_aggregate_additional_loss", self._sum)
 
@@ -72,30 +83,33 @@ class GloballyScaledLosses:
         reduction: Any = "sum_over_batch_size",
         dtype: Any = None,
     ) -> Any:
-        of_samples = sample_weight is not None and len(sample_weight.shape) > 0
-        if tuple(values.shape) == () and of_samples and mask is None and reduction in _DIVIDED:
-            loss = self._losses.original(values, None, None, reduction, dtype)
-            return loss * ops.cast(self._mean_of(ops.cast(sample_weight, "float32")), loss.dtype)
-        loss = self._losses.original(values, _to_be_masked(sample_weight, mask), mask, reduction, dtype)
-        if tuple(values.shape) == () or not _only_all_know(reduction, sample_weight, mask):
+        original = self._losses.original
+        if _whole.get():
+            return original(values, sample_weight, mask, reduction, dtype)
+        if tuple(values.shape) == ():
+            of_samples = sample_weight is not None and len(sample_weight.shape) > 0
+            if not of_samples or mask is not None or reduction not in _DIVIDED:
+                return original(values, sample_weight, mask, reduction, dtype)
+            weights = ops.cast(sample_weight, "float32")
+            total, number = _totals([ops.sum(weights), ops.cast(ops.size(weights), "float32")])
+            loss = original(values, None, None, reduction, dtype)
+            return loss * ops.cast(total / ops.maximum(number, 1.0), loss.dtype)
+        # Keras multiplies the weights by the mask in place.
+        weight = sample_weight if sample_weight is None or mask is None else ops.copy(sample_weight)
+        if reduction == "sum":
+            return _summed(original(values, weight, mask, reduction, dtype))
+        if reduction == "mean_with_sample_weight" and not (sample_weight is None and mask is None):
+            (denominator,) = _totals([_sum_of_weights(values, sample_weight, mask)])
+            return _summed(original(values, weight, mask, "sum", dtype), ops.divide_no_nan(1.0, denominator))
+        loss = original(values, weight, mask, reduction, dtype)
+        if reduction not in _DIVIDED or mask is None:
             return loss
-        denominator = None if reduction == "sum" else _denominator(values, sample_weight, mask, reduction)
-        return loss * ops.cast(self._scale_of(denominator), loss.dtype)
-
-    def _mean_of(self, weights: Any) -> Any:
-        """The mean of the sample weights of the global batch."""
-        # With D_r the sum of this rank's and their number, which is not 0: D / N = 1 + their mean; share = N_r / N.
-        number = ops.cast(ops.size(weights), "float32")
-        own = ops.sum(weights) + number
-        scale = ops.cast(self._scale_of(own), "float32")  # 0 on a rank without samples
-        return own / (number * ops.where(scale == 0, ops.ones_like(scale), scale)) - 1.0
+        left = ops.sum(ops.cast(mask, "float32"))
+        return _summed(loss, ops.divide_no_nan(left, _totals([left])[0]))
 
     def _sum(self, added: Any) -> Any:
         total: Any = ops.sum(ops.cast(added, "float32") if "float" not in str(added.dtype) else added)
-        if not len(added.shape):
-            return total
-        scale = ops.cast(self._scale_of(None), total.dtype)  # all ranks call, whatever the lengths there
-        return total * scale if has_samples(added, self.batch_size) else total
+        return _summed(total) if has_samples(added, self.batch_size) else total
 
 
 def has_samples(values: Any, batch_size: int) -> bool:
@@ -103,24 +117,24 @@ def has_samples(values: Any, batch_size: int) -> bool:
     return len(values.shape) > 0 and values.shape[0] in (None, batch_size)
 
 
-def _only_all_know(reduction: Any, sample_weight: Any, mask: Any) -> bool:
-    if reduction == "mean_with_sample_weight":
-        return sample_weight is not None or mask is not None
-    return reduction == "sum" or (reduction in _DIVIDED and mask is not None)
+def _totals(own: list[Any]) -> list[Any]:
+    """Sums of scalars over the ranks, without a gradient."""
+    collectives = step_collectives.current()
+    assert collectives is not None, "losses are scaled inside of a step"
+    return collectives.all_reduce([ops.stop_gradient(value) for value in own])
 
 
-def _to_be_masked(sample_weight: Any, mask: Any) -> Any:
-    """The weights; a copy where Keras would multiply them in place by the mask."""
-    return sample_weight if sample_weight is None or mask is None else ops.copy(sample_weight)
+def _summed(own: Any, factor: Any = 1.0) -> Any:
+    """What a rank has of a sum, times a factor, so that the mean weighted by the shares is the sum over the ranks."""
+    share = ops.convert_to_tensor(share_of_step(), "float32")
+    return own * ops.cast(factor * ops.divide_no_nan(1.0, share), own.dtype)  # without samples: nothing
 
 
-def _denominator(values: Any, sample_weight: Any, mask: Any, reduction: str) -> Any:
-    """What Keras divides by in `reduce_weighted_values`; in float32, because half precision can't count beyond 2048."""
-    if reduction in _DIVIDED:
-        return ops.sum(ops.cast(mask, "float32"))
+def _sum_of_weights(values: Any, sample_weight: Any, mask: Any) -> Any:
+    """What Keras divides by for `mean_with_sample_weight`; in float32: half precision can't count beyond 2048."""
     values = ops.convert_to_tensor(values)
-    weight = None if sample_weight is None else ops.convert_to_tensor(_to_be_masked(sample_weight, mask))
+    weight = None if sample_weight is None else ops.copy(ops.convert_to_tensor(sample_weight))
     mask = None if mask is None else ops.convert_to_tensor(mask)
-    weight = keras_loss.apply_mask(weight, mask, dtype=values.dtype, reduction=reduction)
+    weight = keras_loss.apply_mask(weight, mask, dtype=values.dtype, reduction="mean_with_sample_weight")
     _, weight = keras_loss.squeeze_or_expand_to_same_rank(values, weight)
     return ops.sum(ops.cast(weight, "float32"))

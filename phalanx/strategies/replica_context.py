@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from phalanx.collectives.communicator import ReduceOp
-from phalanx.keras_compat.global_batch_norm import SynchronizedMoments
+from phalanx.keras_compat.step_collectives import InStep
 
 if TYPE_CHECKING:
     from phalanx.strategies.strategy import Strategy
@@ -52,10 +52,6 @@ class ReplicaContext:
         """The value, merged over the replicas; `value` may be a structure of tensors."""
         return self._strategy.reduce(reduce_op, value, axis=None)
 
-    def _sums(self, tensors: list[Any]) -> list[Any]:
-        sums: list[Any] = self.all_reduce("SUM", tensors)
-        return sums
-
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
         """The replicas' values, concatenated along `axis` in rank order."""
         return self._strategy.gather(value, axis)
@@ -64,6 +60,21 @@ class ReplicaContext:
         """Call `merge_fn(strategy, *args, **kwargs)` outside of the replica context."""
         with _outside():
             return merge_fn(self._strategy, *args, **(kwargs or {}))
+
+
+class _Collectives:
+    """See `StepCollectives`."""
+
+    def __init__(self, context: ReplicaContext) -> None:
+        self._context = context
+
+    def all_reduce(self, tensors: list[Any]) -> list[Any]:
+        sums: list[Any] = self._context.all_reduce("SUM", tensors)
+        return sums
+
+    def all_gather(self, tensors: list[Any]) -> list[Any]:
+        rows: list[Any] = self._context.all_gather(tensors, axis=0)
+        return rows
 
 
 @contextmanager
@@ -83,7 +94,7 @@ def running(strategy: Strategy) -> Iterator[ReplicaContext]:
     _stack.replicas.append(context)
     _stack.strategies.append(strategy)
     try:
-        with nullcontext() if strategy._replica.is_alone else SynchronizedMoments(context._sums):
+        with nullcontext() if strategy._replica.is_alone else InStep(_Collectives(context)):
             yield context
     finally:
         _stack.strategies.pop()

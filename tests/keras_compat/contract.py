@@ -265,23 +265,31 @@ def train_function_is_chosen_where_fit_makes_it() -> None:
 @check()
 def losses_are_reduced_in_one_function() -> None:
     from phalanx.keras_compat.global_losses import GloballyScaledLosses, keras_loss
+    from phalanx.keras_compat.step_collectives import InStep
+    from phalanx.keras_compat.step_means import WeightedStepMeans
 
     assert parameters(keras_loss.reduce_weighted_values)[:4] == ["values", "sample_weight", "mask", "reduction"]
-    asked: list[Any] = []
-    with GloballyScaledLosses(lambda denominator: asked.append(denominator) or 3.0, 4):
-        tripled = keras.losses.MeanSquaredError(reduction="sum")(Y, np.zeros((4, 2), "float32"))
-        keras.losses.MeanSquaredError()(Y, Y)
+    asked: list[float] = []
+
+    def all_reduce(tensors: list[Any]) -> list[Any]:
+        asked.extend(map(float, tensors))
+        return [4.0 * tensor for tensor in tensors]
+
+    collectives = SimpleNamespace(all_reduce=all_reduce)
+    with GloballyScaledLosses(4), WeightedStepMeans(lambda: 0.25), InStep(collectives):
+        summed = keras.losses.MeanSquaredError(reduction="sum")(Y, np.zeros((4, 2), "float32"))
+        mean = keras.losses.MeanSquaredError()(Y, Y - 1)
         weighted = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
-        weighted(Y, Y, sample_weight=np.array([1, 1, 0, 0], "float32"))
-    assert float(tripled) == 12.0
-    assert asked[0] is None
-    assert float(asked[1]) == 2.0
-    assert len(asked) == 2
+        negative = weighted(Y, Y - 1, sample_weight=np.array([1, -3, 0, 0], "float32"))
+    assert float(summed) == 16.0
+    assert float(mean) == float(negative) == 1.0
+    assert asked == [-2.0]
 
 
 @check()
 def added_losses_are_summed_in_one_function() -> None:
     from phalanx.keras_compat.global_losses import GloballyScaledLosses
+    from phalanx.keras_compat.step_means import WeightedStepMeans
 
     class Adds(keras.layers.Layer):
         def call(self, inputs: Any) -> Any:
@@ -290,7 +298,7 @@ def added_losses_are_summed_in_one_function() -> None:
 
     model = keras.Sequential([keras.Input((3,)), Adds(), keras.layers.Dense(2)])
     model.compile(keras.optimizers.SGD(0.1), "mse")
-    with GloballyScaledLosses(lambda denominator: 2.0, 4):
+    with GloballyScaledLosses(4), WeightedStepMeans(lambda: 0.5):
         outputs = model(X)
         loss = model._compute_loss(x=X, y=outputs, y_pred=outputs, sample_weight=None, training=True)
     assert float(keras.ops.convert_to_numpy(loss)) == 8.0
@@ -313,7 +321,7 @@ def means_weigh_single_numbers_in_one_function() -> None:
 @check("tensorflow", "torch")
 def synchronized_normalization_takes_moments_from_one_function() -> None:
     from phalanx.keras_compat import trainer_hook
-    from phalanx.keras_compat.global_batch_norm import SynchronizedMoments
+    from phalanx.keras_compat.step_collectives import InStep
 
     layer, inputs = keras.layers.BatchNormalization(), keras.ops.convert_to_tensor(X)
     assert parameters(keras.layers.BatchNormalization._moments) == ["self", "inputs", "mask"]
@@ -322,7 +330,8 @@ def synchronized_normalization_takes_moments_from_one_function() -> None:
     trainer_hook.install(Recorder())
     try:
         calls: list[int] = []
-        with SynchronizedMoments(lambda tensors: calls.append(len(tensors)) or tensors):
+        collectives = SimpleNamespace(all_reduce=lambda tensors: calls.append(len(tensors)) or tensors)
+        with InStep(collectives):
             normalized = layer(inputs, training=True)
     finally:
         trainer_hook.uninstall()

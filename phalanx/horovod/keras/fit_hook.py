@@ -209,6 +209,9 @@ class _GradientMerge:
         """Each rank divides its loss by its own samples, as in Horovod."""
         return own
 
+    def all_gather(self, own: Array, share: float) -> tuple[Array, int]:
+        return own, 0
+
     def __call__(self, layout: StepLayout, arrays: Sequence[Array], share: float) -> list[Array]:
         flats, views = self._buffers.next(layout)
         own, outs = [], []

@@ -18,6 +18,7 @@ from phalanx.compression import CompressedReducer, Compression
 from phalanx.compression.base_compression import State, below
 from phalanx.engines.engine import Exchange, Gather, GradientRows
 from phalanx.engines.step_layout import EXTREMES, MergeWeight, StepLayout, absent
+from phalanx.errors import UnsupportedError
 from phalanx.monitoring import timeline
 from phalanx.runtime import progress
 from phalanx.training.replica import Replica
@@ -189,6 +190,17 @@ class StepMerge:
         if self._mode is MergeMode.LOCAL:
             return own / np.float32(share)  # as if all other ranks had as much for each of their samples
         return self._replica.all_reduce([own], scale=1.0 if share else 0.0)[0]
+
+    def all_gather(self, own: Array, share: float) -> tuple[Array, int]:
+        """See `Merge.all_gather`."""
+        if self._mode is MergeMode.LOCAL:
+            raise UnsupportedError(
+                "A loss or layer needs the samples of all replicas in every step; with this strategy the replicas do "
+                "not wait for each other. Use MultiWorkerMirroredStrategy."
+            )
+        progress.enter("all_gather")
+        parts = self._replica.communicator.all_gather(own if share else own[:0])
+        return np.concatenate(parts), sum(len(part) for part in parts[: self._replica.rank])
 
     def merge_accumulated(self, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
         """The accumulated gradients, summed over all ranks, and forgotten; all ranks must call. Empty if there are none

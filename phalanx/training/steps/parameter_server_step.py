@@ -205,6 +205,13 @@ class ParameterServerMerge:
         layout = StepLayout.of([own], [MergeWeight.ONE])
         return np.array(layout.cut(self(layout, [own], share))[0])
 
+    def all_gather(self, own: Array, share: float) -> tuple[Array, int]:
+        """See `MergeProtocol.all_gather`. Workers have no links to each other."""
+        raise UnsupportedError(
+            "A loss or layer needs the samples of all workers in every step, and workers of parameter servers send "
+            "each other nothing. Use MultiWorkerMirroredStrategy."
+        )
+
     def _step(
         self, gradients: Sequence[Array], extras: Sequence[Array], weights: Sequence[MergeWeight], share: float
     ) -> list[Array | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import keras
@@ -16,6 +17,7 @@ from tests.training.scenarios.common import (
     compiled,
     features,
     fitted,
+    labels,
     numbers,
     observed,
     regressor,
@@ -45,6 +47,17 @@ def loss_reduction_mean_with_sample_weight(setting: Setting) -> dict[str, Any]:
     loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
     model = compiled(setting, regressor, loss=loss, metrics=["mae"])
     return fitted(model, y=numbers(), sample_weight=weights()) | observed(model, y=numbers(), sample_weight=weights())
+
+
+@scenario(quick=BACKENDS)
+def negative_sample_weights(setting: Setting) -> dict[str, Any]:
+    """The weights of a rank's part of a batch sum to nothing, or to less."""
+    loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    model = compiled(setting, regressor, loss=loss, optimizer=keras.optimizers.SGD(0.05))
+    weight = weights()
+    weight[1:8:2] = -weight[:8:2]
+    weight[16:20] *= -1
+    return fitted(model, y=numbers(), sample_weight=weight) | observed(model, y=numbers(), sample_weight=weight)
 
 
 @scenario()
@@ -159,6 +172,38 @@ def ignored_class(setting: Setting) -> dict[str, Any]:
     loss = keras.losses.SparseCategoricalCrossentropy(ignore_class=1)
     model = compiled(setting, build, loss=loss)
     return fitted(model, x, y) | observed(model, x, y)
+
+
+def _in_batch_negatives(y: Any, y_pred: Any) -> Any:
+    """Each sample's prediction should be most similar to its own target, among all of the batch."""
+    scores = ops.matmul(y_pred, ops.transpose(ops.cast(y, y_pred.dtype)))
+    return keras.losses.sparse_categorical_crossentropy(ops.arange(ops.shape(scores)[0]), scores, from_logits=True)
+
+
+RELATING = {
+    "one number": keras.losses.Dice,
+    "a value of each": lambda: _in_batch_negatives,
+    "with a mask": keras.losses.Circle,
+}
+
+
+@scenario(quick=BACKENDS, quick_of_three=True)
+def losses_that_relate_samples(setting: Setting) -> dict[str, Any]:
+    """Over the global batch, with parts of unequal size, an empty one, and sample weights."""
+    found = {}
+    for name, loss in RELATING.items():
+        y = labels() if name == "with a mask" else np.abs(features())[:, :CLASSES]
+        make = partial(_mapper, normalizes=name == "with a mask")
+        model = compiled(setting, make, loss=phalanx.losses.OverGlobalBatch(loss()))
+        weight = None if name == "one number" else weights()
+        found[name] = fitted(model, y=y, sample_weight=weight) | observed(model, y=y, sample_weight=weight)
+    return found
+
+
+def _mapper(*, normalizes: bool) -> Any:
+    inputs = keras.Input((FEATURES,))
+    outputs = layers.Dense(CLASSES, activation=None if normalizes else "sigmoid")(inputs)
+    return keras.Model(inputs, layers.UnitNormalization()(outputs) if normalizes else outputs)
 
 
 @scenario(error=dict.fromkeys(("jax", "tensorflow", "torch"), ("UnsupportedError", "reduction")))

@@ -1,36 +1,32 @@
-"""A compiled function of a step, and the denominators that its losses need from the other ranks."""
+"""A compiled function of a step, which may need the other ranks on its way."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 from keras import tree
 
 from phalanx.engines.engine import Batch, MergeProtocol
-from phalanx.engines.loss_scales import loss_scales
-from phalanx.errors import UnsupportedError
+from phalanx.engines.merge_collectives import MergeCollectives
+from phalanx.engines.replica.jax.jax_tensors import JaxTensors
+from phalanx.engines.replica.jax.split_step import HostCallInCompiledFunction, SplitStep
 from phalanx.keras_compat.global_losses import GloballyScaledLosses
 from phalanx.keras_compat.model_state import samples
+from phalanx.keras_compat.step_collectives import InStep
 from phalanx.keras_compat.step_means import WeightedStepMeans
-
-
-class _DenominatorsNeeded(Exception):
-    """A step has a loss whose scale was not passed."""
 
 
 class CompiledStep:
     """A compiled step whose losses and step means are those of the global batch (`global_losses`, `step_means`).
 
-    A compiled function cannot wait for other processes. So if a loss needs it, a function that runs before computes the
-    denominators: the same step, of which XLA keeps only what the denominators need.
+    It is one compiled function until a trace of it asks for the other ranks, and pieces from then on (`split_step`).
 
     Args:
         function: what is compiled; its last argument is the batch.
         jit: compiles a function; see `ModelCompiler.jit`.
-        merge: sums denominators over the ranks.
+        merge: reaches the other ranks.
         donate: indices of the arguments of `function` that it may overwrite.
         leave: where `function` leaves its results; None: on the device.
     """
@@ -45,19 +41,25 @@ class CompiledStep:
     ) -> None:
         self._function = function
         self._jit = jit
-        self._merge = merge
+        self._leave = leave
+        self._collectives = MergeCollectives(merge, JaxTensors().call)
         self._run = jit(self._trace, tuple(1 + number for number in donate), leave)
-        self._denominators: Callable[..., Any] | None = None
+        self._is_split = False
+        self._pieces: dict[tuple[Any, ...], SplitStep] = {}
         self._prepared: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
     def prepare(self, share: float, *arguments: Any) -> Callable[[], None] | None:
         """Trace the step for arguments like these, and return its compilation, which any thread may do.
 
-        Returns: None if there is nothing to compile, or if other ranks' denominators are needed.
+        Returns: None if there is nothing to compile, or if it is compiled in pieces.
         """
-        if self._denominators is not None or not hasattr(self._run, "lower"):
+        if self._is_split or not hasattr(self._run, "lower"):
             return None
-        lowered = self._run.lower(np.float32(share), *arguments, ())
+        try:
+            lowered = self._run.lower(np.float32(share), *arguments)
+        except HostCallInCompiledFunction:
+            self._is_split = True
+            return None
         key = _sizes(arguments[-1])
 
         def compile_it() -> None:
@@ -66,51 +68,29 @@ class CompiledStep:
         return compile_it
 
     def __call__(self, share: float, *arguments: Any) -> Any:
+        self._collectives.share = share
         share_of_step = np.float32(share)
         if self._prepared and (prepared := self._prepared.get(_sizes(arguments[-1]))):
-            return prepared(share_of_step, *arguments, ())
-        if self._denominators is None:
+            return prepared(share_of_step, *arguments)
+        if not self._is_split:
             try:
-                return self._run(share_of_step, *arguments, ())
-            except _DenominatorsNeeded:
-                self._denominators = self._jit(self._trace_denominators)
-        try:
-            denominators = self._denominators(*arguments)
-        except jax.errors.UnexpectedTracerError as error:
-            raise UnsupportedError(
-                "A loss's mask or sample weights are computed inside a transformation of JAX (scan, remat, ...) or "
-                "from weights of the model; what the loss divides by cannot be known over all replicas before the "
-                "step. Reduce the loss with reduction='sum' and divide by a constant instead."
-            ) from error
-        own = [None if denominator is None else np.asarray(denominator) for denominator in denominators]
-        return self._run(share_of_step, *arguments, loss_scales(own, self._merge, share))
+                return self._run(share_of_step, *arguments)
+            except HostCallInCompiledFunction:
+                self._is_split = True
+        own = samples(arguments[-1])
+        key = _sizes(arguments[-1])
+        if self._collectives.has_gathered:
+            everyone = self._collectives.global_samples(own)
+            self._collectives.samples = everyone, own
+            key = (*key, everyone)
+        pieces = self._pieces.get(key)
+        if pieces is None:
+            pieces = self._pieces[key] = SplitStep(self._trace, (share_of_step, *arguments), self._jit, self._leave)
+        return pieces(share_of_step, *arguments)
 
     def _trace(self, share: Any, *arguments: Any) -> Any:
-        *arguments_of_step, given = arguments
-        left = iter(given)
-        scaled = 0
-
-        def scale_of(denominator: Any) -> Any:
-            nonlocal scaled
-            scaled += 1
-            return next(left) if len(given) else 1.0
-
-        with GloballyScaledLosses(scale_of, samples(arguments_of_step[-1])), WeightedStepMeans(lambda: share):
-            results = self._function(*arguments_of_step)
-        if scaled and not len(given):
-            raise _DenominatorsNeeded  # only now: Keras would keep the added losses of an interrupted step
-        return results
-
-    def _trace_denominators(self, *arguments: Any) -> list[Any]:
-        found: list[Any] = []
-
-        def note(denominator: Any) -> float:
-            found.append(denominator)
-            return 1.0
-
-        with GloballyScaledLosses(note, samples(arguments[-1])):
-            self._function(*arguments)
-        return found
+        with GloballyScaledLosses(samples(arguments[-1])), WeightedStepMeans(lambda: share), InStep(self._collectives):
+            return self._function(*arguments)
 
 
 def _sizes(data: Batch) -> tuple[Any, ...]:

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from phalanx.engines.replica.jax.split_step import host_call
 from phalanx.engines.tensors import Gradient, HostFunction, Shape, same_shape
-from phalanx.errors import UnsupportedError
 from phalanx.keras_compat.keras_internals import in_stateless_scope
 
 
@@ -33,14 +33,19 @@ class JaxTensors:
         shape_of: Callable[[Shape], Shape] = same_shape,
         gradient: Gradient | None = None,
     ) -> list[Any]:
-        if any(isinstance(tensor, jax.core.Tracer) for tensor in tensors):
-            raise UnsupportedError(
-                "A value was merged over the replicas inside a function compiled by JAX. A compiled function cannot "
-                "wait for other processes: compute the gradients in one jitted function, merge them with "
-                "`strategy.reduce` or `get_replica_context().all_reduce` outside, and apply them in a second "
-                "(examples/custom_loop_jax.py)."
-            )
-        return [self.from_host(array) for array in function([np.asarray(tensor) for tensor in tensors])]
+        if not any(isinstance(tensor, jax.core.Tracer) for tensor in tensors):
+            return [self.from_host(array) for array in function([np.asarray(tensor) for tensor in tensors])]
+        tensors = [jnp.asarray(tensor) for tensor in tensors]
+        found: list[Any] = [None] * len(tensors)
+        for differs in (True, False):
+            chosen = [i for i, each in enumerate(tensors) if jnp.issubdtype(each.dtype, jnp.floating) is differs]
+            if chosen:
+                own = [tensors[i] for i in chosen]
+                forms = [jax.ShapeDtypeStruct(_known(shape_of(each.shape), each.shape), each.dtype) for each in own]
+                results = host_call(function, own, forms, gradient if differs else None)
+                for i, result in zip(chosen, results, strict=True):
+                    found[i] = result
+        return found
 
     @staticmethod
     def failure_behind(error: BaseException) -> BaseException | None:
@@ -52,3 +57,8 @@ class JaxTensors:
 
     def reduce(self, thing: Any) -> Any:
         return NotImplemented
+
+
+def _known(shape: Shape, of_argument: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a result, with the argument's length where that of the result is not known before the call."""
+    return tuple(now if then is None else then for now, then in zip(of_argument, shape, strict=True))

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from phalanx.engines.engine import GradientRows, MergeProtocol
-from phalanx.engines.loss_scales import loss_scales
-from phalanx.engines.replica.tensorflow.host_calls import call_in_graph, linear
+from phalanx.engines.merge_collectives import MergeCollectives
+from phalanx.engines.replica.tensorflow.host_calls import call_in_graph
+from phalanx.engines.replica.tensorflow.tensorflow_tensors import TensorFlowTensors
 from phalanx.engines.step_layout import MergeWeight, StepLayout, gradient_weights
+from phalanx.engines.tensors import HostFunction
 
 Array = np.ndarray[Any, Any]
 
@@ -25,6 +26,7 @@ class GraphMerge:
     """Merges tensors over the ranks, inside a graph or eagerly.
 
     Attributes:
+        collectives: those of losses and layers.
         share: this rank's share of the global batch, of the step that runs.
         share_in_graph: the same as a variable, for what is computed in a graph.
         xla: whether XLA compiles the part of the step before the merge.
@@ -33,6 +35,7 @@ class GraphMerge:
 
     def __init__(self, merge: MergeProtocol) -> None:
         self._merge = merge
+        self.collectives = MergeCollectives(merge, self._call)
         self.share = 1.0
         self.share_in_graph = tf.Variable(self.share)
         self.xla = False
@@ -41,52 +44,15 @@ class GraphMerge:
     def begin_step(self, share: float) -> None:
         """Set this rank's share of the global batch of the step that follows."""
         if share != self.share:
-            self.share = share
+            self.share = self.collectives.share = share
             self.share_in_graph.assign(share)
         self.failure = None
 
-    def scale_of(self, denominator: Any) -> Any:
-        """The scale of one loss, by a host call inside the graph."""
+    def _call(self, function: HostFunction, tensors: Sequence[Any], **options: Any) -> list[Any]:
+        """See `Tensors.call`: a host call that a loss or layer makes."""
         if self.xla:
             raise HostCallNeeded
-        is_sum = denominator is None
-
-        def scale(own: Sequence[Array]) -> list[np.float32]:
-            return [np.float32(loss_scales([None if is_sum else own[0]], self._merge, self.share)[0])]
-
-        (value,) = self._on_host(scale, [tf.ones([]) if is_sum else denominator], [tf.float32])
-        value.set_shape([])
-        return value
-
-    def sum_over_ranks(self, tensors: list[Any]) -> list[Any]:
-        """Sums that count a rank's samples, by a host call inside the graph.
-
-        A rank's gradients count with its share of the global batch. So they go back weighted by the shares, too:
-
-            own = (sum over r of share_r * gradient_r) / share
-
-        and gradients of those (gradient penalties have them) as the sums themselves.
-        """
-        if self.xla:
-            raise HostCallNeeded
-
-        def total(arrays: Sequence[Array]) -> list[Array]:
-            return [self._merge.total(arrays[0], self.share)]
-
-        def total_of_gradients(arrays: Sequence[Array]) -> list[Array]:
-            share = arrays[0].dtype.type(self.share)
-            everyone = self._merge.total(arrays[0] * share, self.share)
-            return [everyone / share if share else np.zeros_like(everyone)]
-
-        def on_host(function: Callable[[Sequence[Array]], list[Array]], tensor: Any) -> Any:
-            (result,) = self._on_host(function, [tensor], [tensor.dtype])
-            result.set_shape(tensor.shape)
-            return result
-
-        summed = linear(partial(on_host, total), partial(on_host, total_of_gradients))
-        whole = summed(tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0))
-        parts = tf.split(whole, [tensor.shape.num_elements() for tensor in tensors])
-        return [tf.reshape(part, tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+        return TensorFlowTensors().call(function, tensors, **options)
 
     def merge_gradients(self, gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
         """The gradients of some weights, merged; see `merging_applies`."""

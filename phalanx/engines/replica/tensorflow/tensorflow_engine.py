@@ -26,13 +26,14 @@ from phalanx.engines.accelerations.tensorflow_fused_adam import fused_adam
 from phalanx.engines.engine import Batch, MergeProtocol
 from phalanx.engines.replica.tensorflow.batch_functions import BatchFunction, to_tensors
 from phalanx.engines.replica.tensorflow.graph_merge import GraphMerge, HostCallNeeded, complete
+from phalanx.engines.replica.tensorflow.tensorflow_tensors import TensorFlowTensors
 from phalanx.engines.replica.variable_engine import VariableEngine
 from phalanx.engines.step_layout import MergeWeight, StepLayout
 from phalanx.keras_compat import model_state
-from phalanx.keras_compat.global_batch_norm import SynchronizedMoments, trace_key
 from phalanx.keras_compat.global_gradients import GlobalGradients
 from phalanx.keras_compat.global_losses import GloballyScaledLosses
 from phalanx.keras_compat.optimizer_applies import merging_applies
+from phalanx.keras_compat.step_collectives import InStep, trace_key
 from phalanx.keras_compat.step_means import WeightedStepMeans
 from phalanx.keras_compat.tensorflow_tape import SampleLossGradients
 from phalanx.keras_compat.tensorflow_trace_cache import trace_apart
@@ -57,13 +58,13 @@ class TensorFlowEngine(VariableEngine):
         self._graph = graph = GraphMerge(merge)
         self._results: dict[str, Any] = {}
         self._derived: dict[str, Any] = {}
-        self._losses = GloballyScaledLosses(graph.scale_of)
+        self._losses = GloballyScaledLosses()
         self._contexts: tuple[AbstractContextManager[Any], ...] = (
             self._losses,
             WeightedStepMeans(lambda: graph.share_in_graph),
             SampleLossGradients(lambda: graph.share_in_graph, lambda: self._losses.batch_size),
             # The key: a function that the model compiles itself would keep calling another engine's merge.
-            SynchronizedMoments(graph.sum_over_ranks, key=object()),
+            InStep(graph.collectives, key=object()),
         )
         trace_apart(trace_key)
         self._fused = registry.choose("tensorflow_fused_adam", fused_adam, nullcontext)
@@ -130,9 +131,9 @@ class TensorFlowEngine(VariableEngine):
         # In a graph the number of samples is unknown: a value of known length is no value for each sample.
         eagerly = self._model.run_eagerly or tf.config.functions_run_eagerly()
         self._losses.batch_size = model_state.samples(data) if eagerly else -1
-        losses, means, tapes, moments = self._contexts
+        losses, means, tapes, in_step = self._contexts
         try:
-            with losses, means, tapes, moments:
+            with losses, means, tapes, in_step:
                 return getattr(self, name)(data)
         except HostCallNeeded:
             logger.info(
@@ -140,9 +141,10 @@ class TensorFlowEngine(VariableEngine):
             )
             self._make_functions(xla=False)
             return self._run(name, data, share)
-        except Exception:
-            if graph.failure is not None:  # the merge's own error, not what TensorFlow or Keras made of it
-                failure, graph.failure = graph.failure, None
+        except Exception as error:
+            failure = graph.failure or TensorFlowTensors.failure_behind(error)
+            if failure is not None:  # the merge's own error, not what TensorFlow or Keras made of it
+                graph.failure = None
                 raise failure from None
             raise
 

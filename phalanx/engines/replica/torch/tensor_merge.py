@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from phalanx.engines.engine import Exchange, MergeProtocol
-from phalanx.engines.loss_scales import loss_scales
-from phalanx.engines.replica.torch.host_copies import all_from_host, all_to_host, cut_merged, to_host
+from phalanx.engines.replica.torch.host_copies import all_from_host, all_to_host, cut_merged
 from phalanx.engines.step_layout import StepLayout, gradient_weights
 
 Array = np.ndarray[Any, Any]
@@ -60,12 +59,6 @@ class TensorMerge:
         values = exchange(own, [variable.value for variable in metrics])
         known = iter(all_from_host([value for value in values if value is not None], self._device))
         return [None if value is None else next(known) for value in values]
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def scale_of(self, denominator: Any) -> float:
-        """The scale of one loss; see `GloballyScaledLosses`."""
-        own = None if denominator is None else to_host(denominator)
-        return float(loss_scales([own], self._merge, self.share)[0])
 
 
 def complete(gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:

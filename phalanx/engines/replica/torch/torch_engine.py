@@ -24,15 +24,18 @@ from phalanx.engines.accelerations import registry
 from phalanx.engines.accelerations.torch_fused_adam import fused_adam
 from phalanx.engines.accelerations.torch_onednn_matmul import OneDNNMatmul
 from phalanx.engines.engine import Batch, MergeProtocol
+from phalanx.engines.merge_collectives import MergeCollectives
 from phalanx.engines.replica.torch.host_copies import all_to_host, from_host, to_host
 from phalanx.engines.replica.torch.module_buffers import buffers
 from phalanx.engines.replica.torch.tensor_merge import TensorMerge, complete
+from phalanx.engines.replica.torch.torch_tensors import TorchTensors
 from phalanx.engines.replica.variable_engine import VariableEngine
 from phalanx.engines.step_layout import MergeWeight, StepLayout
 from phalanx.keras_compat import model_state
 from phalanx.keras_compat.global_gradients import GlobalGradients
 from phalanx.keras_compat.global_losses import GloballyScaledLosses
 from phalanx.keras_compat.optimizer_applies import merging_applies
+from phalanx.keras_compat.step_collectives import InStep
 from phalanx.keras_compat.step_means import WeightedStepMeans
 from phalanx.keras_compat.torch_internals import convert_to_tensor, get_device
 
@@ -54,7 +57,9 @@ class TorchEngine(VariableEngine):
         self._layouts: dict[tuple[tuple[int, ...], tuple[str, ...]], StepLayout] = {}
         self._device = torch.device(get_device())
         self._tensors = TensorMerge(merge, self._device)
-        self._losses = GloballyScaledLosses(self._tensors.scale_of)
+        self._collectives = MergeCollectives(merge, TorchTensors().call)
+        self._in_step = InStep(self._collectives)
+        self._losses = GloballyScaledLosses()
         self._means = WeightedStepMeans(lambda: self._share)
         self._products = registry.choose("torch_onednn_matmul", OneDNNMatmul, nullcontext)()
         self._fused = registry.choose("torch_fused_adam", fused_adam, nullcontext)
@@ -94,14 +99,14 @@ class TorchEngine(VariableEngine):
         try:
             run = self._train_overridden if self._is_overridden else self._train_own
             self._begin(data, share)
-            with self._losses, self._means, self._products:
+            with self._losses, self._means, self._in_step, self._products:
                 run(_to_device(data), metrics_before)
         except BaseException:
             self._access.assign([*changed, *self._metrics], [*state_before, *metrics_before])
             raise
 
     def _begin(self, data: Batch, share: float) -> None:
-        self._share = self._tensors.share = share
+        self._share = self._tensors.share = self._collectives.share = share
         self._losses.batch_size = model_state.samples(data)
 
     def _train_own(self, data: Batch, metrics_before: list[Any]) -> None:
@@ -209,7 +214,7 @@ class TorchEngine(VariableEngine):
         self._begin(data, share)
         differ = model_state.logs_differ_from_metrics(self._model, "test_step")
         watched = self._test_origins.watched(of_interest=differ)
-        with torch.no_grad(), self._losses, self._means, self._products, watched as find:
+        with torch.no_grad(), self._losses, self._means, self._in_step, self._products, watched as find:
             logs = find(self._model.test_step(self._batches.pack(_to_device(data))))
             if before is not None:
                 self._access.assign(self._metrics, before)

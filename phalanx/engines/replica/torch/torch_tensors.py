@@ -23,6 +23,7 @@ class TorchTensors:
     def from_host(self, array: Array) -> Any:
         return from_host(np.array(array, copy=True), get_device())
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def call(
         self,
         function: HostFunction,

@@ -1,0 +1,87 @@
+"""Collectives in the middle of a step, on every backend: what losses and layers need of the other ranks before they can
+go on (`phalanx.keras_compat.step_collectives`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from phalanx.engines.engine import MergeProtocol
+from phalanx.engines.tensors import Array, Shape
+
+Call = Callable[..., list[Any]]
+"""See `phalanx.engines.tensors.Tensors.call`."""
+
+
+class MergeCollectives:
+    """Collectives of a step whose gradients a merge weights by the ranks' shares of the global batch.
+
+    So do they weight what flows back through them, and divide it by this rank's own share:
+
+        own = (sum over r of share_r * gradient_r) / share
+
+    Args:
+        merge: reaches the other ranks.
+        call: calls host functions from where the backend's tensors live.
+
+    Attributes:
+        share: this rank's share of the global batch, of the step that runs.
+        samples: the number of samples of the global batch and of this rank's (a placeholder's, if the share is 0), for
+            a backend that must know shapes before; None elsewhere.
+        has_gathered: whether a step has called `all_gather`.
+    """
+
+    def __init__(self, merge: MergeProtocol, call: Call) -> None:
+        self._merge = merge
+        self._call = call
+        self.share = 1.0
+        self.samples: tuple[int, int] | None = None
+        self.has_gathered = False
+
+    def all_reduce(self, tensors: list[Any]) -> list[Any]:
+        """See `StepCollectives.all_reduce`."""
+        return self._call(self._totals, tensors, gradient=lambda flowing, shapes: self._flowing_back(flowing))
+
+    def all_gather(self, tensors: list[Any]) -> list[Any]:
+        """See `StepCollectives.all_gather`."""
+        self.has_gathered = True
+        return self._call(self._gather, tensors, shape_of=self._gathered_shape, gradient=self._own_rows)
+
+    def global_samples(self, own: int) -> int:
+        """The number of samples of the global batch; all ranks must call."""
+        return round(float(self._merge.total(np.array([own], np.float64), self.share)[0]))
+
+    def _totals(self, arrays: Sequence[Array]) -> list[Array]:
+        totals: list[Array] = [np.zeros(0)] * len(arrays)
+        for dtype in dict.fromkeys(array.dtype for array in arrays):
+            chosen = [i for i, array in enumerate(arrays) if array.dtype == dtype]
+            flat = np.concatenate([arrays[i].reshape(-1) for i in chosen])
+            parts = np.split(self._merge.total(flat, self.share), np.cumsum([arrays[i].size for i in chosen])[:-1])
+            for i, part in zip(chosen, parts, strict=True):
+                totals[i] = part.reshape(arrays[i].shape)
+        return totals
+
+    def _flowing_back(self, gradients: Sequence[Array]) -> list[Array]:
+        totals = self._totals([gradient * gradient.dtype.type(self.share) for gradient in gradients])
+        if not self.share:
+            return [np.zeros_like(total) for total in totals]
+        return [total / total.dtype.type(self.share) for total in totals]
+
+    def _gather(self, arrays: Sequence[Array]) -> list[Array]:
+        return [self._merge.all_gather(array, self.share)[0] for array in arrays]
+
+    def _own_rows(self, flowing: list[Array], shapes: list[tuple[int, ...]]) -> list[Array]:
+        """The gradient of `_gather`."""
+        found = []
+        for total, shape in zip(self._flowing_back(flowing), shapes, strict=True):
+            start = self._merge.all_gather(np.zeros(shape[0], np.uint8), self.share)[1]
+            found.append(total[start : start + shape[0]] if self.share else np.zeros(shape, total.dtype))
+        return found
+
+    def _gathered_shape(self, shape: Shape) -> Shape:
+        if self.samples is None or shape[0] is None:
+            return [None, *shape[1:]]
+        everyone, own = self.samples
+        return [shape[0] * everyone // own, *shape[1:]]
