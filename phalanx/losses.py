@@ -5,11 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import keras
-from keras import tree
 
-from phalanx.keras_compat import step_collectives
-from phalanx.keras_compat.global_losses import of_whole_batch
-from phalanx.keras_compat.keras_internals import get_keras_mask, set_keras_mask
+from phalanx.keras_compat.global_losses import over_global_batch
 
 
 @keras.saving.register_keras_serializable(package="phalanx")
@@ -21,17 +18,18 @@ class OverGlobalBatch(keras.losses.Loss):  # type: ignore[misc]
     back to the predictions of every replica: the numbers are those of one process. Outside of `fit`, `evaluate` and
     `strategy.run`, and in plain Keras, it is the loss itself.
 
-        model.compile("adam", loss=phalanx.losses.OverGlobalBatch(keras.losses.Dice()))
+        model.compile("adam", loss=phalanx.losses.OverGlobalBatch(contrastive_loss))
 
-    Losses that are a sum or a mean over samples need no gathering, which costs time and memory.
+    Losses that are a sum or a mean over samples need no gathering, which costs time and memory. Keras's own that relate
+    samples (`Dice` and `Tversky` with their default `axis=None`, `Circle`) are computed so without it.
 
     Args:
         loss: a `keras.losses.Loss`, a function `(y_true, y_pred)`, or a name. It gets the global batch, with a number
             of rows that is not known while TensorFlow traces.
         name: None: that of the loss.
 
-    Raises: UnsupportedError in `fit`, where the replicas do not wait for each other (asynchronous parameter servers,
-        local SGD).
+    With local SGD, the batch is the one that a replica trains on. Raises UnsupportedError in a `fit` with parameter
+    servers, whose workers have no links to each other.
     """
 
     def __init__(self, loss: Any, name: str | None = None) -> None:
@@ -40,15 +38,7 @@ class OverGlobalBatch(keras.losses.Loss):  # type: ignore[misc]
         super().__init__(name=name or self.loss.name, reduction=self.loss.reduction, dtype=self.loss.dtype)
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        collectives = step_collectives.current()
-        if collectives is None:
-            return self.loss(y_true, y_pred, sample_weight)
-        masks = tree.map_structure(get_keras_mask, y_pred)
-        of_data = _gathered(collectives, (y_true, sample_weight, masks))
-        predictions = _gathered(collectives, y_pred)
-        tree.map_structure(set_keras_mask, predictions, of_data[2])
-        with of_whole_batch():
-            return self.loss(of_data[0], predictions, of_data[1])
+        return over_global_batch(self.loss, y_true, y_pred, sample_weight)
 
     def get_config(self) -> dict[str, Any]:
         return {"loss": keras.saving.serialize_keras_object(self.loss), "name": self.name}
@@ -63,7 +53,7 @@ class _FunctionLoss(keras.losses.Loss):  # type: ignore[misc]
     """A loss function as an object."""
 
     def __init__(self, function: Any, name: str | None = None) -> None:
-        super().__init__(name=name or getattr(function, "__name__", "loss"))
+        super().__init__(name=name or getattr(function, "__name__", "loss").strip("<>"))
         self._function = function
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
@@ -75,10 +65,3 @@ class _FunctionLoss(keras.losses.Loss):  # type: ignore[misc]
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
         return cls(keras.saving.deserialize_keras_object(config["function"]), config["name"])
-
-
-def _gathered(collectives: step_collectives.StepCollectives, values: Any) -> Any:
-    """A structure with each tensor's rows of all ranks."""
-    tensors = [keras.ops.convert_to_tensor(leaf) for leaf in tree.flatten(values) if leaf is not None]
-    rows = iter(collectives.all_gather(tensors) if tensors else ())
-    return tree.map_structure(lambda leaf: None if leaf is None else next(rows), values)

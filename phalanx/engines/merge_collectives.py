@@ -51,7 +51,7 @@ class MergeCollectives:
 
     def global_samples(self, own: int) -> int:
         """The number of samples of the global batch; all ranks must call."""
-        return round(float(self._merge.total(np.array([own], np.float64), self.share)[0]))
+        return len(self._merge.all_gather(np.zeros(own, np.uint8), self.share)[0])
 
     def _totals(self, arrays: Sequence[Array]) -> list[Array]:
         totals: list[Array] = [np.zeros(0)] * len(arrays)

@@ -17,6 +17,10 @@ weights, which has to be that of the global batch.
 Keras computes all these denominators in one function, `keras.src.losses.loss.reduce_weighted_values`, which is patched
 while a step runs or is traced, also for losses that an overridden `compute_loss` or `train_step` calls.
 
+A loss that relates the samples of a batch to each other is no sum over ranks at all. Of Keras's own, which are known,
+targets, predictions and weights are gathered, and each rank computes the whole loss; `phalanx.losses.OverGlobalBatch`
+does so for others.
+
 Keras sums a vector passed to `add_loss` in `Trainer._aggregate_additional_loss`, which is patched too: with one value
 for each sample of the batch it is a sum as well; else (a penalty for each unit) it is the same on all ranks.
 
@@ -25,12 +29,17 @@ Tested with Keras 3.12 and 3.15.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
-from keras import ops
+import keras
+from keras import losses as keras_losses
+from keras import ops, tree
+from keras.src.backend import get_keras_mask, set_keras_mask
 from keras.src.losses import loss as keras_loss
 from keras.src.trainers.trainer import Trainer
 
@@ -41,17 +50,47 @@ from phalanx.keras_compat.step_means import share_of_step
 _DIVIDED = ("sum_over_batch_size", "mean")
 
 
-_whole: ContextVar[bool] = ContextVar("of_whole_batch", default=False)
+_whole: ContextVar[bool] = ContextVar("whole", default=False)
+"""Whether the losses that are computed are of the global batch already, on each rank."""
 
 
-@contextmanager
-def of_whole_batch() -> Iterator[None]:
-    """A context in which losses are computed of the global batch already, on each rank."""
+sums: WeakSet[Any] = WeakSet()
+"""Losses, and models whose `compute_loss` it is, of which it was found out that they are one sum over the batch."""
+added: WeakKeyDictionary[Any, list[bool | None]] = WeakKeyDictionary()
+"""Of the losses that a layer adds in one call of the model: whether each is a sum; None if it is not known."""
+
+
+def over_global_batch(loss: Callable[..., Any], y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+    """A loss over the batches of all ranks together; outside of a step, over this one."""
+    collectives = step_collectives.current()
+    if collectives is None or _whole.get():
+        return loss(y_true, y_pred, sample_weight)
+
+    def gathered(values: Any) -> Any:
+        tensors = [ops.convert_to_tensor(leaf) for leaf in tree.flatten(values) if leaf is not None]
+        rows = iter(collectives.all_gather(tensors) if tensors else ())
+        return tree.map_structure(lambda leaf: None if leaf is None else next(rows), values)
+
+    # Apart, because no gradient is wanted of targets, and it would travel.
+    masks = tree.map_structure(get_keras_mask, y_pred)
+    y_true, sample_weight, masks = gathered((y_true, sample_weight, masks))
+    y_pred = gathered(y_pred)
+    tree.map_structure(lambda each, mask: mask is None or set_keras_mask(each, mask), y_pred, masks)
     token = _whole.set(True)
     try:
-        yield
+        return loss(y_true, y_pred, sample_weight)
     finally:
         _whole.reset(token)
+
+
+def relates_samples(loss: Any, y_pred: Any) -> bool:
+    """Whether it is a loss of Keras's own of which this is known."""
+    function = getattr(loss, "fn", None)
+    if function in (keras_losses.dice, keras_losses.tversky):
+        axes = loss._fn_kwargs.get("axis")
+        first = {0, -len(y_pred.shape)}
+        return axes is None or not first.isdisjoint(axes if isinstance(axes, tuple | list) else (axes,))
+    return function is keras_losses.circle
 
 
 class GloballyScaledLosses:
@@ -65,15 +104,59 @@ class GloballyScaledLosses:
     def __init__(self, batch_size: int = 0) -> None:
         self.batch_size = batch_size
         self._losses = PatchedFunction(keras_loss, "reduce_weighted_values", self._reduce)
+        self._added_so_far: Counter[int] = Counter()
+        self._computes = PatchedFunction(Trainer, "_compute_loss", self._make_compute())
+        self._adds = PatchedFunction(keras.layers.Layer, "add_loss", self._make_add())
+        self._calls = PatchedFunction(keras_loss.Loss, "__call__", self._make_call())
         self._added = PatchedFunction(Trainer, "_aggregate_additional_loss", self._sum)
 
     def __enter__(self) -> None:
+        self._added_so_far.clear()
         self._losses.__enter__()
+        self._computes.__enter__()
+        self._calls.__enter__()
+        self._adds.__enter__()
         self._added.__enter__()
 
     def __exit__(self, *error: object) -> None:
         self._added.__exit__(*error)
+        self._adds.__exit__(*error)
+        self._calls.__exit__(*error)
+        self._computes.__exit__(*error)
         self._losses.__exit__(*error)
+
+    def _make_call(self) -> Callable[..., Any]:
+        # A function, not a bound method: as an attribute of the class it is called with the loss.
+        def call(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+            own = self._calls.original
+            if relates_samples(loss, y_pred):
+                return over_global_batch(partial(own, loss), y_true, y_pred, sample_weight)
+            result = own(loss, y_true, y_pred, sample_weight)
+            return _summed(result) if loss in sums else result
+
+        return call
+
+    def _make_add(self) -> Callable[..., Any]:
+        def add(layer: Any, loss: Any) -> None:
+            if kinds := added.get(layer):
+                loss = [self._added_number(each, kinds, layer) for each in tree.flatten(loss)]
+            self._adds.original(layer, loss)
+
+        return add
+
+    def _added_number(self, value: Any, kinds: list[bool | None], layer: Any) -> Any:
+        """A loss that a layer adds, as one number where it is known how it combines."""
+        number = self._added_so_far[id(layer)] % len(kinds)
+        self._added_so_far[id(layer)] += 1
+        kind = kinds[number]
+        return value if kind is None else _summed(ops.sum(value)) if kind else ops.sum(value)
+
+    def _make_compute(self) -> Callable[..., Any]:
+        def compute(model: Any, *arguments: Any, **named: Any) -> Any:
+            loss = self._computes.original(model, *arguments, **named)
+            return _summed(loss) if model in sums else loss
+
+        return compute
 
     def _reduce(
         self,

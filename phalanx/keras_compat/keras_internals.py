@@ -10,7 +10,7 @@ import io
 from typing import Any
 
 import keras
-from keras.src.backend import compute_output_spec, get_keras_mask, set_keras_mask
+from keras.src.backend import compute_output_spec
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.callbacks.monitor_callback import MonitorCallback
 from keras.src.models.functional import Functional
@@ -25,13 +25,11 @@ __all__ = [
     "MonitorCallback",
     "class_weight_to_sample_weights",
     "compute_output_spec",
-    "get_keras_mask",
     "in_stateless_scope",
     "keras_trainer",
     "print_msg",
     "pythonify_logs",
     "serialize_weights",
-    "set_keras_mask",
     "train_validation_split",
 ]
 

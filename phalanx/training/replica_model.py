@@ -10,9 +10,12 @@ import keras
 from keras import tree
 
 from phalanx.data import ShardedInput, shard_input
+from phalanx.data.dataset_elements import ElementStructure
 from phalanx.data.shuffling import Shuffling
 from phalanx.engines import make_engine
 from phalanx.engines.engine import Engine
+from phalanx.errors import UnsupportedError
+from phalanx.keras_compat import loss_probe
 from phalanx.keras_compat.global_gradients import refuse_overwritten
 from phalanx.keras_compat.keras_internals import compute_output_spec, print_msg
 from phalanx.training import callback_list, state_sync
@@ -60,6 +63,7 @@ class ReplicaModel:
         self._peeked = False
         self._announced: set[Any] = set()
         self._seeds_given = 0
+        self._loss_findings: tuple[Any, loss_probe.Findings] | None = None
 
     @property
     def engine(self) -> Engine:
@@ -158,6 +162,7 @@ class ReplicaModel:
         check_batch_size(self.model, first, self.replica.world_size)
         self.engine.build(first.data)
         self._decide_metric_rules(first.data)
+        self._find_out_losses(first.data, source.structure)
         if method in ("fit", "train_on_batch") and self._policy.period is not None:
             check_normalization(self.model)
             refuse_overwritten(self.model.trainable_variables, "a replica that trains alone between two merges")
@@ -174,6 +179,24 @@ class ReplicaModel:
             chiefs: Any = replica.retry(lambda: replica.broadcast_from_chief(own))
             found = chiefs if isinstance(chiefs, str) else rules_of(chiefs)
         rules.decide(checked(found))
+
+    def _find_out_losses(self, data: Any, form: ElementStructure) -> None:
+        """Find out how the losses combine over the replicas (`loss_probe`); raises on every rank.
+
+        The ranks meet whether or not the chief knows already: one of them may have joined since.
+        """
+        model, replica = self.model, self.replica
+        if replica.is_alone or form is ElementStructure.WHOLE or not loss_probe.has_open_questions(model):
+            return
+        findings: Any = None
+        if replica.is_chief:
+            if self._loss_findings is None or self._loss_findings[0] is not model._compile_loss:
+                self._loss_findings = model._compile_loss, loss_probe.probe(model, *data)
+            findings = list(self._loss_findings[1])
+        findings = loss_probe.Findings(*replica.retry(lambda: replica.broadcast_from_chief(findings)))
+        if findings.error:
+            raise UnsupportedError(findings.error)
+        loss_probe.note(model, findings)
 
     def prepare_to_predict(self, source: ShardedInput, method: str) -> Engine:
         """The engine, with the layers' variables created: a model need not be compiled to predict."""

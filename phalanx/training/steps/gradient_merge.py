@@ -18,7 +18,6 @@ from phalanx.compression import CompressedReducer, Compression
 from phalanx.compression.base_compression import State, below
 from phalanx.engines.engine import Exchange, Gather, GradientRows
 from phalanx.engines.step_layout import EXTREMES, MergeWeight, StepLayout, absent
-from phalanx.errors import UnsupportedError
 from phalanx.monitoring import timeline
 from phalanx.runtime import progress
 from phalanx.training.replica import Replica
@@ -194,10 +193,7 @@ class StepMerge:
     def all_gather(self, own: Array, share: float) -> tuple[Array, int]:
         """See `Merge.all_gather`."""
         if self._mode is MergeMode.LOCAL:
-            raise UnsupportedError(
-                "A loss or layer needs the samples of all replicas in every step; with this strategy the replicas do "
-                "not wait for each other. Use MultiWorkerMirroredStrategy."
-            )
+            return own, 0
         progress.enter("all_gather")
         parts = self._replica.communicator.all_gather(own if share else own[:0])
         return np.concatenate(parts), sum(len(part) for part in parts[: self._replica.rank])

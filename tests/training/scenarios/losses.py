@@ -194,10 +194,62 @@ def losses_that_relate_samples(setting: Setting) -> dict[str, Any]:
     for name, loss in RELATING.items():
         y = labels() if name == "with a mask" else np.abs(features())[:, :CLASSES]
         make = partial(_mapper, normalizes=name == "with a mask")
-        model = compiled(setting, make, loss=phalanx.losses.OverGlobalBatch(loss()))
+        known = name != "a value of each"  # as relating samples
+        model = compiled(setting, make, loss=loss() if known else phalanx.losses.OverGlobalBatch(loss()))
         weight = None if name == "one number" else weights()
         found[name] = fitted(model, y=y, sample_weight=weight) | observed(model, y=y, sample_weight=weight)
     return found
+
+
+@scenario(quick=BACKENDS)
+def losses_that_are_one_number(setting: Setting) -> dict[str, Any]:
+    """A sum over the batch: as a loss function, with sample weights, from compute_loss and from add_loss; a mean."""
+
+    def summed(y: Any, y_pred: Any) -> Any:
+        return ops.sum(ops.square(y - y_pred))
+
+    class Adds(layers.Layer):
+        def call(self, inputs: Any) -> Any:
+            self.add_loss(0.01 * ops.sum(ops.square(inputs)))
+            self.add_loss(0.1 * ops.mean(ops.abs(inputs)))
+            self.add_loss(0.01 * ops.ones((8,)) * ops.cast(ops.shape(inputs)[-1], "float32"))
+            return inputs
+
+    class Computes(keras.Sequential):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):  # type: ignore[no-untyped-def]
+            return summed(y, y_pred)
+
+    def build(kind: Any, *more: Any) -> Any:
+        return kind([keras.Input((FEATURES,)), layers.Dense(8, activation="tanh"), *more, layers.Dense(1)])
+
+    found = {}
+    for name, kind, more, loss in (
+        ("function", keras.Sequential, (), summed),
+        ("compute_loss", Computes, (), "mse"),
+        ("add_loss", keras.Sequential, (Adds,), lambda y, y_pred: ops.mean(ops.square(y - y_pred))),
+    ):
+        parts = tuple(each() for each in more)
+        optimizer = keras.optimizers.SGD(0.005)
+        model = compiled(setting, lambda kind=kind, parts=parts: build(kind, *parts), loss=loss, optimizer=optimizer)
+        weight = weights() if name == "function" else None
+        found[name] = fitted(model, y=numbers(), sample_weight=weight)
+        found[name] |= observed(model, y=numbers(), sample_weight=weight)
+    return found
+
+
+@scenario(quick=BACKENDS, error=dict.fromkeys(BACKENDS, ("UnsupportedError", "OverGlobalBatch")))
+def a_loss_that_is_a_ratio_of_two_sums(setting: Setting) -> dict[str, Any]:
+    def masked(y: Any, y_pred: Any) -> Any:
+        mask = ops.cast(y != 0, "float32")
+        return ops.sum(ops.square(y - y_pred) * mask) / ops.sum(mask)
+
+    return fitted(compiled(setting, regressor, loss=masked), y=numbers())
+
+
+@scenario(error=dict.fromkeys(BACKENDS, ("UnsupportedError", "OverGlobalBatch")))
+def a_loss_of_each_sample_that_depends_on_others(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting, partial(_mapper, normalizes=False), loss=_in_batch_negatives)
+    return fitted(model, y=np.abs(features())[:, :CLASSES])
 
 
 def _mapper(*, normalizes: bool) -> Any:

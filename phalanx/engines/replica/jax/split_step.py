@@ -133,7 +133,10 @@ class SplitStep:
     """
 
     def __init__(self, function: Callable[..., Any], arguments: Sequence[Any], jit: Jit, leave: Any) -> None:
-        closed, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
+        def again(*arguments: Any) -> Any:  # JAX keeps traces by function, and this one may have been traced before
+            return function(*arguments)
+
+        closed, shape = jax.make_jaxpr(again, return_shape=True)(*arguments)
         self._equations: list[_Equation] = []
         self._values = len(closed.jaxpr.invars)
         results = self._inline(closed.jaxpr, closed.consts, list(range(self._values)))
@@ -153,7 +156,7 @@ class SplitStep:
                 own = [np.asarray(_value(values, each)) for each in call.inputs]
                 arrays = call.equation.params["function"](own)
                 for number, array, form in zip(call.outputs, arrays, call.equation.params["results"], strict=True):
-                    assert array.shape == form.shape, "the trace knew the shapes"
+                    assert array.shape == form.shape, f"the trace expected {form}, and got {array.shape}"
                     values[number] = np.asarray(array, form.dtype)
         return results
 

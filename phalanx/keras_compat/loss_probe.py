@@ -1,0 +1,445 @@
+"""Finds out before the first step how the losses of a program combine over the parts of a batch.
+
+A loss function that returns one number may be a mean over the samples, their sum, a ratio of two sums, or relate the
+samples to each other, and nothing says which. So one process computes the losses of one small batch, and of two unequal
+parts of it as two ranks would, and compares. What merges to the loss of the whole batch needs nothing. A sum is noted
+as one (`global_losses.sums`). Anything else is an error.
+
+Nothing is computed where nothing is to be found out: Keras's own losses are known, and so are Keras's own layers. All
+is computed eagerly, of `ROWS` samples at most, in a `StatelessScope`, so that no variable and no seed changes; a loss
+is computed of fixed predictions, so that dropout has no say. What draws random numbers of its own cannot be compared.
+
+Uses `_flat_losses`, `_flatten_layers`; patches `Loss.__call__` and `Layer.add_loss`. Tested with Keras 3.12 and 3.15.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+from keras import ops, tree
+from keras.src.losses import loss as keras_loss
+
+from phalanx.arrays.tree import leaves, map_leaves
+from phalanx.keras_compat import global_losses
+from phalanx.keras_compat.global_losses import GloballyScaledLosses
+from phalanx.keras_compat.model_state import overrides
+from phalanx.keras_compat.patching import PatchedFunction
+from phalanx.keras_compat.step_collectives import InStep
+from phalanx.keras_compat.step_means import WeightedStepMeans
+
+Array = np.ndarray[Any, Any]
+Loss = Callable[..., Any]
+
+ROWS = 12
+"""Samples of the batch that losses are computed of; a third of them is the first part."""
+TOLERANCE, TOLERANCE_OF_HALF = 1e-4, 2e-2
+"""Relative to the largest of the compared numbers; the second where losses are computed in half precision."""
+
+logger = logging.getLogger(__name__)
+
+
+class Findings(NamedTuple):
+    """What was found out.
+
+    Attributes:
+        sums: indices of the compiled losses that are one sum over the batch.
+        added: of each loss that a layer adds, in their order, by the layer's index: whether it is a sum over the batch;
+            False for a mean and for what is the same for every batch, None where nothing can be said.
+        is_sum: whether that is what `compute_loss` returns.
+        error: what no number of replicas can compute as one process does; empty if there is none.
+    """
+
+    sums: list[int]
+    added: dict[str, list[bool | None]]
+    is_sum: bool = False
+    error: str = ""
+
+
+def has_open_questions(model: Any) -> bool:
+    """Whether `probe` would find out anything; the same on all ranks."""
+    return bool(_unknown(model) or _adding_layers(model) or _computes_own_loss(model))
+
+
+def note(model: Any, findings: Findings) -> None:
+    """Let steps use what was found out."""
+    losses, layers = _compiled(model), model._flatten_layers()
+    global_losses.sums.update([losses[index] for index in findings.sums])
+    for index, kinds in findings.added.items():
+        global_losses.added[layers[int(index)]] = kinds
+    (global_losses.sums.add if findings.is_sum else global_losses.sums.discard)(model)
+
+
+def probe(model: Any, x: Any, y: Any, sample_weight: Any) -> Findings:
+    """Find out; computes on this process alone.
+
+    Args:
+        model: built.
+        x, y, sample_weight: arrays of a batch, as Keras's steps get them.
+    """
+    try:
+        return _Probe(model, x, y, sample_weight).run()
+    except _ProgramError as error:
+        # A loss or layer may need what only a step has. Whatever is wrong with the program shows there.
+        logger.info("The losses of %r cannot be computed of a part of a batch: %r", model.name, error.__cause__)
+        return Findings([], {})
+
+
+class _ProgramError(Exception):
+    """The program's own code has raised its cause."""
+
+
+@contextmanager
+def _program() -> Iterator[None]:
+    """A context in which code of the program runs."""
+    try:
+        yield
+    except Exception as error:
+        raise _ProgramError from error
+
+
+class _Part(NamedTuple):
+    """Some rows of the batch, and their predictions."""
+
+    x: Any
+    y: Any
+    sample_weight: Any
+    y_pred: Any
+    rows: int
+
+    def of(self, start: int, stop: int) -> _Part:
+        def cut(each: Any) -> Any:
+            return None if each is None else each[start:stop]
+
+        x, y, sample_weight, y_pred = (tree.map_structure(cut, each) for each in self[:4])
+        return _Part(x, y, sample_weight, y_pred, stop - start)
+
+
+class _Probe:
+    """One probe of one model."""
+
+    def __init__(self, model: Any, x: Any, y: Any, sample_weight: Any) -> None:
+        self._model = model
+        rows = len(leaves(x)[0])
+        chosen = np.arange(min(rows, ROWS)) if rows > 2 else np.resize(np.arange(rows), 3)
+
+        def tensors(structure: Any) -> Any:
+            return map_leaves(lambda array: ops.convert_to_tensor(np.asarray(array)[chosen]), structure)
+
+        self._data = tuple(map(tensors, (x, y, sample_weight)))
+        self._rows = len(chosen)
+
+    def run(self) -> Findings:
+        with _without_gradients():
+            found = self._added()
+            if found.error or not (_unknown(self._model) or _computes_own_loss(self._model)):
+                return found
+            sums: set[int] = set()
+            is_sum = False
+            for whole in self._batches():
+                of_batch = self._of_losses(whole)
+                if of_batch.error:
+                    return of_batch
+                sums.update(of_batch.sums)
+                is_sum |= of_batch.is_sum
+            return found._replace(sums=sorted(sums), is_sum=is_sum)
+
+    def _batches(self) -> Iterator[_Part]:
+        """The batch, and it with some targets zero, as padding is: a ratio of sums shows where the parts' differ."""
+        x, y, sample_weight = self._data
+        y_pred, _ = self._forward(x, training=False)
+        if any(len(each.shape) == 0 or each.shape[0] != self._rows for each in tree.flatten(y_pred)):
+            return
+        yield _Part(x, y, sample_weight, y_pred, self._rows)
+        padded = map_leaves(lambda each: _with_zeros(each, self._rows // 3), y)
+        yield _Part(x, padded, sample_weight, y_pred, self._rows)
+
+    def _of_losses(self, whole: _Part) -> Findings:
+        model, compiled = self._model, _compiled(self._model)
+        parts = [whole.of(0, self._rows // 3), whole.of(self._rows // 3, self._rows)]
+        compute = self._compute_loss if _computes_own_loss(model) else _compute_compiled
+        rows = [part.rows for part in parts]
+        calls = [_calls(compute, model, part) for part in (whole, *parts)]
+        sums: set[int] = set()
+        if len({len(each) for each in calls}) == 1:
+            for of_whole, *of_parts in zip(*calls, strict=True):
+                loss = of_whole[0]
+                if _is_known(loss):
+                    continue
+                verdict = _verdict(_call, of_whole, of_parts, rows, loss)
+                index = next((i for i, each in enumerate(compiled) if each is loss), None)
+                if verdict == "sum" and index is not None:
+                    sums.add(index)
+                elif verdict in ("sum", "other"):
+                    return Findings([], {}, error=_error(f"The loss {loss.name!r} of {model.name!r}", verdict))
+        is_sum = False
+        if _computes_own_loss(model):
+            with _noted([compiled[index] for index in sums]):
+                verdict = _verdict(partial(self._compute_loss, model), whole, parts, rows, model)
+            is_sum = verdict == "sum"
+            if verdict == "other" or (is_sum and overrides(model, "train_step")):
+                return Findings([], {}, error=_error(f"What compute_loss of {type(model).__name__} returns", verdict))
+        return Findings(sorted(sums), {}, is_sum)
+
+    def _compute_loss(self, model: Any, part: _Part) -> Any:
+        with keras.StatelessScope(), _program():
+            return model._compute_loss(
+                x=part.x, y=part.y, y_pred=part.y_pred, sample_weight=part.sample_weight, training=True
+            )
+
+    def _forward(self, x: Any, *, training: bool, other_seeds: bool = False) -> tuple[Any, list[tuple[Any, Any]]]:
+        """The predictions, and the losses that layers add meanwhile, with the layer."""
+        model = self._model
+        added: list[tuple[Any, Any]] = []
+
+        def note(layer: Any, loss: Any) -> None:
+            added.extend((layer, ops.sum(each)) for each in tree.flatten(loss))
+
+        seeds = [v for v in model.non_trainable_variables if "seed_generator_state" in v.path] if other_seeds else []
+        mapping = [(seed, ops.cast(seed.value + 1, seed.dtype)) for seed in seeds]
+        with (
+            PatchedFunction(keras.layers.Layer, "add_loss", note),
+            keras.StatelessScope(state_mapping=mapping),
+            _program(),
+        ):
+            y_pred = model(x, training=training) if model._call_has_training_arg else model(x)
+        return y_pred, added
+
+    def _added(self) -> Findings:
+        """What layers add. Of what depends on random numbers nothing can be said."""
+        if not _adding_layers(self._model):
+            return Findings([], {})
+        cut = self._rows // 3
+        x = self._data[0]
+        parts = [map_leaves(lambda each: each[:cut], x), map_leaves(lambda each: each[cut:], x)]
+        whole, again = (self._forward(x, training=True, other_seeds=seeds)[1] for seeds in (False, True))
+        of_parts = [self._forward(part, training=True)[1] for part in parts]
+        layers = self._model._flatten_layers()
+        found: dict[str, list[bool | None]] = {}
+        if len({len(each) for each in (whole, again, *of_parts)}) > 1:
+            return Findings([], {})
+        for (layer, value), (_, other), *of in zip(whole, again, *of_parts, strict=True):
+            own, numbers = float(value), [float(each[1]) for each in of]
+            index = str(next(i for i, each in enumerate(layers) if each is layer))
+            is_random = not _close(own, float(other), own)
+            verdict = "nothing" if is_random else _combination(own, numbers, [cut, self._rows - cut], TOLERANCE)
+            if verdict == "other":
+                what = f"What the layer {layer.name!r} of {self._model.name!r} passes to add_loss"
+                return Findings([], {}, error=_error(what, verdict))
+            found.setdefault(index, []).append(None if verdict == "nothing" else verdict == "sum")
+        return Findings([], found)
+
+
+def _verdict(function: Loss, whole: Any, parts: Sequence[Any], rows: Sequence[int], loss: Any) -> str:
+    """How ranks with these parts would combine a loss: to the loss of the whole ("mean"), to that if it is noted as a
+    sum ("sum"), to another ("other"), or nothing can be said ("nothing")."""
+    (expected, _), (once_more, _) = (_merged(function, [whole], [sum(rows)]) for _ in range(2))
+    if not np.isfinite([expected, once_more]).all() or not _close(expected, once_more, expected):
+        return "nothing"
+    half = getattr(loss, "dtype", None) in ("float16", "bfloat16")
+    tolerance = TOLERANCE_OF_HALF if half else TOLERANCE
+    merged, sizes = _merged(function, parts, rows)
+    if not np.isfinite([merged, *sizes]).all():
+        return "nothing"
+    if _close(expected, merged, *sizes, tolerance=tolerance):
+        return "mean"
+    with _noted([loss]):
+        merged, sizes = _merged(function, parts, rows)
+    return "sum" if _close(expected, merged, *sizes, tolerance=tolerance) else "other"
+
+
+def _merged(function: Loss, parts: Sequence[Any], rows: Sequence[int]) -> tuple[float, list[float]]:
+    """The loss that ranks with these parts would train with, and what each computes for its part."""
+    known: list[list[Array]] = []
+    while True:
+        ranks = [_Rank(number, known) for number in range(len(parts))]
+        values = []
+        for rank, part, count in zip(ranks, parts, rows, strict=True):
+            with GloballyScaledLosses(count), WeightedStepMeans(partial(float, count / sum(rows))), InStep(rank):
+                value = _number(function(part))
+            values.append(value)
+        if len(ranks[0].asked) == len(known):
+            return sum(v * count for v, count in zip(values, rows, strict=True)) / sum(rows), values
+        # Of the first collective without an answer all ranks have given their part.
+        kind = ranks[0].asked[len(known)][0]
+        own = [rank.asked[len(known)][1] for rank in ranks]
+        merge = sum if kind == "sum" else np.concatenate
+        known.append([merge(each) for each in zip(*own, strict=True)])
+
+
+class _Rank:
+    """The collectives of one of several ranks that one process computes in turn, again until all are answered."""
+
+    def __init__(self, number: int, known: list[list[Array]]) -> None:
+        self.number = number
+        self.asked: list[tuple[str, list[Array]]] = []
+        self._known = known
+
+    def all_reduce(self, tensors: list[Any]) -> list[Any]:
+        return self._answer("sum", tensors)
+
+    def all_gather(self, tensors: list[Any]) -> list[Any]:
+        return self._answer("rows", tensors)
+
+    def _answer(self, kind: str, tensors: list[Any]) -> list[Any]:
+        number = len(self.asked)
+        self.asked.append((kind, [np.asarray(ops.convert_to_numpy(tensor)) for tensor in tensors]))
+        if number >= len(self._known):
+            return tensors
+        known = zip(self._known[number], tensors, strict=True)
+        return [ops.convert_to_tensor(array, tensor.dtype) for array, tensor in known]
+
+
+def _combination(whole: float, parts: Sequence[float], rows: Sequence[int], tolerance: float) -> str:
+    numbers = [whole, *parts]
+    if not np.isfinite(numbers).all() or not any(numbers):
+        return "nothing"
+    if _close(whole, float(np.average(parts, weights=rows)), *numbers, tolerance=tolerance):
+        return "mean"
+    return "sum" if _close(whole, sum(parts), *numbers, tolerance=tolerance) else "other"
+
+
+def _close(left: float, right: float, *sizes: float, tolerance: float = 1e-6) -> bool:
+    return abs(left - right) <= tolerance * max(map(abs, (left, right, *sizes))) + 1e-12
+
+
+def _number(value: Any) -> float:
+    """The value of a loss; NaN if it is none."""
+    array = np.asarray(ops.convert_to_numpy(value), np.float64)
+    return float(array) if array.ndim == 0 else float("nan")
+
+
+def _call(recorded: tuple[Any, ...]) -> Any:
+    loss, *arguments = recorded
+    with _program():
+        return loss(*arguments)
+
+
+def _calls(compute: Callable[[Any, _Part], Any], model: Any, part: _Part) -> list[tuple[Any, ...]]:
+    """The losses that are called, with their arguments; not those that others call."""
+    calls: list[tuple[Any, ...]] = []
+    depth = 0
+
+    def call(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        nonlocal depth
+        if not depth and not isinstance(loss, type(model._compile_loss)):
+            calls.append((loss, y_true, y_pred, sample_weight))
+        depth += not isinstance(loss, type(model._compile_loss))
+        try:
+            return patched.original(loss, y_true, y_pred, sample_weight)
+        finally:
+            depth -= not isinstance(loss, type(model._compile_loss))
+
+    patched = PatchedFunction(keras_loss.Loss, "__call__", call)
+    with patched:
+        compute(model, part)
+    return calls
+
+
+def _compute_compiled(model: Any, part: _Part) -> Any:
+    with _program():
+        return model._compile_loss(part.y, part.y_pred, part.sample_weight)
+
+
+@contextmanager
+def _noted(losses: Sequence[Any]) -> Iterator[None]:
+    noted = [loss for loss in losses if loss not in global_losses.sums]
+    global_losses.sums.update(noted)
+    try:
+        yield
+    finally:
+        global_losses.sums.difference_update(noted)
+
+
+def _with_zeros(values: Any, rows: int) -> Any:
+    """The values, with half of what the first rows hold zero."""
+    array = np.array(ops.convert_to_numpy(values))
+    first = array[:rows].reshape(-1)
+    first[::2] = np.zeros((), array.dtype)
+    array[:rows] = first.reshape(array[:rows].shape)
+    return ops.convert_to_tensor(array)
+
+
+def _error(what: str, verdict: str) -> str:
+    if verdict == "sum":
+        return (
+            f"{what} is the sum over the batch as one number, which the replicas would average. Return a mean over the "
+            f"samples; or apply a keras.losses.Loss with reduction='sum', which is summed over the replicas."
+        )
+    return (
+        f"{what} is neither a mean nor a sum over samples: for a batch, it differs from what follows from those "
+        f"of its parts. So it relates the samples to each other, or is a ratio of two sums, such as sum(loss * mask) / "
+        f"sum(mask), and replicas that each see a part of a batch would train with another loss. Compile a loss with "
+        f"phalanx.losses.OverGlobalBatch(loss), which computes it over the batches of all replicas together; or, for a "
+        f"ratio, return one value for each sample and pass the mask as sample_weight."
+    )
+
+
+def _compiled(model: Any) -> list[Any]:
+    return [entry.loss for entry in getattr(model._compile_loss, "_flat_losses", None) or ()]
+
+
+def _unknown(model: Any) -> list[Any]:
+    if not _calls_model(model):
+        return []
+    return [loss for loss in _compiled(model) if not _is_known(loss)]
+
+
+def _is_known(loss: Any) -> bool:
+    function = getattr(loss, "fn", None)
+    module = getattr(type(loss) if function is None else function, "__module__", None) or ""
+    return module.startswith(("keras.", "phalanx."))
+
+
+def _calls_model(model: Any) -> bool:
+    """Whether a step calls the model, as far as one can see; a custom step may do anything with its parts."""
+    return not overrides(model, "train_step") or type(model).call is not keras.Model.call
+
+
+def _computes_own_loss(model: Any) -> bool:
+    if not overrides(model, "compute_loss") or not _calls_model(model):
+        return False
+    is_used = not {"compute_loss", "_compute_loss"}.isdisjoint(_names_in(type(model).train_step))
+    return is_used or not overrides(model, "train_step")
+
+
+def _adding_layers(model: Any) -> list[Any]:
+    """Layers that are not Keras's own, and add losses."""
+    if not _calls_model(model):
+        return []
+    layers = [each for each in model._flatten_layers() if not type(each).__module__.startswith("keras.")]
+    return [each for each in layers if any("add_loss" in _names_of(kind) for kind in type(each).__mro__)]
+
+
+def _names_of(kind: type) -> set[str]:
+    if kind.__module__.startswith(("keras.", "tensorflow.", "torch.")):
+        return set()
+    return {name for function in vars(kind).values() for name in _names_in(function)}
+
+
+def _names_in(function: Any) -> set[str]:
+    """The names that a function uses, and the functions inside of it."""
+    function = getattr(function, "__wrapped__", function)
+    if not isinstance(function, FunctionType):
+        return set()
+    names: set[str] = set()
+    codes: list[CodeType] = [function.__code__]
+    while codes:
+        code = codes.pop()
+        names.update(code.co_names)
+        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+    return names
+
+
+def _without_gradients() -> Any:
+    if keras.backend.backend() != "torch":
+        return nullcontext()
+    import torch
+
+    return torch.no_grad()
