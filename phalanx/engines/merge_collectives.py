@@ -39,6 +39,7 @@ class MergeCollectives:
         self.share = 1.0
         self.samples: tuple[int, int] | None = None
         self.has_gathered = False
+        self.weights_gradients = True
 
     def all_reduce(self, tensors: list[Any]) -> list[Any]:
         """See `StepCollectives.all_reduce`."""
@@ -64,6 +65,8 @@ class MergeCollectives:
         return totals
 
     def _flowing_back(self, gradients: Sequence[Array]) -> list[Array]:
+        if not self.weights_gradients:
+            return self._totals(gradients)
         totals = self._totals([gradient * gradient.dtype.type(self.share) for gradient in gradients])
         if not self.share:
             return [np.zeros_like(total) for total in totals]

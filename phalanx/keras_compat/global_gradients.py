@@ -18,6 +18,7 @@ import keras
 from keras import ops
 
 from phalanx.errors import UnsupportedError
+from phalanx.keras_compat import step_collectives
 from phalanx.keras_compat.step_means import share_of_step
 
 
@@ -56,6 +57,8 @@ class GlobalGradients:
         if share is None:
             return scaled
         self._is_scaled = True
+        if (collectives := step_collectives.current()) is not None:
+            collectives.weights_gradients = False  # what flows back is weighted already
         change = scaled * ops.cast(share - 1.0, scaled.dtype)
         return scaled + (change - ops.stop_gradient(change))  # of the same value: the step may log it
 

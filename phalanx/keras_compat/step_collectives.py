@@ -19,7 +19,12 @@ class StepCollectives(Protocol):
     What flows back into a rank's tensor is what all ranks' losses, merged as the step merges gradients, owe to it.
     So a layer computes with the results as one process would with the whole batch, and needs nothing for the way back.
     Gradients of gradients flow as well.
+
+    Attributes:
+        weights_gradients: whether what flows back has yet to be weighted by the ranks' shares; see `global_gradients`.
     """
+
+    weights_gradients: bool
 
     def all_reduce(self, tensors: list[Any]) -> list[Any]:
         """Sums over the ranks, all in one message.

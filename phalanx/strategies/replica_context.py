@@ -65,6 +65,8 @@ class ReplicaContext:
 class _Collectives:
     """See `StepCollectives`."""
 
+    weights_gradients = False
+
     def __init__(self, context: ReplicaContext) -> None:
         self._context = context
 

@@ -39,6 +39,14 @@ NO_EPOCH = -1
 SERIAL_BITS = 60
 
 
+def _refuse_to_gather(own: Array, share: float) -> tuple[Array, int]:
+    """See `MergeProtocol.all_gather`. Workers have no links to each other."""
+    raise UnsupportedError(
+        "A loss or layer needs the samples of all workers in every step, and workers of parameter servers send each "
+        "other nothing. Use MultiWorkerMirroredStrategy."
+    )
+
+
 class ParameterServerMerge:
     """Lets the servers make a step's update (`engines.engine.MergeProtocol`).
 
@@ -60,6 +68,7 @@ class ParameterServerMerge:
     updates = separate = True
     repeats = False
     gather = None
+    all_gather = staticmethod(_refuse_to_gather)
 
     def __init__(self, worker: ParameterServerWorker, trainers: int | None = None) -> None:
         self._worker = worker
@@ -204,13 +213,6 @@ class ParameterServerMerge:
         """See `MergeProtocol.total`."""
         layout = StepLayout.of([own], [MergeWeight.ONE])
         return np.array(layout.cut(self(layout, [own], share))[0])
-
-    def all_gather(self, own: Array, share: float) -> tuple[Array, int]:
-        """See `MergeProtocol.all_gather`. Workers have no links to each other."""
-        raise UnsupportedError(
-            "A loss or layer needs the samples of all workers in every step, and workers of parameter servers send "
-            "each other nothing. Use MultiWorkerMirroredStrategy."
-        )
 
     def _step(
         self, gradients: Sequence[Array], extras: Sequence[Array], weights: Sequence[MergeWeight], share: float
