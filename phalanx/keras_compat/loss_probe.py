@@ -18,7 +18,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import keras
@@ -29,7 +28,7 @@ from keras.src.losses import loss as keras_loss
 from phalanx.arrays.tree import leaves, map_leaves
 from phalanx.keras_compat import global_losses
 from phalanx.keras_compat.global_losses import GloballyScaledLosses
-from phalanx.keras_compat.model_state import overrides
+from phalanx.keras_compat.model_state import names_in, overrides
 from phalanx.keras_compat.patching import PatchedFunction
 from phalanx.keras_compat.step_collectives import InStep
 from phalanx.keras_compat.step_means import WeightedStepMeans
@@ -410,7 +409,7 @@ def _calls_model(model: Any) -> bool:
 def _computes_own_loss(model: Any) -> bool:
     if not overrides(model, "compute_loss") or not _calls_model(model):
         return False
-    is_used = not {"compute_loss", "_compute_loss"}.isdisjoint(_names_in(type(model).train_step))
+    is_used = not {"compute_loss", "_compute_loss"}.isdisjoint(names_in(type(model).train_step))
     return is_used or not overrides(model, "train_step")
 
 
@@ -425,21 +424,7 @@ def _adding_layers(model: Any) -> list[Any]:
 def _names_of(kind: type) -> set[str]:
     if kind.__module__.startswith(("keras.", "tensorflow.", "torch.")):
         return set()
-    return {name for function in vars(kind).values() for name in _names_in(function)}
-
-
-def _names_in(function: Any) -> set[str]:
-    """The names that a function uses, and the functions inside of it."""
-    function = getattr(function, "__wrapped__", function)
-    if not isinstance(function, FunctionType):
-        return set()
-    names: set[str] = set()
-    codes: list[CodeType] = [function.__code__]
-    while codes:
-        code = codes.pop()
-        names.update(code.co_names)
-        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
-    return names
+    return {name for function in vars(kind).values() for name in names_in(function)}
 
 
 def _without_gradients() -> Any:

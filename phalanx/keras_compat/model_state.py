@@ -7,6 +7,7 @@ Tested with Keras 3.12 and 3.15.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import CodeType, FunctionType
 from typing import Any
 
 import keras
@@ -98,6 +99,20 @@ def results_of(model: Any, metrics: Sequence[Any]) -> dict[str, Any]:
 def overrides(model: Any, method: str) -> bool:
     """Whether the model's class overrides a method of Keras's trainer."""
     return getattr(type(model), method) is not getattr(keras_trainer(), method)
+
+
+def names_in(function: Any) -> set[str]:
+    """The names that a function uses, and the functions inside of it."""
+    function = getattr(function, "__wrapped__", function)
+    if not isinstance(function, FunctionType):
+        return set()
+    names: set[str] = set()
+    codes: list[CodeType] = [function.__code__]
+    while codes:
+        code = codes.pop()
+        names.update(code.co_names)
+        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+    return names
 
 
 def logs_differ_from_metrics(model: Any, step: str) -> bool:

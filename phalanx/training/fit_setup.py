@@ -18,6 +18,7 @@ from phalanx.training.fit_arguments import FitArguments
 from phalanx.training.fit_position import FitRecorder
 from phalanx.training.fit_resumption import FitResumption
 from phalanx.training.fit_state import ReplicaFitState
+from phalanx.training.model_checks import check_clipping
 from phalanx.training.replica import seed_from_program
 from phalanx.training.replica_model import ReplicaModel
 from phalanx.training.steps.synchronous import SynchronousStepper
@@ -100,6 +101,8 @@ def prepare_fit(replica_model: ReplicaModel, arguments: FitArguments, resumption
     # A custom `train_step` may update weights without the engine's knowledge.
     overridden = type(model).train_step is not keras.Model.train_step
     checks_step = overridden and state.stepper.merges_every_step and not replica.is_alone
+    if checks_step:
+        check_clipping(model)
     return replace(fit, checks_step=checks_step)
 
 

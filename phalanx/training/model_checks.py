@@ -10,6 +10,7 @@ import numpy as np
 from phalanx.arrays.tree import leaves
 from phalanx.data import LocalBatch
 from phalanx.errors import ConfigurationError, UnsupportedError
+from phalanx.keras_compat.model_state import names_in, overrides
 from phalanx.training.replica import Replica
 
 Array = np.ndarray[Any, Any]
@@ -18,6 +19,8 @@ SAMPLED = 64
 """Number of values that are compared of each variable."""
 TOLERANCE, NOISE = 0.05, 1e-5
 """Relative to the change, and to the values: hosts with different processors round differently."""
+CLIPPING = {"clip_by_global_norm", "clip_by_norm", "clip_by_average_norm"} | {"clip_grad_norm_", "clip_grad_value_"}
+"""Functions of TensorFlow, PyTorch and Optax that clip gradients."""
 
 
 def check_batch_size(model: Any, batch: LocalBatch, replicas: int) -> None:
@@ -59,6 +62,26 @@ def check_normalization(model: Any) -> None:
                 f"every step; with this strategy they do not wait for each other. Leave out synchronized=True, or use "
                 f"MultiWorkerMirroredStrategy."
             )
+
+
+def check_clipping(model: Any) -> None:
+    """Check that a custom `train_step` does not clip gradients, which are those of this replica alone there.
+
+    Raises: UnsupportedError naming the function.
+    """
+    kind = type(model)
+    if not overrides(model, "train_step"):
+        return
+    names = names_in(kind.train_step)
+    for name in [each for each in names if each in vars(kind)]:
+        names |= names_in(vars(kind)[name])
+    if clips := sorted(names & CLIPPING):
+        raise UnsupportedError(
+            f"The train_step of {kind.__name__} uses {clips[0]}. It sees the gradients of this replica's part of the "
+            f"batch: they are merged where the optimizer is applied, so it clips other ones than in one process. "
+            f"Let the optimizer clip what is merged: clipnorm=, global_clipnorm= or clipvalue= of Keras's optimizers. "
+            f"Or train in a custom loop and clip what strategy.reduce('MEAN', gradients) returns."
+        )
 
 
 class CustomStepCheck:

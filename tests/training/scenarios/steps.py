@@ -480,6 +480,36 @@ def own_train_step_with_an_optimizer_of_no_model(setting: Setting) -> dict[str, 
 
 @scenario(
     backends=("tensorflow", "torch"),
+    quick=("torch",),
+    error=dict.fromkeys(("tensorflow", "torch"), ("UnsupportedError", "global_clipnorm")),
+)
+def own_train_step_that_clips(setting: Setting) -> dict[str, Any]:
+    class Clips(keras.Model):
+        def train_step(self, data: Any) -> Any:
+            def update(gradients: Any) -> None:
+                self.optimizer.apply(self._clipped(gradients), self.trainable_weights)
+
+            return _own_backend_step(self, data, update)
+
+        def _clipped(self, gradients: Any) -> Any:
+            if setting.backend == "torch":
+                import torch
+
+                torch.nn.utils.clip_grad_norm_([weight.value for weight in self.trainable_weights], 0.1)
+                return [weight.value.grad for weight in self.trainable_weights]
+            import tensorflow as tf
+
+            return tf.clip_by_global_norm(gradients, 0.1)[0]
+
+    def build() -> Any:
+        inputs = keras.Input((FEATURES,))
+        return Clips(inputs, layers.Dense(1)(inputs))
+
+    return fitted(compiled(setting, build, loss=None), features(), numbers())
+
+
+@scenario(
+    backends=("tensorflow", "torch"),
     error=dict.fromkeys(("tensorflow", "torch"), ("UnsupportedError", "with gradients that are not merged")),
 )
 def own_train_step_that_updates_by_itself(setting: Setting) -> dict[str, Any]:
