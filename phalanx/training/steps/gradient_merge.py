@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -106,27 +107,7 @@ class StepMerge:
     @property
     def gather(self) -> Gather | None:
         """See `Merge.gather`. None where gradients are compressed or accumulated, or a step may have to be repeated."""
-        return None if self.separate or self.repeats else self._gather
-
-    def _gather(self, rows: Sequence[GradientRows], share: float) -> list[GradientRows]:
-        if self._mode is MergeMode.LOCAL:
-            return list(rows)
-        progress.enter("all_reduce")
-        timeline.current.enter("merge")
-        all_gather = self._replica.communicator.all_gather
-        found = []
-        for numbers, gradients, of_any_batch in rows:
-            own = len(numbers) if share else 0  # a placeholder batch counts nowhere
-            weighted = gradients[:own] * gradients.dtype.type(share)
-            numbers_of, weighted_of = all_gather(numbers[:own]), all_gather(weighted)
-            if of_any_batch and (counting := [rank for rank, each in enumerate(numbers_of) if len(each)]):
-                first = numbers_of[counting[0]]
-                if all(np.array_equal(numbers_of[rank], first) for rank in counting):
-                    total = sum((weighted_of[rank] for rank in counting[1:]), start=weighted_of[counting[0]])
-                    found.append(GradientRows(first, total))
-                    continue
-            found.append(GradientRows(np.concatenate(numbers_of), np.concatenate(weighted_of)))
-        return found
+        return None if self.separate or self.repeats else partial(_gather_rows, self)
 
     @contextmanager
     def in_mode(self, mode: MergeMode) -> Iterator[None]:
@@ -317,6 +298,28 @@ class StepMerge:
             }
             scale = self._scales[key] = tuple(of[weight] for weight in layout.weights)
         return scale
+
+
+def _gather_rows(merge: StepMerge, rows: Sequence[GradientRows], share: float) -> list[GradientRows]:
+    """See `Merge.gather`."""
+    if merge._mode is MergeMode.LOCAL:
+        return list(rows)
+    progress.enter("all_reduce")
+    timeline.current.enter("merge")
+    all_gather = merge._replica.communicator.all_gather
+    found = []
+    for numbers, gradients, of_any_batch in rows:
+        own = len(numbers) if share else 0  # a placeholder batch counts nowhere
+        weighted = gradients[:own] * gradients.dtype.type(share)
+        numbers_of, weighted_of = all_gather(numbers[:own]), all_gather(weighted)
+        if of_any_batch and (counting := [rank for rank, each in enumerate(numbers_of) if len(each)]):
+            first = numbers_of[counting[0]]
+            if all(np.array_equal(numbers_of[rank], first) for rank in counting):
+                total = sum((weighted_of[rank] for rank in counting[1:]), start=weighted_of[counting[0]])
+                found.append(GradientRows(first, total))
+                continue
+        found.append(GradientRows(np.concatenate(numbers_of), np.concatenate(weighted_of)))
+    return found
 
 
 class GradientMerge:
