@@ -1,7 +1,7 @@
 # Two commands for a new reader: `make demo` and `make test`.
 PYTHON ?= python3.11
 BACKENDS ?= jax tensorflow torch
-# Tests at a time; those of a module come one after another, as some share their jobs.
+# Tests at a time; those of a module on one backend come one after another, as some share their jobs.
 AT_ONCE ?= 3
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -45,7 +45,7 @@ demo: $(VENV)/.demo
 	KERAS_BACKEND=jax $(VENV)/bin/phalanx run --workers 2 examples/digits.py
 
 test: $(addprefix $(VENV)/.backend-,$(BACKENDS)) $(VENV)/.test
-	BACKENDS="$(BACKENDS)" $(PY) -m pytest -m "not slow" -n $(AT_ONCE) --dist loadfile $(ARGS)
+	BACKENDS="$(BACKENDS)" $(PY) -m pytest -m "not slow" -n $(AT_ONCE) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 test-slow: $(addprefix $(VENV)/.backend-,$(BACKENDS)) $(VENV)/.test
 	BACKENDS="$(BACKENDS)" $(PY) -m pytest -m slow $(ARGS)

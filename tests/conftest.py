@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 
 import hypothesis
+import pytest
 
 from tests.support.backends import FIRST
 
@@ -19,3 +20,29 @@ hypothesis.settings.register_profile(
     "tests", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("tests")
+
+LONGEST = (
+    *("parameter_server/test_restarts", "parameter_server/test_faults", "training/test_scenarios"),
+    *("parameter_server/test_training", "horovod/test_parallel", "elastic/test_jobs", "training/test_killed"),
+    *("coordinator/test_faults", "parameter_server/test_embedding_rows", "collectives/test_failures"),
+    *("parameter_server/test_central_storage", "compression/test_scenarios", "training/test_checkpoint_callback"),
+    *("engines/test_vectorized_updater", "engines/test_memory_growth", "training/test_resuming"),
+    *("chaos/test_chaos", "launcher/test_run_command", "collectives/test_contract", "strategies/test_interface"),
+    "keras_compat/test_tensorflow_trace_cache",
+)
+"""Modules that take longer than a minute, the longest first: one that comes late keeps a core waiting at the end."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before `pytest-xdist` reads the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests of a module on one backend share their jobs, and so run one after another (`--dist loadgroup`)."""
+
+    def place(item: pytest.Item) -> int:
+        module = item.nodeid.partition(".py")[0].removeprefix("tests/")
+        return LONGEST.index(module) if module in LONGEST else len(LONGEST)
+
+    items.sort(key=place)
+    for item in items:
+        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        backend = parameters.get("backend", "")
+        item.add_marker(pytest.mark.xdist_group(f"{item.nodeid.partition('::')[0]} {backend}".strip()))
