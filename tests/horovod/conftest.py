@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import fork_server
 from tests.support.commands import finish
 from tests.training.jobs import environment
 
@@ -47,6 +48,7 @@ def _run(framework: str, backend: str, world_size: int, folder: Path) -> tuple[O
         [*run, "-m", "tests.horovod.worker", framework, str(folder), *names],
         environment(backend, folder.parent / "compiled") | {"PHALANX_TIMEOUT": "60"},
         bound_s=BOUND_S,
+        start=fork_server.popen,
     )
     found: Outcome = {}
     for name in names:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support import fork_server
 from tests.support.backends import BACKENDS, FIRST
 from tests.support.commands import ROOT, finish
 from tests.training.jobs import environment
@@ -35,6 +36,7 @@ def run(folder: Path, program: str, backend: str, *arguments: str, own: Sequence
         [sys.executable, "-m", "phalanx", "run", "-v", *arguments, str(PROGRAMS / program), str(events), *own],
         environment(backend, folder / "compiled") | {"PHALANX_TIMEOUT": "60", "PYTHONPATH": str(ROOT)},
         bound_s=BOUND_S,
+        start=fork_server.popen,
     )
     found = [json.loads(line) for log in sorted(events.glob("*.log")) for line in log.read_text().splitlines()]
     story = output + "\n" + "\n".join(map(json.dumps, found))

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tests.support import fork_server
 from tests.training.jobs import ROOT, environment
 
 BOUND_S = 240.0
@@ -78,7 +79,7 @@ class Tasks:
             "OMP_NUM_THREADS": "1",
         }
         with open(self._log(name), "ab") as log:
-            return subprocess.Popen(
+            return fork_server.popen(
                 [sys.executable, *self._arguments],
                 env={**environment(self._backend, self.folder.parent / "compiled"), **self._settings, **own},
                 cwd=ROOT,

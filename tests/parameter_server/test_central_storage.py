@@ -18,6 +18,7 @@ import phalanx
 from phalanx.errors import ConfigurationError
 from tests.launcher.conftest import Launcher, launcher, wait_until
 from tests.parameter_server.central import NAMES
+from tests.support import fork_server
 from tests.support.backends import BACKENDS, FIRST
 from tests.training.compare import assert_close
 from tests.training.jobs import ROOT, environment
@@ -63,8 +64,9 @@ def found(
 def _run(backend: str, folder: Path, names: Sequence[str], *before: str) -> None:
     with (
         open(folder / "said", "wb") as said,
-        subprocess.Popen(
+        fork_server.popen(
             [sys.executable, *before, *PROGRAM, str(folder), *names],
+            starts_others=True,  # the other replica
             cwd=ROOT,
             env=environment(backend, folder.parent / "compiled"),
             stdin=subprocess.DEVNULL,

@@ -21,6 +21,7 @@ from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory, read
 from phalanx.errors import CollectiveTimeoutError, PeerLostError
 from tests.parameter_server.tasks import Tasks
 from tests.supervisor.models import STEPS, make_data, make_model
+from tests.support import fork_server
 from tests.support.backends import BACKENDS, FIRST
 from tests.support.commands import ROOT, finish
 from tests.training.jobs import environment
@@ -39,6 +40,7 @@ def launch(
         [sys.executable, "-m", "phalanx", "run", *map(str, arguments)],
         {**environment(backend, folder.parent / "compiled"), "PHALANX_TIMEOUT": "60", **(more or {})},
         bound_s=BOUND_S,
+        start=fork_server.popen,
     )
 
 
@@ -141,7 +143,7 @@ def test_an_evaluator_that_does_not_end_is_ended_after_the_training(tmp_path: Pa
 def test_a_job_that_was_killed_goes_on_from_its_newest_checkpoint(kind: str, tmp_path: Path) -> None:
     tasks = ("--workers", 2) if kind == "replicas" else ("--ps", 2, "--workers", 2)
     arguments = [*map(str, tasks), "-m", PROGRAM, str(tmp_path), kind, "supervisor"]
-    process = subprocess.Popen(
+    process = fork_server.popen(
         [sys.executable, "-m", "phalanx", "run", *arguments, "100000"],
         cwd=ROOT,
         env=environment(FIRST, tmp_path.parent / "compiled") | {"SAVE_SECS": "0.2"},

@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import PeerLostError
+from tests.support import fork_server
 from tests.support.backends import BACKENDS
 from tests.training.jobs import ROOT, environment
 
@@ -67,7 +68,7 @@ class Workers:
             own = {"TF_CONFIG": json.dumps(task), "PHALANX_SECRET": secret, "PHALANX_LISTEN_FD": str(listener.fileno())}
             with open(folder / f"{index}.err", "w") as errors:
                 self.processes.append(
-                    subprocess.Popen(
+                    fork_server.popen(
                         [sys.executable, str(program), str(folder)],
                         env={**environment(backend, folder / "compiled"), **own, "OMP_NUM_THREADS": "1"},
                         cwd=ROOT,
