@@ -16,7 +16,7 @@ from phalanx.config.environment_variables import (
     VARIABLES,
     WORKER_BOOTSTRAP,
 )
-from phalanx.config.job_config import JobConfig, uses_sharded_optimizer
+from phalanx.config.job_config import JobConfig
 from phalanx.errors import ConfigurationError
 
 
@@ -117,8 +117,3 @@ def test_the_docs_describe_every_variable_as_the_table_does() -> None:
         if variable.name.startswith("PHALANX_") and variable.name not in INTERNAL
     ]
     assert "\n".join(rows) in page, "update the table in docs/cluster.md:\n" + "\n".join(rows)
-
-
-@pytest.mark.parametrize(("value", "expected"), [("", True), ("1", True), ("0", False), ("off", False)])
-def test_the_sharded_optimizer_can_be_disabled(value: str, expected: bool) -> None:
-    assert uses_sharded_optimizer({"PHALANX_SHARDED_OPTIMIZER": value}) is expected

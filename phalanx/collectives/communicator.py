@@ -1,8 +1,7 @@
 """The contract of every communicator: how the members of one generation merge values.
 
 `Array` is the only word of this contract that names where values live: host memory. Nothing else in it does, so that
-collectives between devices can take arrays of their own kind; what only host memory can do (`factory.shared_block`)
-lies beside it.
+collectives between devices can take arrays of their own kind.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ from phalanx.cluster.membership import Membership, Rank
 from phalanx.cluster.rendezvous import FIRST_GENERATION
 from phalanx.collectives.autotune.autotune_log import AutotuneLog
 from phalanx.collectives.autotune.autotuned_algorithm import AutotunedAlgorithm, TunableAlgorithm
-from phalanx.collectives.communicator import Communicator
 from phalanx.collectives.host import shared_segment as segments
 from phalanx.collectives.host.hierarchical_algorithm import HierarchicalAlgorithm
 from phalanx.collectives.host.host_communicator import HostCommunicator
@@ -26,7 +25,7 @@ from phalanx.collectives.host.shared_memory_algorithm import (
     SharedMemoryAlgorithm,
     segment_bytes,
 )
-from phalanx.collectives.host.shared_segment import MEMFD, SegmentOffer, SharedSegment
+from phalanx.collectives.host.shared_segment import SegmentOffer, SharedSegment
 from phalanx.collectives.host.single_process import SingleProcessAlgorithm
 from phalanx.collectives.options import CommunicationImplementation, CommunicationOptions
 from phalanx.config.job_config import CollectiveConfig
@@ -197,16 +196,6 @@ def _algorithm(
 def _core_for_each(local_ranks: Sequence[Rank], facts: Sequence[_Facts]) -> bool:
     """Whether the ranks of a host may use at least as many cores as there are ranks."""
     return len({core for rank in local_ranks for core in facts[rank].cores}) >= len(local_ranks)
-
-
-def shared_block(communicator: Communicator, size: int) -> SharedSegment | None:
-    """Memory of `size` bytes, zeros at first, that all members share; None if they cannot. Every member must call this.
-
-    Never a file, because the memory may be large.
-    """
-    if not isinstance(communicator, HostCommunicator) or communicator.kind != SHARED_MEMORY:
-        return None
-    return _share(communicator, size, [MEMFD])
 
 
 def _share(communicator: HostCommunicator, size: int, methods: Sequence[str]) -> SharedSegment | None:

@@ -103,9 +103,6 @@ SIMULATED_MBITS = _variable(
     "for experiments: a task sends at most this many megabits per second in collectives, and tasks of one host do "
     "not share memory; the same for all tasks",
 )
-SHARDED_OPTIMIZER = _variable(
-    "PHALANX_SHARDED_OPTIMIZER", "0: every replica updates all weights, even where each could update a part", 1
-)
 
 # The cluster, where a scheduler does not describe all of it.
 TF_CONFIG = _variable("TF_CONFIG", "the cluster and this task as JSON, in TensorFlow's format")

@@ -164,12 +164,6 @@ def preemption_signals(environ: Mapping[str, str] | None = None) -> tuple[signal
     return tuple(dict.fromkeys((signal.SIGTERM, parse_signal(name or "TERM"))))
 
 
-def uses_sharded_optimizer(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether replicas of one host may each update a part of the weights (`training/steps/sharded_optimizer.py`)."""
-    values = process_environment() if environ is None else environ
-    return not values.get(names.SHARDED_OPTIMIZER) or parse_switch(values, names.SHARDED_OPTIMIZER)
-
-
 def _timeline(values: Mapping[str, str]) -> TimelineConfig | None:
     name = values.get(names.TIMELINE) or values.get(names.HOROVOD_TIMELINE)
     marks_cycles = parse_switch(values, names.MARK_CYCLES)

@@ -21,8 +21,6 @@ from phalanx.keras_compat.log_origins import LogOrigins
 Array = np.ndarray[Any, Any]
 Batch = tuple[Any, Any, Any]
 """`(x, y, sample_weight)`, nested structures of arrays; None where there is none."""
-Exchange = Callable[[Sequence[Any], Sequence[Any]], list[Array | None]]
-"""See `MergeProtocol.exchange`."""
 
 
 class GradientRows(NamedTuple):
@@ -52,17 +50,6 @@ class MergeProtocol(Protocol):
 
         It then returns the new weights instead of gradients, and must be given a gradient for every trainable
         variable, in their order.
-        """
-        ...
-
-    @property
-    def exchange(self) -> Exchange | None:
-        """Exchanges gradients for weights, where nothing but gradients is merged; None if that does not apply.
-
-        It is called instead of the merge, with the gradients of all trainable variables (None for those that the
-        backend does not know) and the values of this rank's metric variables, on engines that have
-        `merges_only_gradients`. It returns the new weights, None for those that are not known yet. The arrays are
-        lent: the call after the next one overwrites them. Everything else that a step computes stays this rank's own.
         """
         ...
 
@@ -126,12 +113,6 @@ class Engine(Protocol):
         ...
 
     @property
-    def merges_only_gradients(self) -> bool:
-        """Whether the steps of this model may be left to `MergeProtocol.exchange`: only gradients have to be merged at
-        every step, and everything else at the end of an epoch (`merged_metrics`)."""
-        ...
-
-    @property
     def in_variables(self) -> bool:
         """Whether the newest values are in the model's variables, where a callback may have changed them."""
         ...
@@ -177,11 +158,6 @@ class Engine(Protocol):
 
     def logs(self) -> Mapping[str, Any]:
         """The merged logs of the last training step; computed when they are asked for."""
-        ...
-
-    def results_of(self, metrics: Sequence[Array]) -> Mapping[str, Any]:
-        """The results of the metrics if their variables had these values; on engines that have
-        `merges_only_gradients`."""
         ...
 
     def test(self, data: Batch, share: float) -> None:

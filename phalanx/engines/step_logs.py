@@ -7,14 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.engines.metric_rules import MetricRules
 from phalanx.keras_compat.log_origins import LogOrigins
-from phalanx.keras_compat.model_state import flat_logs, logs_differ_from_metrics
-
-
-def logs_only_sums(model: Any, rules: MetricRules) -> bool:
-    """Whether all metric variables are counters, and a training step logs nothing but the metrics' results."""
-    return rules.only_count and not logs_differ_from_metrics(model, "train_step")
+from phalanx.keras_compat.model_state import flat_logs
 
 
 def silent_metrics(model: Any, merged: Sequence[Any]) -> frozenset[str]:

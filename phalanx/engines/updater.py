@@ -62,10 +62,6 @@ class Updater(ABC):
     def apply(self, gradients: Sequence[Any]) -> None:
         """Make one update with the gradients of the groups. They must not change until a value is fetched."""
 
-    def apply_sum(self, parts: Sequence[Sequence[Any]]) -> None:
-        """As `apply`, with the sum of several lists of gradients, added in their order."""
-        self.apply([sum(each[1:], start=each[0]) for each in zip(*parts, strict=True)])
-
     @abstractmethod
     def values(self) -> list[Array]:
         """The present values of the groups."""

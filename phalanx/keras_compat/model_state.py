@@ -89,13 +89,6 @@ def has_built_parts(model: Any) -> bool:
     return bool(layers) and all(part is None or part.built for part in [*layers, *parts])
 
 
-def results_of(model: Any, metrics: Sequence[Any]) -> dict[str, Any]:
-    """The results of the metrics if `model.metrics_variables` had these values."""
-    values = [keras.ops.convert_to_tensor(value) for value in metrics]
-    with keras.StatelessScope(state_mapping=list(zip(model.metrics_variables, values, strict=True))):
-        return dict(model.get_metrics_result())
-
-
 def overrides(model: Any, method: str) -> bool:
     """Whether the model's class overrides a method of Keras's trainer."""
     return getattr(type(model), method) is not getattr(keras_trainer(), method)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
+import keras
+
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat.global_gradients import GlobalGradients
 from phalanx.keras_compat.model_state import optimizers
@@ -85,13 +87,27 @@ def _refuse_stray(gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]
 
 def _merging_apply(optimizer: Any, merge: GradientMerge, apply: Callable[..., Any]) -> AbstractContextManager[None]:
     own = GlobalGradients(optimizer)
+    apply_gradients = optimizer.apply_gradients
+
+    def merged(gradients: list[Any], weights: list[Any]) -> list[Any]:
+        return merge(own.to_merge(gradients, weights), weights)
 
     def merged_apply(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         if trainable_variables is None:
             trainable_variables = optimizer._trainable_variables
         weights = list(trainable_variables)
-        merged = merge(own.to_merge(list(grads), weights), weights)
+        gradients = merged(list(grads), weights)
         with _strays_merging(None):
-            return apply(merged, weights)
+            return apply(gradients, weights)
 
-    return overridden_methods(optimizer, apply=merged_apply, **own.methods)
+    def merged_apply_gradients(grads_and_vars: Any) -> Any:
+        """The program's own `apply_gradients` sees merged gradients, which `apply` must not merge again."""
+        grads, weights = map(list, zip(*grads_and_vars, strict=True))
+        gradients = merged(grads, weights)
+        with _strays_merging(None), overridden_methods(optimizer, apply=apply):
+            return apply_gradients(zip(gradients, weights, strict=True))
+
+    methods = {**own.methods, "apply": merged_apply}
+    if type(optimizer).apply_gradients is not keras.optimizers.Optimizer.apply_gradients:
+        methods["apply_gradients"] = merged_apply_gradients
+    return overridden_methods(optimizer, **methods)

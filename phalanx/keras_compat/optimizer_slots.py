@@ -57,17 +57,37 @@ def build_noting_slots(optimizer: Any, variables: Sequence[Any]) -> tuple[Optimi
 def slots_of_model(optimizer: Any, variables: Sequence[Any]) -> tuple[OptimizerSlot, ...]:
     """The slot of each variable of a built optimizer, found on a clone of it.
 
-    Raises: UnsupportedError if the optimizer's config leaves out an argument.
+    Raises: UnsupportedError if Keras cannot make another optimizer like this one from its config.
     """
-    clone = clone_from_config(optimizer)
+    kind = type(optimizer)
+    try:
+        clone = clone_from_config(optimizer)
+    except (NotImplementedError, TypeError, ValueError) as error:
+        raise UnsupportedError(
+            f"Servers run the optimizer, and Keras cannot create another {kind.__name__} from its config. Give custom "
+            f"optimizers and learning-rate schedules a get_config() that returns all arguments of __init__, and "
+            f"register their classes with @keras.saving.register_keras_serializable() before you create the strategy. "
+            f"({type(error).__name__}: {error})"
+        ) from error
     slots = build_noting_slots(clone, variables)
-    missing = [name for name, value in _plain_attributes(optimizer).items() if vars(clone).get(name, value) != value]
+    missing = [name for name, value in plain_settings(optimizer).items() if vars(clone).get(name, value) != value]
     if missing:
         raise UnsupportedError(
             f"{type(optimizer).__name__}.get_config() leaves out {', '.join(f'`{name}`' for name in missing)}, so "
             f"the servers would train with another value. Return it there, and take it in __init__."
         )
     return slots
+
+
+def check_methods(optimizer: Any) -> None:
+    """Raise UnsupportedError if the optimizer has methods that its class does not have."""
+    kind = type(optimizer)
+    own = sorted(name for name in vars(optimizer) if callable(getattr(kind, name, None)))
+    if own:
+        raise UnsupportedError(
+            f"The program has replaced {', '.join(own)} of one {kind.__name__} object, and servers, which run the "
+            f"optimizer, do not see that. Override it in a subclass."
+        )
 
 
 def set_decaying(optimizer: Any, decays: Sequence[bool], variables: Sequence[Any]) -> None:
@@ -79,6 +99,7 @@ def set_decaying(optimizer: Any, decays: Sequence[bool], variables: Sequence[Any
         optimizer.weight_decay = None  # Keras on PyTorch fails if there is nothing to decay
 
 
-def _plain_attributes(optimizer: Any) -> dict[str, Any]:
+def plain_settings(optimizer: Any) -> dict[str, Any]:
+    """The hyper-parameters of an optimizer that are plain values, by the names of its attributes."""
     plain = (bool, int, float, str, type(None))
     return {k: v for k, v in vars(optimizer).items() if type(v) in plain and not k.startswith("_") and k != "built"}

@@ -82,12 +82,14 @@ def restore_methods(target: Any, *names: str) -> None:
 
 @contextmanager
 def overridden_methods(target: Any, **methods: Callable[..., Any]) -> Iterator[None]:
-    """A context in which methods of one object are overridden."""
+    """A context in which methods of one object are overridden; it may have its own of these already."""
+    before = {name: own for name, own in vars(target).items() if name in methods}
     override_methods(target, **methods)
     try:
         yield
     finally:
         restore_methods(target, *methods)
+        override_methods(target, **before)
 
 
 def set_untracked(target: Any, **values: Any) -> None:

@@ -175,12 +175,6 @@ def runs_batch_hooks(callbacks: CallbackList, phase: str, *, except_for: Sequenc
     return any(_overrides(callback, hook) for callback in own for hook in _BATCH_HOOKS[phase])
 
 
-def reads_model_between_batches(callbacks: CallbackList) -> bool:
-    """Whether any callback in this rank's list may read the model between two training steps: all that have hooks
-    there, except for progress bars, which show logs."""
-    return runs_batch_hooks(callbacks, "train", except_for=(keras.callbacks.ProgbarLogger, ReplicaProgbar))
-
-
 def reads_weights_at_epoch_ends(callbacks: CallbackList) -> bool:
     """Whether any callback in this rank's list may read the weights where an epoch ends or begins."""
     return _uses_weights(callbacks, "on_epoch_begin", "on_epoch_end")

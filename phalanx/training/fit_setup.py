@@ -21,7 +21,6 @@ from phalanx.training.fit_state import ReplicaFitState
 from phalanx.training.model_checks import check_clipping
 from phalanx.training.replica import seed_from_program
 from phalanx.training.replica_model import ReplicaModel
-from phalanx.training.steps.synchronous import SynchronousStepper
 
 T = TypeVar("T")
 
@@ -93,8 +92,6 @@ def prepare_fit(replica_model: ReplicaModel, arguments: FitArguments, resumption
         if recovery is not None:
             recovery.track_callbacks()
             state.source.disable_prefetch()  # batches that were read ahead could not be cut again
-        elif isinstance(state.stepper, SynchronousStepper) and not repeats:
-            state.stepper = replica_model.sharded_stepper(state.callbacks) or state.stepper
     except BaseException:  # a lost peer, Ctrl-C: the callbacks are the program's own again
         callback_list.restore_hooks(state.callbacks)
         raise

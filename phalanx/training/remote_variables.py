@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,8 +14,8 @@ import numpy as np
 from phalanx.engines.updater import check_optimizer, clipped, clips_by_norm
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat.global_gradients import refuse_overwritten
-from phalanx.keras_compat.object_config import config_json_of, configuration_of
-from phalanx.keras_compat.optimizer_slots import OptimizerSlot, slots_of_model
+from phalanx.keras_compat.object_config import config_json_of
+from phalanx.keras_compat.optimizer_slots import OptimizerSlot, check_methods, plain_settings, slots_of_model
 from phalanx.parameter_server.client import HEAD
 from phalanx.parameter_server.placed_variables import PlacedVariables
 from phalanx.parameter_server.server_messages import (
@@ -70,7 +70,7 @@ class RemoteVariables:
         self._rate: float | None = None
         self._fit = -1
         self._known: dict[int, int] = {}
-        self._known_optimizer: dict[str, Any] = {}
+        self._known_optimizer = self._optimizer_settings()
         self.tables: tuple[int, ...] = ()
         self._described = described = [PlacedVariable(v.path, tuple(v.shape), _dtype_of(v)) for v in self.variables]
         self._shards = shards = place(described, self._client.num_servers, worker.partitioner)
@@ -169,8 +169,10 @@ class RemoteVariables:
         Args:
             tables: whether this holds for variables that are trained by rows too.
         """
+        settings = self._optimizer_settings()
+        _refuse_changes({name: self._known_optimizer.get(name) for name in settings}, settings)
         self._known = self._checksums(tables)
-        self._known_optimizer = self._optimizer_facts()
+        self._known_optimizer = {**settings, **self._optimizer_checksums()}
 
     def send_changes(self) -> bool:
         """Send the variables that have changed here since `record_values`; returns whether there were any.
@@ -180,14 +182,7 @@ class RemoteVariables:
         known = self._known
         if not known:
             return False  # no epoch has begun
-        now_of_optimizer = self._optimizer_facts()
-        changed_facts = [name for name, fact in self._known_optimizer.items() if now_of_optimizer.get(name) != fact]
-        if changed_facts:
-            raise UnsupportedError(
-                f"The optimizer's {', '.join(changed_facts[:3])} was changed between two epochs. The servers run the "
-                f"optimizer, and receive only a new learning rate and new weights. Change it before fit(), or call "
-                f"fit() once for each setting."
-            )
+        _refuse_changes(self._known_optimizer, {**self._optimizer_settings(), **self._optimizer_checksums()})
         now = self._checksums(any(table in known for table in self.tables))
         changed = tuple(number for number, checksum in now.items() if checksum != known[number])
         if not changed:
@@ -198,13 +193,19 @@ class RemoteVariables:
         self._client.request_all([(message, self._placed.cut(values, server)) for server in servers])
         return True
 
-    def _optimizer_facts(self) -> dict[str, Any]:
-        """By name: the optimizer's arguments and variables, which only the servers change; not the learning rate."""
-        facts = {name: value for name, value in configuration_of(self.optimizer).items() if name != "learning_rate"}
-        for slot, variable in zip(self.slots, self.optimizer.variables, strict=True):
-            if slot != OptimizerSlot(-1, "learning_rate") and slot.variable not in self.tables:
-                facts[variable.path] = checksum(to_host(variable))
-        return facts
+    def _optimizer_settings(self) -> dict[str, Any]:
+        """The optimizer's arguments by name; of a learning rate that can be sent, only that it is one."""
+        rate = getattr(self.optimizer, "_learning_rate", None)
+        kind = "a number" if isinstance(rate, keras.Variable) else f"{type(rate).__name__} at {id(rate)}"
+        return {**plain_settings(self.optimizer), "learning_rate": kind}
+
+    def _optimizer_checksums(self) -> dict[str, int]:
+        """By path: the optimizer's variables, which only the servers change; not the learning rate."""
+        return {
+            variable.path: checksum(to_host(variable))
+            for slot, variable in zip(self.slots, self.optimizer.variables, strict=True)
+            if slot != OptimizerSlot(-1, "learning_rate") and slot.variable not in self.tables
+        }
 
     def _checksums(self, tables: bool) -> dict[int, int]:
         return {
@@ -222,6 +223,7 @@ class RemoteVariables:
 
     def _declare(self, fit: int, first_epoch: int, tables: tuple[int, ...]) -> None:
         placed, optimizer, trained = self._placed, self.optimizer, self.variables
+        check_methods(optimizer)
         description = ModelDescription(
             placed.variables,
             placed.shards,
@@ -273,6 +275,16 @@ def _slots_on(
         if slot.variable == shard.variable
     }
     return own | of_shards if placed.of_server[server] else {}
+
+
+def _refuse_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    changed = [name for name, value in before.items() if now.get(name) != value]
+    if changed:
+        raise UnsupportedError(
+            f"The optimizer's {', '.join(changed[:3])} was changed during fit(). The servers run the optimizer, and "
+            f"receive only another number as its learning rate, and new weights. Change it before fit(), or call fit() "
+            f"once for each setting."
+        )
 
 
 def checksum(value: Array) -> int:

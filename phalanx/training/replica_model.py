@@ -28,7 +28,6 @@ from phalanx.training.replica import Replica, seed_from_program
 from phalanx.training.steps.gradient_merge import StepMerge
 from phalanx.training.steps.local_sgd import LocalSGDStepper
 from phalanx.training.steps.optimizer_properties import accumulation_steps, constant_loss_scale, inner_optimizer
-from phalanx.training.steps.sharded_optimizer import ShardedOptimizerStepper, applies, make_sharded_stepper
 from phalanx.training.steps.stepper import ReplicaStepper, RetryOnMembershipChange
 from phalanx.training.steps.synchronous import SynchronousStepper
 from phalanx.training.training_policy import EVERY_STEP, TrainingPolicy
@@ -58,7 +57,6 @@ class ReplicaModel:
         self.merge.unit = constant_loss_scale(model)
         self._engine: Engine | None = None
         self._local_sgd: LocalSGDStepper | None = None
-        self._sharded: ShardedOptimizerStepper | None = None
         self._is_synchronised = False
         self._peeked = False
         self._announced: set[Any] = set()
@@ -253,25 +251,6 @@ class ReplicaModel:
         # What is in flight between two exchanges is in no checkpoint, and would be lost with a replica.
         self._local_sgd.overlaps = period.overlap and not repeats
         return self._local_sgd
-
-    def sharded_stepper(self, callbacks: Any) -> ReplicaStepper | None:
-        """The optional fast path (`steps/sharded_optimizer.py`), if nothing reads the model between steps and it
-        applies on all ranks; else None. All ranks must call.
-
-        Args:
-            callbacks: that this rank runs.
-        """
-        model, replica = self.model, self.replica
-        reads = callback_list.reads_model_between_batches(callbacks)
-        if replica.any(reads or not applies(model, self.engine, self.merge, replica)):
-            return None
-        if self._sharded is None or not self._sharded.serves(model, self.engine):
-            self._sharded = make_sharded_stepper(model, self.engine, self.merge, replica)
-        if self._sharded is not None:
-            if self._sharded.has_fallen_back:
-                return None
-            self._sharded.shows = replica.any(callback_list.runs_batch_hooks(callbacks, "train"))
-        return self._sharded
 
     # Callbacks and output.
 

@@ -44,7 +44,7 @@ def close(left, right):
 
 def grouped(updater, arrays):
     lists = [[arrays[n] for n in group] for group in updater.groups]
-    return [own[0] if len(own) == 1 else FlatBuffer([array.shape for array in own]).pack_part(own) for own in lists]
+    return [own[0] if len(own) == 1 else FlatBuffer([array.shape for array in own]).pack(own) for own in lists]
 
 
 def values(updater):

@@ -379,7 +379,6 @@ def models_show_their_parts() -> None:
     model_state.check_layers(model)
     assert not model_state.overrides(model, "train_step")
     assert model_state.update_metrics(model, X, Y, model(X), None) == {}
-    assert set(model_state.results_of(model, [np.asarray(v) for v in model.metrics_variables])) == {"loss", "mae"}
 
 
 @check()

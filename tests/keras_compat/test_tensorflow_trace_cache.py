@@ -30,7 +30,7 @@ class Counted(keras.Model):
 
 class Alone:
     updates = separate = repeats = False
-    exchange = gather = None
+    gather = None
 
     def total(self, own, share):
         return own

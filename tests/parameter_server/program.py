@@ -48,7 +48,7 @@ def main() -> None:
             model.layers[-1].synchronized = True  # as an argument Keras takes it on TensorFlow alone
         model.trainable = kind != "frozen"
         model.layers[-1].trainable &= kind != "synchronized and frozen"
-        optimizer = keras.optimizers.SGD(0.001) if kind == "momentum" else keras.optimizers.Adam(0.001)
+        optimizer = keras.optimizers.SGD(0.001) if kind.startswith("momentum") else keras.optimizers.Adam(0.001)
         model.compile(optimizer, "mse", metrics=["mae"] if kind == "other metrics" and strategy.rank == 1 else [])
     x = np.random.default_rng(0).normal(size=(1024, 8)).astype("float32")
     y = x[:, :1] + np.random.default_rng(1).normal(size=(1024, 1)).astype("float32")
@@ -69,6 +69,8 @@ def main() -> None:
             assert int(model.optimizer.iterations) == strategy.global_step
         if kind == "momentum" and epoch == 1:
             model.optimizer.momentum = 0.5
+        if kind == "schedule" and epoch == 1:
+            model.optimizer.learning_rate = keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
         if kind == "grows" and epoch == 1:
             model.layers[0].enable_lora(1)  # makes variables
 
@@ -103,6 +105,8 @@ def main() -> None:
     noted = keras.callbacks.LambdaCallback(on_epoch_begin=grow, on_epoch_end=end_of_epoch)
     if kind == "asks to stop":
         noted.on_train_batch_begin = ask
+    if kind == "momentum in an epoch":
+        noted.on_train_batch_end = lambda batch, logs: setattr(model.optimizer, "momentum", 0.5)
     if kind == "chief stops":
         noted.on_train_batch_begin = stop  # with a step in hand
     model.fit(x, y, batch_size=16, epochs=epochs, verbose=0, shuffle=shuffles, callbacks=[noted])

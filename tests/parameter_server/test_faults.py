@@ -384,9 +384,41 @@ def test_what_a_description_leaves_out_and_names_that_are_given_twice() -> None:
         slots_of_model(optimizer, [weight])
 
 
+def test_optimizers_that_servers_could_not_create_are_refused_with_the_rule() -> None:
+    import keras
+    import numpy as np
+
+    from phalanx.keras_compat.optimizer_slots import check_methods, slots_of_model
+
+    class Bare(keras.optimizers.schedules.LearningRateSchedule):
+        def __call__(self, step: object) -> object:
+            return 0.1
+
+    class Unregistered(Bare):
+        def get_config(self) -> dict[str, object]:
+            return {}
+
+    weight = keras.Variable(np.zeros(2, "float32"))
+    for rate in (Bare(), Unregistered()):
+        optimizer = keras.optimizers.SGD(rate)
+        optimizer.build([weight])
+        with pytest.raises(UnsupportedError, match="register_keras_serializable"):
+            slots_of_model(optimizer, [weight])
+    optimizer = keras.optimizers.SGD()
+    check_methods(optimizer)
+    optimizer.update_step = lambda *arguments: None
+    with pytest.raises(UnsupportedError, match="has replaced update_step"):
+        check_methods(optimizer)
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [("momentum", "The optimizer's momentum was changed between two epochs"), ("frozen", "no trainable weights")],
+    [
+        ("momentum", "The optimizer's momentum was changed during fit()"),
+        pytest.param("schedule", "The optimizer's learning_rate was changed during fit()", marks=pytest.mark.slow),
+        pytest.param("momentum in an epoch", "The optimizer's momentum was changed", marks=pytest.mark.slow),
+        ("frozen", "no trainable weights"),
+    ],
 )
 def test_what_servers_would_not_hear_of_is_refused(start: Start, kind: str, message: str) -> None:
     tasks = start(kind, workers=1)

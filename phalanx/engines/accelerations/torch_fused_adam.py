@@ -37,7 +37,9 @@ _DEVICES = ("cpu", "cuda")
 def fused_adam(optimizer: Any) -> Iterator[None]:
     """A context in which `optimizer` updates in one pass, if it is Keras's Adam; without effect on others."""
     update = getattr(optimizer, "_parallel_update_step", None)
-    if update is None or update.__func__ is not Adam._parallel_update_step or not _is_plain_adam(optimizer):
+    # One that the program has replaced on this object has no `__func__`.
+    is_keras = getattr(update, "__func__", None) is Adam._parallel_update_step
+    if update is None or not is_keras or not _is_plain_adam(optimizer):
         yield
         return
 

@@ -90,7 +90,7 @@ class _Vector:
 
     def filled(self, arrays: Sequence[Any]) -> Any:
         """These values of the pieces as one variable."""
-        return arrays[0] if self._vector is None else self._vector.pack_part([np.asarray(array) for array in arrays])
+        return arrays[0] if self._vector is None else self._vector.pack([np.asarray(array) for array in arrays])
 
 
 class _Places:
@@ -161,9 +161,6 @@ class VectorizedUpdater(Updater):
 
     def apply(self, gradients: Sequence[Any]) -> None:
         self._updater.apply(gradients)
-
-    def apply_sum(self, parts: Sequence[Sequence[Any]]) -> None:
-        self._updater.apply_sum(parts)
 
     def values(self) -> list[Array]:
         return self._updater.values()

@@ -109,9 +109,6 @@ class VariableEngine(ABC):
     def layer_state(self) -> list[Any]:
         return list(self._state)
 
-    def results_of(self, metrics: Sequence[Array]) -> Mapping[str, Any]:
-        return model_state.results_of(self._model, metrics)
-
     def merged_metrics(
         self, share: float, start: Sequence[Array], *, final: bool, training: bool = False
     ) -> Mapping[str, Any]:

@@ -185,7 +185,7 @@ class _GradientMerge:
     """
 
     updates = repeats = False
-    exchange = gather = None
+    gather = None
 
     def __init__(self, reduction: Any, local: Collection[int], *, separate: bool, checks_finite: bool) -> None:
         self.has_overflowed = False

@@ -17,7 +17,7 @@ import numpy as np
 from phalanx.collectives.communicator import ReduceOp
 from phalanx.compression import CompressedReducer, Compression
 from phalanx.compression.base_compression import State, below
-from phalanx.engines.engine import Exchange, Gather, GradientRows
+from phalanx.engines.engine import Gather, GradientRows
 from phalanx.engines.step_layout import EXTREMES, MergeWeight, StepLayout, absent
 from phalanx.monitoring import timeline
 from phalanx.runtime import progress
@@ -80,7 +80,6 @@ class StepMerge:
         repeats: see `Merge.repeats`.
         unit: the present scale of the loss, by which gradients are multiplied.
         accumulates: whether some steps accumulate gradients; the same for all steps of a model.
-        exchange: see `Merge.exchange`; set for steps that are taken that way.
     """
 
     updates = False
@@ -97,7 +96,6 @@ class StepMerge:
         self._groups: dict[StepLayout, _Groups] = {}
         self.unit = 1.0
         self.accumulates = False
-        self.exchange: Exchange | None = None
 
     @property
     def separate(self) -> bool:

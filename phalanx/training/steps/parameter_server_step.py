@@ -61,7 +61,6 @@ class ParameterServerMerge:
         trainers: number of workers that train; None: all.
 
     Attributes:
-        exchange: see `MergeProtocol.exchange`; None in synchronous training.
         tickets: what this worker knows of the schedule.
     """
 
@@ -73,7 +72,7 @@ class ParameterServerMerge:
     def __init__(self, worker: ParameterServerWorker, trainers: int | None = None) -> None:
         self._worker = worker
         self._client = worker.client
-        self.exchange = None if worker.rules.synchronous else self._exchange
+        self._is_synchronous = worker.rules.synchronous
         self._trainers = trainers or worker.workers
         self._is_overlapped = False
         self._buffers = MergeBuffers()
@@ -97,7 +96,7 @@ class ParameterServerMerge:
         compression = self._worker.compression
         self._transfer = ShardTransfer(self._client, placed, None if compression is None else compression.wire)
         self._rows = EmbeddingRowExchange(self._client, fit, placed) if placed.tables else None
-        self._is_overlapped = not self._worker.rules.synchronous and self._trainers > 1 and not placed.tables
+        self._is_overlapped = not self._is_synchronous and self._trainers > 1 and not placed.tables
         self._clip = clip
         self._is_outstanding = False
         self._after = -1
@@ -137,7 +136,7 @@ class ParameterServerMerge:
                 return response
             self._after = -1
             tickets.add(response)
-            if self._is_overlapped or (self._rows is not None and self.exchange is not None):
+            if self._is_overlapped or (self._rows is not None and not self._is_synchronous):
                 # While a step's gradients are on their way, or to state which rows the next step needs, the next ticket
                 # must be here already.
                 spare, _ = self._client.request(HEAD, messages.RequestTicket(fit, epoch, tickets.era, wait=False))
@@ -193,13 +192,6 @@ class ParameterServerMerge:
         timeline.current.enter("apply")
         return flats
 
-    def _exchange(self, gradients: Sequence[Array], metrics: Sequence[Any]) -> list[Array | None]:
-        """See `MergeProtocol.exchange`: asynchronous training merges nothing but gradients."""
-        self._check_number(len(gradients))
-        progress.enter("push")
-        timeline.current.enter("push and pull")
-        return self._step(gradients, (), (), 1.0)
-
     def _check_number(self, gradients: int) -> None:
         """Raises: UnsupportedError unless there is one gradient for each variable."""
         variables = len(self.transfer.placed.variables)
@@ -217,10 +209,9 @@ class ParameterServerMerge:
     def _step(
         self, gradients: Sequence[Array], extras: Sequence[Array], weights: Sequence[MergeWeight], share: float
     ) -> list[Array | None]:
-        is_synchronous = self.exchange is None
         if gradients and self._clip is not None:
-            gradients = self._clip(self._merged(gradients, share) if is_synchronous else gradients)
-        if not is_synchronous:
+            gradients = self._clip(self._merged(gradients, share) if self._is_synchronous else gradients)
+        if not self._is_synchronous:
             if gradients:
                 self.flush()
                 self._send(gradients, (), (), 1.0)

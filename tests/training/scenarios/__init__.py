@@ -3,6 +3,8 @@
 from tests.training.scenarios import (
     batches,
     callbacks,
+    changed_optimizers,
+    custom_optimizers,
     disagreement,
     fit_arguments,
     inputs,
@@ -13,7 +15,6 @@ from tests.training.scenarios import (
     models,
     optimizers,
     precision,
-    sharing,
     steps,
 )
 from tests.training.scenarios.registry import SCENARIOS, Scenario, Setting
@@ -24,6 +25,8 @@ __all__ = [
     "Setting",
     "batches",
     "callbacks",
+    "changed_optimizers",
+    "custom_optimizers",
     "disagreement",
     "fit_arguments",
     "inputs",
@@ -34,6 +37,5 @@ __all__ = [
     "models",
     "optimizers",
     "precision",
-    "sharing",
     "steps",
 ]

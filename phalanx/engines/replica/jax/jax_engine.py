@@ -10,15 +10,11 @@ function can deadlock on a process with one core (`step_functions`):
 Who owns the buffers: `update` of step k may still read them when it has returned (JAX works asynchronously and may
 alias them), but the merge of step k + 1 waits for the gradients of step k + 1, which need the result of `update`
 of step k. So no buffer is overwritten while it is read.
-
-Where a merge exchanges gradients for weights there is nothing else to merge and no `update`: the weights are lent by
-the merge, and `gradients` of the next step computes from them where they lie.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -30,12 +26,12 @@ from phalanx.arrays.tree import map_leaves
 from phalanx.data.dataset_elements import ElementStructure
 from phalanx.engines import step_logs
 from phalanx.engines.batch_packing import BatchPacking
-from phalanx.engines.engine import Batch, Exchange, MergeProtocol
+from phalanx.engines.engine import Batch, MergeProtocol
 from phalanx.engines.metric_rules import MetricRules
 from phalanx.engines.replica.jax.compiled_step import CompiledStep
 from phalanx.engines.replica.jax.model_arguments import ModelArguments
 from phalanx.engines.replica.jax.model_compiler import ModelCompiler
-from phalanx.engines.replica.jax.step_functions import CompiledUpdate, LocalResults, StepFunctions, UnmergedResults
+from phalanx.engines.replica.jax.step_functions import CompiledUpdate, LocalResults, StepFunctions
 from phalanx.engines.step_layout import MergeWeight, StepLayout
 from phalanx.keras_compat import model_state
 from phalanx.keras_compat.log_origins import LogOrigins
@@ -54,7 +50,6 @@ class JaxEngine:
         self._compiler = ModelCompiler(model)
         self._arguments = ModelArguments(model)
         self._predict = self._compiler.jit(model.predict_step)
-        self._results = self._compiler.jit(partial(model_state.results_of, model))
         self.metric_rules = MetricRules(self._arguments.read_metrics, self._arguments.write_metrics)
         self._functions = StepFunctions(model, merge, self._compiler, self._batches, self.metric_rules)
         self.retrace()
@@ -66,9 +61,6 @@ class JaxEngine:
         functions.packing = None
         jit, merge = compiler.jit, self._merge
         self._gradients = CompiledStep(functions.gradients, jit, merge, leave=compiler.first_part_to_host(LocalResults))
-        self._unmerged = CompiledStep(
-            functions.unmerged_gradients, jit, merge, leave=compiler.first_part_to_host(UnmergedResults)
-        )
         self._test = CompiledStep(functions.test, jit, merge, donate=(2,))
         self._update = CompiledUpdate(functions)
 
@@ -84,14 +76,6 @@ class JaxEngine:
     @property
     def builds_from_a_batch(self) -> bool:
         return model_state.is_unbuilt(self._model)
-
-    @property
-    def merges_only_gradients(self) -> bool:
-        return (
-            self._compiler.computes_on_host
-            and step_logs.logs_only_sums(self._model, self.metric_rules)
-            and not self.layer_state()
-        )
 
     @property
     def in_variables(self) -> bool:
@@ -111,16 +95,6 @@ class JaxEngine:
 
     def train(self, data: Batch, share: float) -> None:
         trainable, non_trainable, optimizer, metrics = self._arguments.get(with_optimizer=True)
-        if exchange := self._merge.exchange:
-            own = self._unmerged(share, trainable, non_trainable, optimizer, metrics, data)
-            if not share:  # a stand-in batch counts nowhere
-                own = own._replace(metrics=metrics)
-            trainable = _exchanged_weights(exchange, own, trainable, lent=self._compiler.compiles)
-            for index, value in own.changed.items():
-                non_trainable[index] = value
-            self._logs = own.logs
-            self._arguments.keep(trainable, non_trainable, optimizer, own.metrics)
-            return
         local = self._gradients(share, trainable, non_trainable, optimizer, metrics, data)
         packing = self._functions.packing
         assert packing is not None, "tracing the gradients has set it"
@@ -150,10 +124,6 @@ class JaxEngine:
 
     def logs(self) -> Mapping[str, Any]:
         return self._logs
-
-    def results_of(self, metrics: Sequence[Array]) -> Mapping[str, Any]:
-        results: Mapping[str, Any] = self._results(list(metrics))
-        return results
 
     def test(self, data: Batch, share: float) -> None:
         trainable, non_trainable, _, metrics = self._arguments.get(with_optimizer=False)
@@ -193,21 +163,6 @@ class JaxEngine:
         outputs, non_trainable = self._predict((trainable, non_trainable), self._batches.pack(data, form))
         self._arguments.keep(trainable, list(non_trainable), None, metrics)
         return tree.map_structure(np.asarray, outputs)
-
-
-def _exchanged_weights(exchange: Exchange, own: UnmergedResults, trainable: Values, *, lent: bool) -> Values:
-    """The weights after a step of which only the gradients are merged.
-
-    Args:
-        exchange: returns the new weights, None for those that are not known yet.
-        own: this rank's results.
-        trainable: the weights before.
-        lent: whether the merge's own memory may be used; an eager step may keep its arguments, which are overwritten.
-    """
-    weights: Values = list(exchange([np.asarray(gradient) for gradient in own.gradients], own.metrics))
-    if not lent:
-        weights = [None if weight is None else jnp.array(weight) for weight in weights]
-    return [old if new is None else new for old, new in zip(trainable, weights, strict=True)]
 
 
 def _in_jax_dtype(array: Array) -> Array:

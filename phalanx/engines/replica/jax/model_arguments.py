@@ -7,7 +7,7 @@ they are in the variables. When a callback touches `self.model`, Keras puts them
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,17 +17,6 @@ from phalanx.keras_compat.patching import set_untracked
 
 Array = np.ndarray[Any, Any]
 Values = list[Any]
-
-
-class _LentWeights:
-    """The newest weights, where a merge lends them. NumPy arrays among them lie in memory that is overwritten later:
-    iterating, as Keras does, yields copies of those."""
-
-    def __init__(self, values: Values) -> None:
-        self.values = values
-
-    def __iter__(self) -> Iterator[Any]:
-        return (jnp.array(value) if isinstance(value, np.ndarray) else value for value in self.values)
 
 
 class ModelArguments:
@@ -67,9 +56,8 @@ class ModelArguments:
             optimizer = values[2] if with_optimizer else None
             self.keep(values[0], values[1], optimizer, values[-1])
             return values[0], list(values[1]), optimizer, values[-1]
-        trainable = kept["trainable_variables"]
         return (
-            trainable.values if isinstance(trainable, _LentWeights) else trainable,  # Keras's own list
+            kept["trainable_variables"],
             list(kept["non_trainable_variables"]),
             kept.get("optimizer_variables"),
             kept["metrics_variables"],
@@ -78,7 +66,7 @@ class ModelArguments:
     def keep(self, trainable: Values, non_trainable: Values, optimizer: Any, metrics: Values) -> None:
         """Keep what a step returned; `optimizer` is None where the step had none of its values."""
         state = {
-            "trainable_variables": _LentWeights(trainable),
+            "trainable_variables": trainable,
             "non_trainable_variables": non_trainable,
             "metrics_variables": metrics,
         }

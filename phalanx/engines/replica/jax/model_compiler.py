@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from phalanx.engines.replica.jax.host_memory import SAME_ON_ALL, computes_on_host, pinned_memory
+from phalanx.engines.replica.jax.host_memory import SAME_ON_ALL, pinned_memory
 
 
 class ModelCompiler:
@@ -21,11 +21,6 @@ class ModelCompiler:
     def __init__(self, model: Any) -> None:
         self.compiles = bool(model.jit_compile) and not model.run_eagerly
         self.pinned = pinned_memory()
-
-    @property
-    def computes_on_host(self) -> bool:
-        """Whether compiled functions compute in host memory."""
-        return self.compiles and computes_on_host()
 
     @property
     def same_on_all(self) -> dict[str, Any] | None:

@@ -39,22 +39,6 @@ class LocalResults(NamedTuple):
     private: dict[int, Any]
 
 
-class UnmergedResults(NamedTuple):
-    """The results of a step of which only the gradients are merged.
-
-    Attributes:
-        gradients: of all trainable variables.
-        changed: non-trainable variables that the step changed, by index.
-        metrics: the new values of the metrics' variables.
-        logs: what the step logged.
-    """
-
-    gradients: Values
-    changed: dict[int, Any]
-    metrics: Values
-    logs: dict[str, Any]
-
-
 class StepFunctions:
     """Functions for JAX to compile; each is traced when it is first called with arguments of new shapes.
 
@@ -102,12 +86,6 @@ class StepFunctions:
             self.packing = packing
         return LocalResults(packing.join(values), private)
 
-    def unmerged_gradients(
-        self, trainable: Values, non_trainable: Values, optimizer: Values, metrics: Values, data: Batch
-    ) -> UnmergedResults:
-        """A step of which only the gradients are merged."""
-        return self._train_step(trainable, non_trainable, optimizer, metrics, data)
-
     def compile_update(self, packing: OutputPacking, silent: frozenset[str]) -> Callable[..., Any]:
         """Compile the second half of a step: everything after the merge.
 
@@ -154,14 +132,18 @@ class StepFunctions:
 
     def _train_step(
         self, trainable: Values, non_trainable: Values, optimizer: Values, metrics: Values, data: Batch
-    ) -> UnmergedResults:
-        """The model's own `train_step`, without the update."""
+    ) -> tuple[Values, dict[int, Any], Values, Any]:
+        """The model's own `train_step`, without the update.
+
+        Returns: the gradients, the non-trainable variables that changed, by index, the metrics' new values, and the
+            logs as `train_step` returned them.
+        """
         with probe(self._model.optimizer) as calls, self._watched("train_step", self.origins) as find:
             state = (trainable, non_trainable, optimizer, metrics)
             logs, new_state = self._model.train_step(state, self._batches.pack(data))
             logs = find(logs)
         gradients = only_call(calls, new_state, trainable, optimizer)
-        return UnmergedResults(gradients, _changed(non_trainable, new_state[1]), list(new_state[3]), logs)
+        return gradients, _changed(non_trainable, new_state[1]), list(new_state[3]), logs
 
     def _watched(self, step: str, origins: LogOrigins) -> AbstractContextManager[FindOrigins]:
         return origins.watched(of_interest=model_state.logs_differ_from_metrics(self._model, step))

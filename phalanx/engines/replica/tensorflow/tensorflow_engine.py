@@ -51,7 +51,6 @@ class TensorFlowEngine(VariableEngine):
     """Steps of one Keras model on the TensorFlow backend; see `phalanx.engines.engine.Engine`."""
 
     builds_from_a_batch = False  # it builds while it traces
-    merges_only_gradients = False  # not implemented: Keras's own computation is most of a step here
 
     def __init__(self, model: Any, merge: MergeProtocol) -> None:
         super().__init__(model, merge, TensorFlowVariables())
@@ -168,7 +167,7 @@ class TensorFlowEngine(VariableEngine):
             # What does not depend on the gradients (the step count, weight decay) must not happen if the merge fails.
             others = [slices.values for slices in sparse.values()]
             with tf.control_dependencies([*merged, *others]), self._fused(model.optimizer):
-                model.optimizer.apply(gradients, weights)
+                model.optimizer.apply_gradients(zip(gradients, weights, strict=True))
         return averages, dict(model.get_metrics_result()), self.origins.results()
 
     def _gradients(self, data: Batch) -> tuple[list[Any], dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Updates variables on TensorFlow, on a parameter server or for a shard of the weights."""
+"""Updates variables on TensorFlow, on a parameter server."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from phalanx.engines.engine import Exchange, MergeProtocol
-from phalanx.engines.replica.torch.host_copies import all_from_host, all_to_host, cut_merged
+from phalanx.engines.engine import MergeProtocol
+from phalanx.engines.replica.torch.host_copies import all_to_host, cut_merged
 from phalanx.engines.step_layout import StepLayout, gradient_weights
 
 Array = np.ndarray[Any, Any]
@@ -31,12 +31,10 @@ class TensorMerge:
         """The merged arrays, and the same as tensors; they are overwritten by a later merge."""
         return cut_merged(layout, self._merge(layout, arrays, self.share), self._device)
 
-    def merge_gradients(self, gradients: Sequence[Any], weights: Sequence[Any], metrics: Sequence[Any]) -> list[Any]:
+    def merge_gradients(self, gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
         """The gradients of some weights, merged, or what replaces them; see `merging_applies`."""
         if self._merge.updates:
             gradients = complete(gradients, weights)
-        if self._merge.exchange:
-            return self.exchange(self._merge.exchange, gradients, metrics)
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
         arrays = all_to_host([gradients[i] for i in present])
         merged = list(gradients)
@@ -46,19 +44,6 @@ class TensorMerge:
                 merged[i] = tensor
         return merged
 
-    def exchange(self, exchange: Exchange, gradients: Sequence[Any], metrics: Sequence[Any]) -> list[Any]:
-        """New weights for the gradients of all of them; None for those that are not known yet.
-
-        Args:
-            exchange: see `MergeProtocol.exchange`.
-            gradients: of all trainable variables; None where the loss does not depend on one.
-            metrics: the variables of the metrics.
-        """
-        arrays = iter(all_to_host([gradient for gradient in gradients if gradient is not None]))
-        own = [None if gradient is None else next(arrays) for gradient in gradients]
-        values = exchange(own, [variable.value for variable in metrics])
-        known = iter(all_from_host([value for value in values if value is not None], self._device))
-        return [None if value is None else next(known) for value in values]
 
 
 def complete(gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:

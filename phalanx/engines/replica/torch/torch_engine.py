@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -68,15 +67,6 @@ class TorchEngine(VariableEngine):
     def builds_from_a_batch(self) -> bool:
         return model_state.is_unbuilt(self._model)
 
-    @property
-    def merges_only_gradients(self) -> bool:
-        return (
-            not self._is_overridden
-            and self._device.type == "cpu"
-            and not self._state
-            and step_logs.logs_only_sums(self._model, self.metric_rules)
-        )
-
     def build(self, data: Batch) -> None:
         self._model._symbolic_build(data_batch=self._batches.for_keras(data))
         floating = [buffer for buffer in buffers(self._model) if buffer.value.is_floating_point()]
@@ -91,11 +81,10 @@ class TorchEngine(VariableEngine):
             changed += self._variables_of_optimizers()
         state_before = self._access.copies(changed)
         metrics_before = self._access.copies(self._metrics)
-        if not self._merge.exchange:
-            with torch.no_grad():
-                for variable, rule in zip(self._metrics, self.metric_rules.rules, strict=True):
-                    if rule.is_additive:
-                        variable.value.zero_()
+        with torch.no_grad():
+            for variable, rule in zip(self._metrics, self.metric_rules.rules, strict=True):
+                if rule.is_additive:
+                    variable.value.zero_()
         try:
             run = self._train_overridden if self._is_overridden else self._train_own
             self._begin(data, share)
@@ -113,12 +102,6 @@ class TorchEngine(VariableEngine):
         weights, gradients, logs = self._backward(data)
         if self._merge.updates:
             gradients = complete(gradients, weights)
-        if self._merge.exchange:
-            if not self._share:  # a stand-in batch counts nowhere
-                self._access.assign(self._metrics, metrics_before)
-            _assign_known(self._tensors.exchange(self._merge.exchange, gradients, self._metrics), weights)
-            self._keep_own_logs(logs)
-            return
         present = tuple(i for i, gradient in enumerate(gradients) if gradient is not None)
         merged = self._merge_all(present, [gradients[i] for i in present], logs, metrics_before)
         for i, gradient in zip(present, merged, strict=True):
@@ -156,19 +139,10 @@ class TorchEngine(VariableEngine):
 
     def _train_overridden(self, data: Batch, metrics_before: list[Any]) -> None:
         assign = _assign_known if self._merge.updates else None
-        merge = partial(self._tensors.merge_gradients, metrics=self._metrics)
-        merging = merging_applies(self._model, merge, self._fused, assign)
+        merging = merging_applies(self._model, self._tensors.merge_gradients, self._fused, assign)
         with merging, self.origins.watched() as find:
             logs = find(self._model.train_step(self._batches.pack(data)))
-        if self._merge.exchange:
-            self._keep_own_logs(logs)
-            return
         self._merge_all((), [], logs, metrics_before)
-
-    def _keep_own_logs(self, logs: dict[str, Any]) -> None:
-        """Keep the logs of a step of which only the gradients are merged, as the model returned them."""
-        self._averages = {name: np.asarray(self._access.to_host(value), np.float32) for name, value in logs.items()}
-        self._silent = frozenset(logs)
 
     def _merge_all(
         self, present: tuple[int, ...], gradients: list[Any], logs: dict[str, Any], metrics_before: list[Any]

@@ -1,0 +1,179 @@
+"""Programs that change their optimizer: between calls of `fit`, from callbacks, and by learning-rate schedules that
+Keras could not create again. The optimizer that updates is the program's own object, as it is at each step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, optimizers
+
+from tests.training.scenarios.common import BATCH, compiled, features, fitted, labels
+from tests.training.scenarios.registry import BACKENDS, Setting, add, scenario
+
+
+class _Bare(optimizers.schedules.LearningRateSchedule):
+    """Cannot be serialised: it has no `get_config`."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+    def __call__(self, step: Any) -> Any:
+        return self.rate * keras.ops.exp(-0.3 * keras.ops.cast(step, "float32"))
+
+
+class _Unregistered(_Bare):
+    """Cannot be deserialised: Keras does not know the class."""
+
+    def get_config(self) -> dict[str, Any]:
+        return {"rate": self.rate}
+
+
+def _state(model: Any) -> dict[str, Any]:
+    return {"optimizer": [keras.ops.convert_to_numpy(variable.value) for variable in model.optimizer.variables]}
+
+
+def _with_rate(rate: Callable[[], Any]) -> Callable[[Setting], dict[str, Any]]:
+    def run(setting: Setting) -> dict[str, Any]:
+        model = compiled(setting, optimizer=optimizers.Adam(rate()))
+        first = fitted(model)
+        batch = model.train_on_batch(features(BATCH), labels(BATCH))
+        return {"first": first, "batch": batch, "second": fitted(model)} | _state(model)
+
+    return run
+
+
+RATES: dict[str, Callable[[], Any]] = {
+    "without_get_config": lambda: _Bare(0.1),
+    "not_registered": lambda: _Unregistered(0.1),
+    "function": lambda: lambda: keras.ops.convert_to_tensor(0.05, "float32"),
+}
+for _name, _rate in RATES.items():
+    add(f"learning_rate_{_name}", _with_rate(_rate), quick=BACKENDS if _name == "without_get_config" else ())
+
+
+@scenario(quick=BACKENDS)
+def learning_rate_becomes_a_schedule(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting, optimizer=optimizers.Adam(0.05))
+    first = fitted(model)
+    model.optimizer.learning_rate = optimizers.schedules.ExponentialDecay(0.3, 2, 0.5)
+    return {"first": first, "second": fitted(model)} | _state(model)
+
+
+HYPERPARAMETERS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    # The optimizer, and what its attributes become.
+    "momentum": (lambda: optimizers.SGD(0.1, momentum=0.5), {"momentum": 0.9}),
+    "nesterov": (lambda: optimizers.SGD(0.1, momentum=0.9), {"nesterov": True}),
+    "beta_1": (lambda: optimizers.Adam(0.05), {"beta_1": 0.5, "epsilon": 1e-2}),
+    "weight_decay": (lambda: optimizers.AdamW(0.05, weight_decay=0.01), {"weight_decay": 0.5}),
+    "clipnorm": (lambda: optimizers.SGD(0.5), {"clipnorm": 0.01}),
+    "clipvalue": (lambda: optimizers.Adam(0.05, clipvalue=1.0), {"clipvalue": 0.001}),
+}
+MODES = ("compiled", "eagerly")
+
+
+def _changed(
+    make: Callable[[], Any], values: dict[str, Any], *, eagerly: bool, from_callback: bool
+) -> Callable[[Setting], dict[str, Any]]:
+    def run(setting: Setting) -> dict[str, Any]:
+        model = compiled(setting, optimizer=make(), run_eagerly=eagerly)
+
+        def change(*_: Any) -> None:
+            for name, value in values.items():
+                setattr(model.optimizer, name, value)
+
+        callbacks = [keras.callbacks.LambdaCallback(on_epoch_end=change)] if from_callback else []
+        first = fitted(model, callbacks=callbacks)
+        change()
+        second = fitted(model)
+        return {"first": first, "second": second} | _state(model)
+
+    return run
+
+
+for _name, (_make, _values) in HYPERPARAMETERS.items():
+    for _mode in MODES:
+        for _when in ("epochs", "fits"):
+            add(
+                f"hyperparameter_{_name}_{_mode}_between_{_when}",
+                _changed(_make, _values, eagerly=_mode == "eagerly", from_callback=_when == "epochs"),
+                quick=BACKENDS if (_name, _mode, _when) == ("beta_1", "compiled", "epochs") else (),
+            )
+
+
+@scenario(quick=BACKENDS)
+def program_changes_the_model_between_epochs_and_fits(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting, optimizer=optimizers.Adam(0.05))
+    halve = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
+    set_bias = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: model.layers[1].bias.assign(np.ones(3, "float32"))
+    )
+    first = fitted(model, callbacks=[halve, set_bias])
+    batch = model.train_on_batch(features(BATCH), labels(BATCH))
+    model.set_weights([weight * 0.5 for weight in model.get_weights()])
+    model.optimizer.learning_rate = 0.1
+    return {"first": first, "batch": batch, "second": fitted(model)} | _state(model)
+
+
+@scenario(plain=False, quick=("jax",))
+def fit_that_an_error_ends_keeps_its_last_step(setting: Setting) -> dict[str, Any]:
+    """Weights and the optimizer's state are those of the steps before the error."""
+
+    class Broken(keras.utils.PyDataset):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> Any:
+            if index == 3 and broken:
+                raise OSError("the disk is gone")
+            return features(BATCH, seed=index), labels(BATCH, seed=index)
+
+    model, twin = (compiled(setting, optimizer=optimizers.Adam(0.05)) for _ in range(2))
+    twin.set_weights(model.get_weights())
+    broken = True
+    with pytest.raises(OSError, match="the disk is gone"):
+        model.fit(Broken(), shuffle=False, verbose=0)
+    broken = False
+    twin.fit(Broken(), shuffle=False, steps_per_epoch=3, verbose=0)
+    found = [{"weights": own.get_weights()} | _state(own) for own in (model, twin)]
+    for own, others in zip(*(keras.tree.flatten(each) for each in found), strict=True):
+        np.testing.assert_allclose(own, others, rtol=1e-5, atol=1e-7)
+    return found[0]
+
+
+class _Branching(keras.Model):
+    """Has a layer that some batches do not use, and one that none uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.extra, self.last = (
+            layers.Dense(8, activation="tanh"),
+            layers.Dense(8),
+            layers.Dense(3, "softmax"),
+        )
+        self.unused = layers.Dense(2)
+
+    def build(self, shape: Any) -> None:
+        self.first.build(shape)
+        self.extra.build((None, 8))
+        self.last.build((None, 8))
+        self.unused.build((None, 8))
+
+    def call(self, x: Any) -> Any:
+        hidden = self.first(x)
+        if float(x[0, 0]) > 0:
+            hidden = hidden + self.extra(hidden)
+        return self.last(hidden)
+
+
+@scenario(backends=("torch",), quick=("torch",))
+def optimizer_leaves_alone_what_has_no_gradient(setting: Setting) -> dict[str, Any]:
+    """PyTorch gives none where a loss does not depend on a variable, which is then left alone with its moments."""
+    model = compiled(setting, _Branching, optimizer=optimizers.AdamW(0.05, weight_decay=0.1), metrics=["accuracy"])
+    model.build((None, 6))
+    x = features()
+    x[:, 0] = np.where(np.arange(len(x)) // BATCH == 1, 1, -1)  # whether the batch uses the layer
+    return fitted(model, x) | {"again": fitted(model, x)} | _state(model)

@@ -1,0 +1,237 @@
+"""Optimizers of the program's own, and unusual ways to use Keras's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops, optimizers
+
+from tests.training.scenarios.common import BATCH, classifier, compiled, features, fitted, labels
+from tests.training.scenarios.registry import BACKENDS, Setting, add, scenario
+from tests.training.scenarios.steps import STEPS
+
+
+class _Centralized(optimizers.SGD):
+    """Overrides `apply`: sees all gradients at once, and changes them by more than a factor."""
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
+        norm = ops.sqrt(sum(ops.sum(ops.square(grad)) for grad in grads))
+        return super().apply([grad / (0.1 + norm) for grad in grads], trainable_variables)
+
+
+class _Signed(optimizers.SGD):
+    """Overrides `update_step`, and treats variables by their names."""
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        rate = ops.cast(learning_rate, variable.dtype) * (0.1 if "bias" in variable.path else 1.0)
+        self.assign_sub(variable, rate * ops.sign(gradient) * ops.sqrt(ops.abs(gradient)))
+
+
+class _ClippingApplyGradients(optimizers.SGD):
+    """Overrides `apply_gradients`, which Keras calls on TensorFlow."""
+
+    def apply_gradients(self, grads_and_vars: Any) -> Any:
+        pairs = list(grads_and_vars)
+        norm = ops.sqrt(sum(ops.sum(ops.square(grad)) for grad, _ in pairs))
+        return super().apply_gradients([(grad / (0.1 + norm), variable) for grad, variable in pairs])
+
+
+class _FromScratch(optimizers.Optimizer):
+    """Derives from the base class, with state of its own."""
+
+    def build(self, variables: Any) -> None:
+        if self.built:
+            return
+        super().build(variables)
+        self.averages = self.add_optimizer_variables(variables, "average")
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        average = self.averages[self._get_variable_index(variable)]
+        self.assign(average, 0.5 * average + ops.square(gradient))
+        self.assign_sub(variable, learning_rate * gradient / (ops.sqrt(average) + 0.01))
+
+
+class _Lookahead(optimizers.SGD):
+    """Uses another optimizer, and pulls its weights back."""
+
+    def __init__(self) -> None:
+        super().__init__(0.5)
+        self.fast = optimizers.Adam(0.1)
+
+    def build(self, variables: Any) -> None:
+        if self.built:
+            return
+        super().build(variables)
+        self.fast.build(variables)
+        self._variables.extend(self.fast.variables)
+        self.slow = self.add_optimizer_variables(variables, "slow")
+        for slow, variable in zip(self.slow, variables, strict=True):
+            slow.assign(variable.value)
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
+        variables = trainable_variables or self._trainable_variables
+        self.fast.apply(grads, variables)
+        for variable, slow in zip(variables, self.slow, strict=True):
+            slow.assign(slow + 0.5 * (variable - slow))
+            variable.assign(slow.value)
+        self._iterations.assign_add(1)
+
+
+class _Counting(optimizers.SGD):
+    """Keeps a Python number, which counts each step where it runs eagerly."""
+
+    calls = 0
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        self.calls += 1
+        self.assign_sub(variable, gradient * learning_rate / self.calls)
+
+
+def _state(model: Any) -> dict[str, Any]:
+    return {"optimizer": [keras.ops.convert_to_numpy(variable.value) for variable in model.optimizer.variables]}
+
+
+CUSTOM: dict[str, Callable[[], Any]] = {
+    "apply": lambda: _Centralized(0.2, momentum=0.5),
+    "update_step": lambda: _Signed(0.1),
+    "apply_gradients": lambda: _ClippingApplyGradients(0.2),
+    "from_scratch": lambda: _FromScratch(0.1),
+    "around_another": _Lookahead,
+    "loss_scale_factor": lambda: optimizers.SGD(0.2, momentum=0.9, loss_scale_factor=8.0),
+}
+QUICK = ("apply", "apply_gradients", "around_another")
+
+
+def _fitted_with(make: Callable[[], Any], *, steps: bool) -> Callable[[Setting], dict[str, Any]]:
+    def run(setting: Setting) -> dict[str, Any]:
+        model = compiled(setting, _with_own_step if steps else classifier, optimizer=make())
+        first = fitted(model)
+        batch = model.train_on_batch(features(BATCH), labels(BATCH))
+        return {"first": first, "batch": batch, "second": fitted(model)} | _state(model)
+
+    return run
+
+
+def _with_own_step() -> Any:
+    inputs = keras.Input((6,))
+    hidden = keras.layers.Dense(8, activation="tanh")(inputs)
+    return STEPS[keras.backend.backend()](inputs, keras.layers.Dense(3, activation="softmax")(hidden))
+
+
+for _name, _make in CUSTOM.items():
+    add(f"custom_optimizer_{_name}", _fitted_with(_make, steps=False), quick=BACKENDS if _name in QUICK else ())
+    add(f"custom_optimizer_{_name}_in_own_train_step", _fitted_with(_make, steps=True))
+
+
+@scenario()
+def custom_optimizer_with_a_python_number(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting, optimizer=_Counting(0.2), run_eagerly=True)
+    return fitted(model) | {"calls": model.optimizer.calls}
+
+
+def _with_replaced_methods(*, steps: bool) -> Callable[[Setting], dict[str, Any]]:
+    def run(setting: Setting) -> dict[str, Any]:
+        optimizer = optimizers.Adam(0.1)
+        update_step, apply = optimizer.update_step, optimizer.apply
+        optimizer.update_step = lambda gradient, variable, rate: update_step(ops.sign(gradient), variable, rate)
+        optimizer.apply = lambda grads, variables=None: apply([ops.tanh(10 * grad) for grad in grads], variables)
+        model = compiled(setting, _with_own_step if steps else classifier, optimizer=optimizer)
+        return fitted(model) | _state(model)
+
+    return run
+
+
+add("optimizer_methods_replaced_on_the_object", _with_replaced_methods(steps=False))
+add("optimizer_methods_replaced_on_the_object_in_own_train_step", _with_replaced_methods(steps=True))
+
+
+@scenario()
+def optimizer_excludes_from_weight_decay(setting: Setting) -> dict[str, Any]:
+    optimizer = optimizers.AdamW(0.05, weight_decay=0.5)
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    model = compiled(setting, optimizer=optimizer)
+    return fitted(model) | _state(model)
+
+
+@scenario()
+def optimizer_built_by_hand(setting: Setting) -> dict[str, Any]:
+    optimizer = optimizers.Adam(0.05)
+
+    def build() -> Any:
+        model = classifier()
+        optimizer.build(model.trainable_variables)
+        return model
+
+    model = compiled(setting, build, optimizer=optimizer)
+    return fitted(model) | _state(model)
+
+
+@scenario()
+def optimizer_state_set_between_fits(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting, optimizer=optimizers.Adam(0.05))
+    first = fitted(model)
+    store: dict[str, Any] = {}
+    model.optimizer.save_own_variables(store)
+    model.optimizer.load_own_variables({name: np.asarray(value) * 2 for name, value in store.items()})
+    second = fitted(model)
+    for variable in model.optimizer.variables[2:]:
+        variable.assign(ops.zeros_like(variable))
+    return {"first": first, "second": second, "third": fitted(model)} | _state(model)
+
+
+@scenario(backends=("tensorflow", "torch"))
+def optimizer_shared_by_two_models(setting: Setting) -> dict[str, Any]:
+    """Keras on JAX refuses to update a part of the variables that an optimizer was built with."""
+    optimizer = optimizers.Adam(0.05)
+    with setting.scope():
+        models = [classifier(), classifier()]
+        optimizer.build([variable for model in models for variable in model.trainable_variables])
+        for model in models:
+            model.compile(optimizer, "sparse_categorical_crossentropy")
+    found = [fitted(model) for model in (*models, models[0])]
+    return {"found": found} | _state(models[0])
+
+
+@scenario(backends=("tensorflow", "torch"))
+def optimizer_kept_when_layers_are_frozen(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting, optimizer=optimizers.AdamW(0.05, weight_decay=0.1))
+    first = fitted(model)
+    model.layers[0].trainable = False
+    with setting.scope():
+        model.compile(model.optimizer, "sparse_categorical_crossentropy")
+    return {"first": first, "second": fitted(model)} | _state(model)
+
+
+@scenario()
+def optimizer_replaced_between_fits(setting: Setting) -> dict[str, Any]:
+    """Without `compile`: functions that are compiled already keep the former one, as in Keras."""
+    model = compiled(setting, optimizer=optimizers.SGD(0.1, momentum=0.5))
+    first = fitted(model)
+    with setting.scope():
+        model.optimizer = optimizers.SGD(0.1, momentum=0.9)
+    return {"first": first, "second": fitted(model)}
+
+
+@scenario()
+def optimizer_compiled_again_with_other_settings(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting, optimizer=optimizers.SGD(0.1, momentum=0.5))
+    first = fitted(model)
+    model.optimizer.momentum = 0.9
+    with setting.scope():
+        model.compile(model.optimizer, "sparse_categorical_crossentropy")
+    return {"first": first, "second": fitted(model)} | _state(model)
+
+
+@scenario(quick=BACKENDS)
+def lora_and_int8(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting, optimizer=optimizers.Adam(0.05))
+    found: dict[str, Any] = {"first": fitted(model)}
+    for change in (lambda: model.layers[0].enable_lora(2), lambda: model.quantize("int8")):
+        change()
+        with setting.scope():
+            model.compile(optimizers.Adam(0.05), "sparse_categorical_crossentropy")
+        found[f"after {len(found)} changes"] = fitted(model)
+    return found | _state(model)
