@@ -6,7 +6,7 @@ Tested with Keras 3.12 and 3.15.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import CodeType, FunctionType
 from typing import Any
 

@@ -104,8 +104,9 @@ class StepMerge:
 
     @property
     def gather(self) -> Gather | None:
-        """See `Merge.gather`. None where gradients are compressed or accumulated, or a step may have to be repeated."""
-        return None if self.separate or self.repeats else partial(_gather_rows, self)
+        """See `Merge.gather`. None where gradients are accumulated, as Keras's optimizers sum the rows then, or a step may
+        have to be repeated."""
+        return None if self.accumulates or self.repeats else partial(_gather_rows, self)
 
     @contextmanager
     def in_mode(self, mode: MergeMode) -> Iterator[None]:
@@ -310,13 +311,8 @@ def _gather_rows(merge: StepMerge, rows: Sequence[GradientRows], share: float) -
         own = len(numbers) if share else 0  # a placeholder batch counts nowhere
         weighted = gradients[:own] * gradients.dtype.type(share)
         numbers_of, weighted_of = all_gather(numbers[:own]), all_gather(weighted)
-        if of_any_batch and (counting := [rank for rank, each in enumerate(numbers_of) if len(each)]):
-            first = numbers_of[counting[0]]
-            if all(np.array_equal(numbers_of[rank], first) for rank in counting):
-                total = sum((weighted_of[rank] for rank in counting[1:]), start=weighted_of[counting[0]])
-                found.append(GradientRows(first, total))
-                continue
-        found.append(GradientRows(np.concatenate(numbers_of), np.concatenate(weighted_of)))
+        summed = sum_rows(numbers_of, weighted_of) if of_any_batch else None
+        found.append(summed or GradientRows(np.concatenate(numbers_of), np.concatenate(weighted_of)))
     return found
 
 
@@ -333,6 +329,18 @@ class GradientMerge:
             return self._replica.all_reduce(gradients)
         layout = StepLayout.of(gradients, [MergeWeight.GRADIENT] * len(gradients))
         return [np.array(array) for array in layout.cut(self._merge(layout, gradients, 1.0))]
+
+
+def sum_rows(numbers_of: Sequence[Array], gradients_of: Sequence[Array]) -> GradientRows | None:
+    """The sum over the ranks of rows that every batch looks up, as many as its longest sample needs; None if the ranks
+    have looked up others."""
+    longest = max(range(len(numbers_of)), key=lambda rank: len(numbers_of[rank]))
+    if any(not np.array_equal(numbers, numbers_of[longest][: len(numbers)]) for numbers in numbers_of):
+        return None
+    total = np.zeros_like(gradients_of[longest])
+    for gradients in gradients_of:
+        total[: len(gradients)] += gradients
+    return GradientRows(numbers_of[longest], total)
 
 
 def _chosen(indices: Iterable[int], values: Sequence[Any]) -> list[Any]:

@@ -178,6 +178,42 @@ def embeddings_of_positions(setting: Setting) -> dict[str, Any]:
     return fitted(model, (np.abs(features()) * 2 % 5).astype("int32"))
 
 
+@scenario(quick=("tensorflow",))
+def embeddings_of_positions_in_samples_of_any_length(setting: Setting) -> dict[str, Any]:
+    """Where the length of the samples is unknown when the step is traced; beside zeros, of which each sample has its
+    own."""
+
+    class Positions(layers.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.zero = layers.Embedding(FEATURES, 3), layers.Embedding(2, 3)
+
+        def call(self, inputs: Any) -> Any:
+            zeros = self.zero(ops.zeros_like(inputs, dtype="int64"))
+            return zeros + self.table(ops.arange(ops.shape(inputs)[-1]))
+
+    def build() -> Any:
+        inputs = keras.Input((None,), dtype="int32")
+        hidden = layers.GlobalAveragePooling1D()(layers.Embedding(5, 3)(inputs) + Positions()(inputs))
+        return keras.Model(inputs, layers.Dense(CLASSES, activation="softmax")(hidden))
+
+    model = compiled(setting, build, optimizer=keras.optimizers.Adam(0.01))
+    return fitted(model, (np.abs(features()) * 2 % 5).astype("int32"))
+
+
+@scenario(backends=("tensorflow",))
+def embeddings_with_accumulated_gradients(setting: Setting) -> dict[str, Any]:
+    """Keras sums the rows of an accumulated gradient, which it does not where nothing is accumulated."""
+
+    def build() -> Any:
+        inputs = keras.Input((FEATURES,), dtype="int32")
+        hidden = layers.Flatten()(layers.Embedding(5, 3)(inputs))
+        return keras.Model(inputs, layers.Dense(CLASSES, activation="softmax")(hidden))
+
+    optimizer = keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
+    return fitted(compiled(setting, build, optimizer=optimizer), (np.abs(features()) * 2 % 5).astype("int32"))
+
+
 @scenario(plain=False)
 def noise_of_keras_random_differs_between_ranks(setting: Setting) -> dict[str, Any]:
     def build() -> Any:

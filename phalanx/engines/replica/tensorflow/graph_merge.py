@@ -40,6 +40,7 @@ class GraphMerge:
         self.share_in_graph = tf.Variable(self.share)
         self.xla = False
         self.failure: BaseException | None = None
+        self._of_any_batch: dict[int, bool] = {}  # of each gradient by rows, see `_is_of_any_batch`
 
     def begin_step(self, share: float) -> None:
         """Set this rank's share of the global batch of the step that follows."""
@@ -75,18 +76,20 @@ class GraphMerge:
             if gradient is not None and not (self._merge.gather and isinstance(gradient, tf.IndexedSlices)):
                 dense[i] = tf.convert_to_tensor(gradient)
                 dense[i].set_shape(weight.shape)
+        slices = [(i, gradient) for i, gradient in enumerate(dense) if isinstance(gradient, tf.IndexedSlices)]
+        self._of_any_batch = {i: _is_of_any_batch(gradient.indices) for i, gradient in slices}
         return dense
 
     def gather_slices(self, gradients: Sequence[Any]) -> dict[int, Any]:
-        """The gradients of single rows, by number, merged. Keras's optimizers treat a row that occurs twice otherwise
-        than one that occurs once with the sum: what plain Keras has apart must stay apart, and what it has summed over
-        the whole batch must be summed over the ranks."""
+        """The gradients of single rows, which `dense` has left as they are, by number, merged. Keras's optimizers treat
+        a row that occurs twice otherwise than one that occurs once with the sum: what plain Keras has apart must stay
+        apart, and what it has summed over the whole batch must be summed over the ranks."""
         gather_rows = self._merge.gather
         slices = {i: g for i, g in enumerate(gradients) if isinstance(g, tf.IndexedSlices)}
         if gather_rows is None or not slices:
             return {}
         tensors = [part for one in slices.values() for part in (one.indices, one.values)]
-        of_any_batch = [_is_of_any_batch(one.indices) for one in slices.values()]
+        of_any_batch = [self._of_any_batch[i] for i in slices]
 
         def gather(arrays: Sequence[Array]) -> list[Array]:
             own = [GradientRows(*each) for each in zip(arrays[::2], arrays[1::2], of_any_batch, strict=True)]
@@ -150,12 +153,37 @@ class GraphMerge:
 
 
 def _is_of_any_batch(indices: Any) -> bool:
-    """Whether as many rows are looked up in a batch of any size: in a graph, where the size of the batch is unknown,
-    the number of the others is as well."""
+    """Whether a batch of any size and content has the same rows looked up (positions)."""
     if isinstance(indices, tf.__internal__.EagerTensor):
         numbers = indices.numpy()
         return len(np.unique(numbers)) == len(numbers)  # the samples of a batch would look up the same
-    return bool(indices.shape.is_fully_defined())
+    if indices.shape.is_fully_defined():
+        return True  # in a graph the size of the batch is unknown
+    seen: set[tuple[int, str]] = set()
+    pending = [indices.op]
+    while pending:
+        op = pending.pop()
+        key = (id(op.graph), op.name)
+        if key in seen or (op.type == "StridedSlice" and _reads_length(op)):
+            continue
+        seen.add(key)
+        captured = [outside for outside, inside in op.graph.captures if inside.op.name == op.name]
+        if op.type in ("Placeholder", "PlaceholderWithDefault") and not captured:
+            return False  # the batch
+        if op.type in ("Shape", "Size"):
+            return False  # of all axes, that of the samples among them
+        pending += [outside.op for outside in captured if not isinstance(outside, tf.__internal__.EagerTensor)]
+        pending += [tensor.op for tensor in op.inputs]
+    return True
+
+
+def _reads_length(op: Any) -> bool:
+    """Whether a slice takes the length of an axis, not the first, from the shape of a tensor."""
+    shape, begin = op.inputs[0].op, tf.get_static_value(op.inputs[1])
+    if shape.type != "Shape" or begin is None or not op.get_attr("shrink_axis_mask"):
+        return False
+    rank = shape.inputs[0].shape.rank
+    return rank is not None and int(begin[0]) % rank > 0
 
 
 def complete(gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:

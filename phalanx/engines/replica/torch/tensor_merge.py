@@ -45,7 +45,6 @@ class TensorMerge:
         return merged
 
 
-
 def complete(gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
     """The gradients, zero where the loss does not depend on a weight."""
     return [
