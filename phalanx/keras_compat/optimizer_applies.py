@@ -107,7 +107,7 @@ def _merging_apply(optimizer: Any, merge: GradientMerge, apply: Callable[..., An
         with _strays_merging(None), overridden_methods(optimizer, apply=apply):
             return apply_gradients(zip(gradients, weights, strict=True))
 
-    methods = {**own.methods, "apply": merged_apply}
+    methods: dict[str, Callable[..., Any]] = {**own.methods, "apply": merged_apply}
     if type(optimizer).apply_gradients is not keras.optimizers.Optimizer.apply_gradients:
         methods["apply_gradients"] = merged_apply_gradients
     return overridden_methods(optimizer, **methods)
