@@ -26,7 +26,7 @@ class Signed(optimizers.SGD):
     """Overrides `update_step`, and treats variables by their names."""
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        rate = ops.cast(learning_rate, variable.dtype) * (0.1 if "bias" in variable.path else 1.0)
+        rate = ops.cast(learning_rate, variable.dtype) * (0.1 if "bias" in variable.name else 1.0)
         self.assign_sub(variable, rate * ops.sign(gradient) * ops.sqrt(ops.abs(gradient)))
 
 
@@ -170,7 +170,7 @@ def optimizer_state_set_between_fits(setting: Setting) -> dict[str, Any]:
     first = fitted(model)
     store: dict[str, Any] = {}
     model.optimizer.save_own_variables(store)
-    model.optimizer.load_own_variables({name: np.asarray(value) * 2 for name, value in store.items()})
+    model.optimizer.load_own_variables({name: ops.convert_to_numpy(value) * 2 for name, value in store.items()})
     second = fitted(model)
     for variable in model.optimizer.variables[2:]:
         variable.assign(ops.zeros_like(variable))
