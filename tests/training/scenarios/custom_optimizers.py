@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-import numpy as np
 from keras import ops, optimizers
 
 from tests.training.scenarios.common import BATCH, classifier, compiled, features, fitted, labels
