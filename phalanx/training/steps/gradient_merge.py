@@ -104,8 +104,8 @@ class StepMerge:
 
     @property
     def gather(self) -> Gather | None:
-        """See `Merge.gather`. None where gradients are accumulated, as Keras's optimizers sum the rows then, or a step may
-        have to be repeated."""
+        """See `Merge.gather`. None where gradients are accumulated (Keras sums their rows, too), or a step may have to
+        be repeated."""
         return None if self.accumulates or self.repeats else partial(_gather_rows, self)
 
     @contextmanager
