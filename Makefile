@@ -16,7 +16,7 @@ PACKAGE_torch := torch==2.13.0
 # What only the tests of a backend use. Optax asks for JAX, so the `test` extra, which is for every backend, leaves it out.
 TESTED_WITH_jax := optax
 
-.PHONY: demo test test-slow chaos lint bench bench-servers bench-recovery bench-peers clean
+.PHONY: demo test test-slow chaos differential lint bench bench-servers bench-recovery bench-peers clean
 
 $(PY):
 	$(PYTHON) -m venv $(VENV)
@@ -53,6 +53,10 @@ test-slow: $(addprefix $(VENV)/.backend-,$(BACKENDS)) $(VENV)/.test
 # As long as it is told: make chaos ARGS="--seconds 3600 --seed 7 --backend torch"
 chaos: $(addprefix $(VENV)/.backend-,$(BACKENDS)) $(VENV)/.test
 	$(PY) -m tests.chaos.run $(ARGS)
+
+# As long as it is told: make differential ARGS="--minutes 60 --backend torch --seed 7"
+differential: $(addprefix $(VENV)/.backend-,$(BACKENDS)) $(VENV)/.test
+	$(PY) -m tests.differential.run $(ARGS)
 
 lint: .venv-lint/.installed
 	.venv-lint/bin/ruff check .

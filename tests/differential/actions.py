@@ -1,0 +1,206 @@
+"""Draws what a program does with its model: trainings, evaluations, and changes between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.differential.architectures import Architecture
+from tests.differential.compilation import SCHEDULES, draw_compile
+from tests.differential.inputs import Data, Source, draw_data, draw_source
+from tests.differential.writer import Writer
+
+
+@dataclass
+class Actions:
+    """Writes the lines after the model is compiled; `data` are what it trains on."""
+
+    w: Writer
+    architecture: Architecture
+    data: Data
+
+    def draw(self) -> None:
+        self.fit()
+        kinds: list[Callable[[], None]] = [
+            self.evaluate,
+            self.predict,
+            self.fit,
+            self.train_on_batch,
+            self.test_on_batch,
+            self.change_and_fit,
+        ]
+        for _ in range(self.w.number(0, 3)):
+            self.w.one_of(kinds)()
+
+    def state(self) -> None:
+        self.w.write('yield "state", snapshot(model)')
+
+    def fit(self) -> None:
+        w = self.w
+        source = draw_source(w, self.architecture, self.data)
+        keywords = source.keywords
+        keywords["epochs"] = str(w.number(1, 3))
+        if source.is_endless:
+            keywords["steps_per_epoch"] = str(w.number(1, 3))
+        elif w.chance(6):
+            keywords["steps_per_epoch"] = "1"  # all data sets have one batch
+        if not source.is_dataset:
+            self._add_options_of_arrays(source)
+        if "validation_split" not in keywords and w.chance(3):
+            self._add_validation(keywords)
+        kept = self._add_callbacks(keywords)
+        w.write(f'yield "history", {source.call("fit")}.history')
+        if kept:
+            w.write('yield "logs", kept.logs')
+        self.state()
+
+    def _add_options_of_arrays(self, source: Source) -> None:
+        w = self.w
+        if w.chance(4):
+            source.keywords["shuffle"] = "False"
+        if w.chance(5) and self.data.samples > 4 and "tensor" not in source.arguments[0]:
+            source.keywords["validation_split"] = "0.25"
+        (output, *others) = self.architecture.outputs
+        is_single = not others and "dicts" not in self.architecture.form and not self.data.weighted
+        if is_single and output.task in ("classes", "one_hot") and w.chance(4):
+            source.keywords["class_weight"] = "{0: 0.5, 1: 2.0, 2: 1.0, 3: 0.7}"
+
+    def _add_validation(self, keywords: dict[str, str]) -> None:
+        w = self.w
+        data = draw_data(w, self.architecture, "_val", weighted=self.data.weighted and w.chance())
+        source = draw_source(w, self.architecture, data)
+        if source.is_dataset and not source.is_endless:
+            keywords["validation_data"] = source.arguments[0]
+        else:
+            keywords["validation_data"] = f"({', '.join(data.names)})"
+            if w.chance(3):
+                keywords["validation_batch_size"] = str(w.one_of([1, 3, 32]))
+        if w.chance(4):
+            keywords["validation_freq"] = "2"
+
+    def _add_callbacks(self, keywords: dict[str, str]) -> bool:
+        w = self.w
+        if not w.chance(3):
+            return False
+        validates = "validation_data" in keywords or "validation_split" in keywords
+        monitor = "val_loss" if validates and "validation_freq" not in keywords else "loss"
+        choices = {
+            "keep": "kept",
+            "plateau": f"ReduceLROnPlateau('{monitor}', patience=0, factor=0.5, min_delta=10.0)",
+            "early": f"EarlyStopping('{monitor}', patience=0, min_delta=0.01, restore_best_weights=True)",
+            "schedule": "LearningRateScheduler(lambda epoch, rate: 0.5 * float(rate))",
+            "checkpoint": f"ModelCheckpoint(folder / 'best.keras', monitor='{monitor}', save_best_only=True)",
+            "stop": "StopAt(1)",
+            "momentum": "Change()",
+        }
+        names = dict.fromkeys(w.one_of(list(choices)) for _ in range(w.number(1, 2)))
+        if "plateau" in names or "schedule" in names:
+            w.write("if isinstance(model.optimizer._learning_rate, optimizers.schedules.LearningRateSchedule):")
+            w.write("    model.optimizer.learning_rate = 0.05  # the callback sets it")
+        if "keep" in names:
+            w.define("Keep", KEEP)
+            w.write("kept = Keep()")
+        if "stop" in names:
+            w.define("StopAt", STOP)
+        if "momentum" in names:
+            w.define("Change", CHANGE)
+        w.imports.add(
+            "from keras.callbacks import EarlyStopping, LearningRateScheduler, ModelCheckpoint, ReduceLROnPlateau"
+        )
+        keywords["callbacks"] = f"[{', '.join(choices[name] for name in names)}]"
+        return "keep" in names
+
+    def evaluate(self) -> None:
+        source = draw_source(self.w, self.architecture, self.data)
+        steps = {"steps": str(self.w.number(1, 3))} if source.is_endless else {}
+        results = {"return_dict": "True"} if self.w.chance() else {}
+        self.w.write(f'yield "evaluation", {source.call("evaluate", **steps, **results)}')
+
+    def predict(self) -> None:
+        source = draw_source(self.w, self.architecture, self.data, only_x=True)
+        steps = {"steps": str(self.w.number(1, 3))} if source.is_endless else {}
+        self.w.write(f'yield "predictions", {source.call("predict", **steps)}')
+
+    def train_on_batch(self) -> None:
+        arguments = ", ".join(self.data.names)
+        for _ in range(self.w.number(1, 2)):
+            self.w.write(f'yield "train_on_batch", model.train_on_batch({arguments})')
+        self.state()
+
+    def test_on_batch(self) -> None:
+        arguments = ", ".join(self.data.names)
+        self.w.write(f'yield "test_on_batch", model.test_on_batch({arguments}, return_dict=True)')
+        self.w.write(f'yield "predict_on_batch", model.predict_on_batch({self.data.x})')
+
+    def change_and_fit(self) -> None:
+        w = self.w
+        change = w.one_of(CHANGES)
+        if change == "compile":
+            with w.in_scope():
+                w.write(draw_compile(w, self.architecture))
+        elif change in ("freeze", "unfreeze"):
+            with w.in_scope():
+                w.write(f"model.layers[-1].trainable = {change == 'unfreeze'}")
+                w.write(draw_compile(w, self.architecture))
+        elif change == "load":
+            w.write("model.save(folder / 'model.keras')")
+            with w.in_scope():
+                w.write("model = keras.saving.load_model(folder / 'model.keras')")
+        elif change == "load weights":
+            w.write("model.save_weights(folder / 'model.weights.h5')")
+            self.fit()
+            w.write("model.load_weights(folder / 'model.weights.h5')")
+        else:
+            w.write(change)
+        self.fit()
+
+
+CHANGES = (
+    "model.optimizer.learning_rate = 0.02",
+    f"model.optimizer.learning_rate = {SCHEDULES[0]}",
+    "model.optimizer.learning_rate.assign(0.03) if hasattr(model.optimizer.learning_rate, 'assign') else None",
+    "model.set_weights([0.5 * value for value in model.get_weights()])",
+    "model.trainable_variables[0].assign(0.5 * model.trainable_variables[0])",
+    "model.optimizer.clipnorm = 0.1",
+    "model.optimizer.weight_decay = 0.1",
+    "model.optimizer.momentum = 0.5",
+    "model.reset_metrics()",
+    "compile",
+    "freeze",
+    "unfreeze",
+    "load",
+    "load weights",
+)
+
+KEEP = """
+    class Keep(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.logs = []
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.logs.append((batch, {name: float(value) for name, value in logs.items()}))
+
+        def on_test_end(self, logs=None):
+            self.logs.append({name: float(value) for name, value in logs.items()})
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.logs.append((epoch, {name: float(value) for name, value in logs.items()}))
+    """
+STOP = """
+    class StopAt(keras.callbacks.Callback):
+        def __init__(self, batch):
+            super().__init__()
+            self.batch = batch
+
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == self.batch:
+                self.model.stop_training = True
+    """
+CHANGE = """
+    class Change(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            for name in ("momentum", "beta_1", "weight_decay"):
+                if isinstance(getattr(self.model.optimizer, name, None), float):
+                    setattr(self.model.optimizer, name, 0.5 / (1 + epoch))
+    """

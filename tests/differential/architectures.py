@@ -1,0 +1,257 @@
+"""Draws models: their inputs, layers and outputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tests.differential.writer import Writer
+
+ACTIVATIONS = ("tanh", "linear", "sigmoid", "softplus", "gelu")
+"""Smooth: where a slope jumps, rounding decides."""
+TASKS = ("regression", "binary", "classes", "one_hot")
+VOCABULARY = 7
+
+
+@dataclass(frozen=True)
+class Input:
+    """`kind` is "vector", "tokens", "sequence" or "image"; `shape` is without the batch."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Output:
+    """`task` says what the targets are, `units` how many, `logits` whether there is no final activation."""
+
+    name: str
+    task: str
+    units: int
+    logits: bool = False
+
+
+@dataclass
+class Architecture:
+    """What the rest of a program needs to know about its model."""
+
+    inputs: list[Input]
+    outputs: list[Output]
+    is_built: bool = True
+    form: str = "functional"
+
+
+def draw_architecture(w: Writer) -> Architecture:
+    """Write the lines that make `model`."""
+    inputs = [_input(w, f"in{index}") for index in range(1 + w.chance(4))]
+    outputs = [_output(w, f"out{index}") for index in range(1 + w.chance(4))]
+    forms = ["functional"]
+    if len(inputs) == len(outputs) == 1:
+        forms = ["sequential", "unbuilt", *forms]
+    form = w.one_of([*forms, "subclass"])
+    architecture = Architecture(inputs, outputs, form != "unbuilt", form)
+    if form in ("sequential", "unbuilt"):
+        _write_sequential(w, architecture)
+    else:
+        _write_functional(w, architecture)
+    return architecture
+
+
+def _input(w: Writer, name: str) -> Input:
+    kind = w.one_of(["vector", "vector", "tokens", "sequence", "image"])
+    shape = {"vector": (w.number(1, 5),), "tokens": (w.number(2, 5),)}.get(kind)
+    if shape is None:
+        shape = (w.number(2, 4), w.number(1, 3)) if kind == "sequence" else (4, 5, w.number(1, 2))
+    return Input(name, kind, shape)
+
+
+def _output(w: Writer, name: str) -> Output:
+    task = w.one_of(TASKS)
+    units = w.number(2, 4) if task in ("classes", "one_hot") else w.number(1, 3)
+    return Output(name, task, units, task != "regression" and w.chance(3))
+
+
+def _head(output: Output) -> str:
+    activations = {"binary": "sigmoid", "classes": "softmax", "one_hot": "softmax"}
+    activation = None if output.logits else activations.get(output.task)
+    return f"layers.Dense({output.units}{f', activation={activation!r}' if activation else ''}, name={output.name!r})"
+
+
+def _write_sequential(w: Writer, architecture: Architecture) -> None:
+    (given,), (output,) = architecture.inputs, architecture.outputs
+    found = _body(w, given)
+    w.write("model = keras.Sequential([")
+    if architecture.is_built:
+        w.write(f"    keras.Input({given.shape}{_dtype(given)}),")
+    for layer in [*found, _head(output)]:
+        w.write(f"    {layer},")
+    w.write("])")
+
+
+def _write_functional(w: Writer, architecture: Architecture) -> None:
+    vectors = []
+    for given in architecture.inputs:
+        w.write(f"{given.name} = h = keras.Input({given.shape}, name={given.name!r}{_dtype(given)})")
+        for layer in _body(w, given):
+            w.write(f"h = {layer}(h)")
+        if w.chance(4):
+            w.write("same = layers.Dense(3, activation='tanh')")
+            w.write("h = same(same(layers.Dense(3)(h)))  # a shared layer")
+        elif w.chance(4):
+            w.write("h = layers.Dense(3)(h)")
+            w.write("h = layers.Add()([h, layers.Dense(3, activation='tanh')(h)])")
+        vectors.append(f"end_{given.name}")
+        w.write(f"end_{given.name} = h")
+    if len(vectors) > 1:
+        w.write(f"h = layers.Concatenate()([{', '.join(vectors)}])")
+    heads = [f"{_head(output)}(h)" for output in architecture.outputs]
+    names = [given.name for given in architecture.inputs]
+    has_dicts = w.chance(4)
+    if has_dicts:
+        ends = "{" + ", ".join(f"{o.name!r}: {head}" for o, head in zip(architecture.outputs, heads, strict=True)) + "}"
+    else:
+        ends = heads[0] if len(heads) == 1 else f"[{', '.join(heads)}]"
+    starts = names[0] if len(names) == 1 else f"[{', '.join(names)}]"
+    if has_dicts and w.chance():
+        starts = "{" + ", ".join(f"{name!r}: {name}" for name in names) + "}"
+    made = f"keras.Model({starts}, {ends})"
+    if architecture.form == "subclass":
+        w.define(
+            "Wrapped",
+            """
+            @keras.saving.register_keras_serializable("program")
+            class Wrapped(keras.Model):
+                def __init__(self, inner, **kwargs):
+                    super().__init__(**kwargs)
+                    self.inner = inner
+
+                def call(self, inputs, training=None):
+                    return self.inner(inputs, training=training)
+
+                def get_config(self):
+                    return {**super().get_config(), "inner": keras.saving.serialize_keras_object(self.inner)}
+
+                @classmethod
+                def from_config(cls, config):
+                    return cls(keras.saving.deserialize_keras_object(config.pop("inner")), **config)
+            """,
+        )
+        made = f"Wrapped({made})"
+    w.write(f"model = {made}")
+    architecture.form += " with dicts" if has_dicts else ""
+
+
+def _dtype(given: Input) -> str:
+    return ", dtype='int32'" if given.kind == "tokens" else ""
+
+
+def _body(w: Writer, given: Input) -> list[str]:
+    """Layers from an input to a vector."""
+    found = []
+    kind = given.kind
+    if kind == "tokens":
+        mask = ", mask_zero=True" if w.chance() else ""
+        found.append(f"layers.Embedding({VOCABULARY}, {w.number(2, 3)}{mask})")
+        kind = "sequence"
+        if mask:
+            found.append(w.one_of(["layers.LSTM(3)", "layers.GlobalAveragePooling1D()", "layers.GRU(3)"]))
+            kind = "vector"
+    if kind == "sequence":
+        for _ in range(w.number(0, 1)):
+            found.append(w.one_of(_SEQUENCE_LAYERS))
+        found.append(w.one_of(_SEQUENCE_ENDS))
+    elif kind == "image":
+        for _ in range(w.number(0, 2)):
+            found.append(w.one_of(_IMAGE_LAYERS))
+        found.append(w.one_of(["layers.Flatten()", "layers.GlobalAveragePooling2D()"]))
+    for _ in range(w.number(0, 2)):
+        found.append(_vector_layer(w))
+    return found
+
+
+_SEQUENCE_LAYERS = (
+    "layers.LSTM(3, return_sequences=True)",
+    "layers.Bidirectional(layers.GRU(2, return_sequences=True))",
+    "layers.Conv1D(3, 2, padding='same', activation='tanh')",
+    "layers.TimeDistributed(layers.Dense(2, activation='tanh'))",
+    "layers.LayerNormalization()",
+    "layers.SimpleRNN(3, return_sequences=True)",
+)
+_SEQUENCE_ENDS = (
+    "layers.Flatten()",
+    "layers.GlobalAveragePooling1D()",
+    "layers.GRU(3)",
+    "layers.LSTM(2)",
+    "layers.SimpleRNN(3)",
+)
+_IMAGE_LAYERS = (
+    "layers.Conv2D(3, 2, activation='tanh')",
+    "layers.DepthwiseConv2D(2, padding='same')",
+    "layers.AveragePooling2D(2, padding='same')",
+    "layers.SeparableConv2D(2, 2, padding='same', activation='tanh')",
+    "layers.GroupNormalization(groups=1)",
+    "layers.BatchNormalization(trainable=False)",
+)
+
+
+def _vector_layer(w: Writer) -> str:
+    kind = w.one_of(["dense", "dense", "other", "defined"])
+    if kind == "other":
+        return w.one_of(
+            [
+                "layers.Dropout(0.0)",
+                "layers.LayerNormalization()",
+                "layers.Rescaling(2.0, -0.5)",
+                "layers.BatchNormalization(trainable=False)",
+                "layers.ActivityRegularization(l2=0.1)",
+                "layers.UnitNormalization()",
+                "layers.Dense(3, trainable=False)",
+                "layers.PReLU()",
+            ]
+        )
+    if kind == "defined":
+        name = w.one_of(sorted(_DEFINED))
+        return f"{w.define(name, _DEFINED[name])}()"
+    options = w.one_of(
+        [
+            "",
+            ", use_bias=False",
+            ", kernel_regularizer='l2'",
+            ", kernel_constraint=keras.constraints.MaxNorm(1.0)",
+            ", bias_regularizer=keras.regularizers.L1L2(0.01, 0.01)",
+            ", activity_regularizer=keras.regularizers.L2(0.1)",
+        ]
+    )
+    return f"layers.Dense({w.number(1, 4)}, activation={w.one_of(ACTIVATIONS)!r}{options})"
+
+
+_DEFINED = {
+    "Penalized": """
+        @keras.saving.register_keras_serializable("program")
+        class Penalized(layers.Layer):
+            def call(self, inputs):
+                self.add_loss(0.1 * ops.mean(ops.square(inputs)))
+                return inputs
+        """,
+    "Scaled": """
+        @keras.saving.register_keras_serializable("program")
+        class Scaled(layers.Layer):
+            def build(self, shape):
+                self.scale = self.add_weight(shape=(shape[-1],), initializer="ones")
+
+            def call(self, inputs):
+                return self.scale * inputs
+        """,
+    "Averaging": """
+        @keras.saving.register_keras_serializable("program")
+        class Averaging(layers.Layer):
+            def build(self, shape):
+                self.mean = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False)
+
+            def call(self, inputs, training=None):
+                if training:
+                    mean = ops.cast(ops.mean(inputs, axis=0), self.mean.dtype)
+                    self.mean.assign(0.9 * self.mean + 0.1 * mean)
+                return inputs - ops.cast(ops.stop_gradient(self.mean), inputs.dtype)
+        """,
+}

@@ -1,0 +1,201 @@
+"""Draws optimizers, losses and metrics: the arguments of `compile`."""
+
+from __future__ import annotations
+
+from tests.differential.architectures import Architecture, Output
+from tests.differential.writer import Writer
+
+OPTIMIZERS = (
+    "SGD(0.1)",
+    "SGD(0.05, momentum=0.9)",
+    "SGD(0.05, momentum=0.9, nesterov=True)",
+    "Adam(0.01)",
+    "AdamW(0.01, weight_decay=0.1)",
+    "RMSprop(0.01)",
+    "RMSprop(0.01, momentum=0.5, centered=True)",
+    "Adagrad(0.1)",
+    "Adadelta(1.0)",
+    "Adamax(0.01)",
+    "Nadam(0.01)",
+    "Adafactor(0.01)",
+    "Adam(0.01, amsgrad=True)",
+    "Lamb(0.01)",
+    "Ftrl(0.1, l1_regularization_strength=0.01)",
+    "Muon(0.01)",
+)
+OPTIONS = (
+    "",
+    "clipnorm=0.5",
+    "global_clipnorm=0.5",
+    "clipvalue=0.1",
+    "use_ema=True, ema_momentum=0.9",
+    "use_ema=True, ema_overwrite_frequency=2",
+    "gradient_accumulation_steps=2",
+    "loss_scale_factor=8.0",
+    "weight_decay=0.01",
+)
+SCHEDULES = (
+    "optimizers.schedules.ExponentialDecay(0.1, 3, 0.7)",
+    "optimizers.schedules.CosineDecay(0.1, 8)",
+    "optimizers.schedules.PiecewiseConstantDecay([2, 5], [0.1, 0.05, 0.01])",
+    "optimizers.schedules.PolynomialDecay(0.1, 7)",
+)
+LOSSES = {
+    "regression": ("MeanSquaredError", "MeanAbsoluteError", "Huber", "LogCosh", "CosineSimilarity"),
+    "binary": ("BinaryCrossentropy", "BinaryFocalCrossentropy"),
+    "classes": ("SparseCategoricalCrossentropy",),
+    "one_hot": ("CategoricalCrossentropy", "CategoricalFocalCrossentropy", "KLDivergence"),
+}
+METRICS = {
+    "regression": (
+        "'mae'",
+        "'mse'",
+        "metrics.RootMeanSquaredError()",
+        "metrics.CosineSimilarity()",
+        "metrics.R2Score()",
+        "metrics.MeanAbsolutePercentageError()",
+        "scaled_error",
+        "Total()",
+    ),
+    "binary": (
+        "'accuracy'",
+        "metrics.BinaryAccuracy()",
+        "metrics.BinaryCrossentropy()",
+        "metrics.MeanSquaredError()",
+        "Total()",
+    ),
+    "classes": (
+        "'accuracy'",
+        "metrics.SparseCategoricalAccuracy(name='other')",
+        "metrics.SparseTopKCategoricalAccuracy(k=2)",
+        "metrics.SparseCategoricalCrossentropy()",
+    ),
+    "one_hot": (
+        "'accuracy'",
+        "metrics.TopKCategoricalAccuracy(k=2)",
+        "metrics.CategoricalCrossentropy()",
+        "metrics.CategoricalHinge()",
+        "scaled_error",
+        "Total()",
+    ),
+}
+PROBABILITIES = (
+    "metrics.AUC(num_thresholds=11)",
+    "metrics.Precision()",
+    "metrics.Recall()",
+    "metrics.FalsePositives()",
+)
+
+
+def draw_compile(w: Writer, architecture: Architecture) -> str:
+    """The call `model.compile(...)`, in one line."""
+    arguments = [f"optimizer={draw_optimizer(w)}", f"loss={_per_output(w, architecture, _loss)}"]
+    if len(architecture.outputs) > 1 and w.chance():
+        arguments.append(f"loss_weights={_collect(architecture, ['0.3', '1.7'])}")
+    for name in ("metrics", "weighted_metrics"):
+        if w.chance(2 if name == "metrics" else 4):
+            arguments.append(f"{name}={_per_output(w, architecture, _metrics, wrap=True)}")
+    if w.chance(6) and w.backend != "torch":
+        arguments.append("steps_per_execution=2")
+    if w.chance(8):
+        arguments.append("run_eagerly=True")
+    elif w.chance(6) and w.backend == "tensorflow":
+        arguments.append(f"jit_compile={w.one_of([False, True])}")
+    return f"model.compile({', '.join(arguments)})"
+
+
+def draw_optimizer(w: Writer) -> str:
+    made = w.one_of(OPTIMIZERS)
+    option = w.one_of(OPTIONS) if w.chance(3) else ""
+    if "weight_decay" in made and "weight_decay" in option:
+        option = ""
+    if w.chance(5):
+        schedule = w.one_of([*SCHEDULES, "Warmup()"])
+        if schedule == "Warmup()":
+            w.define(
+                "Warmup",
+                """
+                class Warmup(optimizers.schedules.LearningRateSchedule):  # as tutorials write it, without get_config
+                    def __call__(self, step):
+                        return 0.01 * ops.minimum(ops.cast(step, "float32") + 1.0, 5.0)
+                """,
+            )
+        name, _, rest = made.partition("(")
+        others = rest.rstrip(")").split(", ")[1:]
+        made = f"{name}({', '.join([schedule, *others])})"
+    return f"optimizers.{made[:-1]}{', ' + option if option else ''})"
+
+
+def _collect(architecture: Architecture, items: list[str]) -> str:
+    if len(items) == 1 and "dicts" not in architecture.form:
+        return items[0]
+    names = [output.name for output in architecture.outputs]
+    if "dicts" in architecture.form:
+        return "{" + ", ".join(f"{name!r}: {item}" for name, item in zip(names, items, strict=False)) + "}"
+    return f"[{', '.join(items)}]"
+
+
+def _per_output(w: Writer, architecture: Architecture, draw_one: object, *, wrap: bool = False) -> str:
+    items = [draw_one(w, output) for output in architecture.outputs]  # type: ignore[operator]
+    return _collect(architecture, items)
+
+
+def _loss(w: Writer, output: Output) -> str:
+    if output.task in ("regression", "one_hot") and w.chance(5):
+        return w.define(
+            "weighted_square",
+            """
+            @keras.saving.register_keras_serializable("program")
+            def weighted_square(y, prediction):
+                return ops.mean((1.0 + ops.abs(y)) * ops.square(y - prediction), axis=-1)
+            """,
+        )
+    name = w.one_of(LOSSES[output.task])
+    arguments = []
+    if output.logits and name != "KLDivergence":
+        arguments.append("from_logits=True")
+    reduction = w.one_of(["sum_over_batch_size", "sum_over_batch_size", "sum", "mean_with_sample_weight"])
+    if reduction != "sum_over_batch_size":
+        arguments.append(f"reduction={reduction!r}")
+    if name in ("BinaryCrossentropy", "CategoricalCrossentropy") and w.chance(4):
+        arguments.append("label_smoothing=0.1")
+    if name == "SparseCategoricalCrossentropy" and w.chance(4):
+        arguments.append("ignore_class=0")
+    return f"losses.{name}({', '.join(arguments)})"
+
+
+def _metrics(w: Writer, output: Output) -> str:
+    choices = METRICS[output.task]
+    if output.task == "binary" and not output.logits:
+        choices = (*choices, *PROBABILITIES)
+    found = dict.fromkeys(w.one_of(choices) for _ in range(w.number(1, 2)))
+    if "scaled_error" in found:
+        w.define(
+            "scaled_error",
+            """
+            @keras.saving.register_keras_serializable("program")
+            def scaled_error(y, prediction):
+                return 3.0 * ops.mean(ops.abs(y - prediction), axis=-1)
+            """,
+        )
+    if "Total()" in found:
+        w.define(
+            "Total",
+            """
+            @keras.saving.register_keras_serializable("program")
+            class Total(metrics.Metric):
+                def __init__(self, name="total", **kwargs):
+                    super().__init__(name=name, **kwargs)
+                    self.total = self.add_weight(name="total", initializer="zeros")
+
+                def update_state(self, y, prediction, sample_weight=None):
+                    values = ops.sum(ops.cast(prediction, self.dtype), axis=-1)
+                    if sample_weight is not None:
+                        values = values * ops.reshape(ops.cast(sample_weight, self.dtype), (-1,))
+                    self.total.assign_add(ops.sum(values))
+
+                def result(self):
+                    return 1.0 * self.total
+            """,
+        )
+    return f"[{', '.join(found)}]"

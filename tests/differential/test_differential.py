@@ -1,0 +1,61 @@
+"""A few programs of the differential search; `make differential` runs as many as there is time for."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+
+import numpy as np
+import pytest
+
+from tests.differential.comparison import differences, flatten
+from tests.differential.programs import TOLERANCES
+from tests.support.backends import BACKENDS
+from tests.support.commands import ROOT, finish
+
+BOUND_S = 900.0
+"""Against hanging only."""
+
+
+def test_a_difference_in_a_number_a_key_an_order_or_a_shape_is_found():
+    value = {"history": {"loss": [1.0, 0.5], "mae": [2.0, 1.0]}, "weights": [np.ones((2, 3))], "name": "a"}
+    same = flatten(value)
+    tolerance = TOLERANCES["float32"]
+    others = [
+        {**value, "history": {"loss": [1.0, 0.501], "mae": [2.0, 1.0]}},
+        {**value, "history": {"loss": [1.0], "mae": [2.0, 1.0]}},
+        {**value, "history": {"mae": [2.0, 1.0], "loss": [1.0, 0.5]}},
+        {**value, "history": {"loss": [1.0, float("nan")], "mae": [2.0, 1.0]}},
+        {**value, "weights": [np.ones((3, 2))]},
+        {**value, "name": None},
+        {key: item for key, item in value.items() if key != "weights"},
+    ]
+    assert differences(same, flatten(value), tolerance) == []
+    for other in others:
+        assert differences(flatten(other), same, tolerance)
+        assert differences(same, flatten(other), tolerance)
+
+
+def test_what_rounding_changes_by_itself_is_no_difference():
+    expected, noisy = {"weights": np.array([1.0, 2.0])}, {"weights": np.array([1.01, 2.0])}
+    assert differences({"weights": np.array([1.02, 2.0])}, expected, 1e-5, [noisy]) == []
+    assert differences({"weights": np.array([1.5, 2.0])}, expected, 1e-5, [noisy])
+
+
+@pytest.mark.timeout(BOUND_S + 60)
+@pytest.mark.parametrize(
+    ("backend", "programs"),
+    [
+        pytest.param(backend, count, marks=[getattr(pytest.mark, backend), *([pytest.mark.slow] if count > 10 else [])])
+        for backend in BACKENDS
+        for count in (8, 100)
+    ],
+)
+def test_random_programs(tmp_path, backend, programs):
+    command = ["-m", "tests.differential.run", "--backend", backend, "--programs", str(programs)]
+    command += ["--seed", "1", "--shrink", "0", "--minutes", "14", "--folder", str(tmp_path)]
+    code, output = finish([sys.executable, *command], os.environ, bound_s=BOUND_S, folder=ROOT)
+    assert code == 0, output
+    assert (found := re.search(r"(\d+) programs: .*?(\d+) equal", output)), output
+    assert int(found[2]) >= int(found[1]) / 2, output

@@ -1,0 +1,163 @@
+"""Runs programs in a long-lived process: on plain Keras, or as one replica of a job."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import linecache
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import keras
+import numpy as np
+
+from tests.differential.comparison import flatten
+from tests.support.commands import die_with_parent
+
+REFUSALS = ("UnsupportedError", "ConfigurationError")
+STACKS_AFTER_S = 200.0
+"""The stacks of a program that takes longer are written to the log."""
+MODULE = "differential_program"
+ROUNDING = {"float64": 2.0**-52, "bfloat16": 2.0**-8, "float16": 2.0**-10}
+
+
+@dataclass
+class Outcome:
+    """What became of a program in one process.
+
+    Attributes:
+        values: flattened, of each label that the program has yielded.
+        error: type, message and traceback of what ended it.
+        steps: which optimizer steps were taken after the last label.
+    """
+
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    error: tuple[str, str, str] | None = None
+    steps: int = 0
+
+    @property
+    def is_refused(self) -> bool:
+        return self.error is not None and self.error[0] in REFUSALS and not self.steps
+
+
+def serve(pipe: Connection, log: Path, cores: set[int], variables: dict[str, str]) -> None:
+    """Run the programs that arrive, until the pipe closes."""
+    die_with_parent()
+    os.environ.update(variables)
+    os.sched_setaffinity(0, cores)
+    with log.open("a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    _use_one_thread()
+    scope: Callable[[], Any] = contextlib.nullcontext
+    while True:
+        try:
+            path, folder, noise = pipe.recv()
+        except EOFError:
+            return
+        faulthandler.dump_traceback_later(STACKS_AFTER_S)
+        if variables:
+            import phalanx
+
+            scope = phalanx.MultiWorkerMirroredStrategy().scope
+        outcome = run(path, folder, scope, noise)
+        faulthandler.cancel_dump_traceback_later()
+        pipe.send(outcome)
+
+
+def run(path: Path, folder: Path, scope: Callable[[], Any], noise: int | None) -> Outcome:
+    """Run a program once.
+
+    Args:
+        folder: for the files that the program writes.
+        noise: seed of changes to the weights as large as their rounding, which show how far it drives the results.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    outcome = Outcome()
+    module = ModuleType(MODULE)
+    module.__file__ = str(path)
+    sys.modules[MODULE] = module
+    with contextlib.ExitStack() as stack:
+        stack.callback(_forget)
+        if "tensorflow" not in sys.modules:  # Keras would import it for the seed alone
+            stack.enter_context(mock.patch("keras.src.utils.rng_utils.tf", SimpleNamespace(available=False)))
+        if noise is not None:
+            _disturb(stack, np.random.default_rng(noise))
+        try:
+            exec(compile(path.read_text(), str(path), "exec"), module.__dict__)
+            for label, value in module.program(scope, folder):
+                outcome.values[f"{len(outcome.values)}. {label}"] = flatten(value)
+        except BaseException as error:
+            kind = type(error).__name__
+            outcome.error = (kind, str(error), traceback.format_exc())
+            outcome.steps = _steps_since(outcome, error)
+    return outcome
+
+
+def _steps_since(outcome: Outcome, error: BaseException) -> int:
+    """The optimizer steps since the last label."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code.co_name != "program":
+        frame = frame.tb_next
+    model = frame.tb_frame.f_locals.get("model") if frame is not None else None
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None:
+        return 0
+    with contextlib.suppress(Exception):
+        before = [
+            value for values in outcome.values.values() for place, value in values.items() if "iterations" in place
+        ]
+        return int(optimizer.iterations) - int(before[-1] if before else 0)
+    return 0
+
+
+def _disturb(stack: contextlib.ExitStack, random: np.random.Generator) -> None:
+    """Change a model's weights by about their rounding before it trains, evaluates or predicts."""
+    trainer = keras.Model
+
+    def disturbed(original: Callable[..., Any]) -> Callable[..., Any]:
+        def make(model: Any, *args: Any, **kwargs: Any) -> Any:
+            for variable in model.trainable_variables:
+                size = ROUNDING.get(getattr(model, "compute_dtype", ""), 2.0**-23)
+                value = np.asarray(keras.ops.convert_to_numpy(variable), "float64")
+                noise = random.normal(size=(2, *value.shape)) * size
+                variable.assign(value * (1 + noise[0]) + 0.1 * noise[1])
+            return original(model, *args, **kwargs)
+
+        return make
+
+    for name in ("make_train_function", "make_test_function", "make_predict_function"):
+        stack.enter_context(mock.patch.object(trainer, name, disturbed(getattr(trainer, name))))
+
+
+def _forget() -> None:
+    """Nothing of a program shall remain for the next one."""
+    sys.modules.pop(MODULE, None)
+    linecache.clearcache()
+    keras.saving.get_custom_objects().clear()
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("float32")
+    keras.backend.clear_session()
+    gc.collect()
+
+
+def _use_one_thread() -> None:
+    backend = keras.backend.backend()
+    if backend == "torch" or "torch" in sys.modules:
+        import torch
+
+        torch.set_num_threads(1)
+    if backend == "tensorflow" or "tensorflow" in sys.modules:
+        import tensorflow as tf
+
+        tf.config.threading.set_intra_op_parallelism_threads(1)
+        tf.config.threading.set_inter_op_parallelism_threads(1)
