@@ -28,6 +28,7 @@ class Actions:
             self.train_on_batch,
             self.test_on_batch,
             self.change_and_fit,
+            self.change_and_fit,
         ]
         for _ in range(self.w.number(0, 3)):
             self.w.one_of(kinds)()
@@ -95,8 +96,12 @@ class Actions:
         }
         names = dict.fromkeys(w.one_of(list(choices)) for _ in range(w.number(1, 2)))
         if "plateau" in names or "schedule" in names:
-            w.write("if isinstance(model.optimizer._learning_rate, optimizers.schedules.LearningRateSchedule):")
-            w.write("    model.optimizer.learning_rate = 0.05  # the callback sets it")
+            w.write(
+                """
+                if isinstance(model.optimizer._learning_rate, optimizers.schedules.LearningRateSchedule):
+                    model.optimizer.learning_rate = 0.05  # the callback sets it
+                """
+            )
         if "keep" in names:
             w.define("Keep", KEEP)
             w.write("kept = Keep()")

@@ -80,12 +80,9 @@ def _head(output: Output) -> str:
 def _write_sequential(w: Writer, architecture: Architecture) -> None:
     (given,), (output,) = architecture.inputs, architecture.outputs
     found = _body(w, given)
-    w.write("model = keras.Sequential([")
-    if architecture.is_built:
-        w.write(f"    keras.Input({given.shape}{_dtype(given)}),")
-    for layer in [*found, _head(output)]:
-        w.write(f"    {layer},")
-    w.write("])")
+    given_layers = [f"keras.Input({given.shape}{_dtype(given)})"] if architecture.is_built else []
+    lines = (f"    {layer}," for layer in [*given_layers, *found, _head(output)])
+    w.write("\n".join(["model = keras.Sequential([", *lines, "])"]))
 
 
 def _write_functional(w: Writer, architecture: Architecture) -> None:
