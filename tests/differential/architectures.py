@@ -10,6 +10,8 @@ ACTIVATIONS = ("tanh", "linear", "sigmoid", "softplus", "gelu")
 """Smooth: where a slope jumps, rounding decides."""
 TASKS = ("regression", "binary", "classes", "one_hot")
 VOCABULARY = 7
+SHAPES = {"vector": ((3,), (2,)), "tokens": ((4,),), "sequence": ((4, 3),), "image": ((4, 5, 1),)}
+"""Few, and small: on JAX nearly all of the time is compilation, once for each shape."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +61,13 @@ def draw_architecture(w: Writer) -> Architecture:
 
 def _input(w: Writer, name: str) -> Input:
     kind = w.one_of(["vector", "vector", "tokens", "sequence", "image"])
-    shape = {"vector": (w.number(1, 5),), "tokens": (w.number(2, 5),)}.get(kind)
-    if shape is None:
-        shape = (w.number(2, 4), w.number(1, 3)) if kind == "sequence" else (4, 5, w.number(1, 2))
+    shape = w.one_of(SHAPES[kind])
     return Input(name, kind, shape)
 
 
 def _output(w: Writer, name: str) -> Output:
     task = w.one_of(TASKS)
-    units = w.number(2, 4) if task in ("classes", "one_hot") else w.number(1, 3)
+    units = w.one_of([3, 2]) if task in ("classes", "one_hot") else w.one_of([1, 2])
     return Output(name, task, units, task != "regression" and w.chance(3))
 
 
@@ -148,7 +148,7 @@ def _body(w: Writer, given: Input) -> list[str]:
     kind = given.kind
     if kind == "tokens":
         mask = ", mask_zero=True" if w.chance() else ""
-        found.append(f"layers.Embedding({VOCABULARY}, {w.number(2, 3)}{mask})")
+        found.append(f"layers.Embedding({VOCABULARY}, 3{mask})")
         kind = "sequence"
         if mask:
             found.append(w.one_of(["layers.LSTM(3)", "layers.GlobalAveragePooling1D()", "layers.GRU(3)"]))
@@ -219,7 +219,7 @@ def _vector_layer(w: Writer) -> str:
             ", activity_regularizer=keras.regularizers.L2(0.1)",
         ]
     )
-    return f"layers.Dense({w.number(1, 4)}, activation={w.one_of(ACTIVATIONS)!r}{options})"
+    return f"layers.Dense({w.one_of([3, 2, 4])}, activation={w.one_of(ACTIVATIONS)!r}{options})"
 
 
 _DEFINED = {

@@ -46,7 +46,7 @@ class Data:
 
 def draw_data(w: Writer, architecture: Architecture, suffix: str, *, weighted: bool) -> Data:
     """Write the lines that make a data set."""
-    data = Data(suffix, w.number(2, 30), weighted)
+    data = Data(suffix, w.one_of([10, 6, 17, 24, 2]), weighted)
     has_dicts = "dicts" in architecture.form
     inputs = [_values(given, data.samples) for given in architecture.inputs]
     names = [given.name for given in architecture.inputs]
@@ -115,7 +115,7 @@ class Source:
 
 def draw_source(w: Writer, architecture: Architecture, data: Data, *, only_x: bool = False) -> Source:
     names = [data.x] if only_x else data.names
-    size = str(w.one_of([4, 1, 2, 3, 5, 8, 32]))
+    size = str(w.one_of([4, 8, 3, 1, 32]))
     nested = any(_is_nested(architecture, name) for name in names)
     kinds = ["arrays", "arrays", "generator", "pydataset", "tensors"]
     if w.backend == "tensorflow":

@@ -23,6 +23,8 @@ ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "JAX_PLATFORMS": "cpu",
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
 
 
@@ -38,9 +40,10 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="for the scripts of findings; else a temporary one")
     parser.add_argument("--verbose", action="store_true", help="a line and a script for each program")
     options = parser.parse_args()
-    os.environ.update({"KERAS_BACKEND": options.backend, **ENVIRONMENT})
     folder = options.folder or Path(tempfile.mkdtemp(prefix="differential-"))
     folder.mkdir(parents=True, exist_ok=True)
+    os.environ.update({"KERAS_BACKEND": options.backend, **ENVIRONMENT})
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "compiled")
 
     import warnings
 
