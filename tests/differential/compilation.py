@@ -40,6 +40,8 @@ SCHEDULES = (
     "optimizers.schedules.PiecewiseConstantDecay([2, 5], [0.1, 0.05, 0.01])",
     "optimizers.schedules.PolynomialDecay(0.1, 7)",
 )
+OTHER_SCHEDULES: tuple[str, ...] = ()
+"""`Warmup()`, a class without `get_config`, once replicas train with such schedules."""
 LOSSES = {
     "regression": ("MeanSquaredError", "MeanAbsoluteError", "Huber", "LogCosh", "CosineSimilarity"),
     "binary": ("BinaryCrossentropy", "BinaryFocalCrossentropy"),
@@ -110,7 +112,7 @@ def draw_optimizer(w: Writer) -> str:
     if "weight_decay" in made and "weight_decay" in option:
         option = ""
     if w.chance(5):
-        schedule = w.one_of([*SCHEDULES, "Warmup()"])
+        schedule = w.one_of([*SCHEDULES, *OTHER_SCHEDULES])
         if schedule == "Warmup()":
             w.define(
                 "Warmup",

@@ -80,7 +80,7 @@ sys.exit(bool(found))"""
 def programs(draw: st.DrawFn, backend: str) -> Program:
     """Programs that plain Keras runs, nearly all of them."""
     w = Writer(draw, backend)
-    world_size = w.one_of([2, 2, 2, 3, 3, 1])
+    world_size = w.one_of([2, 2, 2, 2, 3, 3, 3, 1])
     precision = w.one_of(["float32"] * 8 + ["mixed_bfloat16", "float64"]) if backend != "jax" else "float32"
     w.write("keras.backend.clear_session()")
     w.write(f"keras.utils.set_random_seed({w.number(0, 3)})")
