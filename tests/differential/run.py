@@ -48,10 +48,9 @@ def main() -> int:
     import warnings
 
     warnings.filterwarnings("ignore", message=r"os\.fork\(\)")
-    # Before the fork, as Keras would import them in each process.
-    import tensorflow  # noqa: F401
-    import torch  # noqa: F401
+    from phalanx.keras_compat import lazy_imports
 
+    lazy_imports.install()  # in plain Keras as well: it changes only when things are imported
     from tests.differential.pool import Pool
     from tests.differential.programs import Program
     from tests.differential.search import Different, search

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 
@@ -11,8 +10,10 @@ import pytest
 
 from tests.differential.comparison import differences, flatten
 from tests.differential.programs import TOLERANCES
+from tests.support import fork_server
 from tests.support.backends import BACKENDS
-from tests.support.commands import ROOT, finish
+from tests.support.commands import finish
+from tests.training.jobs import environment
 
 BOUND_S = 900.0
 """Against hanging only."""
@@ -55,7 +56,8 @@ def test_what_rounding_changes_by_itself_is_no_difference():
 def test_random_programs(tmp_path, backend, programs):
     command = ["-m", "tests.differential.run", "--backend", backend, "--programs", str(programs)]
     command += ["--seed", "1", "--shrink", "0", "--minutes", "14", "--folder", str(tmp_path)]
-    code, output = finish([sys.executable, *command], os.environ, bound_s=BOUND_S, folder=ROOT)
+    variables = environment(backend, tmp_path / "compiled")
+    code, output = finish([sys.executable, *command], variables, bound_s=BOUND_S, start=fork_server.popen)
     assert code == 0, output
     assert (found := re.search(r"(\d+) programs: .*?(\d+) equal", output)), output
     assert int(found[2]) >= int(found[1]) / 2, output

@@ -112,12 +112,10 @@ def _steps_since(outcome: Outcome, error: BaseException) -> int:
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None:
         return 0
-    with contextlib.suppress(Exception):
-        before = [
-            value for values in outcome.values.values() for place, value in values.items() if "iterations" in place
-        ]
-        return int(optimizer.iterations) - int(before[-1] if before else 0)
-    return 0
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    values = (item for label in outcome.values.values() for item in label.items())
+    before = [value for place, value in values if "iterations" in place]
+    return int(optimizer.iterations) - int(before[-1] if before else 0)
 
 
 def _disturb(stack: contextlib.ExitStack, random: np.random.Generator) -> None:
