@@ -172,7 +172,7 @@ def _py_dataset(w: Writer) -> str:
             """
             class Refilled(keras.utils.PyDataset):  # fills the same memory for each batch
                 def __init__(self, *arrays, size):
-                    super().__init__(workers=1)
+                    super().__init__(workers=0)  # with more, Keras itself reads ahead into the same memory
                     self.arrays, self.size = arrays, size
                     self.samples = len(keras.tree.flatten(arrays)[0])
                     self.buffers = keras.tree.map_structure(lambda array: np.empty_like(array[:size]), arrays)

@@ -10,6 +10,7 @@ import secrets
 import shutil
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -114,8 +115,8 @@ class Pool:
                 self._end(size)
         return result
 
-    def noise(self, source: str, seeds: range) -> list[Outcome | None]:
-        """What rounding alone changes in plain Keras."""
+    def plain_again(self, source: str, seeds: Sequence[int | None]) -> list[Outcome | None]:
+        """What plain Keras does with rounding errors of these seeds; None: as it is."""
         path, folder = self._write(source)
         found = []
         for seed in seeds:
