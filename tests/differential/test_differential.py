@@ -50,7 +50,7 @@ def test_what_rounding_changes_by_itself_is_no_difference():
     [
         pytest.param(backend, count, marks=[getattr(pytest.mark, backend), *([pytest.mark.slow] if count > 10 else [])])
         for backend in BACKENDS
-        for count in (6, 100)
+        for count in (1, 100)
     ],
 )
 def test_random_programs(tmp_path, backend, programs):
