@@ -34,19 +34,12 @@ def layer_state(model: Any) -> list[Any]:
 
     Frozen weights are not among them: a layer keeps its weights apart from its state, whatever `trainable` says.
     """
-    private = {id(variable) for variable in sample_state(model)}
     seen: dict[int, Any] = {}
     for layer in model._flatten_layers():
         for variable in layer._non_trainable_variables:
-            if keras.backend.is_float_dtype(variable.dtype) and id(variable) not in private:
+            if keras.backend.is_float_dtype(variable.dtype):
                 seen.setdefault(id(variable), variable)
     return list(seen.values())
-
-
-def sample_state(model: Any) -> list[Any]:
-    """The variables in which stateful layers remember each sample of a batch: each replica has those of its part."""
-    stateful = [layer for layer in model._flatten_layers() if getattr(layer, "stateful", False)]
-    return leaves([getattr(layer, "states", None) or () for layer in stateful])
 
 
 def check_layers(model: Any) -> None:

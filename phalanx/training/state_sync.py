@@ -15,7 +15,7 @@ from phalanx.cluster.task_comparison import describe_difference
 from phalanx.engines import buffers
 from phalanx.engines.random_state import draw_own_numbers, random_state
 from phalanx.errors import DisagreementError
-from phalanx.keras_compat.model_state import optimizers, sample_state
+from phalanx.keras_compat.model_state import optimizers
 from phalanx.training.replica import Replica
 from phalanx.transport.serialization import decode, encode
 
@@ -46,10 +46,7 @@ def synchronise(model: Any, replica: Replica, *, metrics: bool = False, take: bo
     if not take:
         return
     seeds = {id(generator.state) for generator in seed_generators(model)}
-    own_samples = {id(variable) for variable in sample_state(model)}
     for variable, old, new in zip(variables, arrays, values, strict=True):
-        if id(variable) in own_samples:
-            continue
         if id(variable) in seeds:
             new = shifted_seed(new, replica.rank)
         if not np.array_equal(old, new):

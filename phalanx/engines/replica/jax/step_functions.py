@@ -69,9 +69,7 @@ class StepFunctions:
             jnp.zeros_like(value) if rule.is_additive else value for value, rule in zip(metrics, rules, strict=True)
         ]
         gradients, changed, new_metrics, logs = self._train_step(trainable, non_trainable, optimizer, start, data)
-        own = {id(variable) for variable in model_state.sample_state(self._model)}
-        not_merged = {i for i, variable in enumerate(self._model.non_trainable_variables) if id(variable) in own}
-        floating = {i: v for i, v in changed.items() if jnp.issubdtype(v.dtype, jnp.floating) and i not in not_merged}
+        floating = {i: v for i, v in changed.items() if jnp.issubdtype(v.dtype, jnp.floating)}
         private = {i: v for i, v in changed.items() if i not in floating}
         own_logs = self._own_logs("train_step", logs)
         values = [*gradients, *floating.values(), *new_metrics, *own_logs.values()]
