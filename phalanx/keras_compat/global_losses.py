@@ -30,11 +30,10 @@ Tested with Keras 3.12 and 3.15.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
 
 import keras
 from keras import losses as keras_losses
@@ -44,7 +43,7 @@ from keras.src.losses import loss as keras_loss
 from keras.src.trainers.trainer import Trainer
 
 from phalanx.keras_compat import step_collectives
-from phalanx.keras_compat.patching import PatchedFunction
+from phalanx.keras_compat.patching import PatchedFunction, set_untracked
 from phalanx.keras_compat.step_means import share_of_step
 
 _DIVIDED = ("sum_over_batch_size", "mean")
@@ -54,10 +53,22 @@ _whole: ContextVar[bool] = ContextVar("whole", default=False)
 """Whether the losses that are computed are of the global batch already, on each rank."""
 
 
-sums: WeakSet[Any] = WeakSet()
-"""Losses, and models whose `compute_loss` it is, of which it was found out that they are one sum over the batch."""
-added: WeakKeyDictionary[Any, list[bool | None]] = WeakKeyDictionary()
-"""Of the losses that a layer adds in one call of the model: whether each is a sum; None if it is not known."""
+# Kept on the objects, because PyTorch's compiler cannot look into sets of weak references.
+
+
+def note_sum(thing: Any, *, is_sum: bool = True) -> None:
+    """Note of a loss, or a model whose `compute_loss` it is, whether it is one sum over the batch."""
+    set_untracked(thing, _phalanx_is_sum=is_sum)
+
+
+def is_noted_sum(thing: Any) -> bool:
+    """What `note_sum` has noted."""
+    return getattr(thing, "_phalanx_is_sum", False)
+
+
+def note_added(layer: Any, kinds: Sequence[bool | None]) -> None:
+    """Note of the losses that a layer adds in one call of the model whether each is a sum; None if it is not known."""
+    set_untracked(layer, _phalanx_added=tuple(kinds))
 
 
 def over_global_batch(loss: Callable[..., Any], y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
@@ -132,19 +143,19 @@ class GloballyScaledLosses:
             if relates_samples(loss, y_pred):
                 return over_global_batch(partial(own, loss), y_true, y_pred, sample_weight)
             result = own(loss, y_true, y_pred, sample_weight)
-            return _summed(result) if loss in sums else result
+            return _summed(result) if is_noted_sum(loss) else result
 
         return call
 
     def _make_add(self) -> Callable[..., Any]:
         def add(layer: Any, loss: Any) -> None:
-            if kinds := added.get(layer):
+            if kinds := getattr(layer, "_phalanx_added", None):
                 loss = [self._added_number(each, kinds, layer) for each in tree.flatten(loss)]
             self._adds.original(layer, loss)
 
         return add
 
-    def _added_number(self, value: Any, kinds: list[bool | None], layer: Any) -> Any:
+    def _added_number(self, value: Any, kinds: Sequence[bool | None], layer: Any) -> Any:
         """A loss that a layer adds, as one number where it is known how it combines."""
         number = self._added_so_far[id(layer)] % len(kinds)
         self._added_so_far[id(layer)] += 1
@@ -154,7 +165,7 @@ class GloballyScaledLosses:
     def _make_compute(self) -> Callable[..., Any]:
         def compute(model: Any, *arguments: Any, **named: Any) -> Any:
             loss = self._computes.original(model, *arguments, **named)
-            return _summed(loss) if model in sums else loss
+            return _summed(loss) if is_noted_sum(model) else loss
 
         return compute
 

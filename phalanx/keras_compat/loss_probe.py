@@ -3,7 +3,7 @@
 A loss function that returns one number may be a mean over the samples, their sum, a ratio of two sums, or relate the
 samples to each other, and nothing says which. So one process computes the losses of one small batch, and of two unequal
 parts of it as two ranks would, and compares. What merges to the loss of the whole batch needs nothing. A sum is noted
-as one (`global_losses.sums`). Anything else is an error.
+as one (`global_losses.note_sum`). Anything else is an error.
 
 Nothing is computed where nothing is to be found out: Keras's own losses are known, and so are Keras's own layers. All
 is computed eagerly, of `ROWS` samples at most, in a `StatelessScope`, so that no variable and no seed changes; a loss
@@ -26,8 +26,7 @@ from keras import ops, tree
 from keras.src.losses import loss as keras_loss
 
 from phalanx.arrays.tree import leaves, map_leaves
-from phalanx.keras_compat import global_losses
-from phalanx.keras_compat.global_losses import GloballyScaledLosses
+from phalanx.keras_compat.global_losses import GloballyScaledLosses, is_noted_sum, note_added, note_sum
 from phalanx.keras_compat.model_state import names_in, overrides
 from phalanx.keras_compat.patching import PatchedFunction
 from phalanx.keras_compat.step_collectives import InStep
@@ -69,10 +68,11 @@ def has_open_questions(model: Any) -> bool:
 def note(model: Any, findings: Findings) -> None:
     """Let steps use what was found out."""
     losses, layers = _compiled(model), model._flatten_layers()
-    global_losses.sums.update([losses[index] for index in findings.sums])
-    for index, kinds in findings.added.items():
-        global_losses.added[layers[int(index)]] = kinds
-    (global_losses.sums.add if findings.is_sum else global_losses.sums.discard)(model)
+    for index, loss in enumerate(losses):
+        note_sum(loss, is_sum=index in findings.sums)
+    for number, kinds in findings.added.items():
+        note_added(layers[int(number)], kinds)
+    note_sum(model, is_sum=findings.is_sum)
 
 
 def probe(model: Any, x: Any, y: Any, sample_weight: Any) -> Findings:
@@ -82,6 +82,8 @@ def probe(model: Any, x: Any, y: Any, sample_weight: Any) -> Findings:
         model: built.
         x, y, sample_weight: arrays of a batch, as Keras's steps get them.
     """
+    for each in (*_compiled(model), model):
+        note_sum(each, is_sum=False)  # a loss that is compiled again may be noted already
     try:
         return _Probe(model, x, y, sample_weight).run()
     except _ProgramError as error:
@@ -353,12 +355,14 @@ def _compute_compiled(model: Any, part: _Part) -> Any:
 
 @contextmanager
 def _noted(losses: Sequence[Any]) -> Iterator[None]:
-    noted = [loss for loss in losses if loss not in global_losses.sums]
-    global_losses.sums.update(noted)
+    noted = [loss for loss in losses if not is_noted_sum(loss)]
+    for loss in noted:
+        note_sum(loss)
     try:
         yield
     finally:
-        global_losses.sums.difference_update(noted)
+        for loss in noted:
+            note_sum(loss, is_sum=False)
 
 
 def _with_zeros(values: Any, rows: slice, step: int) -> Any:
