@@ -31,7 +31,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -49,8 +48,8 @@ from phalanx.keras_compat.step_means import share_of_step
 _DIVIDED = ("sum_over_batch_size", "mean")
 
 
-_whole: ContextVar[bool] = ContextVar("whole", default=False)
-"""Whether the losses that are computed are of the global batch already, on each rank."""
+_whole: list[bool] = []
+"""Not empty while losses are computed that are of the global batch already, on each rank."""
 
 
 # Kept on the objects, because PyTorch's compiler cannot look into sets of weak references.
@@ -74,7 +73,7 @@ def note_added(layer: Any, kinds: Sequence[bool | None]) -> None:
 def over_global_batch(loss: Callable[..., Any], y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
     """A loss over the batches of all ranks together; outside of a step, over this one."""
     collectives = step_collectives.current()
-    if collectives is None or _whole.get():
+    if collectives is None or _whole:
         return loss(y_true, y_pred, sample_weight)
 
     def gathered(values: Any) -> Any:
@@ -87,11 +86,11 @@ def over_global_batch(loss: Callable[..., Any], y_true: Any, y_pred: Any, sample
     y_true, sample_weight, masks = gathered((y_true, sample_weight, masks))
     y_pred = gathered(y_pred)
     tree.map_structure(lambda each, mask: mask is None or set_keras_mask(each, mask), y_pred, masks)
-    token = _whole.set(True)
+    _whole.append(True)
     try:
         return loss(y_true, y_pred, sample_weight)
     finally:
-        _whole.reset(token)
+        _whole.pop()
 
 
 def relates_samples(loss: Any, y_pred: Any) -> bool:
@@ -178,7 +177,7 @@ class GloballyScaledLosses:
         dtype: Any = None,
     ) -> Any:
         original = self._losses.original
-        if _whole.get():
+        if _whole:
             return original(values, sample_weight, mask, reduction, dtype)
         if tuple(values.shape) == ():
             of_samples = sample_weight is not None and len(sample_weight.shape) > 0
