@@ -377,11 +377,6 @@ def check_accumulation_with_loss_scaling_merges_each_update() -> None:
 
 
 def check_sync_batch_normalization_trains_as_one_process() -> None:
-    if keras.backend.backend() == "jax":
-        with pytest.raises(NotImplementedError, match="one compiled function"):
-            hvd.SyncBatchNormalization()
-        return
-
     def model(norm, optimizer):
         made = keras.Sequential(
             [keras.Input((6,)), keras.layers.Dense(8), norm(), keras.layers.Activation("tanh"), keras.layers.Dense(1)]
