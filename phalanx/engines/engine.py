@@ -54,6 +54,11 @@ class MergeProtocol(Protocol):
         ...
 
     @property
+    def once_per_step(self) -> bool:
+        """Whether it can only be called once in a step, with the gradients of all trainable variables."""
+        ...
+
+    @property
     def gather(self) -> Gather | None:
         """Merges gradients that are single rows (`tf.IndexedSlices`) as rows; None if they must be dense.
 
@@ -70,6 +75,11 @@ class MergeProtocol(Protocol):
     @property
     def separate(self) -> bool:
         """Whether gradients must come one by one, in the shapes of their variables."""
+        ...
+
+    @property
+    def synchronizes_batch_norm(self) -> bool:
+        """Whether all batch normalization is over the batches of all ranks."""
         ...
 
     def total(self, own: Array, share: float) -> Array:

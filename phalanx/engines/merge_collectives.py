@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.engines.engine import MergeProtocol
+from phalanx.engines.step_layout import StepLayout, gradient_weights
 from phalanx.engines.tensors import Array, Shape
 
 Call = Callable[..., list[Any]]
@@ -40,6 +41,7 @@ class MergeCollectives:
         self.samples: tuple[int, int] | None = None
         self.has_gathered = False
         self.weights_gradients = True
+        self.synchronizes_batch_norm = merge.synchronizes_batch_norm
 
     def all_reduce(self, tensors: list[Any]) -> list[Any]:
         """See `StepCollectives.all_reduce`."""
@@ -49,6 +51,21 @@ class MergeCollectives:
         """See `StepCollectives.all_gather`."""
         self.has_gathered = True
         return self._call(self._gather, tensors, shape_of=self._gathered_shape, gradient=self._own_rows)
+
+    def merge_gradients(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
+        """The gradients of variables, merged as at the end of a step; of no gradient: None stays None."""
+        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        weights = gradient_weights([variables[i] for i in present])
+
+        def merge(arrays: Sequence[Array]) -> list[Array]:
+            layout = StepLayout.of(arrays, weights)
+            return [np.array(array) for array in layout.cut(self._merge(layout, arrays, self.share))]
+
+        merged = list(gradients)
+        if present:
+            for i, value in zip(present, self._call(merge, [gradients[i] for i in present]), strict=True):
+                merged[i] = value
+        return merged
 
     def global_samples(self, own: int) -> int:
         """The number of samples of the global batch; all ranks must call."""

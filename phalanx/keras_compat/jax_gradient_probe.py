@@ -1,37 +1,40 @@
 """The gradients that a train step on JAX passes to its optimizer, without the update.
 
 While the step is traced, `optimizer.stateless_apply` is overridden: it notes its arguments and returns placeholders,
-which the step must return unchanged. Tested with Keras 3.12 and 3.15.
+which the step must return unchanged. Most steps do. One that computes with them, or applies several optimizers, needs
+merged gradients on its way: `merging_stateless_applies`. Tested with Keras 3.12 and 3.15.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
+
+import keras
 
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat.global_gradients import GlobalGradients
-from phalanx.keras_compat.patching import overridden_methods
+from phalanx.keras_compat.model_state import optimizers
+from phalanx.keras_compat.patching import PatchedFunction, defining_class, overridden_methods
 
 Values = list[Any]
 
 
+class UpdateNeeded(UnsupportedError):
+    """A train step does more with weights and optimizer variables than to return those of one `stateless_apply`."""
+
+
+_ONE_UPDATE = (
+    "`train_step` does more with weights and optimizer variables than to return those of one "
+    "`optimizer.stateless_apply` (several updates, a moving average of the weights, a log of them). With parameter "
+    "servers and with Horovod's DistributedOptimizer, the one update is made after the step. Use "
+    "MultiWorkerMirroredStrategy."
+)
+
+
 class _Later:
-    """Placeholder for a value after the update, which is not known yet: using it raises an error."""
-
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise UnsupportedError(
-            "`train_step` computes with the weights or optimizer variables that `optimizer.stateless_apply` returned "
-            "(a moving average of the weights, a log). Under a strategy on the JAX backend the update comes after the "
-            "step, when the gradients of all replicas are merged: do it in a callback, or write a custom training "
-            "loop with `strategy.run` and `strategy.reduce` (docs/custom_loops.md)."
-        )
-
-    __jax_array__ = __array__ = __getitem__ = __iter__ = __len__ = __float__ = __int__ = __bool__ = __neg__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = _refuse
-    __matmul__ = __rmatmul__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
-    shape = dtype = ndim = property(_refuse)
+    """Placeholder for a value after the update, which is not known yet: computing with it raises some error."""
 
 
 class OptimizerCall(NamedTuple):
@@ -45,8 +48,15 @@ class OptimizerCall(NamedTuple):
 
 
 @contextmanager
-def probe(optimizer: Any) -> Iterator[list[OptimizerCall]]:
-    """A context in which `optimizer.stateless_apply` notes its arguments and returns placeholders."""
+def probe(optimizer: Any, *, is_custom: bool = False) -> Iterator[list[OptimizerCall]]:
+    """A context in which `optimizer.stateless_apply` notes its arguments and returns placeholders.
+
+    Args:
+        optimizer: the model's.
+        is_custom: whether the step is the model's own, so that it may compute with placeholders.
+
+    Raises: UpdateNeeded where such a step fails after placeholders were returned.
+    """
     calls: list[OptimizerCall] = []
     own = GlobalGradients(optimizer)
 
@@ -57,29 +67,83 @@ def probe(optimizer: Any) -> Iterator[list[OptimizerCall]]:
         return later
 
     with overridden_methods(optimizer, stateless_apply=note, **own.methods):
-        yield calls
+        try:
+            yield calls
+        except Exception as error:
+            if not (calls and is_custom):
+                raise
+            raise UpdateNeeded(_ONE_UPDATE) from error
 
 
 def only_call(calls: list[OptimizerCall], state: tuple[Any, ...], trainable: Values, optimizer: Values) -> Values:
     """The gradients of the only `stateless_apply` of a train step.
 
-    Raises: UnsupportedError if there were none or several, or the step did more to weights or optimizer variables.
+    Raises: UpdateNeeded if there were none or several, or the step did more to weights or optimizer variables.
     """
-    if len(calls) != 1:
+    if len(calls) == 1:
+        (call,) = calls
+        given = _same(call.trainable, trainable) and _same(call.optimizer, optimizer)
+        if given and _same(state[0], call.new_trainable) and _same(state[2], call.new_optimizer):
+            return call.gradients
+    raise UpdateNeeded(_ONE_UPDATE)
+
+
+Merge = Callable[[Values, Values], Values]
+"""Called with gradients and their variables; returns the gradients, merged."""
+
+
+@contextmanager
+def merging_stateless_applies(model: Any, merge: Merge) -> Iterator[list[Any]]:
+    """A context in which every optimizer's `stateless_apply` merges its gradients first.
+
+    Yields: all values that such calls have returned so far.
+    """
+    applied: list[Any] = []
+    is_inside = False
+
+    own = {id(optimizer): GlobalGradients(optimizer) for optimizer in optimizers(model)}
+
+    def merging(kind: type) -> PatchedFunction:
+        def stateless_apply(optimizer: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
+            nonlocal is_inside
+            if is_inside:  # the optimizer inside of one that scales the loss
+                return patch.original(optimizer, optimizer_variables, grads, trainable_variables)
+            known = optimizer._trainable_variables
+            gradients = (own.get(id(optimizer)) or GlobalGradients(optimizer)).to_merge(grads, known)
+            is_inside = True
+            try:
+                new = patch.original(optimizer, optimizer_variables, merge(gradients, known), trainable_variables)
+            finally:
+                is_inside = False
+            applied.extend([*new[0], *new[1]])
+            return new
+
+        patch = PatchedFunction(defining_class(kind, "stateless_apply"), "stateless_apply", stateless_apply)
+        return patch
+
+    with ExitStack() as stack:
+        for optimizer in optimizers(model):
+            stack.enter_context(overridden_methods(optimizer, **own[id(optimizer)].methods))
+        for kind in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
+            stack.enter_context(merging(kind))
+        yield applied
+
+
+def check_updates(before: Sequence[Any], after: Sequence[Any], applied: Sequence[Any]) -> None:
+    """Raise UnsupportedError if a step changed weights or optimizer variables without an optimizer.
+
+    Args:
+        before, after: their values.
+        applied: what optimizers have returned.
+    """
+    known = {id(value) for value in [*before, *applied]}
+    if not all(id(value) in known for value in after):
         raise UnsupportedError(
-            f"`train_step` calls `optimizer.stateless_apply` {len(calls)} times; under a strategy on the JAX backend "
-            f"it must be exactly once, because the gradients are merged there. Write a custom training loop with "
-            f"`strategy.run` and `strategy.reduce` instead (docs/custom_loops.md)."
+            "`train_step` changes weights or optimizer variables other than by `stateless_apply` of a Keras optimizer, "
+            "where the replicas' gradients are merged. Let an optimizer change them (variables that are averages of "
+            "others: make them non-trainable), or write a custom training loop with `strategy.run` and "
+            "`strategy.reduce` (docs/custom_loops.md)."
         )
-    (call,) = calls
-    given = _same(call.trainable, trainable) and _same(call.optimizer, optimizer)
-    if not given or not _same(state[0], call.new_trainable) or not _same(state[2], call.new_optimizer):
-        raise UnsupportedError(
-            "`train_step` changes the weights or the optimizer's variables outside `optimizer.stateless_apply`; "
-            "under a strategy on the JAX backend all changes must come from that one call. Write a custom training "
-            "loop with `strategy.run` and `strategy.reduce` instead (docs/custom_loops.md)."
-        )
-    return call.gradients
 
 
 def _same(left: Sequence[Any], right: Sequence[Any]) -> bool:

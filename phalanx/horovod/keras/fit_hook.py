@@ -184,7 +184,8 @@ class _GradientMerge:
         has_overflowed: whether some gradients of the last step were not finite.
     """
 
-    updates = repeats = False
+    updates = repeats = synchronizes_batch_norm = False
+    once_per_step = True
     gather = None
 
     def __init__(self, reduction: Any, local: Collection[int], *, separate: bool, checks_finite: bool) -> None:

@@ -80,9 +80,10 @@ class StepMerge:
         repeats: see `Merge.repeats`.
         unit: the present scale of the loss, by which gradients are multiplied.
         accumulates: whether some steps accumulate gradients; the same for all steps of a model.
+        synchronizes_batch_norm: see `MergeProtocol`; set it before an engine is made.
     """
 
-    updates = False
+    updates = once_per_step = False
 
     def __init__(self, replica: Replica, compression: Compression | None = None) -> None:
         self._replica = replica
@@ -96,6 +97,7 @@ class StepMerge:
         self._groups: dict[StepLayout, _Groups] = {}
         self.unit = 1.0
         self.accumulates = False
+        self.synchronizes_batch_norm = False
 
     @property
     def separate(self) -> bool:

@@ -64,8 +64,8 @@ class ParameterServerMerge:
         tickets: what this worker knows of the schedule.
     """
 
-    updates = separate = True
-    repeats = False
+    updates = separate = once_per_step = True
+    repeats = synchronizes_batch_norm = False
     gather = None
     all_gather = staticmethod(_refuse_to_gather)
 

@@ -433,9 +433,110 @@ class AveragedStep(JaxStep):
         return {**logs, "size": ops.sum(0.5 * trainable[0])}, (trainable, non_trainable, optimizer, metric_values)
 
 
-@scenario(error={"jax": ("UnsupportedError", "moving average")}, backends=("jax",), quick=BACKENDS)
+@scenario(backends=("jax",), quick=BACKENDS)
 def weights_after_the_update_inside_the_step(setting: Setting) -> dict[str, Any]:
     return fitted(compiled(setting, lambda: _body(AveragedStep)))
+
+
+class StatelessGan(keras.Model):
+    """Generator and discriminator in turn, each with its optimizer, of which Keras on JAX knows one.
+
+    Args:
+        keeps: where the variables of the second optimizer are: among the model's ("model"), in an attribute, which
+            works without compilation ("attribute"), or nowhere ("one"): one optimizer is applied twice.
+    """
+
+    def __init__(self, keeps: str) -> None:
+        super().__init__()
+        self.keeps = keeps
+        self.critic = keras.Sequential([keras.Input((FEATURES,)), layers.Dense(8, "tanh"), layers.Dense(1)])
+        self.maker = keras.Sequential([keras.Input((FEATURES,)), layers.Dense(8, "tanh"), layers.Dense(FEATURES)])
+        self.maker_optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
+
+    def call(self, x: Any) -> Any:
+        return self.critic(self.maker(x))
+
+    def compile(self, optimizer: Any, **arguments: Any) -> None:
+        super().compile(optimizer, **arguments)
+        if self.keeps == "one":
+            optimizer.build(self.trainable_variables)
+            return
+        optimizer.build(self.critic.trainable_variables)
+        self.maker_optimizer.build(self.maker.trainable_variables)
+        if self.keeps == "model":
+            self.maker_state = list(self.maker_optimizer.variables)
+
+    def losses_of(self, critic: Any, maker: Any, x: Any, y: Any) -> tuple[Any, Any]:
+        made, _ = self.maker.stateless_call(maker, [], x)
+        (real, _), (fake, _) = (self.critic.stateless_call(critic, [], each) for each in (x, made))
+        return ops.mean(ops.softplus(-real) + ops.softplus(fake)), ops.mean(ops.softplus(-fake) * (1 + y[:, None]))
+
+    def train_step(self, state: Any, data: Any) -> Any:
+        import jax
+
+        trainable, others, optimizer, metric_values = state
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        size = len(self.critic.trainable_variables)
+        critic, maker = trainable[:size], trainable[size:]
+        critic_loss, gradients = jax.value_and_grad(lambda own: self.losses_of(own, maker, x, y)[0])(critic)
+        if self.keeps == "one":
+            gradients = [*gradients, *map(ops.zeros_like, maker)]
+            trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
+            critic, maker = trainable[:size], trainable[size:]
+        else:
+            critic, optimizer = self.optimizer.stateless_apply(optimizer, gradients, critic)
+        maker_loss, gradients = jax.value_and_grad(lambda own: self.losses_of(critic, own, x, y)[1])(maker)
+        if self.keeps == "one":
+            gradients = [*map(ops.zeros_like, critic), *gradients]
+            trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
+        elif self.keeps == "model":
+            maker, others = self.maker_optimizer.stateless_apply(others, gradients, maker)
+        else:
+            kept = vars(self).setdefault("kept", [variable.value for variable in self.maker_optimizer.variables])
+            maker, vars(self)["kept"] = self.maker_optimizer.stateless_apply(kept, gradients, maker)
+        if self.keeps != "one":
+            trainable = [*critic, *maker]
+        logs = {"critic_loss": critic_loss, "maker_loss": maker_loss}
+        return logs, (trainable, others, optimizer, metric_values)
+
+
+def _trained_gan(setting: Setting, keeps: str, **arguments: Any) -> dict[str, Any]:
+    optimizer = keras.optimizers.Adam(0.01)
+    model = compiled(setting, lambda: StatelessGan(keeps), optimizer=optimizer, loss=None, **arguments)
+    # As many samples in each batch: the logs are those of the last one.
+    found = fitted(model, batch_size=11)
+    return {**found, "optimizer": [ops.convert_to_numpy(variable) for variable in model.optimizer.variables]}
+
+
+@scenario(backends=("jax",), quick=BACKENDS, quick_of_three=True)
+def two_optimizers_on_jax(setting: Setting) -> dict[str, Any]:
+    return _trained_gan(setting, "model")
+
+
+@scenario(backends=("jax",))
+def two_optimizers_on_jax_without_compilation(setting: Setting) -> dict[str, Any]:
+    return {
+        "eager": _trained_gan(setting, "attribute", run_eagerly=True),
+        "not compiled": _trained_gan(setting, "model", jit_compile=False),
+    }
+
+
+@scenario(backends=("jax",))
+def one_optimizer_that_is_applied_twice(setting: Setting) -> dict[str, Any]:
+    return _trained_gan(setting, "one")
+
+
+@scenario(
+    backends=("jax",), error={"jax": ("UnsupportedError", "changes weights or optimizer variables other than by")}
+)
+def own_train_step_that_updates_by_itself_on_jax(setting: Setting) -> dict[str, Any]:
+    class ByHand(StatelessGan):
+        def train_step(self, state: Any, data: Any) -> Any:
+            logs, (trainable, *others) = super().train_step(state, data)
+            return logs, ([0.9 * value for value in trainable], *others)
+
+    model = compiled(setting, lambda: ByHand("model"), optimizer="sgd", loss=None)
+    return fitted(model)
 
 
 _GLOBAL_OPTIMIZERS: list[Any] = []

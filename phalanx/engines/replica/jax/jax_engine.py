@@ -29,9 +29,10 @@ from phalanx.engines.batch_packing import BatchPacking
 from phalanx.engines.engine import Batch, MergeProtocol
 from phalanx.engines.metric_rules import MetricRules
 from phalanx.engines.replica.jax.compiled_step import CompiledStep
+from phalanx.engines.replica.jax.local_step import LocalStep
 from phalanx.engines.replica.jax.model_arguments import ModelArguments
 from phalanx.engines.replica.jax.model_compiler import ModelCompiler
-from phalanx.engines.replica.jax.step_functions import CompiledUpdate, LocalResults, StepFunctions
+from phalanx.engines.replica.jax.step_functions import AppliedResults, CompiledUpdate, StepFunctions
 from phalanx.engines.step_layout import MergeWeight, StepLayout
 from phalanx.keras_compat import model_state
 from phalanx.keras_compat.log_origins import LogOrigins
@@ -60,7 +61,7 @@ class JaxEngine:
         functions, compiler = self._functions, self._compiler
         functions.packing = None
         jit, merge = compiler.jit, self._merge
-        self._gradients = CompiledStep(functions.gradients, jit, merge, leave=compiler.first_part_to_host(LocalResults))
+        self._local_step = LocalStep(self._model, merge, functions, compiler)
         self._test = CompiledStep(functions.test, jit, merge, donate=(2,))
         self._update = CompiledUpdate(functions)
 
@@ -95,7 +96,9 @@ class JaxEngine:
 
     def train(self, data: Batch, share: float) -> None:
         trainable, non_trainable, optimizer, metrics = self._arguments.get(with_optimizer=True)
-        local = self._gradients(share, trainable, non_trainable, optimizer, metrics, data)
+        local = self._local_step(share, trainable, non_trainable, optimizer, metrics, data)
+        if isinstance(local, AppliedResults):
+            trainable, optimizer = local.trainable, local.optimizer
         packing = self._functions.packing
         assert packing is not None, "tracing the gradients has set it"
         flats = self._merge(packing.travelling, [np.asarray(array) for array in local.merged], share)
@@ -111,7 +114,7 @@ class JaxEngine:
         self._arguments.keep(trainable, non_trainable, optimizer, metrics)
 
     def warm(self, data: Batch, share: float) -> Callable[[], None] | None:
-        return self._gradients.prepare(share, *self._arguments.get(with_optimizer=True), data)
+        return self._local_step.prepare(share, *self._arguments.get(with_optimizer=True), data)
 
     def read(self, variables: Sequence[Any]) -> list[Array]:
         return self._arguments.read(variables)

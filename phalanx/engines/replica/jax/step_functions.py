@@ -6,7 +6,7 @@ gradients and changes nothing. Everything else that it returns (metric and layer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -16,12 +16,13 @@ import keras
 from phalanx.engines import step_logs
 from phalanx.engines.batch_packing import BatchPacking
 from phalanx.engines.engine import Batch, MergeProtocol
+from phalanx.engines.merge_collectives import MergeCollectives
 from phalanx.engines.metric_rules import MetricRules
 from phalanx.engines.replica.jax.model_compiler import ModelCompiler
 from phalanx.engines.replica.jax.output_packing import OutputPacking
 from phalanx.engines.step_layout import SMALL, SMALL_ON_THE_BUS, MergeWeight, StepLayout, bundles, gradient_weights
-from phalanx.keras_compat import model_state
-from phalanx.keras_compat.jax_gradient_probe import only_call, probe
+from phalanx.keras_compat import model_state, step_collectives
+from phalanx.keras_compat.jax_gradient_probe import check_updates, merging_stateless_applies, only_call, probe
 from phalanx.keras_compat.log_origins import FindOrigins, LogOrigins
 
 Values = list[Any]
@@ -37,6 +38,36 @@ class LocalResults(NamedTuple):
 
     merged: Values
     private: dict[int, Any]
+
+
+class AppliedResults(NamedTuple):
+    """The results of a step that has applied its optimizers, with merged gradients.
+
+    Attributes:
+        merged, private: as in `LocalResults`.
+        trainable, optimizer: the new values.
+    """
+
+    merged: Values
+    private: dict[int, Any]
+    trainable: Values
+    optimizer: Values
+
+
+class TraceResults(NamedTuple):
+    """What a trace of `train_step` results in, without the update.
+
+    Attributes:
+        gradients: of all trainable variables; none of a step that has applied its optimizers.
+        changed: non-trainable variables that the step changed, by index.
+        metrics: the new values of the metrics' variables.
+        logs: as `train_step` returned them.
+    """
+
+    gradients: Values
+    changed: dict[int, Any]
+    metrics: Values
+    logs: Any
 
 
 class StepFunctions:
@@ -63,22 +94,52 @@ class StepFunctions:
         self, trainable: Values, non_trainable: Values, optimizer: Values, metrics: Values, data: Batch
     ) -> LocalResults:
         """The first half of a step: everything up to the merge."""
+        own = self._train_step(trainable, non_trainable, optimizer, self._start(metrics), data)
+        return self._pack(own)
+
+    def applied(
+        self, trainable: Values, non_trainable: Values, optimizer: Values, metrics: Values, data: Batch
+    ) -> AppliedResults:
+        """As `gradients`, of a step that needs its gradients merged on its way, and so updates the weights itself."""
+        collectives = step_collectives.current()
+        assert isinstance(collectives, MergeCollectives), "a CompiledStep runs it"
+        merging = merging_stateless_applies(self._model, collectives.merge_gradients)
+        with merging as applied, self._watched("train_step", self.origins) as find:
+            state = (trainable, non_trainable, optimizer, self._start(metrics))
+            logs, new_state = self._model.train_step(state, self._batches.pack(data))
+            logs = find(logs)
+        check_updates([*trainable, *optimizer], [*new_state[0], *new_state[2]], applied)
+        # Another optimizer's variables may be among the model's; they are the same on all ranks.
+        alike = {id(value) for value in applied}
+        packed = self._pack(TraceResults([], _changed(non_trainable, new_state[1]), list(new_state[3]), logs), alike)
+        return AppliedResults(*packed, list(new_state[0]), list(new_state[2]))
+
+    def _start(self, metrics: Values) -> Values:
+        """Counters start at zero, so that what is merged is what the step adds to them."""
         rules = self._rules.rules
-        # Counters start at zero, so that what is merged is what this step adds to them.
-        start = [
+        return [
             jnp.zeros_like(value) if rule.is_additive else value for value, rule in zip(metrics, rules, strict=True)
         ]
-        gradients, changed, new_metrics, logs = self._train_step(trainable, non_trainable, optimizer, start, data)
-        floating = {i: v for i, v in changed.items() if jnp.issubdtype(v.dtype, jnp.floating)}
+
+    def _pack(self, own: TraceResults, alike: Collection[int] = ()) -> LocalResults:
+        """Pack what is merged.
+
+        Args:
+            own: the results of a step.
+            alike: the ids of those that are the same on all ranks.
+        """
+        gradients, changed, new_metrics, logs = own
+        floating = {i: v for i, v in changed.items() if jnp.issubdtype(v.dtype, jnp.floating) and id(v) not in alike}
         private = {i: v for i, v in changed.items() if i not in floating}
         own_logs = self._own_logs("train_step", logs)
         values = [*gradients, *floating.values(), *new_metrics, *own_logs.values()]
-        counted = [*gradient_weights(self._model.trainable_variables), *[MergeWeight.SHARE] * len(floating)]
+        variables = self._model.trainable_variables[: len(gradients)]
+        counted = [*gradient_weights(variables), *[MergeWeight.SHARE] * len(floating)]
         layout = StepLayout.of(values, [*counted, *self._rules.weights, *[MergeWeight.SHARE] * len(own_logs)])
         small = SMALL if self._compiler.pinned is None else SMALL_ON_THE_BUS
         groups = [[i] for i in range(len(values))] if self._merge.separate else bundles(layout, small)
         packing = OutputPacking(
-            layout, tuple(map(tuple, groups)), len(gradients), tuple(floating), rules, tuple(own_logs)
+            layout, tuple(map(tuple, groups)), len(gradients), tuple(floating), self._rules.rules, tuple(own_logs)
         )
         if packing != self.packing:  # the engine compiles another update for another object
             self.packing = packing
@@ -97,7 +158,7 @@ class StepFunctions:
             gradients, state, merged, averages = read(arrays)
             if self._merge.updates:
                 trainable = gradients
-            else:
+            elif packing.gradients:
                 trainable, optimizer = self._model.optimizer.stateless_apply(optimizer, gradients, trainable)
             metrics = [
                 old + new if rule.is_additive else new
@@ -130,18 +191,16 @@ class StepFunctions:
 
     def _train_step(
         self, trainable: Values, non_trainable: Values, optimizer: Values, metrics: Values, data: Batch
-    ) -> tuple[Values, dict[int, Any], Values, Any]:
-        """The model's own `train_step`, without the update.
-
-        Returns: the gradients, the non-trainable variables that changed, by index, the metrics' new values, and the
-            logs as `train_step` returned them.
-        """
-        with probe(self._model.optimizer) as calls, self._watched("train_step", self.origins) as find:
+    ) -> TraceResults:
+        """The model's own `train_step`, without the update."""
+        is_custom = model_state.overrides(self._model, "train_step")
+        probed = probe(self._model.optimizer, is_custom=is_custom)
+        with probed as calls, self._watched("train_step", self.origins) as find:
             state = (trainable, non_trainable, optimizer, metrics)
             logs, new_state = self._model.train_step(state, self._batches.pack(data))
             logs = find(logs)
         gradients = only_call(calls, new_state, trainable, optimizer)
-        return gradients, _changed(non_trainable, new_state[1]), list(new_state[3]), logs
+        return TraceResults(gradients, _changed(non_trainable, new_state[1]), list(new_state[3]), logs)
 
     def _watched(self, step: str, origins: LogOrigins) -> AbstractContextManager[FindOrigins]:
         return origins.watched(of_interest=model_state.logs_differ_from_metrics(self._model, step))

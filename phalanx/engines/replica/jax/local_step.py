@@ -1,0 +1,48 @@
+"""The first half of a training step on JAX, in the form that the model's `train_step` needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from phalanx.engines.engine import MergeProtocol
+from phalanx.engines.replica.jax.compiled_step import CompiledStep
+from phalanx.engines.replica.jax.model_compiler import ModelCompiler
+from phalanx.engines.replica.jax.step_functions import AppliedResults, LocalResults, StepFunctions
+from phalanx.keras_compat import model_state
+from phalanx.keras_compat.jax_gradient_probe import UpdateNeeded
+
+
+class LocalStep:
+    """Computes this rank's part of a step.
+
+    It ends where the gradients are known, unless a custom `train_step` turns out to need merged ones on its way: then
+    it ends with the new weights.
+    """
+
+    def __init__(self, model: Any, merge: MergeProtocol, functions: StepFunctions, compiler: ModelCompiler) -> None:
+        self._model = model
+        self._once = merge.once_per_step
+        # A step that is not compiled may have effects on the program, and so must not be tried.
+        is_eager = not compiler.compiles and model_state.overrides(model, "train_step")
+        self._applies = is_eager and not self._once
+        jit, to_host = compiler.jit, compiler.first_part_to_host
+        self._gradients = CompiledStep(functions.gradients, jit, merge, leave=to_host(LocalResults))
+        self._applied = CompiledStep(functions.applied, jit, merge, leave=to_host(AppliedResults))
+
+    def __call__(self, share: float, *arguments: Any) -> LocalResults | AppliedResults:
+        if not self._applies:
+            try:
+                local: LocalResults = self._gradients(share, *arguments)
+                return local
+            except UpdateNeeded:
+                if self._once:
+                    raise
+                self._applies = True
+                self._model._clear_losses()  # those of the interrupted step
+        applied: AppliedResults = self._applied(share, *arguments)
+        return applied
+
+    def prepare(self, share: float, *arguments: Any) -> Callable[[], None] | None:
+        """See `CompiledStep.prepare`."""
+        return None if self._applies else self._gradients.prepare(share, *arguments)
