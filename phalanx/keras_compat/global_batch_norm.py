@@ -1,20 +1,21 @@
-"""Batch normalization over the batches of all ranks: `BatchNormalization(synchronized=True)`, which Keras has on
-TensorFlow.
+"""Batch normalization over the batches of all ranks: `BatchNormalization(synchronized=True)`, on every backend.
 
-Keras gets the other replicas' sums from `tf.distribute`, and uses its own if no strategy of TensorFlow's is active.
-While a rank takes a step, or is in `strategy.run`, the layer gets them here instead. Mean and variance come from two
-sums over the ranks, one after the other, so no digits are lost; gradients flow back through those sums (Ioffe and
-Szegedy 2015, section 3).
+Keras has it on TensorFlow, where it gets the other replicas' sums from `tf.distribute`; on other backends its layer
+refuses the argument. While a rank takes a step, or is in `strategy.run`, the layer gets the sums here instead. Mean and
+variance come from two sums over the ranks, one after the other, so no digits are lost; gradients flow back through
+those sums (Ioffe and Szegedy 2015, section 3).
 
-`hook` patches `BatchNormalization._moments`. Tested with Keras 3.12 and 3.15.
+`trainer_hook` patches `BatchNormalization.__init__` and `_moments`. Tested with Keras 3.12 and 3.15.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
+import keras
 from keras import ops
 
 from phalanx.keras_compat import step_collectives
@@ -23,15 +24,30 @@ Sum = Callable[[list[Any]], list[Any]]
 """Sums tensors over the ranks, all in one call, differentiably; all ranks must call."""
 
 
+def accepting_synchronized(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Keras's `BatchNormalization.__init__`, wrapped so that it accepts `synchronized=True` on every backend."""
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, synchronized: bool = False, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.synchronized = synchronized or self.synchronized
+
+    # Keras reads it to write an object's configuration, and does not follow `__wrapped__`.
+    vars(method)["__signature__"] = inspect.signature(original)
+    return method
+
+
 def synchronizing(original: Callable[..., Any]) -> Callable[..., Any]:
     """Keras's `BatchNormalization._moments`, wrapped so that it reaches the other ranks in a step."""
 
     @functools.wraps(original)
     def method(self: Any, inputs: Any, mask: Any) -> Any:
         collectives = step_collectives.current()
-        if not self.synchronized or collectives is None:
-            return original(self, inputs, mask)
-        return moments(self, inputs, mask, collectives.all_reduce)
+        if collectives is not None and (self.synchronized or collectives.synchronizes_batch_norm):
+            return moments(self, inputs, mask, collectives.all_reduce)
+        if self.synchronized and keras.backend.backend() != "tensorflow":  # where Keras knows of no other replicas
+            return moments(self, inputs, mask, lambda tensors: tensors)
+        return original(self, inputs, mask)
 
     return method
 
@@ -45,20 +61,23 @@ def moments(layer: Any, inputs: Any, mask: Any, sum_over_ranks: Sum) -> tuple[An
         mask: of shape `inputs.shape[:-1]`: which positions count; None: all.
         sum_over_ranks: sums tensors over the ranks.
     """
-    counted = ops.ones_like(inputs, dtype="bool")
+    counted = None
     if mask is not None:
         counted = ops.broadcast_to(ops.expand_dims(ops.cast(mask, "bool"), axis=-1), ops.shape(inputs))
     shape = [1] * len(inputs.shape)
     shape[layer.axis] = -1
 
+    def chosen(values: Any) -> Any:
+        return values if counted is None else ops.where(counted, values, 0)  # what does not count may be NaN
+
     def per_feature(values: Any) -> Any:
-        # What does not count may be NaN. The number of features is the layer's, where the inputs' is not known.
-        return ops.reshape(ops.sum(ops.where(counted, values, 0), layer._reduction_axes), layer.moving_mean.shape)
+        # The number of features is the layer's, where the inputs' is not known.
+        return ops.reshape(ops.sum(chosen(values), layer._reduction_axes), layer.moving_mean.shape)
 
     own = per_feature(ops.ones_like(inputs))
     count, total = sum_over_ranks([own, per_feature(inputs)])
     mean = total / ops.maximum(count, 1.0)
-    deviations = ops.where(counted, inputs - ops.reshape(mean, shape), 0)  # before squaring: or its gradient is NaN
+    deviations = chosen(inputs - ops.reshape(mean, shape))  # before squaring: or its gradient is NaN
     # Counted again: a rank that was lost since has no squares.
     count, squares = sum_over_ranks([own, per_feature(ops.square(deviations))])
     return mean, squares / ops.maximum(count, 1.0)

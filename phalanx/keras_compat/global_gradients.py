@@ -2,8 +2,8 @@
 
 A replica's loss is the mean over fewer samples, so what flows back through its model is larger than in one process, by
 1 / share. For float32 it is enough to weight the gradients by the share when they are merged. But float16 overflows,
-and float8 rounds with scales that follow from the largest values seen: there what flows back from the loss is multiplied by
-the share, and the gradients are divided by it again before they are merged.
+and float8 rounds with scales that follow from the largest values seen: there what flows back from the loss is
+multiplied by the share, and the gradients are divided by it again before they are merged.
 
 Keras's own training steps pass the loss through `optimizer.scale_loss`, which is overridden while a step runs or is
 traced. Tested with Keras 3.12 and 3.15.

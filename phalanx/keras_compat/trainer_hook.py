@@ -28,7 +28,7 @@ from typing import Any, Protocol
 
 import keras
 
-from phalanx.keras_compat.global_batch_norm import synchronizing
+from phalanx.keras_compat.global_batch_norm import accepting_synchronized, synchronizing
 from phalanx.keras_compat.keras_internals import keras_trainer
 from phalanx.keras_compat.optimizer_applies import stray_merge
 from phalanx.keras_compat.patching import ClassPatches, defining_class
@@ -117,6 +117,7 @@ def install(dispatcher: KerasDispatcher) -> None:
         _patches.replace(keras.Model, name, _saving)
     for optimizer in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
         _patches.replace(defining_class(optimizer, "apply"), "apply", _merging)
+    _patches.replace(keras.layers.BatchNormalization, "__init__", accepting_synchronized)
     _patches.replace(keras.layers.BatchNormalization, "_moments", synchronizing)
     for kind in OBJECT_KINDS:
         _patches.replace(defining_class(kind, "__init__"), "__init__", _registering_object)

@@ -30,6 +30,7 @@ class MirroredStrategy(Strategy):
             each GPU, or a single replica where there is none.
         cross_device_ops: how gradients are merged; None: as is fastest.
         compression: as for `MultiWorkerMirroredStrategy`. On one host it saves no time.
+        synchronized_batch_norm: as for `MultiWorkerMirroredStrategy`.
 
     Raises: ConfigurationError in a notebook or an interactive session, which cannot be run again.
     """
@@ -40,8 +41,9 @@ class MirroredStrategy(Strategy):
         cross_device_ops: CrossDeviceOps | None = None,
         *,
         compression: Compression | str | None = None,
+        synchronized_batch_norm: bool = False,
     ):
-        policy = TrainingPolicy(resolve_compression(compression))
+        policy = TrainingPolicy(resolve_compression(compression), synchronized_batch_norm=synchronized_batch_norm)
         ops = cross_device_ops_of(cross_device_ops)
         self._devices = local_devices(devices, "MirroredStrategy")
         if JOB_ID not in process_environment() or LOCAL_REPLICAS in process_environment():

@@ -26,6 +26,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication: the older form, a `CollectiveCommunication`.
         compression: how gradients travel: "float16", "bfloat16", "int8", "top_k", "power_sgd", or an object of
             `phalanx.compression`; None: with all their bits.
+        synchronized_batch_norm: normalize over the global batch in all `BatchNormalization` layers, as if they had
+            `synchronized=True`. False: in those alone that have it.
 
     Raises:
         ConfigurationError: the cluster is described wrongly; the message says where.
@@ -40,12 +42,13 @@ class MultiWorkerMirroredStrategy(Strategy):
         *,
         communication: CommunicationImplementation | None = None,
         compression: Compression | str | None = None,
+        synchronized_batch_norm: bool = False,
     ):
         if communication is not None:
             if communication_options is not None:
                 raise ConfigurationError("Pass communication_options or communication, not both.")
             communication_options = CommunicationOptions(implementation=communication)
         resolver = as_resolver(cluster_resolver)
-        policy = TrainingPolicy(resolve_compression(compression))
+        policy = TrainingPolicy(resolve_compression(compression), synchronized_batch_norm=synchronized_batch_norm)
         self._job = join_job(resolver, communication_options)
         super().__init__(self._job.replica, resolver, policy)

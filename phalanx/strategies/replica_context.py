@@ -69,6 +69,7 @@ class _Collectives:
 
     def __init__(self, context: ReplicaContext) -> None:
         self._context = context
+        self.synchronizes_batch_norm = context.strategy._policy.synchronized_batch_norm
 
     def all_reduce(self, tensors: list[Any]) -> list[Any]:
         sums: list[Any] = self._context.all_reduce("SUM", tensors)

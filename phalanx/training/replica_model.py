@@ -55,6 +55,7 @@ class ReplicaModel:
         # The same for all steps, because functions are traced for it. Local SGD holds no gradients.
         self.merge.accumulates = policy.period is None and accumulation_steps(model) > 1
         self.merge.unit = constant_loss_scale(model)
+        self.merge.synchronizes_batch_norm = policy.synchronized_batch_norm
         self._engine: Engine | None = None
         self._local_sgd: LocalSGDStepper | None = None
         self._is_synchronised = False

@@ -30,10 +30,12 @@ class TrainingPolicy:
     Attributes:
         compression: of gradients, or of exchanged weights where there is a period; None: they are sent as they are.
         period: of local SGD; None: the gradients of every step are merged.
+        synchronized_batch_norm: whether all batch normalization is over the global batch.
     """
 
     compression: Compression | None = None
     period: SyncPeriod | None = None
+    synchronized_batch_norm: bool = False
 
 
 EVERY_STEP = TrainingPolicy()

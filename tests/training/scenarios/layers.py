@@ -8,6 +8,7 @@ import keras
 import numpy as np
 from keras import layers, ops
 
+import phalanx
 from tests.support.seeds import set_random_seed
 from tests.training.scenarios.common import (
     BATCH,
@@ -382,38 +383,72 @@ def layer_that_keeps_a_sum(setting: Setting) -> dict[str, Any]:
     return fitted(compiled(setting, build))
 
 
+def _synchronized(**options: Any) -> Any:
+    """Plain Keras knows the argument on TensorFlow alone."""
+    return layers.BatchNormalization(synchronized=phalanx.has_strategy(), **options)
+
+
 def _normalized(*before: Any) -> Any:
-    """A model whose batches are normalized over all replicas; Keras knows it on TensorFlow alone."""
-    last = [layers.BatchNormalization(synchronized=True, momentum=0.6), layers.Dense(CLASSES, activation="softmax")]
-    return keras.Sequential([*before, *last])
+    """A model whose batches are normalized over all replicas."""
+    return keras.Sequential([*before, _synchronized(momentum=0.6), layers.Dense(CLASSES, activation="softmax")])
 
 
-@scenario(backends=("tensorflow",), quick=BACKENDS)
+@scenario(quick=BACKENDS, quick_of_three=True)
 def batch_normalization_over_all_replicas(setting: Setting) -> dict[str, Any]:
-    return fitted(compiled(setting, lambda: _normalized(keras.Input((FEATURES,)), layers.Dense(4))), batch_size=11)
+    model = compiled(setting, lambda: _normalized(keras.Input((FEATURES,)), layers.Dense(4)))
+    found = fitted(model, batch_size=11)
+    on_batch = [model.train_on_batch(features()[:7], labels()[:7]) for _ in range(2)]
+    return {**found, **observed(model), "on_batch": on_batch, "afterwards": model.get_weights()}
 
 
-@scenario(backends=("tensorflow",))
+@scenario()
+def batch_normalization_over_all_replicas_by_an_option(setting: Setting) -> dict[str, Any]:
+    """Of a model made outside of the scope, whose layers do not say so."""
+    if not setting.alone:
+        strategy = phalanx.MultiWorkerMirroredStrategy(synchronized_batch_norm=True)
+        setting = Setting(strategy, setting.folder, setting.shared, setting.backend)
+    set_random_seed(1)
+    images = [keras.Input((FEATURES,)), layers.Reshape((FEATURES, 1, 1)), layers.Conv2D(3, (2, 1))]
+    inner = [layers.BatchNormalization(momentum=0.6, axis=-1), layers.Flatten(), layers.BatchNormalization(renorm=True)]
+    model = keras.Sequential([*images, *inner, layers.Dense(CLASSES, activation="softmax")])
+    assert not any(layer.get_config().get("synchronized") for layer in model.layers)
+    model = compiled(setting, lambda: model)
+    return fitted(model, batch_size=8) | observed(model)
+
+
+@scenario(tolerance=5e-3)
+def batch_normalization_over_all_replicas_in_mixed_precision(setting: Setting) -> dict[str, Any]:
+    before = keras.mixed_precision.dtype_policy()
+    keras.mixed_precision.set_dtype_policy("mixed_float16")
+    try:
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=256.0)
+        build = lambda: _normalized(keras.Input((FEATURES,)), layers.Dense(4))  # noqa: E731
+        return fitted(compiled(setting, build, optimizer=optimizer), batch_size=11)
+    finally:
+        keras.mixed_precision.set_dtype_policy(before)
+
+
+@scenario()
 def batch_normalization_over_all_replicas_without_a_graph(setting: Setting) -> dict[str, Any]:
     build = lambda: _normalized(keras.Input((FEATURES,)), layers.Dense(4))  # noqa: E731
     return fitted(compiled(setting, build, run_eagerly=True), batch_size=11)
 
 
-@scenario(backends=("tensorflow",))
+@scenario()
 def batch_normalization_of_images_over_all_replicas(setting: Setting) -> dict[str, Any]:
     def build() -> Any:
         images = [keras.Input((FEATURES,)), layers.Reshape((FEATURES, 1, 1)), layers.Conv2D(3, (2, 1))]
-        inner = layers.BatchNormalization(synchronized=True)
+        inner = _synchronized()
         return _normalized(*images, inner, layers.Activation("relu"), layers.Flatten())
 
     return fitted(compiled(setting, build), batch_size=5)  # the last batch has none for some ranks
 
 
-@scenario(backends=("tensorflow",))
+@scenario()
 def batch_normalization_over_all_replicas_of_what_a_mask_leaves(setting: Setting) -> dict[str, Any]:
     def build() -> Any:
-        sequence = [keras.Input((FEATURES,)), layers.Reshape((FEATURES, 1)), _MasksSmall()]
-        return _normalized(*sequence, layers.BatchNormalization(synchronized=True), layers.Flatten())
+        sequence = [keras.Input((FEATURES,)), layers.Reshape((FEATURES // 2, 2)), _MasksSmall()]
+        return _normalized(*sequence, _synchronized(), layers.Flatten())
 
     return fitted(compiled(setting, build), batch_size=11)
 
@@ -434,11 +469,11 @@ class _MasksSmall(layers.Layer):
         return x[..., 0] > 0.3
 
 
-@scenario(backends=("tensorflow",))
+@scenario()
 def batch_normalization_over_all_replicas_where_what_does_not_count_is_not_finite(setting: Setting) -> dict[str, Any]:
     def build() -> Any:
-        sequence = [keras.Input((FEATURES,)), layers.Reshape((FEATURES, 1)), _MasksSmall(fills=np.nan)]
-        inner = layers.BatchNormalization(synchronized=True, scale=False)  # a scale has NaN for gradient, as in Keras
+        sequence = [keras.Input((FEATURES,)), layers.Reshape((FEATURES // 2, 2)), _MasksSmall(fills=np.nan)]
+        inner = _synchronized(scale=False)  # a scale has NaN for gradient, as in Keras
         return _normalized(*sequence, inner, _Fills(), layers.Flatten())
 
     return fitted(compiled(setting, build), batch_size=11)
@@ -476,7 +511,7 @@ def batch_normalization_over_all_replicas_in_a_function_of_its_own(setting: Sett
         def __init__(self) -> None:
             super().__init__()
             self.first = layers.Dense(4)
-            self.normalization = layers.BatchNormalization(synchronized=True, momentum=0.6)
+            self.normalization = _synchronized(momentum=0.6)
             self.classes = layers.Dense(CLASSES, activation="softmax")
 
         @tf.function
@@ -502,7 +537,7 @@ def batch_normalization_over_all_replicas_with_a_penalty_of_gradients(setting: S
     class Model(keras.Model):
         def build(self, shape: Any) -> None:
             self.first = layers.Dense(4, activation="tanh")
-            self.normalization = layers.BatchNormalization(synchronized=True)
+            self.normalization = _synchronized()
             self.last = layers.Dense(1)
 
         def call(self, x: Any, training: bool = False) -> Any:
@@ -531,7 +566,7 @@ def batch_normalization_over_all_replicas_in_a_step_of_its_own(setting: Setting)
 
     class Model(keras.Model):
         def build(self, shape: Any) -> None:
-            self.normalization = layers.BatchNormalization(synchronized=True)
+            self.normalization = _synchronized()
             self.classes = layers.Dense(CLASSES, activation="softmax")
             self.entropy = keras.metrics.Mean(name="entropy")
 
