@@ -14,7 +14,7 @@ import numpy as np
 
 from phalanx.arrays import allocation
 from phalanx.arrays.tree import leaves, map_leaves
-from phalanx.data.batch_split import LocalShare, local_range
+from phalanx.data.batch_split import ALIGNED_FROM_BYTES, LocalShare, local_range
 from phalanx.data.dataset_elements import Array, describe, to_numpy
 from phalanx.data.input_request import InputRequest
 from phalanx.data.shuffling import Shuffling
@@ -22,9 +22,6 @@ from phalanx.data.source import PassOrder, SourceTraits
 from phalanx.data.source_registry import unaccepted
 from phalanx.errors import ConfigurationError
 from phalanx.keras_compat import data_adapters
-
-ALIGNED_FROM_BYTES = 128 * 1024
-"""Smaller batches are copied sooner than an aligned block is made."""
 
 
 class _Converted:
@@ -128,7 +125,6 @@ class ArraySource:
             is_uniform=True,
             is_compared=False,
             is_random_access=True,
-            reads_ahead=True,
         )
 
     @property

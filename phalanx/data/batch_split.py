@@ -7,9 +7,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from phalanx.arrays import allocation
 from phalanx.arrays.tree import leaves, map_leaves
 from phalanx.data.dataset_elements import Array, unpack
 from phalanx.errors import ConfigurationError
+
+ALIGNED_FROM_BYTES = 128 * 1024
+"""Smaller batches are copied sooner than an aligned block is made."""
 
 FINGERPRINT_BYTES = 4096
 """How much of an array a fingerprint reads: enough to distinguish two orders of the same data, and one or two
@@ -82,20 +86,33 @@ def stand_in(element: Any) -> Any:
     return map_leaves(one, element)
 
 
-def cut(element: Any, rank: int, world_size: int, source: str) -> LocalShare:
-    """A rank's share of an element that all ranks hold in full; arrays of the result are views."""
+def cut(element: Any, rank: int, world_size: int, source: str, *, copies: bool) -> LocalShare:
+    """A rank's share of an element that all ranks hold in full.
+
+    Args:
+        copies: whether the share holds copies, as it must of arrays of the program, which may fill them again.
+    """
     global_size = batch_size_of(element, source)
     if global_size == 0:
         raise ConfigurationError(
             f"{source} yielded a batch of 0 samples, which has no loss. Drop empty batches at their source."
         )
-    if world_size == 1:
-        return LocalShare(element, global_size, global_size, None)
-    fingerprint = fingerprint_of(element)
+    fingerprint = None if world_size == 1 else fingerprint_of(element)
     start, stop = local_range(global_size, rank, world_size)
     if start == stop:
-        return LocalShare(stand_in(element), 0, global_size, fingerprint)
-    return LocalShare(map_leaves(lambda array: array[start:stop], element), stop - start, global_size, fingerprint)
+        part = stand_in(element)
+    else:
+        part = element if world_size == 1 else map_leaves(lambda array: array[start:stop], element)
+    return LocalShare(map_leaves(_copy, part) if copies else part, stop - start, global_size, fingerprint)
+
+
+def _copy(array: Array) -> Array:
+    """A copy; a large one lies where a backend need not copy it once more."""
+    if array.nbytes < ALIGNED_FROM_BYTES or array.dtype.kind not in "biuf":
+        return array.copy()
+    block = allocation.empty_aligned(array.shape, array.dtype)
+    np.copyto(block, array)
+    return block
 
 
 def whole(element: Any, source: str) -> LocalShare:

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
 from phalanx.arrays.tree import map_leaves
 from phalanx.data.array_source import numbers_of, sampled_rows
-from phalanx.data.batch_split import LocalShare, batch_size_of, cut, local_range
+from phalanx.data.batch_split import LocalShare, cut, local_range
 from phalanx.data.dataloader_order import DataLoaderOrder
 from phalanx.data.dataset_elements import Array, to_numpy
 from phalanx.data.input_request import InputRequest
@@ -50,7 +50,7 @@ def make_source(request: InputRequest) -> MapStyleSource | StreamSource:
             reason="its sampler has divided the samples already, and its batch size is that of one replica",
             policy=AutoShardPolicy.OFF,
             is_compared=False,
-            reads_ahead=loader.num_workers > 0,
+            is_read_alike=False,
             draws_as_keras=True,
         )
         shares = [f"reads the samples of its sampler, shard {r} of {world_size}" for r in range(world_size)]
@@ -68,7 +68,6 @@ def make_source(request: InputRequest) -> MapStyleSource | StreamSource:
             _KIND,
             signature=_KIND,
             reason="its dataset can only be read in order, so every replica reads it and keeps its part",
-            reads_ahead=loader.num_workers > 0,
             draws_as_keras=True,
         )
         return StreamSource(lambda key: _elements(loader), traits, rank=rank, world_size=world_size)
@@ -78,8 +77,9 @@ def make_source(request: InputRequest) -> MapStyleSource | StreamSource:
 class MapStyleSource:
     """A DataLoader over a dataset with `__getitem__`.
 
-    `DataLoaderOrder` says which samples form each global batch; this rank's loader gets only its own part of their
-    indices. `collate_fn` sees the local batch only: one that pads to the longest sample pads to the longest local one.
+    `DataLoaderOrder` says which samples form each global batch. This rank's loader gets only its own part of their
+    indices where PyTorch's own `collate_fn` stacks them. Any other makes whole global batches: it may pad to the
+    longest sample, or drop some.
     """
 
     cursor = None
@@ -87,6 +87,7 @@ class MapStyleSource:
     def __init__(self, request: InputRequest):
         self._loader = loader = request.x
         self._order = DataLoaderOrder(request)
+        self._loads_own_samples = self._order.is_by_sample and loader.collate_fn is default_collate
         self._draws_each_pass = request.shuffling is not None
         self._ends_pass = False  # the running epoch
         self._rank = request.rank
@@ -99,11 +100,11 @@ class MapStyleSource:
             signature=f"{_KIND} of {self.num_batches} batches over {len(loader.dataset)} items",
             reason=(
                 "each replica loads only its own samples"
-                if self._order.is_by_sample
-                else "its dataset makes whole batches, so every replica makes each and keeps its part"
+                if self._loads_own_samples
+                else "it makes whole batches, so every replica makes each and keeps its part"
             ),
+            is_read_alike=not self._loads_own_samples,
             is_uniform=True,
-            reads_ahead=loader.num_workers > 0,
             draws_as_keras=True,
         )
 
@@ -163,7 +164,7 @@ class MapStyleSource:
 
     def shares(self, world_size: int) -> list[str]:
         """See `Source.shares`."""
-        if not self._order.is_by_sample:
+        if not self._loads_own_samples:
             return same_stream(_KIND, world_size)
         return [f"loads part {rank + 1} of {world_size} of each batch's samples" for rank in range(world_size)]
 
@@ -182,9 +183,9 @@ class MapStyleSource:
     def _load(self, chosen: list[Any], num_workers: int | None = None) -> Iterator[LocalShare]:
         """This rank's shares of global batches, given by their samples' indices."""
         rank, world_size = self._rank, self._world_size
-        if not self._order.is_by_sample:
+        if not self._loads_own_samples:
             for element in _elements(self._loader_of(chosen, num_workers)):
-                yield cut(element, rank, world_size, _KIND)
+                yield cut(element, rank, world_size, _KIND, copies=True)
             return
         parts = [local_range(len(indices), rank, world_size) for indices in chosen]
         # For an empty share one sample is loaded, as a stand-in.
@@ -192,14 +193,7 @@ class MapStyleSource:
             indices[low:high] if low < high else indices[:1] for indices, (low, high) in zip(chosen, parts, strict=True)
         ]
         elements = _elements(self._loader_of(local, num_workers))
-        for element, indices, (low, high), own in zip(elements, chosen, parts, local, strict=True):
-            loaded = batch_size_of(element, _KIND)
-            if loaded != len(own):
-                raise ConfigurationError(
-                    f"The DataLoader's collate_fn made a batch of {loaded} samples out of {len(own)}. It "
-                    "must neither drop nor add samples, because the parts of all replicas must add up to the "
-                    "global batch. Filter the dataset instead."
-                )
+        for element, indices, (low, high) in zip(elements, chosen, parts, strict=True):
             yield LocalShare(element, high - low, len(indices), _checksum(indices))
 
     def _loader_of(self, batches: list[Any], num_workers: int | None) -> Any:

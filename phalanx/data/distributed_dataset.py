@@ -14,7 +14,7 @@ from phalanx.data import source_registry
 from phalanx.data.batch_split import LocalShare, stand_in
 from phalanx.data.input_request import InputRequest
 from phalanx.data.sharded_input import ShardedInput
-from phalanx.data.sharding_policy import AutoShardPolicy, InputContext, InputOptions
+from phalanx.data.sharding_policy import AutoShardPolicy, InputContext
 from phalanx.data.source import Source
 from phalanx.errors import ConfigurationError, UnsupportedError
 
@@ -35,6 +35,7 @@ class PerRankSource:
             policy=AutoShardPolicy.OFF,
             is_uniform=False,
             is_compared=False,
+            is_read_alike=False,
             draws_as_keras=False,
         )
 
@@ -78,7 +79,6 @@ class DistributedDataset:
         rank: this rank.
         world_size: the number of ranks.
         convert: converts each NumPy array to a tensor of the backend; None to keep the arrays.
-        options: see `InputOptions`.
         element_spec: that of a tf.data.Dataset, with the batch dimension open; None for other datasets.
         any_rank: whether something is true on at least one rank; every rank calls it.
     """
@@ -90,7 +90,6 @@ class DistributedDataset:
         rank: int,
         world_size: int,
         convert: Callable[[Any], Any] | None = None,
-        options: InputOptions | None = None,
         element_spec: Any = None,
         any_rank: Callable[[bool], bool] | None = None,
     ):
@@ -100,13 +99,7 @@ class DistributedDataset:
         self._any_rank = None if alike else any_rank
         self.element_spec = element_spec
         self._convert = convert
-        options = options or InputOptions()
-        self._sharded = ShardedInput(
-            source,
-            rank=rank,
-            world_size=world_size,
-            prefetch=options.experimental_per_replica_buffer_size,
-        )
+        self._sharded = ShardedInput(source, rank=rank, world_size=world_size)
         self._epochs = 0
 
     def __iter__(self) -> DistributedIterator:
@@ -220,7 +213,6 @@ def check_outside() -> None:
 
 def distribute_dataset(
     dataset: Any,
-    options: InputOptions | None = None,
     *,
     rank: int,
     world_size: int,
@@ -239,14 +231,12 @@ def distribute_dataset(
         world_size=world_size,
         convert=convert,
         any_rank=any_rank,
-        options=options,
         element_spec=_element_spec(dataset),
     )
 
 
 def distribute_from_function(
     function: Callable[[InputContext], Any],
-    options: InputOptions | None = None,
     *,
     rank: int,
     world_size: int,
@@ -265,7 +255,6 @@ def distribute_from_function(
         world_size=world_size,
         convert=convert,
         any_rank=any_rank,
-        options=options,
         element_spec=_element_spec(dataset),
     )
 

@@ -16,14 +16,21 @@ _KIND = "Python generator"
 def make_source(request: InputRequest) -> StreamSource:
     """A source over a generator of `(x,)`, `(x, y)` or `(x, y, sample_weight)`, or of dicts.
 
-    A generator cannot start again. Where it ends, training ends: Keras would repeat its first two batches, which it
-    had read to learn their shapes, in every further epoch.
+    A generator cannot start again. As in Keras, which reads two batches of it to learn their shapes, each pass begins
+    with these two: a further epoch after its end has no others.
 
     Nothing tells whether it ends at all: without `steps_per_epoch` an endless one trains for ever.
     """
     elements = map(_standardize, request.x)
     traits = SourceTraits(_KIND, signature=_KIND)
-    return StreamSource(lambda key: elements, traits, rank=request.rank, world_size=request.world_size, is_once=True)
+    return StreamSource(
+        lambda key: elements,
+        traits,
+        rank=request.rank,
+        world_size=request.world_size,
+        is_once=True,
+        repeated=request.repeated,
+    )
 
 
 def _standardize(element: Any) -> Any:

@@ -28,7 +28,7 @@ class InputPosition:
     """The place of the running epoch and of the next one.
 
     Attributes:
-        steps_per_epoch: batches in an epoch; None for a whole pass.
+        steps_per_epoch: batches in an epoch, whole groups; None for a whole pass.
         pass_key: the epoch in which the running pass began; it selects the order of shuffled data.
         start: where in the pass the running epoch began.
         next_start: where in the pass the next epoch begins; 0 if it starts a new pass.
@@ -38,12 +38,15 @@ class InputPosition:
 
     Args:
         source: the data.
-        steps_per_epoch: see above.
+        steps_per_epoch: batches in an epoch; None for a whole pass.
+        group: batches that Keras takes at once (`steps_per_execution`): it makes the last group of an epoch whole, and
+            does not see that the data have ended within that group.
         draws: whether to draw the random numbers of the program that Keras itself would draw to open a pass.
     """
 
-    def __init__(self, source: Source, steps_per_epoch: int | None, *, draws: bool):
-        self.steps_per_epoch = steps_per_epoch
+    def __init__(self, source: Source, steps_per_epoch: int | None, *, group: int = 1, draws: bool):
+        self.steps_per_epoch = None if steps_per_epoch is None else -(-steps_per_epoch // group) * group
+        self._group = group
         self.pass_key = 0
         self.start = 0
         self.counted: int | None = None
@@ -81,7 +84,7 @@ class InputPosition:
             is_complete: whether the epoch ended by itself. An interrupted epoch continues at the same place, as Keras's
                 iterators do.
         """
-        is_short = is_complete and batches != self.steps_per_epoch
+        is_short = is_complete and -(-batches // self._group) * self._group != self.steps_per_epoch
         self.next_start = self._start_after(self.start + batches, is_short=is_short)
 
     def leave(self, batches: int) -> None:

@@ -25,4 +25,4 @@ class InputRequest:
     seed: int = 0
     shuffling: Shuffling | None = None
     policy: AutoShardPolicy | None = None
-    in_order: bool = False
+    repeated: int = 0  # of a generator, see `StreamCursor`

@@ -65,7 +65,7 @@ class _Reader:
 
     def share(self, index: int) -> LocalShare:
         batch = standardize(self._dataset[int(self._positions[index])], self._class_weight)
-        return cut(map_leaves(to_numpy, batch), self._rank, self._world_size, _KIND)
+        return cut(map_leaves(to_numpy, batch), self._rank, self._world_size, _KIND, copies=True)
 
 
 def standardize(batch: Any, class_weight: dict[int, float] | None) -> Any:
@@ -110,6 +110,7 @@ class PyDatasetSource:
         self._world_size = request.world_size
         self._order = PassOrder()
         self._is_first = True  # the next pass
+        self._knows_shapes = not data_adapters.loaders_are_read_by_tf_data()
         self._is_pooled = dataset.workers > 1 or (dataset.workers > 0 and dataset.use_multiprocessing)
         length = self.num_batches
         if length == 0:
@@ -121,7 +122,6 @@ class PyDatasetSource:
             is_uniform=length is not None,
             is_endless=length is None,
             is_random_access=length is not None and not self._is_pooled,
-            reads_ahead=self._is_pooled,
         )
 
     @property
@@ -131,6 +131,7 @@ class PyDatasetSource:
         return None if length is None else int(length)
 
     def read(self, key: int, start: int, stop: int | None) -> Iterator[LocalShare]:
+        self._learn_shapes(0)
         positions: Sequence[int] | Array
         if self.num_batches is None:
             positions = range(start, sys.maxsize if stop is None else stop)
@@ -180,7 +181,21 @@ class PyDatasetSource:
         return order
 
     def peek(self, *, restart: bool = False) -> LocalShare:
-        return self._reader([0]).share(0)
+        share = self._reader([0]).share(0)
+        self._learn_shapes(1)
+        return share
+
+    def _learn_shapes(self, start: int) -> None:
+        """Read once what Keras on TensorFlow reads first of all: a dataset may draw random numbers for each batch.
+
+        Args:
+            start: the first batch that has not been read.
+        """
+        if not self._knows_shapes:
+            self._knows_shapes = True
+            count = data_adapters.NUM_BATCHES_FOR_SHAPES
+            for index in range(start, count if self.num_batches is None else min(count, self.num_batches)):
+                _ = self._dataset[index]
 
     def on_epoch_begin(self) -> None:
         self._dataset.on_epoch_begin()

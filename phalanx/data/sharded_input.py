@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Generator, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,12 +17,13 @@ from phalanx.data.input_description import InputDescription
 from phalanx.data.input_position import InputPosition
 from phalanx.data.input_request import InputRequest
 from phalanx.data.local_batch import LocalBatch
-from phalanx.data.prefetch import DEPTH, Prefetch
+from phalanx.data.reading_apart import reading_apart
 from phalanx.data.sharding_policy import AutoShardPolicy
 from phalanx.data.shuffling import Shuffling
 from phalanx.data.source import Source
 from phalanx.data.source_registry import make_source
 from phalanx.errors import ConfigurationError
+from phalanx.keras_compat import data_adapters
 
 
 def shard_input(
@@ -38,7 +40,7 @@ def shard_input(
     seed: int,
     shuffling: Shuffling | None = None,
     policy: AutoShardPolicy | None = None,
-    in_order: bool = False,
+    steps_per_execution: int = 1,
 ) -> ShardedInput:
     """What one rank reads of an input of `fit`, `evaluate` or `predict`; arguments mean what they do there.
 
@@ -52,7 +54,7 @@ def shard_input(
         shuffling: for arrays, PyDatasets and map-style DataLoaders: how the ranks agree on the orders of the passes.
             None: these depend on `seed` and the epoch alone, and so are the same on all ranks.
         policy: for tf.data.Dataset; None for the one in the dataset's options, AUTO if there is none.
-        in_order: whether AUTO keeps the order of one process when it could deal out files.
+        steps_per_execution: batches that Keras takes at once; see `InputPosition`.
 
     Raises:
         TypeError: the input is of no kind that Phalanx reads.
@@ -76,7 +78,7 @@ def shard_input(
             seed=seed,
             shuffling=shuffling,
             policy=None if policy is None else AutoShardPolicy.of(policy),
-            in_order=in_order,
+            repeated=data_adapters.NUM_BATCHES_FOR_SHAPES,
         )
     )
     if source.traits.is_endless and steps_per_epoch is None:
@@ -89,6 +91,7 @@ def shard_input(
         rank=rank,
         world_size=world_size,
         steps_per_epoch=steps_per_epoch,
+        steps_per_execution=steps_per_execution,
         as_keras=shuffling is not None,
     )
 
@@ -110,7 +113,7 @@ class ShardedInput:
         rank: this rank.
         world_size: the number of ranks.
         steps_per_epoch: batches in an epoch; None for all.
-        prefetch: batches read ahead; 0 for none.
+        steps_per_execution: see `shard_input`.
         as_keras: whether to draw the random numbers of the program that Keras itself would draw to open a pass.
     """
 
@@ -121,28 +124,29 @@ class ShardedInput:
         rank: int,
         world_size: int,
         steps_per_epoch: int | None = None,
-        prefetch: int = DEPTH,
+        steps_per_execution: int = 1,
         as_keras: bool = False,
     ):
         if steps_per_epoch is not None and steps_per_epoch < 1:
             raise ConfigurationError(f"steps_per_epoch must be at least 1; got {steps_per_epoch}.")
         self.source = source
-        self.position = InputPosition(source, steps_per_epoch, draws=as_keras and not source.traits.draws_as_keras)
+        draws = as_keras and not source.traits.draws_as_keras
+        self.position = InputPosition(source, steps_per_epoch, group=steps_per_execution, draws=draws)
+        self._steps = steps_per_epoch
         self.description = InputDescription(source, steps_per_epoch, world_size)
         self.structure = ElementStructure.PARTS
         self._rank = rank
         self._world_size = world_size
-        self._prefetch = 0 if source.traits.reads_ahead else prefetch
         self._last: LocalShare | None = None
 
     # What the data is.
 
     @property
     def num_batches(self) -> int | None:
-        """Batches per epoch; None if unknown. The first pass over data of unknown length counts them (but not for
-        per-rank pipelines, which may differ)."""
-        if self.position.steps_per_epoch is not None:
-            return self.position.steps_per_epoch
+        """Batches per epoch, as a progress bar shows them; None if unknown. The first pass over data of unknown length
+        counts them (but not for per-rank pipelines, which may differ)."""
+        if self._steps is not None:
+            return self._steps
         return self.position.counted if self.source.num_batches is None else self.source.num_batches
 
     @property
@@ -196,7 +200,9 @@ class ShardedInput:
         if restart:
             self.position.draw_as_keras()
         try:
-            return self.local_batch(self.source.peek(restart=restart))
+            traits = self.source.traits
+            with nullcontext() if traits.is_read_alike else reading_apart(traits.kind):
+                return self.local_batch(self.source.peek(restart=restart))
         except StopIteration:
             raise self.description.empty_error(self._rank) from None
 
@@ -236,13 +242,6 @@ class ShardedInput:
                 seen += 1
                 self._last = share
                 yield share
-            if seen == 0 and position.start > 0:
-                # The last epoch took the last batch of data of unknown length: this one starts a new pass.
-                position.open_pass(index)
-                for share in self._read(0):
-                    seen += 1
-                    self._last = share
-                    yield share
             is_complete = True
         finally:
             position.advance(seen, is_complete=is_complete)
@@ -251,19 +250,24 @@ class ShardedInput:
 
     def _read(self, done: int) -> Iterator[LocalShare]:
         start = self.position.start
+        # In the caller's thread, and no sooner than asked, as in Keras: what is read may be bound to a thread, call a
+        # model of the job, or depend on what the step before has changed.
         shares = self.source.read(self.position.pass_key, start + done, self.position.end_of(start))
-        if self._prefetch == 0:
+        if self.source.traits.is_read_alike:
             yield from shares
-        else:
-            # Bounded by the epoch: reading on would take data that `on_epoch_end` is yet to reshuffle.
-            with contextlib.closing(Prefetch(shares, self._prefetch)) as ahead:
-                yield from ahead
+            return
+        while True:
+            with reading_apart(self.source.traits.kind):
+                share = next(shares, None)
+            if share is None:
+                return
+            yield share
 
     def _check_end(self, index: int, seen: int) -> None:
         """Warn of an epoch that ended early; raise ConfigurationError if there was no data at all."""
         if self.source.traits.policy is not AutoShardPolicy.DATA:  # Per-rank data may end anywhere.
             return
-        steps = self.position.steps_per_epoch
+        steps = self._steps
         if seen == 0 and self._last is None:
             raise self.description.empty_error(self._rank)
         if steps is None and seen:
@@ -293,10 +297,6 @@ class ShardedInput:
         self.source.regroup(rank, world_size)
         if repeat and self.source.cursor is not None:
             self.source.cursor.repeat()
-
-    def disable_prefetch(self) -> None:
-        """Do not read ahead: batches that were read cannot be cut again for other ranks."""
-        self._prefetch = 0
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Callable[[], None]]:

@@ -16,7 +16,7 @@ class AutoShardPolicy(enum.IntEnum):
 
     OFF: every rank reads the whole dataset, in batches of its share of the global batch. An epoch then
         shows each sample `world_size` times. For datasets that the program has divided itself.
-    AUTO: FILE if the dataset reads files and there is at least one for each rank, else DATA.
+    AUTO: DATA. (In `tf.distribute`: FILE if the dataset reads files, else DATA.)
     FILE: file i goes to rank i modulo world_size. Each rank reads only its own files; the global batches
         then differ from those of one replica.
     DATA: every rank reads the dataset and takes its part of each global batch: the samples of each step
@@ -87,8 +87,8 @@ class InputReplicationMode(enum.Enum):
 class InputOptions:
     """The options of `tf.distribute.InputOptions`, so that programs that pass them run unchanged.
 
-    Only `experimental_per_replica_buffer_size` takes effect: the number of batches read ahead, 0 for none.
-    The others choose among devices of one process; here batches are made in host memory by each replica.
+    None has an effect: they choose among devices of one process, and how many batches wait there. Here each replica
+    makes its batches in host memory when they are needed; `dataset.prefetch` makes those of tf.data ahead.
     """
 
     experimental_fetch_to_device: bool | None = None

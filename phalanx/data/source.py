@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
+from phalanx.arrays.tree import map_leaves
 from phalanx.data.batch_split import LocalShare, cut, whole
 from phalanx.data.dataset_elements import Array
 from phalanx.data.sharding_policy import AutoShardPolicy
@@ -24,8 +28,8 @@ class SourceTraits:
         is_uniform: whether every rank is known to see equally many batches of the same global sizes.
         is_endless: whether the data is known never to end.
         is_compared: whether shares carry fingerprints that the ranks should compare.
+        is_read_alike: whether every rank reads all of the data, and so does alike what is done to read it.
         is_random_access: whether `read` may start anywhere in a pass, and any number of times.
-        reads_ahead: whether the source prepares its next batch by itself, so that a thread would not help.
         draws_as_keras: whether it draws all random numbers itself that Keras would draw to open a pass.
     """
 
@@ -36,8 +40,8 @@ class SourceTraits:
     is_uniform: bool = False
     is_endless: bool = False
     is_compared: bool = True
+    is_read_alike: bool = True
     is_random_access: bool = False
-    reads_ahead: bool = False
     draws_as_keras: bool = False
 
 
@@ -161,18 +165,21 @@ class StreamCursor:
     """The place in data that can only be read in order.
 
     Attributes:
-        taken: batches read of data that cannot be read twice; 0 for all other data.
+        taken: elements taken of data that cannot be read twice; 0 for all other data.
 
     Args:
         open_pass: takes a pass's key and returns an iterator over its elements. For data that cannot be read twice it
             returns the same iterator each time.
-        is_once: whether the data cannot be read twice.
+        is_once: whether the data cannot be read twice: a pass continues where the last one stopped.
+        repeated: of such data, how many elements are read first, and begin each pass.
     """
 
-    def __init__(self, open_pass: Callable[[int], Iterator[Any]], *, is_once: bool):
+    def __init__(self, open_pass: Callable[[int], Iterator[Any]], *, is_once: bool, repeated: int = 0):
         self.taken = 0
         self._open_pass = open_pass
         self._is_once = is_once
+        self._repeated = repeated
+        self._first: list[Any] | None = None
         self._running: Iterator[Any] | None = None
         self._is_unread = False  # `_running` still has everything that the next `read` is to yield
         self._last: list[Any] = []
@@ -182,23 +189,21 @@ class StreamCursor:
         """Elements `start` to `stop` of pass `key`, see `Source.read`."""
         running = self._running
         if running is None or (start == 0 and not self._is_unread):
-            running = self._running = self._open_pass(key)
+            running = self._running = self._open(key)
         self._is_unread = False
         for element in running if stop is None else itertools.islice(running, stop - start):
             self._last = [element]
-            if self._is_once:
-                self.taken += 1
-                if self._recorded is not None:
-                    self._recorded.append(element)
+            if self._recorded is not None:
+                self._recorded.append(map_leaves(np.copy, element))
             yield element
 
     def peek(self, *, restart: bool) -> Any:
         """The first element of a pass, see `Source.peek`."""
         if not self._is_unread or self._running is None:
-            self._running = self._open_pass(0)
+            self._running = self._open(0)
             self._is_unread = True
         first = next(self._running)
-        if restart and not self._is_once:
+        if restart:
             self._running = None
             self._is_unread = False
         else:
@@ -213,10 +218,9 @@ class StreamCursor:
     def skip(self, key: int, count: int) -> None:
         """Pass over `count` elements of pass `key`, which others have read."""
         if self._running is None or not self._is_unread:
-            self._running = self._open_pass(key)
+            self._running = self._open(key)
         self._is_unread = True
-        for _ in itertools.islice(self._running, count):
-            self.taken += self._is_once
+        collections.deque(itertools.islice(self._running, count), maxlen=0)
 
     def record(self, *, on: bool) -> None:
         """Start or stop keeping the elements of data that cannot be read twice, for `rewind`."""
@@ -226,8 +230,20 @@ class StreamCursor:
         """Yield everything read since `record` again, in a `read` that starts where that reading started."""
         if self._recorded:
             self._put_back(self._recorded)
-            self.taken -= len(self._recorded)
             self._recorded = []
+
+    def _open(self, key: int) -> Iterator[Any]:
+        elements = self._open_pass(key)
+        if not self._is_once:
+            return elements
+        if self._first is None:
+            self._first = list(itertools.islice(self._counted(elements), self._repeated))
+        return itertools.chain(self._first, self._counted(elements))
+
+    def _counted(self, elements: Iterator[Any]) -> Iterator[Any]:
+        for element in elements:
+            self.taken += 1
+            yield element
 
     def _put_back(self, elements: list[Any]) -> None:
         if self._running is not None:
@@ -245,7 +261,8 @@ class StreamSource:
         rank: this rank.
         world_size: the number of ranks.
         num_batches: elements in a pass; None if unknown.
-        is_once: whether the data cannot be read twice; `open_pass` then returns the same iterator each time.
+        is_once, repeated: see `StreamCursor`.
+        copies: see `cut`.
         shares: what each rank reads, see `Source.shares`; None for what `same_stream` says.
     """
 
@@ -258,13 +275,16 @@ class StreamSource:
         world_size: int,
         num_batches: int | None = None,
         is_once: bool = False,
+        repeated: int = 0,
+        copies: bool = True,
         shares: list[str] | None = None,
     ):
         self.traits = traits
         self.num_batches = num_batches
-        self.cursor = StreamCursor(open_pass, is_once=is_once)
+        self.cursor = StreamCursor(open_pass, is_once=is_once, repeated=repeated)
         self._rank = rank
         self._world_size = world_size
+        self._copies = copies
         self._shares = shares
 
     def read(self, key: int, start: int, stop: int | None) -> Iterator[LocalShare]:
@@ -292,4 +312,4 @@ class StreamSource:
     def _share(self, element: Any) -> LocalShare:
         if self.traits.policy is not AutoShardPolicy.DATA:
             return whole(element, self.traits.kind)
-        return cut(element, self._rank, self._world_size, self.traits.kind)
+        return cut(element, self._rank, self._world_size, self.traits.kind, copies=self._copies)

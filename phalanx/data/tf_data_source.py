@@ -57,7 +57,7 @@ def make_source(request: InputRequest) -> StreamSource:
     _check_batches(dataset.element_spec)
     if policy is None:
         policy = AutoShardPolicy.of(dataset.options().experimental_distribute.auto_shard_policy)
-    files = _source_files(dataset) if policy in (AutoShardPolicy.AUTO, AutoShardPolicy.FILE) else None
+    files = _source_files(dataset) if policy is AutoShardPolicy.FILE else None
     if request.class_weight is not None:
         _check_class_weight(dataset.element_spec)
         dataset = dataset.map(data_adapters.tf_class_weights(request.class_weight))
@@ -77,7 +77,7 @@ def make_source(request: InputRequest) -> StreamSource:
         is_uniform=by_rows and length is not None,
         is_endless=int(counted.cardinality()) == tf.data.INFINITE_CARDINALITY,
         is_compared=by_rows,
-        reads_ahead=True,
+        is_read_alike=by_rows,
     )
     # Seeded shuffles count the iterators that were created from them.
     opens_another = request.steps_per_epoch is None and data_adapters.opens_one_more_pass("tensorflow")
@@ -95,6 +95,7 @@ def make_source(request: InputRequest) -> StreamSource:
         rank=request.rank,
         world_size=world_size,
         num_batches=length,
+        copies=False,
         shares=_shares(policy, files, world_size),
     )
 
@@ -137,31 +138,27 @@ def _divide(
     if policy is AutoShardPolicy.HINT:
         sharded = _auto_sharded(dataset, policy, rank, world_size)
         return sharded, policy, "the dataset's options say HINT"
-    wanted = policy is AutoShardPolicy.FILE
+    if policy is AutoShardPolicy.FILE:
+        return _by_files(dataset, files, rank, world_size), policy, f"it reads {len(files or ())} files"
     if policy is AutoShardPolicy.DATA:
         reason = "the dataset's options or the caller say DATA"
-    elif world_size == 1 and not wanted:
-        reason = "there is one replica"
-    elif files is not None and not wanted and (kept := _why_kept_whole(dataset, request.in_order)):
-        reason = kept
-    elif files is None:
-        reason = "its source is not a list of files"
-        if wanted:
-            raise ConfigurationError(_FILE_ERROR.format(reason))
-    elif len(files) < world_size:
-        reason = f"it reads {len(files)} files, fewer than the {world_size} replicas"
-        if wanted:
-            raise ConfigurationError(_FILE_ERROR.format(reason))
     else:
-        try:
-            sharded = _auto_sharded(dataset, AutoShardPolicy.FILE, rank, world_size)
-        except tf.errors.NotFoundError as error:
-            reason = "TensorFlow finds no file reader in it"
-            if wanted:
-                raise ConfigurationError(_FILE_ERROR.format(reason)) from error
-        else:
-            return sharded, AutoShardPolicy.FILE, f"it reads {len(files)} files"
+        reason = "so its batches are those of one process"
     return _same_everywhere(dataset, world_size, request.seed), AutoShardPolicy.DATA, reason
+
+
+def _by_files(dataset: Any, files: list[str] | None, rank: int, world_size: int) -> Any:
+    """The dataset with this rank's files only. Raises: ConfigurationError if they cannot be dealt out."""
+    if files is None:
+        raise ConfigurationError(_FILE_ERROR.format("its source is not a list of files"))
+    if len(files) < world_size:
+        raise ConfigurationError(
+            _FILE_ERROR.format(f"it reads {len(files)} files, fewer than the {world_size} replicas")
+        )
+    try:
+        return _auto_sharded(dataset, AutoShardPolicy.FILE, rank, world_size)
+    except tf.errors.NotFoundError as error:
+        raise ConfigurationError(_FILE_ERROR.format("TensorFlow finds no file reader in it")) from error
 
 
 _FILE_ERROR = (
@@ -222,41 +219,6 @@ def _tree(dataset: Any) -> Iterator[Any]:
     yield dataset
     for part in dataset._inputs():
         yield from _tree(part)
-
-
-_COUNTING = {
-    "_TakeDataset": "take() counts",
-    "_SkipDataset": "skip() counts",
-    "_ShardDataset": "shard() counts",
-    "_TakeWhileDataset": "take_while() counts",
-    "_WindowDataset": "window() counts",
-    "_ScanDataset": "scan() counts",
-    "_ZipDataset": "zip() pairs",
-}
-_READERS = ("TFRecordDataset", "TextLineDataset", "FixedLengthRecordDataset")
-
-
-def _why_kept_whole(dataset: Any, in_order: bool) -> str:
-    """Why AUTO does not deal out the files of a dataset; empty if it may."""
-    return "predict() keeps the order of the samples" if in_order else _counted_behind(dataset)
-
-
-def _counted_behind(dataset: Any) -> str:
-    """Which transformation counts or pairs the elements that come from files, and so would do it with each replica's
-    files; empty if there is none."""
-    kind = type(dataset).__name__
-    if kind in _COUNTING:
-        return f"{_COUNTING[kind]} what it reads"
-    if hasattr(dataset, "_filenames") or any(map(_reads_files, dataset._functions())):
-        return ""
-    return next(filter(None, map(_counted_behind, dataset._inputs())), "")
-
-
-def _reads_files(function: Any) -> bool:
-    """Whether the function of an `interleave` or `flat_map` creates file readers."""
-    graph = function.function.graph.as_graph_def()
-    bodies = [graph.node, *(body.node_def for body in graph.library.function)]
-    return any(node.op.startswith(_READERS) for node in itertools.chain(*bodies))
 
 
 def _source_files(dataset: Any) -> list[str] | None:

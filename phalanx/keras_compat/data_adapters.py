@@ -14,6 +14,9 @@ import numpy as np
 from phalanx.arrays.tree import leaves
 from phalanx.errors import ConfigurationError
 
+NUM_BATCHES_FOR_SHAPES = 2
+"""So many batches of a generator, and on TensorFlow of a PyDataset, Keras reads at once, to learn their shapes."""
+
 
 def is_arrays(x: Any, y: Any, sample_weight: Any) -> bool:
     """Whether Keras accepts these as arrays in memory (NumPy, pandas, SciPy, tensors of any backend)."""

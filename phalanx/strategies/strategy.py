@@ -244,13 +244,13 @@ class Strategy:
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> data.DistributedDataset:
         """This replica's part of a dataset whose batches are global batches. Takes all datasets that `fit` takes."""
-        return data.distribute_dataset(dataset, options, **self._input_arguments())
+        return data.distribute_dataset(dataset, **self._input_arguments())
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[data.InputContext], Any], options: Any = None
     ) -> data.DistributedDataset:
         """This replica's own dataset, of local batches, made by `dataset_fn(InputContext)`."""
-        return data.distribute_from_function(dataset_fn, options, **self._input_arguments())
+        return data.distribute_from_function(dataset_fn, **self._input_arguments())
 
     def explain_sharding(self, dataset: Any, *, batch_size: int | None = None) -> str:
         """What each replica will read of an input of `fit`, and why. A local question: no other replica is asked."""

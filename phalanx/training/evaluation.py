@@ -14,7 +14,7 @@ from phalanx.monitoring import timeline
 from phalanx.runtime import progress
 from phalanx.training import callback_list
 from phalanx.training.fit_arguments import FitArguments
-from phalanx.training.joint_batches import batch_groups
+from phalanx.training.joint_batches import JointBatches, batch_groups
 from phalanx.training.replica_model import ReplicaModel
 
 
@@ -54,7 +54,7 @@ def _pass(replica_model: ReplicaModel, source: ShardedInput, callbacks: Any, wat
     start = engine.metric_rules.values()
     every_batch = engine.metric_rules.merge_every_batch
     try:
-        for first, last, batches in batch_groups(source, replica, model.steps_per_execution):
+        for first, last, batches in batch_groups(JointBatches(source, 0, replica), model.steps_per_execution):
             callbacks.on_test_batch_begin(first)
             for batch in batches:
                 timeline.current.enter("forward")

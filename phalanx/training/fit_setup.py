@@ -91,7 +91,6 @@ def prepare_fit(replica_model: ReplicaModel, arguments: FitArguments, resumption
             fit.recorder.track_callbacks()
         if recovery is not None:
             recovery.track_callbacks()
-            state.source.disable_prefetch()  # batches that were read ahead could not be cut again
     except BaseException:  # a lost peer, Ctrl-C: the callbacks are the program's own again
         callback_list.restore_hooks(state.callbacks)
         raise

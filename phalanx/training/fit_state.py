@@ -66,5 +66,5 @@ class ReplicaFitState(FitState):
 
     def is_last(self, step: int) -> bool | None:
         """Whether a step is its epoch's last; None where that is not known."""
-        batches = self.source.num_batches
-        return None if batches is None else step + 1 >= batches
+        batches = self.source.position.batches_from(self.source.position.running)
+        return None if batches is None or self.source.source.num_batches is None else step + 1 >= batches

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.data import ShardedInput, local_range
-from phalanx.errors import DisagreementError
+from phalanx.data import AutoShardPolicy, ShardedInput, local_range
+from phalanx.errors import DisagreementError, UnsupportedError
 from phalanx.monitoring import timeline
-from phalanx.training.replica import Replica
+from phalanx.training.replica import Replica, alone
 
 COMPARED_BATCHES = 3
 """At the start of an epoch, so many batches are compared over the ranks, where each reads a stream for itself."""
@@ -67,6 +67,7 @@ class JointBatches:
         self._batches = source.epoch(epoch, done)
         self._cuts: dict[int, tuple[int, ...]] = {}
         self._current: JointBatch | None = None
+        self._peeked: JointBatch | None = None
 
     def next(self) -> JointBatch | None:
         """The next batch; None at the end of the epoch.
@@ -75,10 +76,34 @@ class JointBatches:
             DisagreementError: on every rank, if they should read the same stream but read different ones.
             MembershipChangedError: see `regroup`.
         """
+        if self._peeked is not None:
+            peeked, self._peeked = self._peeked, None
+            return peeked
         timeline.current.enter("data")
         self._current = self._next_uniform() if self._source.is_uniform else self._next_of_streams()
         timeline.current.leave()
         return self._current
+
+    def peek(self) -> JointBatch | None:
+        """What `next` will return."""
+        self._peeked = self.next()
+        return self._peeked
+
+    def take_whole(self) -> Replica:
+        """Every rank gets whole batches from here on, of what `next` has not returned, as if it were alone.
+
+        Returns: a replica without others.
+
+        Raises: UnsupportedError if ranks have data of their own.
+        """
+        if self._source.source.traits.policy is not AutoShardPolicy.DATA:
+            raise UnsupportedError(
+                "The outputs do not have a row for each sample, so each replica must predict whole batches, but "
+                "each one has data of its own. Pass all replicas the same data."
+            )
+        self._replica, self._peeked = alone(), None
+        self.regroup()
+        return self._replica
 
     def is_current(self, batch: JointBatch) -> bool:
         """Whether this batch, which `next` returned last, is cut for the present members."""
@@ -91,7 +116,7 @@ class JointBatches:
         self._source.regroup(self._replica.rank, self._replica.world_size, repeat=again)
         self._batches = self._source.epoch(self._epoch, self.done)
         self._read = self.done
-        self._current = None
+        self._current = self._peeked = None
         self._cuts.clear()
 
     def close(self) -> None:
@@ -138,19 +163,19 @@ class JointBatches:
         return JointBatch(data, tuple(int(size) for size in notes[:, 1]), self._replica.rank, step)
 
 
-def batch_groups(source: ShardedInput, replica: Replica, size: int) -> Iterator[tuple[int, int, list[JointBatch]]]:
-    """All batches of a source in groups of `size` (`steps_per_execution`), of which callbacks see the first and the
-    last: the indices of these two, and the batches."""
-    group: list[JointBatch] = []
-    batches = JointBatches(source, 0, replica)
-    try:
-        while (batch := batches.next()) is not None:
-            group.append(batch)
+def batch_groups(batches: JointBatches, size: int) -> Iterator[tuple[int, int, Iterator[JointBatch]]]:
+    """All batches of a pass in groups of `size` (`steps_per_execution`), of which callbacks see the first and the
+    last: the indices of these two, and the batches, which are read as they are taken. Take all of a group."""
+
+    def group(batch: JointBatch | None) -> Iterator[JointBatch]:
+        while batch is not None:
+            yield batch
             batches.done += 1
-            if len(group) == size:
-                yield group[0].step, batch.step, group
-                group = []
-        if group:
-            yield group[0].step, group[0].step + size - 1, group  # Keras, too, names the last step of a whole group
+            batch = batches.next() if batches.done % size else None
+
+    try:
+        while (first := batches.next()) is not None:
+            # Of the last group Keras, too, names the last step of a whole one.
+            yield first.step, first.step + size - 1, group(first)
     finally:
         batches.close()

@@ -23,6 +23,11 @@ CLIPPING = {"clip_by_global_norm", "clip_by_norm", "clip_by_average_norm"} | {"c
 """Functions of TensorFlow, PyTorch and Optax that clip gradients."""
 
 
+def stateful_layer(model: Any) -> Any:
+    """The first layer that keeps a state for each sample of a batch; None if there is none."""
+    return next((layer for layer in model._flatten_layers() if getattr(layer, "stateful", False)), None)
+
+
 def check_batch_size(model: Any, batch: LocalBatch, replicas: int) -> None:
     """Check that stateful layers, which keep a state for each sample of a batch, are built for a replica's part of it.
 
@@ -32,7 +37,7 @@ def check_batch_size(model: Any, batch: LocalBatch, replicas: int) -> None:
 
     Raises: ConfigurationError if they are built for another size.
     """
-    stateful = next((layer for layer in model._flatten_layers() if getattr(layer, "stateful", False)), None)
+    stateful = stateful_layer(model)
     if stateful is None or replicas == 1 or not batch.size:
         return
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from phalanx.errors import UnsupportedError
@@ -20,6 +21,7 @@ from phalanx.keras_compat.trainer_hook import KerasMethod
 from phalanx.training import callback_list, shared_saving
 from phalanx.training.central_storage_trainer import CentralStorageTrainer, CentralStorageWorker
 from phalanx.training.fit_resumption import has_checkpoint
+from phalanx.training.nested_calls import in_method
 from phalanx.training.parameter_server_trainer import ParameterServerTrainer
 from phalanx.training.parameter_server_worker import ParameterServerWorker
 from phalanx.training.replica import Replica, alone
@@ -79,7 +81,8 @@ class ModelDispatcher:
             return method(model, *args, **kwargs)
         member = member or alone()
         _refuse_own_functions(model, member, method.name, validates=arguments.get("validation_data") is not None)
-        return getattr(_trainer_of(model, member), method.name)(**arguments)
+        with in_method(member, method.name) if isinstance(member, Replica) else nullcontext():
+            return getattr(_trainer_of(model, member), method.name)(**arguments)
 
     def save(self, model: Any, method: KerasMethod, filepath: Any, overwrite: bool, *args: Any, **kwargs: Any) -> Any:
         """See `shared_saving.save`."""

@@ -102,6 +102,7 @@ class ParameterServerTrainer:
             steps_per_epoch=arguments.steps_per_epoch,
             shuffle=arguments.shuffle,
             class_weight=arguments.class_weight,
+            steps_per_execution=self._model.steps_per_execution,
             rank=0,
             world_size=1,
             shuffling=Shuffling(

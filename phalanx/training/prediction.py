@@ -13,7 +13,7 @@ from phalanx.errors import UnsupportedError
 from phalanx.monitoring import timeline
 from phalanx.runtime import progress
 from phalanx.training import callback_list
-from phalanx.training.joint_batches import JointBatch, batch_groups
+from phalanx.training.joint_batches import JointBatch, JointBatches, batch_groups
 from phalanx.training.replica import Replica
 from phalanx.training.replica_model import ReplicaModel
 from phalanx.transport.serialization import decode, encode
@@ -41,14 +41,15 @@ def _pass(replica_model: ReplicaModel, source: ShardedInput, callbacks: Any, wat
     if bar is not None:
         bar.replicas = replica.world_size
     model.stop_predicting = False
-    outputs = LocalOutputs(replica)
+    batches = JointBatches(source, 0, replica)
+    outputs = LocalOutputs.of(batches, replica_model)
     gathered: list[Any] = []  # as callbacks see them
     engine.begin()
     try:
-        for first, last, batches in batch_groups(source, replica, model.steps_per_execution):
+        for first, last, group in batch_groups(batches, model.steps_per_execution):
             if has_hooks:
                 callbacks.on_predict_batch_begin(first)
-            for batch in batches:
+            for batch in group:
                 timeline.current.enter("forward")
                 outputs.add(engine.predict(batch.data, source.structure), batch)
                 timeline.current.leave()
@@ -83,6 +84,15 @@ class LocalOutputs:
         self._replica = replica
         self._sizes: list[tuple[int, ...]] = []  # of each batch, the samples of each rank
 
+    @classmethod
+    def of(cls, batches: JointBatches, replica_model: ReplicaModel) -> LocalOutputs:
+        """For these batches, of which none has been taken. Where an output has no row for each sample, every rank
+        predicts whole batches."""
+        first = batches.peek()
+        if first is None or replica_model.predicts_rows(first.data):
+            return cls(replica_model.replica)
+        return cls(batches.take_whole())
+
     def add(self, outputs: Any, batch: JointBatch) -> None:
         """Note the outputs for this rank's part of a batch: none where that is a placeholder of one sample."""
         self.parts.append(outputs if batch.size else tree.map_structure(lambda part: part[:0], outputs))
@@ -96,7 +106,8 @@ class LocalOutputs:
 
     def _in_order(self, parts: Any, sizes: list[tuple[int, ...]]) -> Array:
         """All ranks' rows, batch by batch and in each batch in rank order."""
-        columns = self._all_gather(np.concatenate(parts))
+        # A number has no rows: what it is of several batches, Keras does not know either.
+        columns = self._all_gather(parts[0] if len(parts) == 1 else np.concatenate(parts))
         if len(columns) == 1:
             return columns[0]
         rows = self._replica.communicator.all_gather(np.array([len(part) for part in parts], np.int64))

@@ -70,11 +70,15 @@ class Replica:
         communicator: collectives between all ranks of the job.
         cross_device_ops: how gradients are merged, if the user chose it; None: by the communicator.
         notice: travels with the merge of each step, while a `fit` runs that saves itself when the job is preempted.
+        process: the id of the process that takes part.
+        calling_thread: the thread in which a method of a model runs now.
     """
 
     communicator: Communicator
     cross_device_ops: CrossDeviceOps | None = None
     notice: PreemptionNotice | None = field(default=None, repr=False)
+    process: int = field(default_factory=os.getpid, repr=False)
+    calling_thread: int | None = field(default=None, repr=False)
     _entries: int = 0  # number of entries so far: the same script gives the same numbers on every process
     _entry: Entry | None = field(default=None, repr=False)
     _seeds: int = 0

@@ -38,6 +38,7 @@ class ReplicaCoordination:
         self.steps_per_group: int = self._model.steps_per_execution
         self._has_trained = False  # whether this process has taken a step
         self._is_empty_epoch = False
+        self._step_logs: dict[str, Any] = {}  # of the last epoch that had a step
         self._is_over = False
         self._enters_mid_epoch = False  # whether this process joined or resumed in the middle of the epoch
 
@@ -193,10 +194,11 @@ class ReplicaCoordination:
         if self._recorder is not None:
             self._recorder.end_epoch()
         if self._is_empty_epoch:
-            return {}
+            return _logs_of_empty_epoch(self._model, self._step_logs)
         # A process that resumed after the last step of an epoch knows what the metrics have counted.
         logs = self._state.stepper.logs() if self._has_trained else self._model.get_metrics_result()
-        return plain_logs(logs)
+        self._step_logs = plain_logs(logs)
+        return dict(self._step_logs)
 
     def evaluate(self) -> dict[str, Any]:
         """See `Coordination.evaluate`."""
@@ -282,3 +284,14 @@ class ReplicaCoordination:
         chiefs = self._retry(lambda: self._replica.communicator.broadcast_bytes(own))
         for name, (count, newest) in decode(chiefs).items():
             history.setdefault(name, [])[count - 1 :] = [newest]
+
+
+def _logs_of_empty_epoch(model: Any, last: dict[str, Any]) -> dict[str, Any]:
+    """What Keras shows where data of unknown length had ended with the last epoch, of which these are the logs: on JAX
+    the same, on TensorFlow the metrics of no batch, on PyTorch nothing."""
+    match keras.backend.backend():
+        case "jax":
+            return dict(last)
+        case "tensorflow" if last:
+            return plain_logs(model.get_metrics_result())
+    return {}

@@ -9,21 +9,23 @@ from typing import Any, TypeVar
 import keras
 from keras import tree
 
+from phalanx.arrays.tree import map_leaves
 from phalanx.data import ShardedInput, shard_input
 from phalanx.data.dataset_elements import ElementStructure
 from phalanx.data.shuffling import Shuffling
 from phalanx.engines import make_engine
-from phalanx.engines.engine import Engine
+from phalanx.engines.engine import Batch, Engine
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat import loss_probe
 from phalanx.keras_compat.global_gradients import refuse_overwritten
 from phalanx.keras_compat.keras_internals import compute_output_spec, print_msg
+from phalanx.keras_compat.model_state import is_unbuilt
 from phalanx.training import callback_list, state_sync
 from phalanx.training.consistency import compare_inputs, compare_samples
 from phalanx.training.fit_arguments import capped
-from phalanx.training.joint_batches import JointBatch, JointBatches
+from phalanx.training.joint_batches import JointBatches
 from phalanx.training.metric_probe import checked, find_rules, rules_of
-from phalanx.training.model_checks import check_batch_size, check_normalization
+from phalanx.training.model_checks import check_batch_size, check_normalization, stateful_layer
 from phalanx.training.replica import Replica, seed_from_program
 from phalanx.training.steps.gradient_merge import StepMerge
 from phalanx.training.steps.local_sgd import LocalSGDStepper
@@ -63,6 +65,7 @@ class ReplicaModel:
         self._announced: set[Any] = set()
         self._seeds_given = 0
         self._loss_findings: tuple[Any, loss_probe.Findings] | None = None
+        self._predicts_rows: dict[str, bool] = {}
 
     @property
     def engine(self) -> Engine:
@@ -88,6 +91,7 @@ class ReplicaModel:
             y,
             sample_weight,
             steps_per_epoch=capped(steps, keras.config.max_steps_per_epoch(), "steps_per_epoch"),
+            steps_per_execution=self.model.steps_per_execution,
             rank=replica.rank,
             # A candidate's input is cut again when it is admitted; until then it is one of several.
             world_size=2 if replica.is_candidate else replica.world_size,
@@ -111,8 +115,8 @@ class ReplicaModel:
             from_chief=lambda own: self.replica.communicator.broadcast([own])[0],
         )
 
-    def single_batch(self, method: str, x: Any, y: Any = None, sample_weight: Any = None) -> JointBatch:
-        """This rank's part of the one batch that this method was given; model and ranks are ready for it."""
+    def single_batch(self, method: str, x: Any, y: Any = None, sample_weight: Any = None) -> JointBatches:
+        """The one batch that this method was given; model and ranks are ready for it."""
         # The seed has no effect on one batch, but without one the chief would be asked for it.
         size = len(next(leaf for leaf in tree.flatten(x) if leaf is not None))
         source = self.shard(x, y, sample_weight, batch_size=size, steps=None, seed=0)
@@ -120,9 +124,7 @@ class ReplicaModel:
         if not self._is_synchronised:
             state_sync.synchronise(self.model, self.replica)
             self._is_synchronised = True
-        batch = JointBatches(source, 0, self.replica).next()
-        assert batch is not None, "the one batch given"
-        return batch
+        return JointBatches(source, 0, self.replica)
 
     def repeat_over(
         self, source: ShardedInput, action: Callable[[], T], on_change: Callable[[], None] | None = None
@@ -156,12 +158,16 @@ class ReplicaModel:
         """The engine, with all variables created for the batches of the source that this method was passed."""
         self._make_engine(source, method)
         self._peeked = self.engine.builds_from_a_batch
-        first = source.peek(restart=self._peeked)
-        self.engine.expect(source.structure)
-        check_batch_size(self.model, first, self.replica.world_size)
-        self.engine.build(first.data)
-        self._decide_metric_rules(first.data)
-        self._find_out_losses(first.data, source.structure)
+        # As in Keras no batch is read that is not needed: a dataset may draw random numbers for each.
+        data: Batch = (None, None, None)
+        if _needs_a_batch(self.model, self.engine, self._loss_findings):
+            first = source.peek(restart=self._peeked)
+            self.engine.expect(source.structure)
+            check_batch_size(self.model, first, self.replica.world_size)
+            data = first.data
+        self.engine.build(data)
+        self._decide_metric_rules(data)
+        self._find_out_losses(data, source.structure)
         if method in ("fit", "train_on_batch") and self._policy.period is not None:
             check_normalization(self.model)
             refuse_overwritten(self.model.trainable_variables, "a replica that trains alone between two merges")
@@ -193,6 +199,7 @@ class ReplicaModel:
                 self._loss_findings = model._compile_loss, loss_probe.probe(model, *data)
             findings = list(self._loss_findings[1])
         findings = loss_probe.Findings(*replica.retry(lambda: replica.broadcast_from_chief(findings)))
+        self._loss_findings = model._compile_loss, findings
         if findings.error:
             raise UnsupportedError(findings.error)
         loss_probe.note(model, findings)
@@ -203,6 +210,19 @@ class ReplicaModel:
         if not all(layer.built for layer in self.model._flatten_layers()):
             compute_output_spec(self.model, _keras_tensors(source.peek().data[0]), training=False)
         return self.engine
+
+    def predicts_rows(self, data: Batch) -> bool:
+        """Whether the first axis of each output is that of the samples, as far as that is known without computing them.
+
+        Args:
+            data: like the batches to come.
+        """
+        if self.replica.world_size == 1:
+            return True
+        known = str(map_leaves(lambda array: (array.shape[1:], array.dtype.str), data[0]))
+        if known not in self._predicts_rows:
+            self._predicts_rows[known] = _predicts_rows(self.model, data[0])
+        return self._predicts_rows[known]
 
     def _make_engine(self, source: ShardedInput, method: str) -> None:
         """Make the engine if there is none. Raises on every rank if the ranks were given different data."""
@@ -273,11 +293,30 @@ class ReplicaModel:
                 write(line)
 
 
-def _keras_tensors(arrays: Any) -> Any:
-    """Symbolic tensors like these arrays."""
+def _needs_a_batch(model: Any, engine: Engine, findings: tuple[Any, Any] | None) -> bool:
+    """Whether something is to be built for, or found out from, a batch."""
+    if is_unbuilt(model) or stateful_layer(model) is not None or not engine.metric_rules.is_decided:
+        return True
+    return loss_probe.has_open_questions(model) and (findings is None or findings[0] is not model._compile_loss)
+
+
+def _predicts_rows(model: Any, x: Any) -> bool:
+    """See `ReplicaModel.predicts_rows`; x as the model takes it."""
+    try:
+        outputs = compute_output_spec(model, _keras_tensors(x, any_size=True), training=False)
+    except Exception as error:
+        # The model computes only with values. Then the rows of each batch tell (`LocalOutputs`).
+        logger.debug("The shapes of the outputs of %r are not known before they are computed: %s", model.name, error)
+        return True
+    shapes = [output.shape for output in tree.flatten(outputs) if output is not None]
+    return all(len(shape) > 0 and shape[0] is None for shape in shapes)
+
+
+def _keras_tensors(arrays: Any, *, any_size: bool = False) -> Any:
+    """Symbolic tensors like these arrays; with `any_size`, of any number of samples."""
 
     def symbolic(array: Any) -> Any:
         kind = "string" if array.dtype.kind in "OSU" else keras.backend.standardize_dtype(array.dtype)
-        return keras.KerasTensor(array.shape, kind)
+        return keras.KerasTensor((None, *array.shape[1:]) if any_size else array.shape, kind)
 
     return tree.map_structure(lambda array: None if array is None else symbolic(array), arrays)

@@ -25,7 +25,7 @@ from phalanx.training.fit_arguments import FitArguments
 from phalanx.training.fit_loop import FitLoop
 from phalanx.training.fit_resumption import FitResumption, resumable
 from phalanx.training.fit_setup import prepare_fit
-from phalanx.training.joint_batches import JointBatch
+from phalanx.training.joint_batches import JointBatch, JointBatches
 from phalanx.training.prediction import LocalOutputs, predict_on_replicas
 from phalanx.training.replica import EntryOverError, Replica
 from phalanx.training.replica_coordination import ReplicaCoordination
@@ -118,7 +118,7 @@ class ReplicaTrainer:
         replica, replica_model = self._replica, self._replica_model
 
         def run() -> Any:
-            source = replica_model.shard(x, None, None, batch_size=batch_size, steps=steps, in_order=True)
+            source = replica_model.shard(x, None, None, batch_size=batch_size, steps=steps)
             source.position.is_reset = True
             self._wait_for_result()
             replica_model.prepare_to_predict(source, "predict")
@@ -144,7 +144,7 @@ class ReplicaTrainer:
             if sample_weight is not None:
                 raise ValueError("Arguments `sample_weight` and `class_weight` cannot be specified at the same time.")
             sample_weight = class_weight_to_sample_weights(y, class_weight)
-        batch = self._single_batch("train_on_batch", x, y, sample_weight)
+        batch = _only(self._batches_of_one("train_on_batch", x, y, sample_weight))
         self._reset_metrics_of_a_single_batch()
         with self._running_engine() as engine:
             # Nothing is held back: the program may save the model after it.
@@ -159,7 +159,7 @@ class ReplicaTrainer:
     def test_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False) -> Any:
         """The metrics of this global batch, the same on every rank."""
         self._model._assert_compile_called("test_on_batch")
-        batch = self._single_batch("test_on_batch", x, y, sample_weight)
+        batch = _only(self._batches_of_one("test_on_batch", x, y, sample_weight))
         self._reset_metrics_of_a_single_batch()
         with self._running_engine() as engine:
             timeline.current.enter("forward")
@@ -170,8 +170,9 @@ class ReplicaTrainer:
 
     def predict_on_batch(self, x: Any) -> Any:
         """The outputs for this global batch, on every rank."""
-        batch = self._single_batch("predict_on_batch", x)
-        outputs = LocalOutputs(self._replica)
+        batches = self._batches_of_one("predict_on_batch", x)
+        outputs = LocalOutputs.of(batches, self._replica_model)
+        batch = _only(batches)
         with self._running_engine() as engine:
             outputs.add(engine.predict(batch.data), batch)
         return outputs.gather()
@@ -194,7 +195,7 @@ class ReplicaTrainer:
         if self._replica.is_candidate:
             self._replica.join_entry()
 
-    def _single_batch(self, method: str, x: Any, y: Any = None, sample_weight: Any = None) -> JointBatch:
+    def _batches_of_one(self, method: str, x: Any, y: Any = None, sample_weight: Any = None) -> JointBatches:
         if self._replica.is_candidate:
             raise UnsupportedError(
                 "This worker came to the job when it ran already, and single batches (`train_on_batch`) are not kept "
@@ -220,3 +221,9 @@ class ReplicaTrainer:
     def _single_batch_result(self, logs: Mapping[str, Any], return_dict: bool) -> Any:
         logs = pythonify_logs(logs)
         return logs if return_dict else self._model._flatten_metrics_in_order(logs)
+
+
+def _only(batches: JointBatches) -> JointBatch:
+    batch = batches.next()
+    assert batch is not None, "the one batch given"
+    return batch

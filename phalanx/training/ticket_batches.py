@@ -133,7 +133,7 @@ class TicketBatches:
         if batch is None:
             self._report_missing(ticket, ends=True)
             return None
-        part = cut(batch.data, ticket.members.index(ticket.member), len(ticket.members), "the input")
+        part = cut(batch.data, ticket.members.index(ticket.member), len(ticket.members), "the input", copies=False)
         return TicketBatch(part.data, part.size, part.global_size or part.size, ticket)
 
     def _report_missing(self, ticket: Ticket, *, ends: bool) -> None:

@@ -179,15 +179,16 @@ def test_a_distributed_sampler_has_divided_the_samples_already():
         make(1, 3)
 
 
-def test_a_collation_that_drops_samples_is_refused():
-    sharded = shard_input(
-        loader(collate_fn=lambda samples: (torch.stack([x for x, _ in samples[:-1]]),)),
-        rank=0,
-        world_size=2,
-        seed=0,
-    )
-    with pytest.raises(ConfigurationError, match="collate_fn made a batch of 1 samples out of 2"):
-        list(sharded.epoch(0))
+def test_a_collation_of_the_program_sees_the_global_batch():
+    seen = []
+
+    def collate(samples):
+        seen.append(len(samples))
+        return torch.stack([x for x, _ in samples[:-1]]), torch.stack([y for _, y in samples[:-1]])
+
+    got = merged_epoch(ranks_of(lambda: (loader(collate_fn=collate),), 3), 0)
+    assert set(seen) == {4, 3}
+    assert [len(batch[0]) for batch in got] == [3, 3, 3, 3, 3, 2]
 
 
 def test_peek_reads_one_batch():

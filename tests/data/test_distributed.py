@@ -5,7 +5,7 @@ import keras
 import numpy as np
 import pytest
 
-from phalanx.data import InputContext, InputOptions, distribute_dataset, distribute_from_function, shard_input
+from phalanx.data import InputContext, distribute_dataset, distribute_from_function, shard_input
 from phalanx.errors import ConfigurationError
 
 X = np.arange(22.0).reshape(11, 2)
@@ -42,7 +42,7 @@ def test_a_rank_without_a_sample_gets_empty_arrays():
 
 
 def test_a_tf_dataset_keeps_its_length_and_spec_and_can_be_read_again():
-    distributed = distribute_dataset(dataset(), InputOptions(), rank=1, world_size=2, seed=0)
+    distributed = distribute_dataset(dataset(), rank=1, world_size=2, seed=0)
     assert len(distributed) == distributed.cardinality == 3
     assert [spec.shape.as_list() for spec in distributed.element_spec] == [[None, 2], [None]]
     for _ in range(2):

@@ -15,6 +15,7 @@ from tests.training.scenarios import (
     models,
     optimizers,
     precision,
+    reading,
     steps,
 )
 from tests.training.scenarios.registry import SCENARIOS, Scenario, Setting
@@ -37,5 +38,6 @@ __all__ = [
     "models",
     "optimizers",
     "precision",
+    "reading",
     "steps",
 ]

@@ -59,6 +59,31 @@ def outputs_with_several_rows_for_each_sample(setting: Setting) -> dict[str, Any
     }
 
 
+@scenario(quick=BACKENDS)
+def outputs_without_a_row_for_each_sample(setting: Setting) -> dict[str, Any]:
+    """As many columns as a replica has samples, a table of the features, and one number."""
+    x = features(8)[:, :4]
+
+    def build(function: Any) -> Any:
+        inputs = keras.Input((4,))
+        return keras.Model(inputs, [keras.layers.Dense(2)(inputs), keras.layers.Lambda(function)(inputs)])
+
+    def predicted(function: Any) -> Any:
+        model = compiled(setting, lambda: build(function), loss=None)
+        return [
+            model.predict(x, batch_size=4, verbose=0),
+            model.predict(((x[:8],) for _ in range(3)), verbose=0),
+            model.predict_on_batch(x),
+            model.predict(x, batch_size=4, verbose=0),
+        ]
+
+    return {
+        "transposed": predicted(ops.transpose),
+        "correlated": predicted(lambda x: ops.matmul(ops.transpose(x), x)),
+        "number": compiled(setting, lambda: build(ops.sum), loss=None).predict_on_batch(x),
+    }
+
+
 @scenario(error=dict.fromkeys(BACKENDS, ("UnsupportedError", "which rows belong to which sample")))
 def outputs_of_a_batch_as_a_whole(setting: Setting) -> dict[str, Any]:
     def build() -> Any:

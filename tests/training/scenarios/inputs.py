@@ -18,15 +18,11 @@ from tests.training.scenarios.common import (
     classifier,
     compiled,
     features,
+    fitted_on,
     labels,
     weights,
 )
 from tests.training.scenarios.registry import BACKENDS, ONE_BACKEND, Setting, scenario
-
-
-def _fit(model: Any, data: Any, **arguments: Any) -> dict[str, Any]:
-    history = model.fit(data, **{"shuffle": False, "epochs": 2, "verbose": 0, **arguments})
-    return {"history": history.history, "weights": model.get_weights()}
 
 
 def _generate(rounds: int = 1) -> Iterator[Any]:
@@ -43,7 +39,7 @@ def tf_dataset(setting: Setting) -> dict[str, Any]:
 
     data = tf.data.Dataset.from_tensor_slices((features(), labels())).batch(BATCH)
     model = compiled(setting, metrics=["accuracy"])
-    found = _fit(model, data, validation_data=data)
+    found = fitted_on(model, data, validation_data=data)
     return found | {
         "evaluate": model.evaluate(data, verbose=0, return_dict=True),
         "predict": model.predict(data, verbose=0),
@@ -55,7 +51,7 @@ def tf_dataset_repeated_with_steps(setting: Setting) -> dict[str, Any]:
     import tensorflow as tf
 
     data = tf.data.Dataset.from_tensor_slices((features(), labels())).batch(BATCH).repeat()
-    return _fit(compiled(setting), data, steps_per_epoch=4, class_weight={0: 1.0, 1: 2.0, 2: 0.5})
+    return fitted_on(compiled(setting), data, steps_per_epoch=4, class_weight={0: 1.0, 1: 2.0, 2: 0.5})
 
 
 @scenario(needs=("tensorflow",))
@@ -63,7 +59,7 @@ def tf_dataset_shuffled_by_seed(setting: Setting) -> dict[str, Any]:
     import tensorflow as tf
 
     data = tf.data.Dataset.from_tensor_slices((features(), labels())).shuffle(50, seed=4).batch(BATCH)
-    return _fit(compiled(setting), data)
+    return fitted_on(compiled(setting), data)
 
 
 class Pages(keras.utils.PyDataset):
@@ -78,7 +74,7 @@ class Pages(keras.utils.PyDataset):
 @scenario(quick=ONE_BACKEND)
 def py_dataset(setting: Setting) -> dict[str, Any]:
     model = compiled(setting, metrics=["accuracy"])
-    found = _fit(model, Pages(workers=1), class_weight={0: 1.0, 1: 2.0, 2: 0.5})
+    found = fitted_on(model, Pages(workers=1), class_weight={0: 1.0, 1: 2.0, 2: 0.5})
     return found | {
         "evaluate": model.evaluate(Pages(workers=1), verbose=0, return_dict=True),
         "predict": model.predict(Pages(workers=1), verbose=0),
@@ -100,8 +96,8 @@ def _fitted_twice(setting: Setting, build: Any, data: Any, **arguments: Any) -> 
     """What `fit` says of a model that it builds itself, and of one built already."""
     random.seed(5 if setting.rank == 0 else None)  # the chief's counts
     model = compiled(setting, build)
-    first = _fit(model, data, shuffle=True, **arguments)
-    second = _fit(model, data, shuffle=True, **arguments)
+    first = fitted_on(model, data, shuffle=True, **arguments)
+    second = fitted_on(model, data, shuffle=True, **arguments)
     return {"first": first, "second": second}
 
 
@@ -114,7 +110,7 @@ def numbers_drawn_after_shuffled_arrays(setting: Setting) -> dict[str, Any]:
     """What a program that splits its data at random draws next; TensorFlow and PyTorch shuffle with others."""
     set_random_seed(3)
     model = compiled(setting, classifier)
-    history = _fit(model, features(), y=labels(), shuffle=True)
+    history = fitted_on(model, features(), y=labels(), shuffle=True)
     return {**history, "drawn": np.random.permutation(20)}
 
 
@@ -183,12 +179,12 @@ def data_loader(setting: Setting) -> dict[str, Any]:
     samples = TensorDataset(torch.from_numpy(features()), torch.from_numpy(labels()))
     model = compiled(setting, metrics=["accuracy"])
     data = DataLoader(samples, batch_size=BATCH)
-    return _fit(model, data) | {"evaluate": model.evaluate(data, verbose=0, return_dict=True)}
+    return fitted_on(model, data) | {"evaluate": model.evaluate(data, verbose=0, return_dict=True)}
 
 
 @scenario(quick=ONE_BACKEND)
 def generator(setting: Setting) -> dict[str, Any]:
-    return _fit(compiled(setting, metrics=["accuracy"]), _generate(2), steps_per_epoch=3)
+    return fitted_on(compiled(setting, metrics=["accuracy"]), _generate(2), steps_per_epoch=3)
 
 
 @scenario()
@@ -251,7 +247,7 @@ def pipelines_of_each_rank(setting: Setting) -> dict[str, Any]:
             return x[4 * index : 4 * index + 4], y[4 * index : 4 * index + 4]
 
     data = setting.strategy.distribute_datasets_from_function(lambda context: Own())
-    found = _fit(model, data)
+    found = fitted_on(model, data)
     assert int(keras.ops.convert_to_numpy(model.optimizer.iterations.value)) == 6
     return found
 
@@ -270,7 +266,7 @@ def _merged_pipelines(setting: Setting, sizes: list[int]) -> dict[str, Any]:
     data: Any = One()
     if not setting.alone:
         data = setting.strategy.distribute_datasets_from_function(lambda context: One())
-    return _fit(compiled(setting, metrics=["accuracy"]), data)
+    return fitted_on(compiled(setting, metrics=["accuracy"]), data)
 
 
 @scenario(worlds=(2,))
@@ -290,16 +286,16 @@ def shuffled_between_other_passes(setting: Setting) -> dict[str, Any]:
     set_random_seed(3)
     model = compiled(setting)
     shuffled = {"batch_size": 8, "shuffle": True, "epochs": 3}
-    found = [_fit(model, features(), y=labels(), validation_split=0.3, **shuffled)]
+    found = [fitted_on(model, features(), y=labels(), validation_split=0.3, **shuffled)]
     model.evaluate(features(), labels(), batch_size=7, verbose=0)
-    found.append(_fit(model, features(), y=labels(), validation_data=(features(), labels()), **shuffled))
+    found.append(fitted_on(model, features(), y=labels(), validation_data=(features(), labels()), **shuffled))
     model.evaluate(ShortPages(), verbose=0)
     model.predict(features(), batch_size=7, verbose=0)
     model.predict(((x,) for x, _, _ in _generate()), verbose=0)
-    found.append(_fit(model, features(), y=labels(), **shuffled))
+    found.append(fitted_on(model, features(), y=labels(), **shuffled))
     model.train_on_batch(features(), labels())
-    _fit(model, features(), y=labels())
-    found.append(_fit(model, features(), y=labels(), **shuffled))
+    fitted_on(model, features(), y=labels())
+    found.append(fitted_on(model, features(), y=labels(), **shuffled))
     return {str(number): one for number, one in enumerate(found)}
 
 
@@ -321,4 +317,4 @@ class Reshuffled(ShortPages):
 def py_dataset_that_reshuffles_itself_is_predicted_as_it_is(setting: Setting) -> dict[str, Any]:
     model, data = compiled(setting), Reshuffled()
     first = model.predict(data, verbose=0)
-    return {"predict": first, "again": model.predict(data, verbose=0), "fit": _fit(model, data)}
+    return {"predict": first, "again": model.predict(data, verbose=0), "fit": fitted_on(model, data)}

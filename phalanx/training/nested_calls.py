@@ -1,0 +1,39 @@
+"""Methods of models that are called while another one runs: by callbacks, and by the program's data."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from phalanx.data.reading_apart import data_read_apart
+from phalanx.errors import UnsupportedError
+from phalanx.training.replica import Replica
+
+
+@contextmanager
+def in_method(replica: Replica, name: str) -> Iterator[None]:
+    """All ranks run a method of a model: each in one thread, and in the same order.
+
+    Raises: UnsupportedError where the other ranks may not call it, or another thread is in one.
+    """
+    thread, former = threading.get_ident(), replica.calling_thread
+    problem = None
+    if os.getpid() != replica.process:
+        problem = "in a process that a replica has started, as workers of a DataLoader or PyDataset are"
+    elif former not in (None, thread):
+        problem = "in a thread, while another one of this process runs such a method (workers of a PyDataset, tf.data)"
+    elif kind := data_read_apart():
+        problem = f"while this replica reads data ({kind}) that the others do not read"
+    if problem is not None:
+        raise UnsupportedError(
+            f"{name}() was called {problem}. All replicas take part in it, in the same order as in all else. Call it "
+            f"before, or where every replica reads all batches in one thread (a generator, a PyDataset with "
+            f"workers=1); or make the called model outside of the strategy's scope."
+        )
+    replica.calling_thread = thread
+    try:
+        yield
+    finally:
+        replica.calling_thread = former
