@@ -198,7 +198,7 @@ class Recorder:
         self.seen.append(f"save {method.name}")
         return method(model, filepath, overwrite, *args, **kwargs)
 
-    def merge_gradients(self, gradients: list[Any]) -> list[Any]:
+    def merge_gradients(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         self.seen.append("merge_gradients")
         return gradients
 
