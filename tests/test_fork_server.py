@@ -17,7 +17,7 @@ import pytest
 
 from tests.support import fork_server
 from tests.support.backends import BACKENDS, FIRST
-from tests.support.commands import die_with_parent
+from tests.support.commands import ROOT, die_with_parent
 from tests.training.jobs import environment
 
 BOUND_S = 100.0
@@ -59,7 +59,7 @@ def test_it_finds_what_a_started_one_finds(start: Start, tmp_path: Path, backend
     script = tmp_path / "described.py"
     script.write_text(DESCRIBE)
     options = {
-        "variables": {"A_VARIABLE": "value", "PYTHONPATH": f"/some folder{os.pathsep}{os.environ['PYTHONPATH']}"},
+        "variables": {"A_VARIABLE": "value", "PYTHONPATH": os.pathsep.join(["/some folder", str(ROOT)])},
         "cwd": tmp_path,
         "start_new_session": True,
         "backend": backend,
@@ -135,7 +135,7 @@ def test_what_an_import_reads_is_never_that_of_another_environment(start: Start)
 def test_it_dies_with_the_process_that_started_it(start: Start) -> None:
     child = "import time; print('runs', flush=True); time.sleep(1000)"
     program = (
-        "import subprocess, sys, time; from tests.support.commands import die_with_parent\n"
+        "import subprocess, sys, time; from tests.support.commands import ROOT, die_with_parent\n"
         f"child = subprocess.Popen([sys.executable, '-c', {child!r}], preexec_fn=die_with_parent)\n"
         "print(child.pid, flush=True); time.sleep(1000)"
     )

@@ -302,6 +302,8 @@ def _needs_a_batch(model: Any, engine: Engine, findings: tuple[Any, Any] | None)
 
 def _predicts_rows(model: Any, x: Any) -> bool:
     """See `ReplicaModel.predicts_rows`; x as the model takes it."""
+    if stateful_layer(model) is not None:  # made for one number of samples, and so its outputs are
+        return True
     try:
         outputs = compute_output_spec(model, _keras_tensors(x, any_size=True), training=False)
     except Exception as error:

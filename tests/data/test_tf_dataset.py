@@ -11,6 +11,13 @@ from tests.data.merging import WORLD_SIZES, assert_same_batches, keras_batches, 
 
 tf = pytest.importorskip("tensorflow")
 
+
+@pytest.fixture(autouse=True)
+def _no_seed_of_the_program():
+    """Other tests of this process may have set one, which each pipeline draws another seed from."""
+    tf.random.set_seed(None)
+
+
 X = np.arange(46.0, dtype="float32").reshape(23, 2)
 Y = np.arange(23)
 Policy = tf.data.experimental.AutoShardPolicy

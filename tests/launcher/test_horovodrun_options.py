@@ -63,7 +63,8 @@ def test_switches_of_horovod(text: str, on: bool) -> None:
 
 
 def test_the_variables_of_horovod_mean_the_same() -> None:
-    assert JobConfig.from_environment({"HOROVOD_TIMELINE": "a.json"}).timeline == Path("a.json").absolute()
+    config = JobConfig.from_environment({"HOROVOD_TIMELINE": "a.json"})
+    assert config.timeline == TimelineConfig(Path("a.json").absolute())
     assert JobConfig.from_environment({"HOROVOD_TIMELINE": "DYNAMIC"}).timeline is None
     both = {"HOROVOD_TIMELINE": "a.json", "PHALANX_TIMELINE": "b.json"}
-    assert JobConfig.from_environment(both).timeline == Path("b.json").absolute()
+    assert JobConfig.from_environment(both).timeline == TimelineConfig(Path("b.json").absolute())

@@ -75,6 +75,7 @@ class _JaxFunction:
             checks_finite=self._accumulation.is_scaled,
         )
         self._engine = make_engine(model, self._merge)
+        self._engine.metric_rules.note(model.metrics_variables)  # Keras has built the model by now
 
     def __call__(self, state: Any, iterator: Iterator[Any]) -> Any:
         from phalanx.horovod.keras.optimizer import already_reduced

@@ -11,7 +11,7 @@ from keras import tree
 from phalanx.engines.engine import Batch, MergeProtocol
 from phalanx.engines.merge_collectives import MergeCollectives
 from phalanx.engines.replica.jax.jax_tensors import JaxTensors
-from phalanx.engines.replica.jax.split_step import HostCallInCompiledFunction, SplitStep
+from phalanx.engines.replica.jax.split_step import CompiledHostCallError, SplitStep
 from phalanx.keras_compat.global_losses import GloballyScaledLosses
 from phalanx.keras_compat.model_state import samples
 from phalanx.keras_compat.step_collectives import InStep
@@ -57,7 +57,7 @@ class CompiledStep:
             return None
         try:
             lowered = self._run.lower(np.float32(share), *arguments)
-        except HostCallInCompiledFunction:
+        except CompiledHostCallError:
             self._is_split = True
             return None
         key = _sizes(arguments[-1])
@@ -75,7 +75,7 @@ class CompiledStep:
         if not self._is_split:
             try:
                 return self._run(share_of_step, *arguments)
-            except HostCallInCompiledFunction:
+            except CompiledHostCallError:
                 self._is_split = True
         own = samples(arguments[-1])
         key = _sizes(arguments[-1])

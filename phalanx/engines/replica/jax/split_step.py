@@ -35,7 +35,7 @@ INLINED = frozenset(
 """Calls in a trace that may be replaced by what they call."""
 
 
-class HostCallInCompiledFunction(UnsupportedError):
+class CompiledHostCallError(UnsupportedError):
     """JAX was to compile a function that needs the other ranks on its way."""
 
 
@@ -54,7 +54,7 @@ def _shapes(*values: Any, function: HostFunction, results: Results) -> list[Any]
 
 
 def _refuse(*_: Any, **__: Any) -> Any:
-    raise HostCallInCompiledFunction(
+    raise CompiledHostCallError(
         "A value was merged over the replicas inside a function compiled by JAX. A compiled function cannot wait for "
         "other processes: compute the gradients in one jitted function, merge them with `strategy.reduce` or "
         "`get_replica_context().all_reduce` outside, and apply them in a second (examples/custom_loop_jax.py)."
