@@ -14,7 +14,7 @@ import numpy as np
 
 from phalanx.arrays import allocation
 from phalanx.arrays.tree import leaves, map_leaves
-from phalanx.data.batch_split import ALIGNED_FROM_BYTES, LocalShare, local_range
+from phalanx.data.batch_split import LocalShare, local_range, should_be_aligned
 from phalanx.data.dataset_elements import Array, describe, to_numpy
 from phalanx.data.input_request import InputRequest
 from phalanx.data.shuffling import Shuffling
@@ -54,7 +54,7 @@ def _indexable(sliceable: Any) -> Any:
 def _gathered(array: Any, rows: Array) -> Array:
     """These rows of an array, which has them. A large batch lies where a backend need not copy it once more."""
     size = len(rows) * array.dtype.itemsize * math.prod(array.shape[1:])
-    if size < ALIGNED_FROM_BYTES or array.dtype.kind not in "biuf" or isinstance(array, _Converted):
+    if isinstance(array, _Converted) or not should_be_aligned(size, array.dtype):
         gathered: Array = array.take(rows, axis=0)
         return gathered
     block = allocation.empty_aligned((len(rows), *array.shape[1:]), array.dtype)

@@ -106,9 +106,13 @@ def cut(element: Any, rank: int, world_size: int, source: str, *, copies: bool) 
     return LocalShare(map_leaves(_copy, part) if copies else part, stop - start, global_size, fingerprint)
 
 
+def should_be_aligned(size: int, dtype: np.dtype[Any]) -> bool:
+    """Whether a batch of `size` bytes is worth a place where a backend need not copy it once more."""
+    return size >= ALIGNED_FROM_BYTES and dtype.kind in "biuf"
+
+
 def _copy(array: Array) -> Array:
-    """A copy; a large one lies where a backend need not copy it once more."""
-    if array.nbytes < ALIGNED_FROM_BYTES or array.dtype.kind not in "biuf":
+    if not should_be_aligned(array.nbytes, array.dtype):
         return array.copy()
     block = allocation.empty_aligned(array.shape, array.dtype)
     np.copyto(block, array)

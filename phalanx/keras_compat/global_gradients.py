@@ -49,12 +49,13 @@ class GlobalGradients:
         scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.loss_scale_factor
         known = getattr(optimizer, "_trainable_variables", None) or ()
         needed = scales or any(map(is_overwritten, known))
-        self.methods: dict[str, Callable[..., Any]] = {"scale_loss": self._scale_loss} if needed else {}
+        self.methods: dict[str, Callable[..., Any]] = {"scale_loss": self.scale_loss} if needed else {}
 
-    def _scale_loss(self, loss: Any) -> Any:
+    def scale_loss(self, loss: Any) -> Any:
+        """The optimizer's `scale_loss`; where it is needed, of a loss that flows back times the share."""
         scaled = self._scale(loss)
         share = share_of_step()
-        if share is None:
+        if not self.methods or share is None:
             return scaled
         self._is_scaled = True
         if (collectives := step_collectives.current()) is not None:

@@ -334,13 +334,14 @@ def _calls(compute: Callable[[Any, _Part], Any], model: Any, part: _Part) -> lis
 
     def call(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         nonlocal depth
-        if not depth and not isinstance(loss, type(model._compile_loss)):
+        counts = not isinstance(loss, type(model._compile_loss))  # which only calls the others
+        if counts and not depth:
             calls.append((loss, y_true, y_pred, sample_weight))
-        depth += not isinstance(loss, type(model._compile_loss))
+        depth += counts
         try:
             return patched.original(loss, y_true, y_pred, sample_weight)
         finally:
-            depth -= not isinstance(loss, type(model._compile_loss))
+            depth -= counts
 
     patched = PatchedFunction(keras_loss.Loss, "__call__", call)
     with patched:

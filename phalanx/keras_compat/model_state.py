@@ -127,6 +127,17 @@ def plain_logs(logs: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def logs_of_empty_epoch(model: Any, last: dict[str, Any]) -> dict[str, Any]:
+    """What Keras shows where data of unknown length had ended with the last epoch, of which these are the logs: on JAX
+    the same, on TensorFlow the metrics of no batch, on PyTorch nothing."""
+    match keras.backend.backend():
+        case "jax":
+            return dict(last)
+        case "tensorflow" if last:
+            return plain_logs(model.get_metrics_result())
+    return {}
+
+
 def flat_logs(logs: Mapping[str, Any]) -> dict[str, Any]:
     """Logs as Keras shows them: the entries of a nested dictionary join the others."""
     flat: dict[str, Any] = {}

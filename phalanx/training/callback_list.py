@@ -169,10 +169,9 @@ def chief_may_add_logs(callbacks: Any) -> bool:
     return any(_overrides(callback, "on_epoch_end", _base_of(callback)) for callback in passed)
 
 
-def runs_batch_hooks(callbacks: CallbackList, phase: str, *, except_for: Sequence[type] = ()) -> bool:
-    """Whether any callback in this rank's list, `except_for` these classes, has hooks for single batches."""
-    own = [callback for callback in callbacks.callbacks if type(callback) not in except_for]
-    return any(_overrides(callback, hook) for callback in own for hook in _BATCH_HOOKS[phase])
+def runs_batch_hooks(callbacks: CallbackList, phase: str) -> bool:
+    """Whether any callback in this rank's list has hooks for single batches."""
+    return any(_overrides(callback, hook) for callback in callbacks.callbacks for hook in _BATCH_HOOKS[phase])
 
 
 def reads_weights_at_epoch_ends(callbacks: CallbackList) -> bool:

@@ -10,6 +10,7 @@ import keras
 
 from phalanx.checkpoint.backup_and_restore import saves_mid_epoch
 from phalanx.data import ShardedInput, accepts_batch_size
+from phalanx.keras_compat.model_state import overrides
 from phalanx.training import callback_list
 from phalanx.training.checkpointing import FitCheckpointing
 from phalanx.training.consistency import check_same_configuration, compare_inputs, compare_samples
@@ -95,8 +96,7 @@ def prepare_fit(replica_model: ReplicaModel, arguments: FitArguments, resumption
         callback_list.restore_hooks(state.callbacks)
         raise
     # A custom `train_step` may update weights without the engine's knowledge.
-    overridden = type(model).train_step is not keras.Model.train_step
-    checks_step = overridden and state.stepper.merges_every_step and not replica.is_alone
+    checks_step = overrides(model, "train_step") and state.stepper.merges_every_step and not replica.is_alone
     if checks_step:
         check_clipping(model)
     return replace(fit, checks_step=checks_step)

@@ -10,7 +10,7 @@ import numpy as np
 from phalanx.arrays.tree import leaves
 from phalanx.data import LocalBatch
 from phalanx.errors import ConfigurationError, UnsupportedError
-from phalanx.keras_compat.model_state import names_in, overrides
+from phalanx.keras_compat.model_state import names_in
 from phalanx.training.replica import Replica
 
 Array = np.ndarray[Any, Any]
@@ -75,8 +75,6 @@ def check_clipping(model: Any) -> None:
     Raises: UnsupportedError naming the function.
     """
     kind = type(model)
-    if not overrides(model, "train_step"):
-        return
     names = names_in(kind.train_step)
     for name in [each for each in names if each in vars(kind)]:
         names |= names_in(vars(kind)[name])

@@ -10,7 +10,7 @@ import keras
 
 from phalanx.checkpoint.backup_and_restore import step_of_backup
 from phalanx.checkpoint.callback_state import append_to_log_files
-from phalanx.keras_compat.model_state import plain_logs
+from phalanx.keras_compat.model_state import logs_of_empty_epoch, plain_logs
 from phalanx.monitoring import timeline
 from phalanx.runtime import progress
 from phalanx.training import state_sync
@@ -194,7 +194,7 @@ class ReplicaCoordination:
         if self._recorder is not None:
             self._recorder.end_epoch()
         if self._is_empty_epoch:
-            return _logs_of_empty_epoch(self._model, self._step_logs)
+            return logs_of_empty_epoch(self._model, self._step_logs)
         # A process that resumed after the last step of an epoch knows what the metrics have counted.
         logs = self._state.stepper.logs() if self._has_trained else self._model.get_metrics_result()
         self._step_logs = plain_logs(logs)
@@ -284,14 +284,3 @@ class ReplicaCoordination:
         chiefs = self._retry(lambda: self._replica.communicator.broadcast_bytes(own))
         for name, (count, newest) in decode(chiefs).items():
             history.setdefault(name, [])[count - 1 :] = [newest]
-
-
-def _logs_of_empty_epoch(model: Any, last: dict[str, Any]) -> dict[str, Any]:
-    """What Keras shows where data of unknown length had ended with the last epoch, of which these are the logs: on JAX
-    the same, on TensorFlow the metrics of no batch, on PyTorch nothing."""
-    match keras.backend.backend():
-        case "jax":
-            return dict(last)
-        case "tensorflow" if last:
-            return plain_logs(model.get_metrics_result())
-    return {}

@@ -24,11 +24,18 @@ class Credentials:
     tls: TLS | None = None
     encryption: Encryption = Encryption.ALWAYS
 
-    def wants_encryption(self, sock: socket.socket) -> bool:
-        """Whether this task wants a connection encrypted, whatever it carries. TLS encrypts without it."""
-        if self.tls is not None or self.encryption is Encryption.NEVER:
+    def wants_encryption(self, sock: socket.socket, *, bulk: bool = True) -> bool:
+        """Whether this task wants a connection encrypted. TLS encrypts without it.
+
+        Args:
+            sock: connected.
+            bulk: whether it carries the data of training, as far as is known.
+        """
+        if self.tls is not None:
             return False
-        return self.encryption is Encryption.ALWAYS or not is_local(sock)
+        if not bulk or self.encryption is Encryption.ALWAYS:
+            return True
+        return self.encryption is Encryption.REMOTE and not is_local(sock)
 
 
 def is_local(sock: socket.socket) -> bool:

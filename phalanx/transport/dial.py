@@ -75,7 +75,7 @@ def dial(
     """
     peer = hello.peer
     sock = _connect(address, peer, credentials.tls, deadline)
-    encrypt = credentials.wants_encryption(sock) or (credentials.tls is None and not bulk)
+    encrypt = credentials.wants_encryption(sock, bulk=bulk)
     link = Link(sock, peer)
     try:
         _shake_hands(link, Handshake(Role.DIALER, credentials.secret, encrypt=encrypt), deadline)

@@ -291,7 +291,8 @@ def test_a_stopped_member_is_evicted(members):
     assert job.evicted == ["worker/1"]
 
 
-def test_the_launcher_is_lost(members):
+def losing_the_launcher(members: Any) -> Members:
+    """Two members that train until the launcher is lost, and then return the error."""
     trains = multiprocessing.get_context("fork").Event()
 
     def body(communicator: ElasticCommunicator, number: int) -> Any:
@@ -302,10 +303,15 @@ def test_the_launcher_is_lost(members):
         except Exception as error:
             return type(error).__name__, str(error)
 
-    job = members(2)
+    job: Members = members(2)
     job.run(body)
     assert trains.wait(BOUND_S)
     job.server.close()
+    return job
+
+
+def test_the_launcher_is_lost(members):
+    job = losing_the_launcher(members)
     job.processes[1].kill()
     first, second = job.results()
     assert second is None
@@ -315,21 +321,7 @@ def test_the_launcher_is_lost(members):
 
 def test_members_that_lose_the_launcher_stop_training(members):
     """It may have started others instead of them, which write the same checkpoints."""
-    trains = multiprocessing.get_context("fork").Event()
-
-    def body(communicator: ElasticCommunicator, number: int) -> Any:
-        try:
-            while True:
-                repeatedly(communicator, 1.0)
-                trains.set()
-        except Exception as error:
-            return type(error).__name__, str(error)
-
-    job = members(2)
-    job.run(body)
-    assert trains.wait(BOUND_S)
-    job.server.close()
-    for name, text in job.results():
+    for name, text in losing_the_launcher(members).results():
         assert name == "RendezvousError"
         assert "lost the launcher" in text
 

@@ -7,7 +7,6 @@ from typing import Any
 import keras
 
 from phalanx.keras_compat import model_state
-from phalanx.keras_compat.keras_internals import keras_trainer
 
 
 def accumulation_steps(model: Any) -> int:
@@ -18,7 +17,7 @@ def accumulation_steps(model: Any) -> int:
     simple = (
         optimizer is not None
         and len(model_state.optimizers(model)) == 1
-        and takes_keras_steps(model)
+        and not model_state.overrides(model, "train_step")
         and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     )
     return (getattr(optimizer, "gradient_accumulation_steps", None) or 1) if simple else 1
@@ -46,8 +45,3 @@ def set_step_count(optimizer: Any, steps: int) -> None:
 def loss_scale(optimizer: Any) -> Any:
     """The variable by which the loss is multiplied; None if it is not scaled, or by a constant."""
     return optimizer.dynamic_scale if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else None
-
-
-def takes_keras_steps(model: Any) -> bool:
-    """Whether the model's `train_step` is Keras's."""
-    return bool(type(model).train_step is keras_trainer().train_step)

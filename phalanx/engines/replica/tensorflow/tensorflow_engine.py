@@ -179,7 +179,7 @@ class TensorFlowEngine(VariableEngine):
             y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
             loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
             model._loss_tracker.update_state(loss, sample_weight=tf.shape(leaves(x)[0])[0])
-            scaled = own.methods.get("scale_loss", model.optimizer.scale_loss)(loss)
+            scaled = own.scale_loss(loss)
         gradients = own.to_merge(tape.gradient(scaled, model.trainable_weights), model.trainable_weights)
         differ = model_state.logs_differ_from_metrics(model, "train_step")
         with self.origins.watched(of_interest=differ) as find:

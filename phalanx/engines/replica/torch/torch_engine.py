@@ -125,7 +125,7 @@ class TorchEngine(VariableEngine):
         with torch.no_grad():
             _count_loss(model._loss_tracker, loss.detach(), model_state.samples(x))
         if weights:
-            own.methods.get("scale_loss", model.optimizer.scale_loss)(loss).backward()
+            own.scale_loss(loss).backward()
         with torch.no_grad():
             logs = self._update_metrics(x, y, y_pred, sample_weight)
             return weights, own.to_merge([weight.value.grad for weight in weights], weights), logs
