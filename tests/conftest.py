@@ -46,3 +46,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         backend = parameters.get("backend", "")
         item.add_marker(pytest.mark.xdist_group(f"{item.nodeid.partition('::')[0]} {backend}".strip()))
+
+
+@pytest.hookimpl(trylast=True)  # after `pytest-xdist` has named the groups
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if getattr(session.config.option, "loadgroup", False):
+        assert all("@" in item.nodeid for item in session.items), "pytest-xdist would not keep a group's tests together"
