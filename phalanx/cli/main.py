@@ -30,6 +30,7 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:  # before a job, or between two runs of it
+            write_whole(sys.stderr, "phalanx: interrupted\n")
             sys.exit(SIGNAL_BASE + signal.SIGINT)
 
 

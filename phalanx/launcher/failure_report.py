@@ -20,6 +20,10 @@ PAGE_FILE = "failure.txt"
 JSON_FILE = "failure.json"
 # Keeps the report to one page; the files have everything.
 STACK_LINES_ON_TERMINAL = 16
+TRACEBACK_LINES_ON_TERMINAL = 16
+TASKS_ON_TERMINAL = 6
+# Of a traceback that is cut: where the program began, and whom it called.
+_FIRST_LINES = 2
 _RULE = "-" * 78
 _LOG = re.compile(r"(chief|worker|ps|evaluator)-\d+\.log")
 
@@ -59,43 +63,107 @@ def render(
     log_dir: str | None = None,
     full: bool = True,
     traceback: bool = True,
+    colour: bool = False,
+    hint: str = "",
 ) -> str:
-    """The report as text; the traceback of the cause stands last.
+    """The report as text: first the cause, in the program's own code, then what it did to the others.
 
     Args:
         verdict: why the job ended.
         ends: the exits of all tasks.
         log_dir: where the logs are; None if there are none.
-        full: with whole stacks; otherwise each is cut to its innermost lines, for a terminal.
-        traceback: whether to show the traceback of the cause; not needed if an error has it already.
+        full: with all tracebacks and whole stacks; otherwise short enough for a terminal.
+        traceback: whether to show tracebacks; not needed if an error has the one of the cause already.
+        colour: whether the cause is coloured.
+        hint: how to see more, if there are no logs.
     """
     ends = sorted(ends, key=lambda end: end.rank)
     cause = verdict.cause
+    lines = [_RULE, *_cause(verdict, colour=colour)]
+    if traceback and cause is not None:
+        lines += _quoted(cause, ends, full)
     meaning = exit_codes.meaning(verdict.code)
-    lines = [_RULE, f"The job ended: {verdict.reason}"]
-    if cause is not None and cause.diagnostics.phase is not None:
-        lines.append(f"  it was in: {_describe(cause.diagnostics)}")
-    lines.append(f"Exit code {verdict.code}: {meaning.name} - {meaning.sentence}")
-    lines.append(f"Check: {_check(verdict, ends)}")
-    lines += ["", "Each task's end and last progress:"]
+    lines += ["", f"Exit code {verdict.code}: {meaning.name} - {meaning.sentence}"]
+    lines += [f"Check: {_check(verdict, ends)}", "", "Each task's end and last progress:"]
     name_width = max((len(end.task) for end in ends), default=0)
-    lines += [f"  {end.task:<{name_width}}  {_end(end)}; {_last(end)}" for end in ends]
-    for end in ends:
-        interrupted = cause is None  # then the position of each task is all that there is to report
-        if end.diagnostics.stacks and (full or end.hung or end is cause or interrupted):
-            lines += ["", f"Stacks of {end.task}{_state(end.diagnostics)} (innermost call first):"]
-            lines += _indent(_innermost(end.diagnostics.stacks, full))
+    shown = ends if full else _nearest(ends, cause)
+    lines += [f"  {end.task:<{name_width}}  {_end(end)}; {_last(end)}" for end in shown]
+    if len(shown) < len(ends):
+        lines.append(f"  ... and {len(ends) - len(shown)} more tasks")
+    lines += _stacks(ends, cause, full)
+    if traceback and full:
+        lines += _echoes(ends, cause)
     if log_dir is not None:
         lines += [
             "",
             f"The whole output of each task, and this report as {PAGE_FILE} and {JSON_FILE}: {log_dir}",
         ]
-    if traceback and cause is not None and cause.diagnostics.error is not None:
-        lines += ["", f"{cause.task} said:", cause.diagnostics.error.traceback.rstrip("\n")]
-    elif cause is not None and cause.diagnostics.output:
-        lines += ["", f"{cause.task} said last:", cause.diagnostics.output]
+    elif hint:
+        lines += ["", hint]
     lines.append(_RULE)
     return "\n".join(lines) + "\n"
+
+
+def _cause(verdict: RootCause, *, colour: bool) -> list[str]:
+    """What happened and where, in the lines that are read first."""
+    start, bold, end = ("\x1b[1;31m", "\x1b[1m", "\x1b[0m") if colour else ("", "", "")
+    lines = [f"{start}The job ended: {verdict.reason}{end}"]
+    if verdict.cause is not None:
+        diagnostics = verdict.cause.diagnostics
+        if diagnostics.error is not None and diagnostics.error.origin:
+            lines.append(f"  {bold}{diagnostics.error.origin}{end}")
+        if diagnostics.phase is not None:
+            lines.append(f"  it was in: {_describe(diagnostics)}")
+    return lines
+
+
+def _quoted(cause: WorkerExit, ends: Sequence[WorkerExit], full: bool) -> list[str]:
+    """The traceback of the cause; without one, the end of its output, and what a task says that lost it."""
+    error = cause.diagnostics.error
+    if error is not None:
+        text = error.traceback if full else error.folded or error.traceback
+        lines = text.rstrip("\n").splitlines()
+        return ["", *(lines if full else _shortened(lines))] if lines else []
+    lines = ["", f"{cause.task} said last:", cause.diagnostics.output] if cause.diagnostics.output else []
+    errors = ((end, end.diagnostics.error) for end in ends)
+    other, error = next(((end, error) for end, error in errors if error is not None), (cause, None))
+    if error is not None:
+        lines += ["", f"{other.task} said: {error.kind}: {error.message}"]
+    return lines
+
+
+def _shortened(lines: list[str]) -> list[str]:
+    """The beginning and the end, which has the error itself."""
+    if len(lines) <= TRACEBACK_LINES_ON_TERMINAL:
+        return lines
+    left_out = len(lines) - TRACEBACK_LINES_ON_TERMINAL + 1
+    return [*lines[:_FIRST_LINES], f"  ... {left_out} lines", *lines[_FIRST_LINES + left_out :]]
+
+
+def _nearest(ends: Sequence[WorkerExit], cause: WorkerExit | None) -> list[WorkerExit]:
+    """Those of so many tasks as there is room for that say the most: the cause, then all that are no echo of it."""
+    ordered = sorted(ends, key=lambda end: (end is not cause, end.by_launcher and not end.hung, end.distance, end.rank))
+    return sorted(ordered[:TASKS_ON_TERMINAL], key=lambda end: end.rank)
+
+
+def _stacks(ends: Sequence[WorkerExit], cause: WorkerExit | None, full: bool) -> list[str]:
+    lines = []
+    for end in ends:
+        interrupted = cause is None  # then the position of each task is all that there is to report
+        if end.diagnostics.stacks and (full or end.hung or end is cause or interrupted):
+            lines += ["", f"Stacks of {end.task}{_state(end.diagnostics)} (innermost call first):"]
+            lines += _indent(_innermost(end.diagnostics.stacks, full))
+    return lines
+
+
+def _echoes(ends: Sequence[WorkerExit], cause: WorkerExit | None) -> list[str]:
+    """The tracebacks of the other tasks."""
+    lines = []
+    for end in ends:
+        error = end.diagnostics.error
+        if end is not cause and error is not None and error.traceback and not error.interrupted:
+            lines += ["", f"{end.task} said:", error.traceback.rstrip("\n")]
+    return lines
 
 
 def write(folder: Path, verdict: RootCause, ends: Sequence[WorkerExit]) -> None:

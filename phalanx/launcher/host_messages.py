@@ -136,6 +136,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
         slot: which of the host's ports and shares of cores it gets; None: that of its position in the list.
         directory: where it starts; None: where the launcher is.
         frees_port: whether its port is closed once it has exited successfully.
+        prints_errors: whether it prints the error that ends it; otherwise the launcher shows it.
     """
 
     rank: int
@@ -149,6 +150,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     slot: int | None = None
     directory: str | None = None
     frees_port: bool = False
+    prints_errors: bool = True
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):

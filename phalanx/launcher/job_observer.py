@@ -30,6 +30,9 @@ class JobObserver:
     def failed(self, end: WorkerExit) -> None:
         """The first failure, because of which the job is being ended."""
 
+    def interrupted(self, number: int) -> None:
+        """The launcher received this signal, because of which the job is being ended."""
+
     def left_behind(self, end: WorkerExit) -> None:
         """A worker among servers has lost them and is not restarted; the others continue without it."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -43,6 +44,9 @@ class JobReporter(JobObserver):
 
     def exited(self, end: WorkerExit) -> None:
         self._console.finish(end.rank)
+        error = end.diagnostics.error
+        if error is not None and not error.interrupted:  # the worker has not printed it
+            self._console.log(end.rank, error.traceback.encode())
         if self._stragglers is not None:
             self._stragglers.forget(end.rank)
         if self._verbose:
@@ -59,13 +63,25 @@ class JobReporter(JobObserver):
 
     def restarting(self, end: WorkerExit, count: str) -> None:
         self.report(f"{end.task} {describe_exit(end.returncode)}; starting it again ({count})")
+        self._show_error(end)
 
     def failed(self, end: WorkerExit) -> None:
-        if not end.was_preempted:  # then all exit, and each says so itself
+        if self._verbose and not end.was_preempted:  # then all exit, and each says so itself
             self.report(f"{end.task} (rank {end.rank}) failed with exit code {end.code}; ending the job")
 
     def left_behind(self, end: WorkerExit) -> None:
         self.report(f"{end.task} (rank {end.rank}) {describe_exit(end.returncode)}; the others continue without it")
+        self._show_error(end)
+
+    def _show_error(self, end: WorkerExit) -> None:
+        """The error of a worker, in a job that continues: the failure report will not have it."""
+        error = end.diagnostics.error
+        if error is not None and (self._verbose or not end.distance):
+            self._console.message(error.traceback if self._verbose else error.folded)
+
+    def interrupted(self, number: int) -> None:
+        if number == signal.SIGINT:
+            self.report("interrupted; ending the job (Ctrl-C again kills it at once)")
 
     def overdue(self, tasks: Sequence[str], seconds: float) -> None:
         bound = " (PHALANX_EVALUATOR_GRACE)" if any(task.startswith(EVALUATORS) for task in tasks) else ""

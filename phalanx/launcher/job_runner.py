@@ -31,6 +31,7 @@ from phalanx.launcher.restart_policy import SHORT_LIFE_S, RestartPolicy
 from phalanx.launcher.stop_signals import stop_signals, stopped_by_signals
 from phalanx.launcher.worker_placement import WorkerRecipe, place
 from phalanx.monitoring.console import Console, prefixes, width
+from phalanx.runtime.exit_codes import SIGNAL_BASE
 
 # Before hosts that did not answer are tried again.
 GATHER_AGAIN_S = 10.0
@@ -39,6 +40,7 @@ OWN_FILES = 32
 FILES_PER_TASK = 8
 # In fewer columns a progress bar is of no use, and wrapped lines are the lesser evil.
 MIN_COLUMNS = 20
+MORE = "All frames, and the errors of the other tasks: phalanx run -v, or --log-dir"
 
 
 def run_job(job: JobRequest) -> int:
@@ -73,22 +75,32 @@ def run_job(job: JobRequest) -> int:
             ) from error
         finally:
             console.close()
-        _report_failure(outcome, job, console)
+        _report_failure(outcome, job, console, colour=sys.stderr.isatty() and allows_colour())
     return outcome.verdict.code
 
 
-def _report_failure(outcome: JobOutcome, job: JobRequest, console: Console) -> None:
-    verdict, log_dir = outcome.verdict, job.config.log_dir
+def _report_failure(outcome: JobOutcome, job: JobRequest, console: Console, *, colour: bool) -> None:
+    verdict, config = outcome.verdict, job.config
+    if verdict.success:
+        return
     if verdict.code == PreemptedError.exit_code and verdict.cause is None:
         console.message(f"phalanx: {verdict.reason}. Start it again to continue from there (exit code {verdict.code})")
-    elif not verdict.success:
-        where = str(log_dir) if log_dir else None
-        console.message(failure_report.render(verdict, outcome.ends, log_dir=where, full=False))
-        if log_dir is not None:
-            try:
-                failure_report.write(log_dir, verdict, outcome.ends)
-            except OSError as error:
-                console.message(f"phalanx: this report cannot be written to {log_dir}: {error.strerror}")
+        return
+    if verdict.code != SIGNAL_BASE + signal.SIGINT or config.verbose:  # who pressed Ctrl-C knows why the job ended
+        page = failure_report.render(
+            verdict,
+            outcome.ends,
+            log_dir=str(config.log_dir) if config.log_dir else None,
+            full=config.verbose,
+            colour=colour,
+            hint="" if config.verbose else MORE,
+        )
+        console.message(page)
+    if config.log_dir is not None:
+        try:
+            failure_report.write(config.log_dir, verdict, outcome.ends)
+        except OSError as error:
+            console.message(f"phalanx: this report cannot be written to {config.log_dir}: {error.strerror}")
 
 
 def _run_with_restarts(run_once: Callable[[], JobOutcome], console: Console, max_restarts: int) -> JobOutcome:
@@ -126,7 +138,9 @@ def _run_once(request: JobRequest, console: Console, signals: Sequence[signal.Si
     with contextlib.ExitStack() as stack:
         selector = stack.enter_context(selectors.DefaultSelector())
         streams = _worker_streams(console, prefix)
-        recipe = WorkerRecipe(request.arguments, request.tasks, config, restartable=config.restarts > 0)
+        recipe = WorkerRecipe(
+            request.arguments, request.tasks, config, restartable=config.restarts > 0, prints_errors=False
+        )
         reporter = JobReporter(console, verbose=config.verbose)
         pool = supervisor = None
         if elastic is None:

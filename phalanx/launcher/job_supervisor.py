@@ -194,7 +194,8 @@ class JobSupervisor:
     def _advance(self) -> None:
         """Do everything whose time has come."""
         now = self._clock()
-        self._plan.handle_signals(now)
+        if (number := self._plan.handle_signals(now)) is not None:
+            self._observer.interrupted(number)
         if self._plan.check_overdue(now):
             late = [record.name for record in self._tasks if record.exit is None]
             self._observer.overdue(late, self._exits.optional_grace_s)

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from phalanx.cluster.resolvers import TFConfigClusterResolver
-from phalanx.config.environment import process_environment, set_variables
+from phalanx.config.environment import allows_colour, process_environment, set_variables
 from phalanx.config.environment_variables import JOB_ID, LISTEN_FD, TF_CONFIG
 from phalanx.config.launch_config import LaunchConfig
 from phalanx.devices.gpu_assignment import device_variables
@@ -135,7 +135,14 @@ def _start(count: int, devices: Sequence[str] | None) -> LocalReplicas:
 
     placements = [
         WorkerPlacement(
-            WorkerSpec(rank, program.arguments, settings(rank), program.interpreter, directory=folder),
+            WorkerSpec(
+                rank,
+                program.arguments,
+                settings(rank),
+                program.interpreter,
+                directory=folder,
+                prints_errors=False,
+            ),
             tasks[rank],
             host,
         )
@@ -277,7 +284,9 @@ class _ReplicaSupervisor(JobObserver):
     def _report(self) -> None:
         self._reported = True
         if self.failure is not None:
-            self._console.message(failure_report.render(self.failure.verdict, self.failure.ends, full=False))
+            colour = sys.stderr.isatty() and allows_colour()
+            page = failure_report.render(self.failure.verdict, self.failure.ends, full=False, colour=colour)
+            self._console.message(page)
 
     def _at_exit(self) -> None:
         if os.getpid() != self._pid:  # a fork of rank 0 is ending

@@ -170,6 +170,15 @@ def _reason(cause: WorkerExit, ends: Sequence[WorkerExit]) -> str:
     if cause.code in _CONSEQUENCE and (hung := waited_for(cause, ends)):
         return f"{who} waited for peers that did not arrive: {', '.join(hung)} hung"
     if error is not None:
-        first_line = error.message.partition("\n")[0]
-        return f"{who} failed with {error.kind}: {first_line}" if first_line else f"{who} failed with {error.kind}"
+        what = _headline(error.message)
+        return f"{who} failed with {error.kind}: {what}" if what else f"{who} failed with {error.kind}"
     return f"{who} ended with exit code {cause.code}"
+
+
+def _headline(message: str) -> str:
+    """The first line of a message that says something: TensorFlow and Keras begin theirs with the place (`in user
+    code:`, `Exception encountered when calling Dense.call().`)."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()] or [""]
+    if len(lines) > 1 and lines[0].startswith("Exception encountered when calling"):
+        return f"{lines[0]} {lines[1]}"
+    return lines[-1] if lines[0].endswith(":") else lines[0]

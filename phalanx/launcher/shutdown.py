@@ -194,9 +194,11 @@ class ShutdownPlan:
         """The launcher received this signal. Only records it, so signal handlers and other threads may call it."""
         self._requests.append(number)
 
-    def handle_signals(self, now: float) -> None:
-        """Act on the signals recorded so far. Ctrl-C kills at once if any signal came before it; others are repeated by
-        schedulers, and to the whole process group, which must not shorten the time for a checkpoint."""
+    def handle_signals(self, now: float) -> int | None:
+        """Act on the signals recorded so far; returns the one that is the reason to end the job, if one is. Ctrl-C
+        kills at once if any signal came before it; others are repeated by schedulers, and to the whole process group,
+        which must not shorten the time for a checkpoint."""
+        reason = None
         while self._requests:
             number = self._requests.popleft()
             self._signals += 1
@@ -205,7 +207,8 @@ class ShutdownPlan:
                 continue
             event = JobEvent.INTERRUPTED if number == signal.SIGINT else JobEvent.PREEMPTED
             if self._apply(event, after_signal(now, number)):
-                self.interrupted_by = number
+                self.interrupted_by = reason = number
+        return reason
 
     def allow_checkpoint(self, now: float) -> None:
         """A worker answered SIGTERM by saving a checkpoint."""

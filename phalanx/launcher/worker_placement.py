@@ -76,6 +76,7 @@ class WorkerRecipe:
         restartable: whether a task that is killed may be restarted at its port.
         coordinator: address of the elastic coordinator; None for a job of fixed size.
         identity: the secret and the id of the job.
+        prints_errors: see `WorkerSpec`.
     """
 
     arguments: Sequence[str]
@@ -86,6 +87,7 @@ class WorkerRecipe:
     restartable: bool = False
     coordinator: str | None = None
     identity: tuple[str, str] = field(default_factory=lambda: new_identity())
+    prints_errors: bool = True
 
     def placement(
         self, rank: int, addresses: Sequence[str], host: WorkerHost, slot: int | None = None
@@ -107,6 +109,7 @@ class WorkerRecipe:
             has_snapshots=self.restartable and task.startswith("ps/"),
             slot=slot,
             frees_port=self.coordinator is None,
+            prints_errors=self.prints_errors,
             environment=job_settings(
                 self.tasks,
                 addresses,

@@ -194,7 +194,7 @@ class Console:
 
     def feed(self, rank: int, is_error: bool, data: bytes) -> None:
         """Show what a task wrote, as far as lines are complete."""
-        self._log(rank, data)
+        self.log(rank, data)
         source = (rank, is_error)
         if source not in self._decoders:
             self._decoders[source] = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -207,7 +207,8 @@ class Console:
         else:
             self._write_lines(rank, is_error, self._lines[rank, is_error].feed(text.replace("\r\n", "\n")))
 
-    def _log(self, rank: int, data: bytes) -> None:
+    def log(self, rank: int, data: bytes) -> None:
+        """Add to the log of a task what is not shown."""
         if self._logs:
             try:
                 self._logs[rank].write(data)

@@ -61,6 +61,7 @@ class WorkerBootstrap:
         guard: ends the process when the launcher is gone.
         stacks: where stacks are written, at STACKS_SIGNAL and when native code crashes.
         error: where an uncaught error is written, as JSON.
+        prints_errors: whether an uncaught error is printed; otherwise the launcher shows it, and logs it.
         function, result: the function to call and what it returned, pickled, between launcher and worker only.
     """
 
@@ -70,18 +71,19 @@ class WorkerBootstrap:
     guard: int
     stacks: int
     error: int
+    prints_errors: bool = True
     function: int = -1
     result: int = -1
 
     def encode(self) -> str:
         # Not JSON: its import would take longer than all else that happens here.
-        fields = (self.parent, int(self.die_with_parent), self.guard, self.stacks, self.error)
+        fields = (self.parent, int(self.die_with_parent), self.guard, self.stacks, self.error, int(self.prints_errors))
         return " ".join(map(str, (*fields, self.function, self.result, *self.cores)))
 
     @classmethod
     def decode(cls, text: str) -> WorkerBootstrap:
-        parent, die_with_parent, guard, stacks, error, function, result, *share = map(int, text.split())
-        return cls(tuple(share), parent, bool(die_with_parent), guard, stacks, error, function, result)
+        parent, die_with_parent, guard, stacks, error, prints, function, result, *share = map(int, text.split())
+        return cls(tuple(share), parent, bool(die_with_parent), guard, stacks, error, bool(prints), function, result)
 
 
 def main() -> None:
@@ -95,7 +97,7 @@ def main() -> None:
     signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
     faulthandler.register(STACKS_SIGNAL, start.stacks, all_threads=True)
     reporter = _CrashReporter(start.error)
-    hook = _install_hook(reporter)
+    hook = _install_hook(reporter, None if start.prints_errors else _leave_to_launcher)
     # A job in the background of a script inherits SIGINT ignored, but here it comes from the launcher alone.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     lazy_imports.install()
@@ -186,24 +188,27 @@ class _CrashReporter:
         self._pid = os.getpid()
         self._file = os.fstat(fd)
 
-    def record(self, error: BaseException) -> None:
-        """Never raises: the rest of the exit must not depend on it."""
+    def record(self, error: BaseException) -> bool:
+        """Returns whether the launcher can read it. Never raises: the rest of the exit must not depend on it."""
         with contextlib.suppress(Exception):
             from phalanx.runtime import crash_report
 
-            self._write(crash_report.encode(crash_report.of_error(error)))
+            return self._write(crash_report.encode(crash_report.of_error(error)))
+        return False
 
     def record_success(self) -> None:
         """Tell a launcher that cannot get the exit code that nothing is wrong."""
         with contextlib.suppress(OSError):
             self._write(NO_ERROR)
 
-    def _write(self, content: bytes) -> None:
+    def _write(self, content: bytes) -> bool:
         if os.getpid() != self._pid:  # a fork, whose end is not the worker's
-            return
+            return False
         # If the program has closed all descriptors, another file may have this number now.
-        if os.path.samestat(os.fstat(self._fd), self._file):
-            os.pwrite(self._fd, content, 0)
+        if not os.path.samestat(os.fstat(self._fd), self._file):
+            return False
+        os.pwrite(self._fd, content, 0)
+        return True
 
 
 def _install_hook(reporter: _CrashReporter, show: process_exit.Hook | None = None) -> process_exit.Hook:
@@ -230,9 +235,10 @@ class _ErrorRecorder:
         while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
             traceback = traceback.tb_next
         error = error.with_traceback(traceback)
-        self._reporter.record(error)
+        is_known = self._reporter.record(error)
+        show = _print_error if self._show is _leave_to_launcher and not is_known else self._show
         try:
-            self._show(kind, error, traceback)
+            show(kind, error, traceback)
         finally:
             if isinstance(error, Exception) and not isinstance(error, PreemptedError):
                 _end_within(LaunchConfig.from_environment().grace_s, exit_codes.of_error(error))
@@ -243,6 +249,12 @@ def _print_error(kind: type[BaseException], error: BaseException, traceback: Tra
         print(error, file=sys.stderr)
     elif not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, traceback)
+
+
+def _leave_to_launcher(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    """The launcher shows the error of one worker; the same or its echo from all others would bury it."""
+    if isinstance(error, PreemptedError):
+        print(error, file=sys.stderr)
 
 
 def _end_within(seconds: float, code: int) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import msgspec
 
 from phalanx.errors import LinkTimeoutError, PeerLostError, PhalanxError
-from phalanx.runtime import exit_codes
+from phalanx.monitoring.console import without_escapes
+from phalanx.runtime import exit_codes, folded_traceback
 
 # A report is one page; the message of an error that contains a whole array is cut.
 MAX_TRACEBACK_CHARACTERS = 60_000
@@ -26,6 +27,8 @@ class CrashReport(msgspec.Struct, frozen=True):
         code: the exit code of the first error of Phalanx in the chain; 1 if there is none.
         interrupted: whether an interrupt caused it.
         silent: the task that did not answer in time, which need not be lost.
+        folded: the traceback without the frames of libraries.
+        origin: the line of the program's own code that the error came from; empty if there is none.
     """
 
     kind: str
@@ -35,22 +38,31 @@ class CrashReport(msgspec.Struct, frozen=True):
     code: int = 1
     interrupted: bool = False
     silent: str | None = None
+    folded: str = ""
+    origin: str = ""
 
 
 def of_error(error: BaseException) -> CrashReport:
-    text = exit_codes.sendable("".join(traceback.format_exception(error)))
-    if len(text) > MAX_TRACEBACK_CHARACTERS:
-        half = MAX_TRACEBACK_CHARACTERS // 2
-        text = f"{text[:half]}\n... ({len(text) - 2 * half} characters left out)\n{text[-half:]}"
+    text = _bounded("".join(traceback.format_exception(error)))
     return CrashReport(
         kind=type(error).__name__,
-        message=exit_codes.message(error)[:MAX_MESSAGE_CHARACTERS],
+        message=without_escapes(exit_codes.message(error))[:MAX_MESSAGE_CHARACTERS],
         traceback=text,
         lost=next((each.task for each in _chain(error) if isinstance(each, PeerLostError)), None),
         silent=next((each.peer for each in _chain(error) if isinstance(each, LinkTimeoutError)), None),
         code=next((each.exit_code for each in _chain(error) if isinstance(each, PhalanxError)), 1),
         interrupted="KeyboardInterrupt" in text,  # libraries wrap it in their own errors
+        folded=_bounded(folded_traceback.folded(error)),
+        origin=_bounded(folded_traceback.origin(error)),
     )
+
+
+def _bounded(text: str) -> str:
+    text = without_escapes(exit_codes.sendable(text))  # Keras writes parts of its messages in bold
+    if len(text) <= MAX_TRACEBACK_CHARACTERS:
+        return text
+    half = MAX_TRACEBACK_CHARACTERS // 2
+    return f"{text[:half]}\n... ({len(text) - 2 * half} characters left out)\n{text[-half:]}"
 
 
 def encode(report: CrashReport) -> bytes:

@@ -27,7 +27,7 @@ MEANINGS: dict[int, Meaning] = {
     1: Meaning(
         "the program's own error",
         "the program raised an exception, or ended itself with this code",
-        "the traceback below; whether the program fails in the same way on one process",
+        "the traceback; whether the program fails in the same way on one process",
     ),
     2: Meaning("usage", "the command line was not understood", "`phalanx run --help`"),
     errors.ConfigurationError.exit_code: Meaning(

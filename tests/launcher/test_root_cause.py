@@ -3,6 +3,8 @@ from __future__ import annotations
 import signal
 from dataclasses import replace
 
+import pytest
+
 from phalanx.launcher import failure_report
 from phalanx.launcher.host_messages import WorkerDiagnostics
 from phalanx.launcher.root_cause import WorkerExit, find_root_cause
@@ -118,7 +120,13 @@ def test_the_page_says_who_where_and_what_to_check() -> None:
         epoch=1,
         step=37,
         age_s=0.5,
-        error=CrashReport("ValueError", "boom", "Traceback ...\nValueError: boom\n"),
+        error=CrashReport(
+            "ValueError",
+            "boom",
+            "Traceback ...\nall frames\nValueError: boom\n",
+            folded="Traceback ...\nown frames\nValueError: boom\n",
+            origin="/me/train.py:19, in check: raise ValueError()",
+        ),
     )
     ends = [
         end(1, 1, 0, diagnostics=words),
@@ -138,7 +146,45 @@ def test_the_page_says_who_where_and_what_to_check() -> None:
     assert 'File "x.py"' in text
     assert "Check: " in text
     assert "/logs" in text
-    assert text.rstrip("-\n").endswith("ValueError: boom")
+    assert "all frames" in text
+    short = failure_report.render(find_root_cause(ends), ends, full=False, colour=True, hint="More").splitlines()
+    assert short[1].startswith("\x1b[1;31mThe job ended: worker/1")
+    assert "/me/train.py:19, in check" in short[2]
+    assert short.count("own frames") == 1
+    assert "all frames" not in short
+    assert short[-2] == "More"
+
+
+def test_the_page_on_a_terminal_is_short_however_long_the_error_and_however_many_the_tasks() -> None:
+    long = "".join(f"line {i}\n" for i in range(500))
+    own = WorkerDiagnostics(error=CrashReport("ValueError", "boom", long, folded=long))
+    ends = [end(rank, LOST, rank, diagnostics=lost("worker/70")) for rank in range(100)]
+    ends[70] = end(70, 1, 200, diagnostics=own)
+    verdict = find_root_cause(ends)
+    short = failure_report.render(verdict, ends, full=False).splitlines()
+    assert len(short) <= 36
+    assert "line 0" in short
+    assert "line 499" in short
+    assert "  ... 485 lines" in short
+    assert "  ... and 94 more tasks" in short
+    assert any(line.startswith("  worker/70") for line in short)
+    full = failure_report.render(verdict, ends)
+    assert "line 250" in full
+    assert full.count(" said:\n") == 99
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        ("boom\nmore", "boom"),
+        ("in user code:\n\n  File x\n\n  ValueError: shapes\n", "ValueError: shapes"),
+        ("Exception encountered when calling Bad.call().\n\nbad shapes\n\nArguments", "calling Bad.call(). bad shapes"),
+        ("", ""),
+    ],
+)
+def test_the_reason_is_the_line_of_a_message_that_says_something(message: str, line: str) -> None:
+    words = WorkerDiagnostics(error=CrashReport("ValueError", message, "Traceback ..."))
+    assert find_root_cause([end(1, 1, 0, diagnostics=words)]).reason.endswith(line or "failed with ValueError")
 
 
 def test_where_the_lost_task_lived_the_network_is_to_be_looked_at() -> None:

@@ -183,12 +183,12 @@ def test_an_error_ends_a_process_that_something_keeps(keeps: str, launcher: Laun
     script = launcher.script(f"import atexit, threading\nif rank:\n    {keeps}\n    raise ValueError('boom')\nhang()")
     job = launcher.run("-n", "2", script)
     assert job.code == 1
-    assert job.err.rstrip().splitlines()[-2:] == ["ValueError: boom", "-" * 78]
+    assert job.err.count("\nValueError: boom\n") == 1
 
 
-def test_after_ctrl_c_the_page_says_where_everyone_was_and_tracebacks_are_not_mixed(launcher: Launcher) -> None:
+def test_after_ctrl_c_the_page_that_v_shows_says_where_everyone_was(launcher: Launcher) -> None:
     script = launcher.script("touch(f'there-{rank}')\nhang()")
-    process = launcher.start_run("-n", "2", script)
+    process = launcher.start_run("-n", "2", "-v", script)
     for rank in range(2):
         pid_in(launcher.folder / f"there-{rank}")
     process.send_signal(signal.SIGINT)
@@ -213,7 +213,7 @@ def test_multiprocessing_works_in_a_worker(launcher: Launcher) -> None:
     assert job.lines == ["[worker/0] [1, 4, 9]"], job.err
 
 
-def test_the_failing_workers_traceback_comes_last_and_its_code_is_returned(launcher: Launcher) -> None:
+def test_the_failing_workers_error_comes_first_and_its_code_is_returned(launcher: Launcher) -> None:
     script = launcher.script(
         """
         if rank == 1:
@@ -224,13 +224,15 @@ def test_the_failing_workers_traceback_comes_last_and_its_code_is_returned(launc
     job = launcher.run("-n", "2", script)
     assert job.code == 1
     lines = [line for line in job.err.splitlines() if line.strip("-")]
-    assert lines[-1] == "ValueError: boom of one"
-    assert lines[lines.index("worker/1 said:") + 1] == "Traceback (most recent call last):"
+    assert lines[0].startswith("The job ended: worker/1 (rank 1, pid ")
+    assert lines[0].endswith("failed with ValueError: boom of one")
+    assert lines[1].endswith('in <module>: raise ValueError("boom of one")')
+    assert lines[3] == "Traceback (most recent call last):"
     assert "bootstrap.py" not in job.err
     assert "worker/0  ended by the launcher" in job.err
 
 
-def test_what_a_worker_said_without_a_traceback_comes_last(launcher: Launcher) -> None:
+def test_what_a_worker_said_without_a_traceback_follows_the_cause(launcher: Launcher) -> None:
     script = launcher.script(
         """
         if rank == 1:
@@ -240,8 +242,7 @@ def test_what_a_worker_said_without_a_traceback_comes_last(launcher: Launcher) -
     )
     job = launcher.run("-n", "2", script)
     assert job.code == 1
-    lines = [line for line in job.err.splitlines() if line.strip("-")]
-    assert lines[-2:] == ["worker/1 said last:", "stopped: bad data"]
+    assert "\nworker/1 said last:\nstopped: bad data\n" in job.err
 
 
 def test_what_a_worker_said_is_known_where_both_outputs_are_one(launcher: Launcher) -> None:
@@ -255,8 +256,7 @@ def test_what_a_worker_said_is_known_where_both_outputs_are_one(launcher: Launch
     )
     job = launcher.run("-n", "2", script, stderr=subprocess.STDOUT)
     assert job.code == 1
-    lines = [line for line in job.lines if line.strip("-")]
-    assert lines[-3:] == ["worker/1 said last:", "2/2", "stopped: bad data"]
+    assert "\nworker/1 said last:\n2/2\nstopped: bad data\n" in job.out
 
 
 def test_too_few_open_files_are_told_of(launcher: Launcher) -> None:
@@ -684,8 +684,15 @@ def test_told_to_end_the_whole_job_ends(number: signal.Signals, launcher: Launch
     process.send_signal(number)
     _, err = process.communicate(timeout=END_BOUND_S)
     assert process.returncode == 128 + number
-    assert "it was stopped from outside" in err
-    assert re.search(r"program.py.* in hang", (launcher.folder / "logs" / "failure.txt").read_text())
+    page = (launcher.folder / "logs" / "failure.txt").read_text()
+    assert "it was stopped from outside" in page
+    assert re.search(r"program.py.* in hang", page)
+    # A scheduler's log keeps the page; who pressed Ctrl-C knows why the job ended.
+    lines = err.splitlines()
+    if number == signal.SIGINT:
+        assert lines == ["phalanx: interrupted; ending the job (Ctrl-C again kills it at once)"]
+    else:
+        assert any("it was stopped from outside" in line for line in lines)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher.conftest import JOB_BOUND_S, Launcher
+from tests.launcher.conftest import JOB_BOUND_S, Launcher, wait_until
+from tests.support.backends import BACKENDS
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -135,8 +136,76 @@ def test_ctrl_c_ends_the_job(launcher: Launcher) -> None:
     terminal.read_until(r"ready 1")
     terminal.type(b"\x03")
     assert terminal.end() == 130
-    assert "Ctrl-C was pressed" in terminal.text
+    assert ESCAPE.sub("", terminal.text).count("phalanx: interrupted") == 1
     assert all((Path(launcher.folder) / f"finally-{rank}").exists() for rank in range(2))
+
+
+def test_a_second_ctrl_c_kills(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        import signal
+        signal.signal(signal.SIGINT, lambda *_: touch(f"ignored-{rank}"))
+        touch(f"ready-{rank}")
+        while True:
+            hang()
+        """
+    )
+    terminal = Terminal(launcher, "-n", "2", script)
+    for name in ("ready", "ignored"):
+        for rank in range(2):
+            wait_until((launcher.folder / f"{name}-{rank}").exists)
+        terminal.type(b"\x03")
+    assert terminal.end() == 130
+
+
+FAILING = """
+    if rank == 1:
+        def check(batch):
+            touch("fails")
+            raise ValueError(f"batch {batch} is bad")
+        check(5)
+    from phalanx.errors import PeerLostError
+    wait_for("fails")
+    raise PeerLostError("worker/1 left", rank=1, task="worker/1", host="localhost")
+    """
+
+
+def test_an_error_is_one_short_page_with_the_programs_own_line_at_its_top(launcher: Launcher) -> None:
+    launcher.environment["TERM"] = "xterm"
+    terminal = Terminal(launcher, "-n", "2", launcher.script(FAILING))
+    assert terminal.end() == 1
+    assert "\x1b[1;31mThe job ended: worker/1" in terminal.text
+    lines = ESCAPE.sub("", terminal.text).splitlines()
+    assert len(lines) <= 40
+    assert any('in check: raise ValueError(f"batch {batch} is bad")' in line for line in lines[:10]), lines
+    assert lines.count("ValueError: batch 5 is bad") == 1
+    assert terminal.text.count("Traceback") == 1
+
+
+@pytest.mark.slow  # the page itself is tested above, and its text in test_root_cause
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_error_in_a_training_is_short_on_every_backend(backend: str, launcher: Launcher) -> None:
+    script = str(Path(__file__).with_name("failing_training.py"))
+    terminal = Terminal(launcher, "--workers", "2", "--backend", backend, script)
+    assert terminal.end() == 1
+    lines = ESCAPE.sub("", terminal.text).splitlines()
+    assert len(lines) <= 40, terminal.text
+    assert any('in check: raise ValueError("the data of batch 5 is bad")' in line for line in lines[:10]), terminal.text
+    assert any(re.fullmatch(r"  \.\.\. \d+ frames of phalanx and keras", line) for line in lines), terminal.text
+
+
+def test_the_errors_of_all_tasks_are_in_the_logs_and_with_v_on_the_page(launcher: Launcher) -> None:
+    terminal = Terminal(launcher, "-n", "2", "-v", "--log-dir", "logs", launcher.script(FAILING))
+    assert terminal.end() == 1
+    assert terminal.text.count("Traceback") == 2
+    assert "worker/0 said:" in terminal.text
+    logs = launcher.folder / "logs"
+    for rank, kind in enumerate(("PeerLostError", "ValueError")):
+        log = (logs / f"worker-{rank}.log").read_text()
+        assert log.count("Traceback") == 1
+        assert kind in log
+        assert "\x1b" not in log
+    assert (logs / "failure.txt").read_text().count("Traceback") == 2
 
 
 def test_closing_the_terminal_ends_the_job(launcher: Launcher) -> None:

@@ -91,6 +91,7 @@ class WorkerProcess:
             guard=self._guard.worker_end,
             stacks=files.stacks.fileno(),
             error=files.error.fileno(),
+            prints_errors=spec.prints_errors,
             function=function,
             result=result,
         )
