@@ -7,7 +7,7 @@ import sys
 import click
 
 
-@click.command()
+@click.command(short_help="Show the elastic jobs that run here.")
 @click.option("--job", help="Only this job.")
 def status(job: str | None) -> None:
     """Show the elastic jobs (--workers MIN:MAX) that run here: members, generation, step, speed."""
@@ -16,7 +16,7 @@ def status(job: str | None) -> None:
     sys.exit(status_report.status(job))
 
 
-@click.command()
+@click.command(short_help="Change the number of workers of an elastic job.")
 @click.option("--job", help="Which job, as `phalanx status` names it; needed if several run.")
 @click.option("-n", "--workers", type=click.IntRange(min=1), required=True, help="The new number of workers.")
 def scale(job: str | None, workers: int) -> None:

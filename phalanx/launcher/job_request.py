@@ -20,6 +20,7 @@ class JobRequest:
         shares: the hosts, with as many slots as there are tasks; in an elastic job, with all their slots.
         config: see `LaunchConfig`.
         elastic: None for a job of fixed size, which ends when it loses a worker.
+        size_reason: why it has so many workers; empty if the user has chosen the number.
     """
 
     arguments: Sequence[str]
@@ -27,3 +28,4 @@ class JobRequest:
     shares: Sequence[HostShare]
     config: LaunchConfig
     elastic: ElasticOptions | None = None
+    size_reason: str = ""

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from phalanx.config.environment import allows_colour
+from phalanx.config.environment import allows_colour, set_variables
 from phalanx.config.job_config import JobConfig
 from phalanx.errors import ConfigurationError, PreemptedError, RendezvousError
 from phalanx.launcher import failure_report
@@ -25,12 +25,14 @@ from phalanx.launcher.hosts.output_streams import OutputStreams, TerminalSize
 from phalanx.launcher.job_registry import registered
 from phalanx.launcher.job_reporter import JobReporter
 from phalanx.launcher.job_request import JobRequest
+from phalanx.launcher.job_size import describe_start
 from phalanx.launcher.job_supervisor import JobOutcome, JobSupervisor
 from phalanx.launcher.orphan_reaper import adopt_orphans, end_orphans
 from phalanx.launcher.restart_policy import SHORT_LIFE_S, RestartPolicy
 from phalanx.launcher.stop_signals import stop_signals, stopped_by_signals
 from phalanx.launcher.worker_placement import WorkerRecipe, place
 from phalanx.monitoring.console import Console, prefixes, width
+from phalanx.monitoring.startup_noise import QUIET
 from phalanx.runtime.exit_codes import SIGNAL_BASE
 
 # Before hosts that did not answer are tried again.
@@ -51,6 +53,8 @@ def run_job(job: JobRequest) -> int:
     """
     signals = stop_signals(job.config)
     adopt_orphans()
+    if not job.config.verbose:
+        set_variables(QUIET, overwrite=False)  # workers inherit them, on other hosts too
     _raise_file_limit(len(job.tasks))
     log_dir = job.config.log_dir
     with failure_report.open_logs(log_dir, job.tasks) as logs:
@@ -62,7 +66,10 @@ def run_job(job: JobRequest) -> int:
             columns=shutil.get_terminal_size().columns if is_terminal else None,
             colour=is_terminal and allows_colour(),
             logs=logs,
+            quiet=not job.config.verbose,
         )
+        start = describe_start(job.tasks, len(job.shares), at_most=job.elastic is not None, reason=job.size_reason)
+        console.message(f"phalanx: {start}")
         try:
             outcome = _run_with_restarts(lambda: _run_once(job, console, signals), console, job.config.max_restarts)
         except OSError as error:
