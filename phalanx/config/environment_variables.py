@@ -114,6 +114,9 @@ HOST_ID = _variable("PHALANX_HOST_ID", "for tests: replaces this host's identity
 
 # Set by the launcher for its workers.
 LISTEN_FD = _variable("PHALANX_LISTEN_FD", "descriptor of the listening socket that the launcher opened for this task")
+RUN = _variable(
+    "PHALANX_RUN", "id of this `phalanx run` and how often it has started the job before, separated by a colon"
+)
 ELASTIC_COORDINATOR = _variable("PHALANX_ELASTIC_COORDINATOR", "`host:port` of the launcher of an elastic job")
 SNAPSHOTS = _variable("PHALANX_SNAPSHOTS", "two files for a parameter server's snapshots, separated by a colon")
 WORKER_BOOTSTRAP = _variable("PHALANX_WORKER_BOOTSTRAP", "what a worker of this launcher needs before the program runs")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import resource
+import secrets
 import selectors
 import shutil
 import signal
@@ -71,7 +73,10 @@ def run_job(job: JobRequest) -> int:
         start = describe_start(job.tasks, len(job.shares), at_most=job.elastic is not None, reason=job.size_reason)
         console.message(f"phalanx: {start}")
         try:
-            outcome = _run_with_restarts(lambda: _run_once(job, console, signals), console, job.config.max_restarts)
+            run = secrets.token_hex(8)
+            outcome = _run_with_restarts(
+                lambda attempt: _run_once(job, console, signals, f"{run}:{attempt}"), console, job.config.max_restarts
+            )
         except OSError as error:
             if error.errno != errno.EMFILE:
                 raise
@@ -110,14 +115,19 @@ def _report_failure(outcome: JobOutcome, job: JobRequest, console: Console, *, c
             console.message(f"phalanx: this report cannot be written to {config.log_dir}: {error.strerror}")
 
 
-def _run_with_restarts(run_once: Callable[[], JobOutcome], console: Console, max_restarts: int) -> JobOutcome:
-    """Run the job, and again as a whole after a failure, as long as that may help."""
+def _run_with_restarts(run_once: Callable[[int], JobOutcome], console: Console, max_restarts: int) -> JobOutcome:
+    """Run the job, and again as a whole after a failure, as long as that may help.
+
+    Args:
+        run_once: runs it; its argument is the number of attempts before this one.
+    """
     policy = RestartPolicy(max_restarts, elastic=True)
     has_run = False
+    attempts = itertools.count()
     while True:
         started_at = time.monotonic()
         try:
-            outcome = run_once()
+            outcome = run_once(next(attempts))
         except RendezvousError as error:
             # Hosts that were there when the job began may come back: after a power cut that takes minutes.
             if not has_run or policy.delay_s(0, None, SHORT_LIFE_S) is None:
@@ -138,7 +148,7 @@ def _run_with_restarts(run_once: Callable[[], JobOutcome], console: Console, max
         time.sleep(delay_s)
 
 
-def _run_once(request: JobRequest, console: Console, signals: Sequence[signal.Signals]) -> JobOutcome:
+def _run_once(request: JobRequest, console: Console, signals: Sequence[signal.Signals], run: str) -> JobOutcome:
     """One run of the job, of which `--max-restarts` allows several."""
     config, elastic = request.config, request.elastic
     prefix = width(prefixes(request.tasks, colour=False)[0])
@@ -146,7 +156,7 @@ def _run_once(request: JobRequest, console: Console, signals: Sequence[signal.Si
         selector = stack.enter_context(selectors.DefaultSelector())
         streams = _worker_streams(console, prefix)
         recipe = WorkerRecipe(
-            request.arguments, request.tasks, config, restartable=config.restarts > 0, prints_errors=False
+            request.arguments, request.tasks, config, restartable=config.restarts > 0, run=run, prints_errors=False
         )
         reporter = JobReporter(console, verbose=config.verbose)
         pool = supervisor = None

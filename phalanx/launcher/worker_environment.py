@@ -15,6 +15,7 @@ from phalanx.config.environment_variables import (
     PREEMPTION_SIGNAL,
     RENDEZVOUS_TIMEOUT,
     RETURN_TIMEOUT,
+    RUN,
     SECRET,
     SNAPSHOTS,
     TF_CONFIG,
@@ -22,7 +23,7 @@ from phalanx.config.environment_variables import (
 )
 from phalanx.config.launch_config import LaunchConfig
 
-_OF_A_TASK = (HOST_GPUS, ELASTIC_COORDINATOR, SNAPSHOTS)
+_OF_A_TASK = (HOST_GPUS, ELASTIC_COORDINATOR, SNAPSHOTS, RUN)
 """Set by another job for its own task, which starts this job."""
 
 # Variables of the launcher's environment that are passed on to other hosts. Those that describe the launcher's own
@@ -67,6 +68,7 @@ def job_settings(
     *,
     return_timeout_s: float | None = None,
     coordinator: str | None = None,
+    run: str | None = None,
 ) -> dict[str, str]:
     """The variables that make a process task number `rank` of this job. They replace those of the user's environment.
 
@@ -76,6 +78,7 @@ def job_settings(
         config: backend, start timeout and preemption signal.
         return_timeout_s: seconds that tasks wait for one that is restarted; None leaves it to the default.
         coordinator: address of the elastic coordinator; None for a job of fixed size.
+        run: see `WorkerRecipe`.
     """
     secret, job_id = identity
     settings = {
@@ -86,6 +89,7 @@ def job_settings(
         RENDEZVOUS_TIMEOUT: None if config.start_timeout_s is None else f"{config.start_timeout_s:g}",
         RETURN_TIMEOUT: None if return_timeout_s is None else f"{return_timeout_s:g}",
         ELASTIC_COORDINATOR: coordinator,
+        RUN: run,
         PREEMPTION_SIGNAL: config.preemption_signal,
     }
     return {name: value for name, value in settings.items() if value is not None}
