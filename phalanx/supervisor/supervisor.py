@@ -238,7 +238,8 @@ class Supervisor:
         not writable is an error before training."""
         restored = None
         if checkpoints is not None and self._saver is not None:
-            checkpoints.sweep()
+            if self._writes:
+                checkpoints.sweep()
             restored = checkpoints.restore(session.model)
         if restored is not None:
             counter.continue_from(restored.step)
