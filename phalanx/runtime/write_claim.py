@@ -143,11 +143,12 @@ class WriteClaim:
     def release(self) -> None:
         """Let others claim the directory. Safe to call twice."""
         with self._mutex:
-            if self._alive is not None:
-                owner = self._read()
-                if owner is None or owner.process != _process():
+            if self._alive is None:
+                return
+            self._drop()
+            with contextlib.suppress(OSError):  # the directory is gone: nothing is left to write
+                if (owner := self._read()) is None or owner.process != _process():
                     _lost.add(self._owner_path)
-                self._drop()
 
     def _drop(self) -> None:
         if self._alive is not None:
