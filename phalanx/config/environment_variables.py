@@ -124,6 +124,14 @@ PROGRESS_FILE = _variable("PHALANX_PROGRESS_FILE", "memory shared with the launc
 LOCAL_REPLICAS = _variable("PHALANX_LOCAL_REPLICAS", "number of local replicas of MirroredStrategy")
 HOST_GPUS = _variable("PHALANX_HOST_GPUS", "CUDA_VISIBLE_DEVICES before the launcher restricted each worker to one GPU")
 
+# As `horovodrun` sets them, for programs that read them; in elastic jobs, whose ranks change, and beside servers unset.
+HOROVOD_RANK = _variable("HOROVOD_RANK", "the rank of this process")
+HOROVOD_SIZE = _variable("HOROVOD_SIZE", "the number of processes")
+HOROVOD_LOCAL_RANK = _variable("HOROVOD_LOCAL_RANK", "the rank of this process among those of its host")
+HOROVOD_LOCAL_SIZE = _variable("HOROVOD_LOCAL_SIZE", "the number of processes on this host")
+HOROVOD_CROSS_RANK = _variable("HOROVOD_CROSS_RANK", "this host's place among those that have such a local rank")
+HOROVOD_CROSS_SIZE = _variable("HOROVOD_CROSS_SIZE", "the number of hosts that have such a local rank")
+
 # Read by the launcher.
 GRACE = _variable("PHALANX_GRACE", "seconds the survivors of a failed worker have to exit", DEFAULT_GRACE_S)
 EVALUATOR_GRACE = _variable(

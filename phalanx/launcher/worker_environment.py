@@ -8,6 +8,12 @@ from collections.abc import Mapping, Sequence
 
 from phalanx.config.environment_variables import (
     ELASTIC_COORDINATOR,
+    HOROVOD_CROSS_RANK,
+    HOROVOD_CROSS_SIZE,
+    HOROVOD_LOCAL_RANK,
+    HOROVOD_LOCAL_SIZE,
+    HOROVOD_RANK,
+    HOROVOD_SIZE,
     HOST_GPUS,
     HOST_ID,
     JOB_ID,
@@ -39,6 +45,25 @@ def tf_config(tasks: Sequence[str], addresses: Sequence[str], number: int) -> st
         cluster.setdefault(task.partition("/")[0], []).append(address)
     kind, _, index = tasks[number].partition("/")
     return json.dumps({"cluster": cluster, "task": {"type": kind, "index": int(index)}})
+
+
+def horovod_settings(addresses: Sequence[str], rank: int) -> dict[str, str]:
+    """The variables in which `horovodrun` tells a process its place; many programs read them before `hvd.init()`.
+
+    Source: Horovod's Gloo launcher, whose names and meaning these are.
+    """
+    hosts = [address.rpartition(":")[0] for address in addresses]
+    local_ranks = [hosts[:each].count(host) for each, host in enumerate(hosts)]
+    peers = [each for each, local_rank in enumerate(local_ranks) if local_rank == local_ranks[rank]]
+    numbers = {
+        HOROVOD_RANK: rank,
+        HOROVOD_SIZE: len(hosts),
+        HOROVOD_LOCAL_RANK: local_ranks[rank],
+        HOROVOD_LOCAL_SIZE: hosts.count(hosts[rank]),
+        HOROVOD_CROSS_RANK: peers.index(rank),
+        HOROVOD_CROSS_SIZE: len(peers),
+    }
+    return {name: str(number) for name, number in numbers.items()}
 
 
 def thread_settings(threads: int) -> dict[str, str]:
@@ -92,6 +117,9 @@ def job_settings(
         RUN: run,
         PREEMPTION_SIGNAL: config.preemption_signal,
     }
+    # Ranks of elastic jobs change, and servers have none.
+    if coordinator is None and all(task.startswith(("chief/", "worker/")) for task in tasks):
+        settings.update(horovod_settings(addresses, rank))
     return {name: value for name, value in settings.items() if value is not None}
 
 
